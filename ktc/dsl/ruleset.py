@@ -1,0 +1,73 @@
+"""A checked rule program: what `dsl.load` hands to the later stages.
+
+Names are resolved, parameters have values, settings have their defaults; nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ktc.diagnostics import Diagnostic, Span
+from ktc.dsl import syntax
+
+Value = int | float | bool | str | None | tuple["Value", ...]
+Facet = Literal["kernel", "adapter", "quant", "place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One loaded file. `prefix` qualifies its names as seen from the entry file (`""` for the entry, `"attn."`)."""
+
+    module: syntax.Module
+    prefix: str
+    imports: Mapping[str, int]  # alias -> index into RuleSet.units
+    params: Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class PatternDefinition:
+    name: str  # qualified: "attn.mla"
+    unit: int
+    declaration: syntax.Pattern
+
+
+@dataclass(frozen=True, slots=True)
+class RuleAction:
+    """One rewrite a rule asks for. `on` holds capture paths below the match (`("router", "gate")`); empty: the match."""
+
+    target: str
+    facet: Facet
+    settings: Mapping[str, Value]  # every setting of the target, defaults filled in
+    on: tuple[tuple[str, ...], ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class RuleDefinition:
+    """`root` is the qualified name of a pattern, or one of `linear experts embedding rms_norm layer_norm sdpa module`."""
+
+    name: str
+    unit: int
+    declaration: syntax.Rule
+    root: str
+    at: tuple[str, ...]
+    except_: tuple[str, ...]
+    overrides: frozenset[str]  # transitive
+    actions: tuple[RuleAction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSet:
+    """The whole program. `sources` maps the file names that spans use to their text, for diagnostics and the record."""
+
+    entry: str
+    units: tuple[Unit, ...]
+    patterns: Mapping[str, PatternDefinition]
+    rules: tuple[RuleDefinition, ...]
+    requires: tuple[tuple[int, syntax.Require], ...]  # (unit, declaration)
+    plan: Mapping[str, Value]  # budgets under their device ("cuda:0", "cpu"), the other keys by name
+    lora: Mapping[str, Value]  # rank alpha dropout dtype targets; empty without a `lora` block
+    sources: Mapping[str, str]
+    warnings: tuple[Diagnostic, ...]

@@ -1,0 +1,40 @@
+"""`KernelSpec`: everything a kernel template may ask, hashable, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Isa = Literal["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
+WeightFormat = Literal["bf16", "fp16", "fp32", "fp64", "int8", "int4", "fp8", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"]
+Activation = Literal["silu", "gelu"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One fused-MoE kernel. A dimension is a compile-time constant, or `None` where it stays dynamic.
+
+    `dtype` is that of hidden states and output, `format_gate_up` and `format_down` those of the packed weights.
+    """
+
+    op: Literal["fused_moe"]
+    hidden: int | None  # H
+    intermediate: int | None  # I
+    num_experts: int | None  # E
+    top_k: int | None  # k
+    dtype: Literal["bf16", "fp32", "fp64"]
+    format_gate_up: WeightFormat
+    format_down: WeightFormat
+    isa: Isa
+    activation: Activation = "silu"
+    max_lora_rank: int = 0
+
+    @property
+    def entry(self) -> str:
+        """The class name under which the kernel library exposes this specialisation."""
+        dims = "_".join(
+            f"{letter}{'n' if size is None else size}"
+            for letter, size in zip("HIEk", (self.hidden, self.intermediate, self.num_experts, self.top_k), strict=True)
+        )
+        formats = self.format_gate_up if self.format_gate_up == self.format_down else f"{self.format_gate_up}_{self.format_down}"
+        return f"FusedMoe_{dims}_{self.dtype}_{formats}_{self.isa}_{self.activation}"
