@@ -1,0 +1,44 @@
+# Two commands from a fresh clone, with nothing but python3.11+, g++ and make: `make demo` and `make test`.
+# The environment is made in .venv with the tested versions. Without a GPU, let pip find the small build of torch:
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+BIN := .venv/bin
+READY := .venv/ready
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: setup demo test test-all check format clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("ktc needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@echo "making .venv with the tested versions (constraints.txt)"
+	$(PYTHON) -m venv .venv
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python docs/demo.py
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-logo
+
+test: check
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: check
+	$(BIN)/python -m pytest
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find runtime tests -name '*.hpp' -o -name '*.cpp')
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .import_linter_cache
