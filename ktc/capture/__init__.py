@@ -1,1 +1,10 @@
+"""Capture: a Hugging Face causal LM -> one normal-form graph per distinct block, on meta tensors, no weight read.
 
+With `twin`, the only place that knows Hugging Face model classes and names.
+"""
+
+from ktc.capture.model import capture
+from ktc.capture.source import open_model
+from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo
+
+__all__ = ["BlockGraph", "BlockSite", "CapturedModel", "ModelSource", "ModuleInfo", "TensorInfo", "capture", "open_model"]

@@ -1,0 +1,142 @@
+"""One block -> one runnable graph: export on meta tensors with dynamic batch and sequence, parameters by FQN.
+
+In: a module and the arguments it was called with in a meta forward. Out: a functional ATen GraphModule whose
+placeholders are the block's tensor inputs and whose parameters are `get_attr` nodes at block-relative FQNs.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from ktc.capture.markers import semantic_function
+
+# Two sizes that no model dimension shares by accident; their product is the number of tokens.
+BATCH, SEQUENCE = 3, 7
+# Composite operators that stay whole, because they are operators of the normal form.
+_KEEP = frozenset(
+    "linear silu gelu softmax sigmoid rms_norm scaled_dot_product_attention topk split split_with_sizes chunk clamp "
+    "clamp_min clamp_max one_hot embedding layer_norm masked_fill conv1d".split()
+)
+_DROP = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"})
+
+
+class _TensorsOnly(nn.Module):
+    """The block behind a signature of tensors alone: export then meets no cache, keyword or tuple."""
+
+    def __init__(self, block: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.block, self._spec = block, spec
+        self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        remaining = iter(tensors)
+        leaves = [next(remaining) if constant is None else constant[0] for constant in self._constants]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        result = self.block(*args, **kwargs)
+        return result[0] if isinstance(result, tuple) else result
+
+
+def export_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
+    """Exports `block` as called with `args` and `kwargs` (meta tensors). Raises what torch.export raises."""
+    named, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    leaves = [leaf for _, leaf in named]
+    names = [_input_name(path) for path, leaf in named if isinstance(leaf, Tensor)]
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    dynamic = tuple(
+        {i: Dim.AUTO for i, size in enumerate(t.shape) if size in (BATCH, SEQUENCE, BATCH * SEQUENCE)} for t in tensors
+    )
+    before = logging.getLogger("torch").level
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped = _TensorsOnly(block, leaves, spec)
+            program = torch.export.export(wrapped, tensors, dynamic_shapes=(dynamic,), strict=False)
+            program = program.run_decompositions(_decompositions())
+    finally:
+        logging.getLogger("torch").setLevel(before)
+    return _lower(program, block, names)
+
+
+def _input_name(path: tuple[Any, ...]) -> str:
+    """`hidden_states`, `position_embeddings_0`: the keyword an input came in, and its place in a tuple."""
+    keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]]
+    if keys and keys[0].isdigit():
+        keys[0] = "hidden_states" if keys[0] == "0" else f"input_{keys[0]}"
+    return "_".join(keys)
+
+
+def _decompositions() -> dict[Any, Any]:
+    table = torch.export.default_decompositions()
+    for op in list(table):
+        if op._schema.name.split("::")[1] in _KEEP:
+            table.pop(op)
+    return table
+
+
+def _lower(program: ExportedProgram, block: nn.Module, input_names: Sequence[str]) -> fx.GraphModule:
+    """An exported program as a GraphModule: parameters become attributes, checks go, markers become functions."""
+    signature = program.graph_signature
+    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    constants = dict(signature.inputs_to_lifted_tensor_constants)
+    root, graph, copies, names = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node](), iter(input_names)
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in held:
+            fqn = held[node.name].removeprefix("block.")
+            _attach(root, fqn, _tensor(block, fqn))
+            copies[node] = graph.get_attr(fqn)
+        elif node.op == "placeholder" and node.name in constants:
+            fqn = f"constants.{node.name}"
+            _attach(root, fqn, program.constants[constants[node.name]])
+            copies[node] = graph.get_attr(fqn)
+        elif node.op == "placeholder":
+            copies[node] = graph.placeholder(next(names))
+        elif node.op == "output":
+            graph.output(copies[node.args[0][0]])
+            continue
+        elif getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in _DROP:
+            continue
+        else:
+            copies[node] = _copy_call(graph, node, copies)
+        copies[node].meta = {"val": node.meta.get("val")}
+    graph.eliminate_dead_code()
+    return fx.GraphModule(root, graph, class_name=type(block).__name__)
+
+
+def _copy_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, lambda n: copies[n])
+    function = semantic_function(copy.target)
+    if function is not None:
+        copy.target = function
+    elif copy.target is torch.ops.aten.view.default:
+        # Real strides may differ from those seen on meta; reshape is a view wherever a view is possible.
+        copy.target = torch.ops.aten.reshape.default
+    if str(copy.kwargs.get("device")) == "meta":
+        copy.kwargs = {k: v for k, v in copy.kwargs.items() if k not in ("device", "pin_memory", "layout")}
+    return copy
+
+
+def _tensor(block: nn.Module, fqn: str) -> Tensor:
+    owner, _, leaf = fqn.rpartition(".")
+    return getattr(block.get_submodule(owner), leaf)
+
+
+def _attach(root: nn.Module, fqn: str, tensor: Tensor) -> None:
+    owner, _, leaf = fqn.rpartition(".")
+    module = root
+    for part in owner.split(".") if owner else ():
+        if not hasattr(module, part):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(leaf, tensor)
+    else:
+        module.register_buffer(leaf, tensor)

@@ -1,0 +1,156 @@
+"""The capture of a causal LM: its config alone -> module tree, distinct blocks as graphs, and where they stand.
+
+The model is built on meta tensors and run once there with every block's call recorded; each distinct block is then
+exported once. Two blocks are the same if their classes, tensors, settings and call signatures are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ktc.capture.export import BATCH, SEQUENCE, export_block
+from ktc.capture.markers import UNSUPPORTED, marked
+from ktc.capture.normal_form import normalise
+from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo, dtype_name
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.graph import ops
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def capture(source: ModelSource) -> CapturedModel:
+    """Captures the model that `source` names. No weight is read.
+
+    Raises InputRefused where transformers cannot build the model or it has no decoder layers.
+    """
+    model = build_on_meta(source.config)
+    layers_fqn, layers = _decoder_layers(model)
+    blocks = {
+        f"{layers_fqn}.{i}.{name}": (i, child)
+        for i, layer in enumerate(layers)
+        for name, child in layer.named_children()
+        if len(list(child.children())) > 0
+    }
+    with marked(model):
+        calls, failed = _record(model, {fqn: block for fqn, (_, block) in blocks.items()})
+        graphs, sites = dict[object, BlockGraph](), list[BlockSite]()
+        for fqn, (layer, block) in blocks.items():
+            if fqn not in calls:
+                continue
+            identity = _identity(block, calls[fqn], failed.get(fqn))
+            if identity not in graphs:
+                stem = fqn.rpartition(".")[2]
+                key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
+                graphs[identity] = _capture_block(key, block, calls[fqn], failed.get(fqn))
+            sites.append(BlockSite(fqn, layer, graphs[identity].key))
+    return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), tuple(sites))
+
+
+def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """The stock model of `config` on meta tensors, in its own dtype, in eval mode."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
+    except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
+        raise InputRefused(
+            Diagnostic(
+                "I103",
+                f"transformers cannot build a causal LM from this config (`model_type` = `{config.model_type}`): {_first_line(error)}",
+                hint="check config.json against the installed transformers version",
+            )
+        ) from error
+    return model.eval()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The ModuleList that holds the most parameters: the stack of decoder layers, whatever it is called."""
+    lists = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    if not lists:
+        raise InputRefused(
+            Diagnostic("I104", f"`{type(model).__name__}` has no stack of decoder layers", hint="ktc compiles decoder-only causal LMs")
+        )
+    return max(lists, key=lambda item: (sum(p.numel() for p in item[1].parameters()), -len(item[0])))
+
+
+def _record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dict[str, Call], dict[str, str]]:
+    """One forward on meta. Returns the arguments of every block, and of those that cannot run there, why.
+
+    A block that fails is stood in for by an empty tensor, so that the blocks after it are still seen.
+    """
+    calls, failed = dict[str, Call](), dict[str, str]()
+
+    def recording(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.setdefault(fqn, (args, kwargs))
+            try:
+                return original(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - whatever a foreign block raises makes it opaque, with its words
+                failed[fqn] = f"{type(error).__name__}: {_first_line(error)}"
+                hidden = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+                stand_in = torch.empty_like(hidden)
+                return (stand_in, None) if "attn" in fqn.rpartition(".")[2] else stand_in
+
+        return forward
+
+    for fqn, block in blocks.items():
+        block.forward = recording(fqn, block.forward)
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device="meta"), use_cache=False)
+    finally:
+        for block in blocks.values():
+            del block.forward
+    return calls, failed
+
+
+def _identity(block: nn.Module, call: Call, failure: str | None) -> object:
+    """What makes two blocks the same graph: classes, tensor shapes, plain settings, call signature."""
+    modules = tuple((name, type(m).__name__, _settings(m)) for name, m in block.named_modules())
+    tensors = tuple((name, tuple(t.shape), t.dtype) for name, t in [*block.named_parameters(), *block.named_buffers()])
+    leaves, spec = pytree.tree_flatten(call)
+    signature = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    return modules, tensors, str(spec), signature, failure
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    return tuple(
+        sorted((k, v) for k, v in vars(module).items() if isinstance(v, int | float | str) and k not in ("layer_idx", "training"))
+    )
+
+
+def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) -> BlockGraph:
+    name = type(block).__name__
+    if failure is not None:
+        return BlockGraph(key, name, None, failure)
+    try:
+        graph = normalise(export_block(block, *call))
+    except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and says why
+        return BlockGraph(key, name, None, f"{type(error).__name__}: {_first_line(error)}")
+    acts = [str(node.args[5]) for node in graph.graph.nodes if node.target is ops.experts]
+    unsupported = next((act for act in acts if act.startswith(UNSUPPORTED)), None)
+    return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph)
+
+
+def _module_tree(model: nn.Module) -> tuple[ModuleInfo, ...]:
+    return tuple(
+        ModuleInfo(fqn, type(module).__name__, tuple(_tensors(module))) for fqn, module in model.named_modules()
+    )
+
+
+def _tensors(module: nn.Module):  # noqa: ANN202
+    for trainable, held in ((True, module._parameters), (False, module._buffers)):
+        for name, tensor in held.items():
+            if tensor is None or (not trainable and name in module._non_persistent_buffers_set):
+                continue
+            size = tensor.numel() * tensor.element_size()
+            yield TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), size, trainable)

@@ -1,0 +1,71 @@
+"""What the user's MODEL means: a folder, a hub id, `tiny:NAME`, or a model object -> `ModelSource`.
+
+Reads config.json and the headers of the weights, never a weight. Refuses what is no model, each with its own words.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ktc import host, twin
+from ktc.capture.types import ModelSource
+from ktc.checkpoint import open_index
+from ktc.diagnostics import Diagnostic, InputRefused
+
+
+def open_model(model: str | Path | PreTrainedModel) -> ModelSource:
+    """Opens MODEL. Raises InputRefused where it is no folder, has no usable config, or its weights are damaged."""
+    if isinstance(model, PreTrainedModel):
+        return ModelSource(model.name_or_path or type(model).__name__, None, model.config, None)
+    name = str(model)
+    if name.startswith("tiny:"):
+        folder = twin.write(name.removeprefix("tiny:"), host.cache_dir())
+    elif Path(name).is_dir():
+        folder = Path(name).resolve()
+    else:
+        folder = _from_hub(name)
+    config = _read_config(folder)
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")) or any(folder.glob("*.bin"))
+    return ModelSource(str(folder), folder, config, open_index(folder) if has_weights else None)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    looks_like_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name.split("/")[0]).exists()
+    if not looks_like_id:
+        raise InputRefused(
+            Diagnostic("I100", f"MODEL `{name}` is no folder", hint="give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`")
+        )
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputRefused(
+            Diagnostic(
+                "I101",
+                f"MODEL `{name}` is no folder here and could not be fetched from the hub ({type(error).__name__})",
+                hint="check the name and the network, or give the path of a downloaded folder",
+            )
+        ) from error
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputRefused(Diagnostic("I102", f"`{folder}` holds no config.json", hint="a model folder is what `save_pretrained` writes"))
+    try:
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError("the top level is no object")
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        words = (str(error).strip().splitlines() or [""])[0][:200]
+        raise InputRefused(
+            Diagnostic("I102", f"config.json of `{folder.name}` is not usable: {words}", hint="check it against the model's own page")
+        ) from error

@@ -1,0 +1,97 @@
+"""What capture produces: the module tree, one graph per distinct block, and where each graph stands in the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import fx
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from ktc.checkpoint import CheckpointIndex
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model as the user named it. `folder` holds config.json; `index` is None where there are no weights."""
+
+    name: str
+    folder: Path | None
+    config: PreTrainedConfig
+    index: CheckpointIndex | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    trainable: bool  # a parameter; buffers are not
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInfo:
+    """One module of the model: its FQN, class, and the tensors it holds itself."""
+
+    fqn: str
+    class_name: str
+    tensors: tuple[TensorInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGraph:
+    """One distinct block. `graph` is in normal form, with block-relative FQNs; None where capture failed, with why."""
+
+    key: str  # "mlp_1": the block's name in its layer and a number
+    class_name: str
+    graph: fx.GraphModule | None
+    opaque: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSite:
+    """A place in the model where a block stands."""
+
+    fqn: str
+    layer: int
+    block: str
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedModel:
+    source: ModelSource
+    model: PreTrainedModel  # on meta tensors: names, classes and shapes only
+    modules: tuple[ModuleInfo, ...]
+    blocks: tuple[BlockGraph, ...]
+    sites: tuple[BlockSite, ...]
+
+    def block(self, key: str) -> BlockGraph:
+        return next(b for b in self.blocks if b.key == key)
+
+    def sites_of(self, key: str) -> tuple[BlockSite, ...]:
+        return tuple(s for s in self.sites if s.block == key)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts that rules know as `model.*`."""
+        config = self.source.config.get_text_config()
+        experts = next((int(n) for a in ("n_routed_experts", "num_experts", "num_local_experts") if (n := getattr(config, a, None))), 0)
+        return {
+            "type": self.source.config.model_type,
+            "layers": len({s.layer for s in self.sites}),
+            "hidden": int(config.hidden_size),
+            "experts": experts,
+            "dtype": dtype_name(self.model.dtype),
+        }
+
+
+_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8_e4m3fn": "fp8", "int64": "i64"}
+
+
+def dtype_name(dtype: object) -> str:
+    """`torch.bfloat16` -> `bf16`."""
+    plain = str(dtype).removeprefix("torch.")
+    return _DTYPES.get(plain, plain)

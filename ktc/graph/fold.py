@@ -1,0 +1,52 @@
+"""Folding: a region of a graph becomes one `call_module` node that keeps the region's own spelling inside.
+
+The folded node computes exactly what the region computed, so a graph stays runnable; patterns see one operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx, nn
+
+
+def fold(graph_module: fx.GraphModule, region: Iterable[fx.Node], result: fx.Node, first: fx.Node, name: str) -> fx.Node:
+    """Replaces `region`, whose only value used outside is `result`, by one node `folded.<name>_<i>`.
+
+    The node's first argument is `first`; its other inputs follow in the order in which the region uses them.
+    """
+    inside = set(region)
+    ordered = [node for node in graph_module.graph.nodes if node in inside]
+    escaping = [n for n in ordered if n is not result and any(user not in inside for user in n.users)]
+    assert not escaping, f"`{escaping[0]}` is used outside the region folded as `{name}`"
+    inputs = [first]
+    for node in ordered:
+        inputs += [i for i in node.all_input_nodes if i not in inside and i not in inputs]
+
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in ordered:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[result])
+
+    holder = graph_module.get_submodule("folded") if hasattr(graph_module, "folded") else nn.Module()
+    if not hasattr(graph_module, "folded"):
+        graph_module.add_submodule("folded", holder)
+    index = sum(child.rpartition("_")[0] == name for child, _ in holder.named_children())
+    holder.add_module(f"{name}_{index}", fx.GraphModule(nn.Module(), graph, class_name=name))
+
+    with graph_module.graph.inserting_after(result):
+        node = graph_module.graph.call_module(f"folded.{name}_{index}", tuple(inputs))
+    node.meta = {**result.meta, "op": name}
+    result.replace_all_uses_with(node)
+    for dead in reversed(ordered):
+        graph_module.graph.erase_node(dead)
+    return node
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs of `node` that carry data: sizes computed from shapes are not among them."""
+    return [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), torch.Tensor | tuple | list)]

@@ -1,0 +1,191 @@
+"""The normal-form operators: what a captured node is called, which operands it has, which attributes.
+
+A block's graph stays runnable ATen; this table gives each node the one name that patterns, plans and dumps use
+(`node.meta["op"]`). Operands are the values a pattern names: parameters and layout arguments are not among them.
+The two semantic operators that capture inserts, `experts` and `sdpa`, are plain differentiable functions here, so a
+captured graph runs and back-propagates without any kernel.
+"""
+
+from __future__ import annotations
+
+import math
+import operator as python_operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional
+
+from ktc.runtime.fused_moe import fused_moe_reference
+
+# Looked through by the matcher: they move, rename or cast a value without computing on it.
+TRANSPARENT = frozenset(
+    "reshape unsqueeze squeeze expand permute cast clone alias detach contiguous flatten unflatten repeat dropout".split()
+)
+COMMUTATIVE = frozenset({"add", "mul"})
+# Operators whose `dim` must be the last one unless a pattern names it.
+LAST_DIM = frozenset({"softmax", "topk", "sum", "max", "mean", "gather", "cat", "split", "scatter"})
+
+_NAMES: dict[str, str] = {
+    "view": "reshape", "_unsafe_view": "reshape", "reshape": "reshape", "unsqueeze": "unsqueeze", "squeeze": "squeeze",
+    "expand": "expand", "permute": "permute", "transpose": "permute", "t": "permute", "movedim": "permute",
+    "_to_copy": "cast", "to": "cast", "type_as": "cast", "clone": "clone", "alias": "alias", "detach": "detach",
+    "contiguous": "contiguous", "lift_fresh_copy": "clone", "flatten": "flatten", "unflatten": "unflatten",
+    "repeat": "repeat", "dropout": "dropout",
+    "linear": "linear", "embedding": "embedding", "layer_norm": "layer_norm", "rms_norm": "rms_norm", "_fused_rms_norm": "rms_norm",
+    "matmul": "matmul", "mm": "matmul", "bmm": "matmul",
+    "silu": "silu", "gelu": "gelu", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "softmax": "softmax", "_softmax": "softmax",
+    "softplus": "softplus", "exp": "exp", "add": "add", "mul": "mul", "sub": "sub", "div": "div", "neg": "neg",
+    "sum": "sum", "max": "max", "amax": "max", "mean": "mean", "topk": "topk", "gather": "gather", "scatter": "scatter",
+    "masked_fill": "masked_fill", "where": "select", "full_like": "full_like", "zeros_like": "zeros_like",
+    "logical_not": "logical_not", "bitwise_not": "logical_not", "one_hot": "one_hot",
+    "split": "split", "split_with_sizes": "split", "chunk": "split", "cat": "cat", "slice": "slice",
+}  # fmt: skip
+_OPERANDS = {
+    "linear": 1, "rms_norm": 1, "layer_norm": 1, "softmax": 1, "topk": 1, "sum": 1, "max": 1, "mean": 1, "split": 1,
+    "masked_fill": 2, "experts": 3, "sdpa": 3, "rope": 1, "zeros_like": 1, "full_like": 1, "slice": 1,
+}  # fmt: skip
+
+
+def experts(
+    hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
+) -> Tensor:
+    """All routed experts of one layer: hidden (T, H), indices (T, k) int64, weights (T, k), gate_up (E, 2I, H),
+    down (E, H, I) -> (T, H). The semantic node of capture; differentiable in every floating-point argument."""
+    return fused_moe_reference(hidden, indices, weights, gate_up, down, activation)
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int) -> Tensor:
+    """The attention core: query (b, h, s, d), key and value (b, h_kv, s, d) -> (b, s, h, d_v). `window` < 0: unlimited.
+
+    Positions attend to themselves and, if `causal`, to what stands before them, at most `window` positions back.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    allowed = None
+    if causal or window >= 0:
+        rows, columns = query.shape[2], key.shape[2]
+        distance = torch.arange(rows, device=query.device)[:, None] - torch.arange(columns, device=query.device)[None, :]
+        allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        if window >= 0:
+            allowed = allowed & (distance < window)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale).transpose(1, 2)
+
+
+def transfer(value: Tensor, device: str) -> Tensor:
+    """Moves `value` to `device`; the node that `place` inserts on an edge between two devices."""
+    return value.to(device)
+
+
+def _aten_name(target: object) -> str | None:
+    packet = getattr(target, "overloadpacket", None)
+    return None if packet is None else str(packet).rpartition(".")[2]
+
+
+def name_of(node: fx.Node) -> str:
+    """The normal-form operator of a node that has none yet in its `meta`."""
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return "weight"
+    if node.op == "output":
+        return "output"
+    if node.target is python_operator.getitem:
+        return "getitem"
+    if node.target in (experts, sdpa, transfer):
+        return node.target.__name__  # type: ignore[union-attr]
+    aten = _aten_name(node.target)
+    if aten is None:
+        return str(getattr(node.target, "__name__", node.target))
+    name = _NAMES.get(aten, aten)
+    if name == "full_like" and argument(node, "fill_value") == 0:
+        return "zeros_like"
+    return name
+
+
+def operator(node: fx.Node) -> str:
+    """The normal-form operator of `node`."""
+    found = node.meta.get("op")
+    return found if isinstance(found, str) else name_of(node)
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """The argument of an ATen call by its schema name, or `default` where it was not given."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return default
+    for position, declared in enumerate(schema.arguments):
+        if declared.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return declared.default_value if declared.has_default_value() else default
+    return default
+
+
+Operand = fx.Node | int | float
+
+
+def operands(node: fx.Node) -> tuple[Operand, ...]:
+    """The values a pattern sees as the operands of `node`: nodes, and scalars where the operator is arithmetic."""
+    name = operator(node)
+    if name == "cat":
+        return tuple(node.args[0])  # type: ignore[arg-type]
+    if name == "embedding":
+        return (node.args[1],)  # type: ignore[return-value]
+    arithmetic = name in ("add", "sub", "mul", "div")
+    found = [
+        a for a in node.args
+        if isinstance(a, fx.Node) or (arithmetic and isinstance(a, int | float) and not isinstance(a, bool))
+    ]  # fmt: skip
+    return tuple(found[: _OPERANDS.get(name)])  # type: ignore[return-value]
+
+
+def attributes(node: fx.Node) -> dict[str, int | float | bool | str]:
+    """The attributes of `node` that patterns and conditions may name. Widths are those of the meta tensors."""
+    name = operator(node)
+    read: Callable[[fx.Node], dict[str, Any]] | None = _ATTRIBUTES.get(name)
+    return {} if read is None else read(node)
+
+
+def shape_of(value: object) -> tuple[Any, ...]:
+    """The (possibly symbolic) shape of a node's meta tensor, () where it has none."""
+    held = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return tuple(held.shape) if isinstance(held, Tensor) else ()
+
+
+def last_dim(node: fx.Node) -> bool:
+    """Whether the operator works along the last dimension, or names no dimension at all."""
+    dim = argument(node, "dim")
+    dims = dim if isinstance(dim, list | tuple) else [dim]
+    first = node.args[0][0] if operator(node) == "cat" else node.args[0]  # type: ignore[index]
+    rank = len(shape_of(first))
+    return all(d is None or d == -1 or d == rank - 1 for d in dims)
+
+
+def _linear_attributes(node: fx.Node) -> dict[str, Any]:
+    if node.op == "call_module":
+        return dict(node.meta.get("attributes", {}))
+    rows, columns = shape_of(node.args[1])[-2:]
+    return {"in_features": int(columns), "out_features": int(rows), "bias": argument(node, "bias") is not None}
+
+
+def _experts_attributes(node: fx.Node) -> dict[str, Any]:
+    if node.op == "call_module":
+        return dict(node.meta.get("attributes", {}))
+    count, hidden, intermediate = shape_of(node.args[4])
+    return {"num_experts": int(count), "hidden": int(hidden), "inter": int(intermediate), "act": node.args[5]}
+
+
+_ATTRIBUTES: dict[str, Callable[[fx.Node], dict[str, Any]]] = {
+    "linear": _linear_attributes,
+    "experts": _experts_attributes,
+    "topk": lambda n: {"k": argument(n, "k")},
+    "sdpa": lambda n: {"scale": n.args[3], "causal": n.args[4], "window": n.args[5]},
+    "rms_norm": lambda n: {"eps": n.meta.get("eps", argument(n, "eps", 0.0))},
+    "masked_fill": lambda n: {"value": argument(n, "value", -math.inf)},
+    "embedding": lambda n: dict(zip(("rows", "dim"), shape_of(n.args[0]), strict=False)),
+}
