@@ -219,7 +219,11 @@ def write(name: str, cache_dir: Path) -> Path:
     """
     if name not in _FAMILIES:
         raise InputRefused(
-            Diagnostic("I110", f"no small twin is called `{name}`", hint=f"write one of: {', '.join(f'tiny:{n}' for n in names())}")
+            Diagnostic(
+                "I110",
+                f"no small twin is called `{name}`",
+                hint=f"write one of: {', '.join(f'tiny:{n}' for n in names())}",
+            )
         )
     folder = cache_dir / f"{name}-{_recipe_digest()}"
     if folder.is_dir():

@@ -80,7 +80,9 @@ def test_a_written_twin_is_a_checkpoint_as_hugging_face_writes_it(family: str, t
     assert len(tokenizer) == model.config.vocab_size
     text = "Löwe, 5 + 7 = 12"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert chat == "<|begin|><|user|>hi<|end|><|assistant|>"
 
 
