@@ -1,0 +1,135 @@
+"""Host facts: kernels are claimed only where they run, files are checked as a whole, paths follow the environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ktc import host
+from ktc.diagnostics import HostLacks, InputRefused
+
+AVX512 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"})
+
+
+def refused(tmp_path: Path, text: str) -> InputRefused:
+    path = tmp_path / "host.toml"
+    path.write_text(text)
+    with pytest.raises(InputRefused) as caught:
+        host.read_host_file(path)
+    return caught.value
+
+
+def test_this_machine_is_described_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; from ktc import host; print(host.detect())"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_this_machine_has_sane_facts() -> None:
+    here = host.detect()
+    assert here.isas[-1] == "scalar"
+    assert 1 <= here.cores <= here.threads
+    assert here.memory > 2**28
+    assert here.numa >= 1
+    assert here.gpus == ()
+
+
+def test_isas_stand_best_first_and_bf16_needs_all_of_its_flags() -> None:
+    assert host.usable_isas(AVX512 | {"avx512_bf16"}) == ("avx512_bf16", "avx512", "avx2", "scalar")
+    assert host.usable_isas(AVX512) == ("avx512", "avx2", "scalar")
+    assert host.usable_isas(frozenset({"avx512_bf16", "avx2"})) == ("scalar",)
+
+
+def test_amx_needs_the_kernels_consent() -> None:
+    flags = AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
+    assert host.usable_isas(flags)[0] == "amx"
+    assert host.usable_isas(flags, amx_permitted=False)[0] == "avx512_bf16"
+
+
+def test_restricting_keeps_only_weaker_sets_and_refuses_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "host.toml"
+    path.write_text('isa = "avx2"')
+    described = host.read_host_file(path)
+    assert host.restrict(described, "scalar").isas == ("scalar",)
+    with pytest.raises(HostLacks, match=r"it lacks .*`avx512_bf16`"):
+        host.restrict(described, "avx512_bf16")
+    with pytest.raises(InputRefused, match="unknown instruction set `mmx`"):
+        host.restrict(described, "mmx")
+
+
+def test_host_file_describes_another_machine(tmp_path: Path) -> None:
+    path = tmp_path / "big.toml"
+    path.write_text(
+        'isa = "amx"\ncores = 96\nnuma = 2\nmemory = "512GiB"\n[[gpu]]\nmemory = "24GiB"\n[[gpu]]\nmemory = 1000\n'
+    )
+    described = host.read_host_file(path)
+    assert described.isas == ("amx", "avx512_bf16", "avx512", "avx2", "scalar")
+    assert (described.cores, described.threads, described.numa) == (96, 96, 2)
+    assert described.memory == 512 * 2**30
+    assert [gpu.memory for gpu in described.gpus] == [24 * 2**30, 1000]
+
+
+def test_host_file_may_leave_things_to_this_machine(tmp_path: Path) -> None:
+    path = tmp_path / "host.toml"
+    path.write_text("cores = 1\n")
+    described, here = host.read_host_file(path), host.detect()
+    assert (described.isas, described.memory) == (here.isas, here.memory)
+
+
+def test_all_faults_of_a_host_file_come_together_with_their_places(tmp_path: Path) -> None:
+    error = refused(tmp_path, 'cores = 0\nisa = "sse9"\nmemory = "much"\nwhat = 1\n[[gpu]]\nname = "x"\n')
+    places = {(d.code, d.span.line if d.span else 0) for d in error.diagnostics}
+    assert places == {("H203", 1), ("H203", 2), ("H203", 3), ("H202", 4), ("H203", 5)}
+
+
+def test_broken_toml_is_located(tmp_path: Path) -> None:
+    (diagnostic,) = refused(tmp_path, "cores = 1\nisa = = 3\n").diagnostics
+    assert diagnostic.code == "H201"
+    assert diagnostic.span is not None
+    assert diagnostic.span.line == 2
+
+
+def test_missing_host_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="H200"):
+        host.read_host_file(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512GiB", 512 * 2**30),
+        ("1.5 TB", 1_500_000_000_000),
+        (7, 7),
+        ("7B", 7),
+        ("7 parsecs", None),
+        (True, None),
+        ("0", None),
+    ],
+)
+def test_sizes(text: object, size: int | None) -> None:
+    assert host.parse_bytes(text) == size
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path / "own"))
+    assert host.cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("KTC_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert host.cache_dir() == tmp_path / "ktc"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert host.cache_dir() == Path.home() / ".cache" / "ktc"
+
+
+def test_local_world_size_is_one_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert host.local_world_size() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert host.local_world_size() == 4
+
+
+def test_compiler_is_found_or_absent_without_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert host.find_compiler() is None
