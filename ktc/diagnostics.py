@@ -1,12 +1,14 @@
 """What ktc says to its user: a located message with a code and one hint, and the errors that carry them.
 
 A user's mistake is a `Diagnostic`; a stage that cannot go on raises a `KtcError` holding every diagnostic it found.
-The exit codes are part of the command line's contract: 1 internal error or a failed proof, 2 input refused,
+`render` turns diagnostics into text for people, `to_json` into the command line's JSON. The exit codes are part of the command line's contract: 1 internal error or a failed proof, 2 input refused,
 3 the host lacks something.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,3 +77,104 @@ class ProofFailed(KtcError):
     """A rewritten block does not compute what the original computes: the compilation stops."""
 
     exit_code = 1
+
+
+# Wording -------------------------------------------------------------------------------------------------------------
+def suggest(word: str, options: Iterable[str]) -> str:
+    """A hint "did you mean `x`?" if one of the options is close to the word, else an empty text."""
+    close = difflib.get_close_matches(word, sorted(options), n=1, cutoff=0.6)
+    return f"did you mean `{close[0]}`?" if close else ""
+
+
+def listing(options: Iterable[str], limit: int = 12) -> str:
+    """The options in backquotes, in their order, cut after `limit`; "none" if there are none."""
+    names = list(options)
+    shown = ", ".join(f"`{name}`" for name in names[:limit])
+    return (f"{shown}, ..." if len(names) > limit else shown) or "none"
+
+
+# JSON ----------------------------------------------------------------------------------------------------------------
+def to_json(diagnostic: Diagnostic) -> dict[str, object]:
+    """The object that `--json` prints for one diagnostic; the place is null where there is none."""
+    return {
+        "code": diagnostic.code,
+        "severity": diagnostic.severity,
+        "message": diagnostic.message,
+        **_place(diagnostic.span),
+        "hint": diagnostic.hint,
+        "related": [{"message": related.message, **_place(related.span)} for related in diagnostic.related],
+    }
+
+
+def _place(span: Span | None) -> dict[str, object]:
+    if span is None:
+        return dict.fromkeys(("file", "line", "column", "end_line", "end_column"))
+    return {
+        "file": span.file,
+        "line": span.line,
+        "column": span.column,
+        "end_line": span.end_line,
+        "end_column": span.end_column,
+    }
+
+
+# Text ----------------------------------------------------------------------------------------------------------------
+_COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "note": "\x1b[1;36m"}
+_DIM, _HELP, _BOLD, _RESET = "\x1b[34m", "\x1b[1;32m", "\x1b[1m", "\x1b[0m"
+_WIDTH = 160  # longest piece of a source line that is shown
+
+
+def render(diagnostics: Iterable[Diagnostic], sources: Mapping[str, str] | None = None, color: bool = False) -> str:
+    """Every diagnostic as text, a blank line between two. A place whose file is in `sources` shows its line.
+
+    Characters that a terminal would obey (escapes in an untrusted file) are shown as `?`.
+    """
+    texts = {file: text.split("\n") for file, text in (sources or {}).items()}
+    return "\n\n".join("\n".join(_render_one(diagnostic, texts, color)) for diagnostic in diagnostics)
+
+
+def _render_one(diagnostic: Diagnostic, texts: Mapping[str, list[str]], color: bool) -> list[str]:
+    tint = _COLORS[diagnostic.severity]
+    head = _paint(f"{diagnostic.severity}[{diagnostic.code}]", tint, color)
+    lines = [f"{head}: {_paint(_visible(diagnostic.message), _BOLD, color)}"]
+    places = [(diagnostic.span, diagnostic.label, "^", tint)] if diagnostic.span else []
+    places += [(related.span, related.message, "-", _DIM) for related in diagnostic.related]
+    margin = max(4, *(len(str(span.line)) + 1 for span, *_ in places)) if places else 4
+    file = None
+    for span, label, mark, shade in places:
+        if span.file != file:
+            arrow = "-->" if mark == "^" else ":::"
+            lines.append(f"{_paint(arrow.rjust(margin), _DIM, color)} {_visible(str(span))}")
+            file = span.file
+        lines += _quote(span, texts.get(span.file), label, mark, margin, shade, color)
+    if diagnostic.hint:
+        lines.append(f"{_paint('help', _HELP, color)}: {_visible(diagnostic.hint)}")
+    return lines
+
+
+def _quote(
+    span: Span, text: list[str] | None, label: str, mark: str, margin: int, shade: str, color: bool
+) -> list[str]:
+    """The source line of a place with its underline and label; the label alone where the text is not known."""
+    label = _visible(label)
+    if text is None or not 1 <= span.line <= len(text):
+        return [f"{' ' * margin} = {label}"] if label else []
+    line = text[span.line - 1]
+    stop = span.end_column if span.end_line == span.line else len(line.rstrip()) + 1
+    first = max(0, span.column - _WIDTH // 2) if len(line) > _WIDTH else 0
+    shown = line[first : first + _WIDTH]
+    length = max(1, min(stop - span.column, _WIDTH - (span.column - 1 - first)))
+    indent = "".join("\t" if character == "\t" else " " for character in shown[: span.column - 1 - first])
+    indent = indent.ljust(span.column - 1 - first)
+    bar = _paint("|", _DIM, color)
+    number = _paint(str(span.line).rjust(margin), _DIM, color)
+    underline = _paint(f"{mark * length} {label}".rstrip(), shade, color)
+    return [f"{number} {bar} {_visible(shown)}".rstrip(), f"{' ' * margin} {bar} {indent}{underline}"]
+
+
+def _paint(text: str, code: str, color: bool) -> str:
+    return f"{code}{text}{_RESET}" if color else text
+
+
+def _visible(text: str) -> str:
+    return "".join(character if character.isprintable() or character == "\t" else "?" for character in text)
