@@ -1,0 +1,127 @@
+"""The value of an expression, given parameters and a way to ask about the match, the host and the model.
+
+Evaluation is total: what is missing or undefined (an absent capture, a division by zero) is `None`, a condition over it is
+`None` too, and `None` counts as false. It raises nothing on an expression that the checker accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ktc.dsl import syntax
+from ktc.dsl.ruleset import Value
+
+Resolve = Callable[[tuple[str, ...]], Value]
+Result = Value | range
+
+
+def evaluate(expression: syntax.Expression, params: Mapping[str, Value], resolve: Resolve) -> Result:
+    """The expression's value, a `range` for `a..b`, or `None`.
+
+    `resolve` is asked for references of two parts and more (`("m", "layer")`), and for `m has shared` as
+    `("m", "has", "shared")`; a one-part reference is an enum constant and stands for its own text.
+    """
+    return _Evaluation(params, resolve).value(expression)
+
+
+def constant(expression: syntax.Expression, params: Mapping[str, Value]) -> Result:
+    """The value of an expression that asks nothing about model or host."""
+    return evaluate(expression, params, lambda parts: None)
+
+
+class _Evaluation:
+    def __init__(self, params: Mapping[str, Value], resolve: Resolve) -> None:
+        self.params = params
+        self.resolve = resolve
+
+    def value(self, expression: syntax.Expression) -> Result:
+        match expression:
+            case syntax.Literal():
+                return expression.value
+            case syntax.Reference(parts=parts):
+                return parts[0] if len(parts) == 1 else self.resolve(parts)
+            case syntax.ParamReference():
+                return self.params.get(expression.name)
+            case syntax.ListExpression():
+                return self.items(expression)
+            case syntax.RangeExpression():
+                return self.interval(expression)
+            case syntax.Unary():
+                return self.unary(expression)
+            case syntax.Has():
+                return self.has(expression)
+            case syntax.Binary(operator="and" | "or"):
+                return self.logic(expression)
+            case syntax.Binary():
+                return _binary(expression.operator, self.value(expression.left), self.value(expression.right))
+
+    def items(self, expression: syntax.ListExpression) -> Value:
+        values = (self.value(item) for item in expression.items)
+        return tuple(value for value in values if not isinstance(value, range))
+
+    def interval(self, expression: syntax.RangeExpression) -> range | None:
+        low, high = self.value(expression.low), self.value(expression.high)
+        return range(low, high + 1) if isinstance(low, int) and isinstance(high, int) else None
+
+    def unary(self, expression: syntax.Unary) -> Value:
+        operand = self.value(expression.operand)
+        if expression.operator == "not":
+            return not operand if isinstance(operand, bool) else None
+        return -operand if isinstance(operand, int | float) else None
+
+    def has(self, expression: syntax.Has) -> bool:
+        if isinstance(expression.subject, syntax.Reference):
+            return bool(self.resolve((*expression.subject.parts, "has", expression.name)))
+        subject = self.value(expression.subject)
+        return isinstance(subject, tuple) and expression.name in subject
+
+    def logic(self, expression: syntax.Binary) -> bool | None:
+        """Three-valued: a missing fact decides nothing, so `false and missing` is false and `true or missing` true."""
+        decisive = expression.operator == "or"
+        sides = (self.value(expression.left), self.value(expression.right))
+        if any(side is decisive for side in sides):
+            return decisive
+        return None if any(side is None for side in sides) else not decisive
+
+
+def _binary(operator: str, left: Result, right: Result) -> Value:
+    if left is None or right is None:
+        return None
+    if operator in ("==", "!="):
+        return (left == right) == (operator == "==")
+    if operator in ("in", "not in"):
+        return (left in right) == (operator == "in") if isinstance(right, range | tuple) else None
+    if not isinstance(left, int | float) or not isinstance(right, int | float):
+        return None
+    if operator in ("<", "<=", ">", ">="):
+        return _ordered(operator, left, right)
+    try:
+        return _arithmetic(operator, left, right)
+    except (ZeroDivisionError, OverflowError):
+        return None
+
+
+def _ordered(operator: str, left: float, right: float) -> bool:
+    match operator:
+        case "<":
+            return left < right
+        case "<=":
+            return left <= right
+        case ">":
+            return left > right
+        case _:
+            return left >= right
+
+
+def _arithmetic(operator: str, left: float, right: float) -> int | float:
+    match operator:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "*":
+            return left * right
+        case "/":
+            return left / right
+        case _:
+            return left % right

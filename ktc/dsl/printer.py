@@ -1,0 +1,254 @@
+"""A syntax tree back to text in the canonical layout: `parse(print_module(m)) == m` for every module that parses.
+
+Comments of the module stand before the item that they stood before, or at the end of the line that they ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktc.dsl import syntax
+from ktc.dsl.schema import INFIX
+
+_BINARY_LEVELS = {"or": 1, "and": 2, "+": 6, "-": 6, "*": 7, "/": 7, "%": 7}
+_COMPARISON, _RANGE, _SUM, _NEGATIVE = 4, 5, 6, 8
+_ALTERNATIVES, _TERM_SUM, _TERM_PRODUCT, _POSTFIX, _FACTOR = range(1, 6)
+_TERM_LEVELS = {"add": _TERM_SUM, "sub": _TERM_SUM, "mul": _TERM_PRODUCT, "div": _TERM_PRODUCT}
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_INDENT = "  "
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    text: str
+    source: int  # line of the file that this came from, 0 if it came from none
+
+
+def print_module(module: syntax.Module) -> str:
+    """The module's text, ending in a newline; empty for an empty module."""
+    lines: list[_Line] = []
+    previous: syntax.Declaration | None = None
+    for declaration in module.declarations:
+        if previous is not None and not _belong_together(previous, declaration):
+            lines.append(_Line("", 0))
+        lines += _declaration(declaration)
+        previous = declaration
+    return "".join(f"{text}\n" for text in _with_comments(lines, module.comments))
+
+
+def print_expression(expression: syntax.Expression) -> str:
+    """One expression, with only the parentheses that it needs."""
+    return _expression(expression, 0)
+
+
+def _belong_together(previous: syntax.Declaration, following: syntax.Declaration) -> bool:
+    one_line = syntax.Import | syntax.Param | syntax.Require
+    return isinstance(following, one_line) and type(previous) is type(following)
+
+
+# Declarations --------------------------------------------------------------------------------------------------------
+def _declaration(declaration: syntax.Declaration) -> list[_Line]:
+    match declaration:
+        case syntax.Import():
+            return [_line(declaration, _import(declaration))]
+        case syntax.Param():
+            return [_line(declaration, _param(declaration))]
+        case syntax.Require():
+            otherwise = f" else {_text(declaration.message)}" if declaration.message else ""
+            return [_line(declaration, f"require {print_expression(declaration.condition)}{otherwise}")]
+        case syntax.Pattern():
+            return _pattern(declaration)
+        case syntax.Rule():
+            return _rule(declaration)
+        case syntax.Block():
+            return _block(declaration)
+
+
+def _import(declaration: syntax.Import) -> str:
+    alias = f" as {declaration.alias.text}" if declaration.alias else ""
+    arguments = f" with {_arguments(declaration.arguments)}" if declaration.arguments else ""
+    return f"import {_text(declaration.path)}{alias}{arguments}"
+
+
+def _param(declaration: syntax.Param) -> str:
+    element = f"[{declaration.type.element.text}]" if declaration.type.element else ""
+    domain = f" in {_expression(declaration.domain, _RANGE)}" if declaration.domain else ""
+    default = _expression(declaration.default, _RANGE)
+    return f"param {declaration.name.text} : {declaration.type.name.text}{element} = {default}{domain}"
+
+
+def _pattern(declaration: syntax.Pattern) -> list[_Line]:
+    role = f" is {declaration.role.text}" if declaration.role else ""
+    head = f"pattern {declaration.name.text}({_names(declaration.inputs)}) -> {_names(declaration.outputs)}{role} {{"
+    width = max(len(_names(binding.names)) for binding in declaration.bindings)
+    body = [
+        _line(binding, f"{_INDENT}{_names(binding.names).ljust(width)} = {_term(binding.term, 0)}")
+        for binding in declaration.bindings
+    ]
+    return [_line(declaration, head), *body, _closing(declaration)]
+
+
+def _rule(declaration: syntax.Rule) -> list[_Line]:
+    overrides = f" overrides {_list(declaration.overrides)}" if declaration.overrides else ""
+    lines = [_line(declaration, f"rule {declaration.name.text}{overrides} {{")]
+    lines.append(_line(declaration.root, f"{_INDENT}match {_selector(declaration)}"))
+    if declaration.where is not None:
+        lines.append(_line(declaration.where, f"{_INDENT}where {print_expression(declaration.where)}"))
+    if declaration.expect is not None:
+        operator = "" if declaration.expect.operator == "==" else f"{declaration.expect.operator} "
+        count = _expression(declaration.expect.count, _RANGE)
+        lines.append(_line(declaration.expect, f"{_INDENT}expect {operator}{count}"))
+    lines += [_line(action, f"{_INDENT}=> {_action(action)}") for action in declaration.actions]
+    return [*lines, _closing(declaration)]
+
+
+def _selector(rule: syntax.Rule) -> str:
+    alias = f" as {rule.alias.text}" if rule.alias else ""
+    at = f" at {', '.join(map(_text, rule.at))}" if rule.at else ""
+    except_ = f" except {', '.join(map(_text, rule.except_))}" if rule.except_ else ""
+    return f"{rule.root}{alias}{at}{except_}"
+
+
+def _action(action: syntax.Action) -> str:
+    arguments = _arguments(action.arguments) if action.arguments else ""
+    on = f" on {_list(action.on)}" if action.on else ""
+    return f"{action.target.text}{arguments}{on}"
+
+
+def _block(declaration: syntax.Block) -> list[_Line]:
+    width = max((len(setting.key.text) for setting in declaration.settings), default=0)
+    body = [
+        _line(setting, f"{_INDENT}{setting.key.text.ljust(width)} = {print_expression(setting.value)}")
+        for setting in declaration.settings
+    ]
+    return [_line(declaration, f"{declaration.kind} {{"), *body, _closing(declaration)]
+
+
+# Terms of patterns ---------------------------------------------------------------------------------------------------
+def _term(term: syntax.Term, level: int) -> str:
+    """`level` is the loosest binding that needs no parentheses here."""
+    match term:
+        case syntax.Use():
+            return ".".join(term.parts)
+        case syntax.Wildcard():
+            return "_"
+        case syntax.Maybe():
+            return _enclose(f"{_term(term.term, _FACTOR)}?", _POSTFIX, level)
+        case syntax.Alternatives():
+            choices = " | ".join(_term(choice, _ALTERNATIVES + 1) for choice in term.choices)
+            return _enclose(choices, _ALTERNATIVES, level)
+        case syntax.Call(callee=(name,), operands=(left, right), attributes=()) if name in INFIX:
+            own = _TERM_LEVELS[name]
+            return _enclose(f"{_term(left, own)} {INFIX[name]} {_term(right, own + 1)}", own, level)
+        case syntax.Call():
+            operands = [_term(operand, 0) for operand in term.operands]
+            attributes = [_argument(attribute) for attribute in term.attributes]
+            return f"{'.'.join(term.callee)}({', '.join(operands + attributes)})"
+
+
+# Expressions ---------------------------------------------------------------------------------------------------------
+def _expression(expression: syntax.Expression, level: int) -> str:
+    match expression:
+        case syntax.Literal():
+            return _literal(expression)
+        case syntax.Reference():
+            return ".".join(expression.parts)
+        case syntax.ParamReference():
+            return f"${expression.name}"
+        case syntax.ListExpression():
+            return f"[{', '.join(_expression(item, 0) for item in expression.items)}]"
+        case syntax.RangeExpression():
+            text = f"{_expression(expression.low, _SUM)}..{_expression(expression.high, _SUM)}"
+            return _enclose(text, _RANGE, level)
+        case syntax.Unary(operator="not"):
+            return _enclose(f"not {_expression(expression.operand, 3)}", 3, level)
+        case syntax.Unary():
+            return _enclose(f"-{_expression(expression.operand, _NEGATIVE)}", _NEGATIVE, level)
+        case syntax.Has():
+            return _enclose(f"{_expression(expression.subject, _RANGE)} has {expression.name}", _COMPARISON, level)
+        case syntax.Binary():
+            return _binary(expression, level)
+
+
+def _binary(expression: syntax.Binary, level: int) -> str:
+    own = _BINARY_LEVELS.get(expression.operator, _COMPARISON)
+    left_level = own + 1 if own == _COMPARISON else own  # comparisons do not chain, the others lean left
+    left, right = _expression(expression.left, left_level), _expression(expression.right, own + 1)
+    return _enclose(f"{left} {expression.operator} {right}", own, level)
+
+
+def _literal(literal: syntax.Literal) -> str:
+    match literal.value:
+        case bool():
+            return "true" if literal.value else "false"
+        case int() if literal.type == "size":
+            return _size(literal.value)
+        case str() if literal.type == "string":
+            return _quote(literal.value)
+        case float():
+            return repr(literal.value)
+        case _:
+            return str(literal.value)
+
+
+def _size(size: int) -> str:
+    unit, factor = next((unit, factor) for unit, factor in _UNITS if size % factor == 0 and (size or factor == 1))
+    return f"{size // factor}{unit}"
+
+
+# Small parts ---------------------------------------------------------------------------------------------------------
+def _enclose(text: str, own: int, level: int) -> str:
+    return f"({text})" if own < level else text
+
+
+def _arguments(arguments: tuple[syntax.Argument, ...]) -> str:
+    return f"({', '.join(map(_argument, arguments))})"
+
+
+def _argument(argument: syntax.Argument) -> str:
+    value = print_expression(argument.value)
+    return f"{argument.name} = {value}" if argument.name else value
+
+
+def _names(names: tuple[syntax.Name, ...]) -> str:
+    return ", ".join(name.text for name in names)
+
+
+def _list(names: tuple[syntax.QualifiedName, ...]) -> str:
+    return ", ".join(map(str, names))
+
+
+def _text(text: syntax.Text) -> str:
+    return _quote(text.value)
+
+
+def _quote(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+# Comments ------------------------------------------------------------------------------------------------------------
+def _line(node: syntax.Node, text: str) -> _Line:
+    return _Line(text, node.span.line)
+
+
+def _closing(declaration: syntax.Declaration) -> _Line:
+    return _Line("}", declaration.span.end_line)
+
+
+def _with_comments(lines: list[_Line], comments: tuple[syntax.Comment, ...]) -> list[str]:
+    """Each comment goes behind the line whose source line it ended, or before the next line of the source."""
+    texts: list[str] = []
+    waiting = sorted(comments, key=lambda comment: comment.span.line)
+    for line in lines:
+        while waiting and line.source and waiting[0].span.line < line.source:
+            texts.append(f"{_indentation(line.text)}{waiting.pop(0).text}")
+        text = line.text
+        while waiting and line.source and waiting[0].span.line == line.source:
+            text += f"  {waiting.pop(0).text}"
+        texts.append(text)
+    return texts + [comment.text for comment in waiting]
+
+
+def _indentation(text: str) -> str:
+    return _INDENT if text.startswith(_INDENT) or text == "}" else ""
