@@ -1,0 +1,69 @@
+"""Strict decoding of JSON values into frozen dataclasses, driven by their annotations.
+
+In: a value of `json.loads` and a dataclass built from str, int, None, Literal, unions and tuples.
+Out: the dataclass. Refused: missing and unknown keys and values of another type (`Undecodable`, with the place).
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+Decoded = TypeVar("Decoded")
+
+
+class Undecodable(Exception):
+    """The JSON has another form than the dataclass; the message names the place."""
+
+
+def decode(value: Any, wanted: type[Decoded]) -> Decoded:
+    """`value` as the dataclass `wanted`, or `Undecodable`."""
+    return cast("Decoded", _object(value, wanted, ""))
+
+
+def _value(value: Any, wanted: Any, place: str) -> Any:
+    if is_dataclass(wanted):
+        return _object(value, cast("type[Any]", wanted), place)
+    origin, options = get_origin(wanted), get_args(wanted)
+    if origin is tuple:
+        return _tuple(value, options, place)
+    if origin in (Union, types.UnionType):
+        inner = [option for option in options if get_origin(option) is tuple]
+        if inner and value is not None:
+            return _tuple(value, get_args(inner[0]), place)
+        options_met = type(value) in options
+    else:
+        options_met = value in options if origin is Literal else type(value) is wanted
+    if not options_met:
+        names = " or ".join(getattr(o, "__name__", repr(o)) for o in (options or (wanted,)))
+        raise Undecodable(f"expected {names} at `{place}`, found {_shown(value)}")
+    return value
+
+
+def _tuple(value: Any, options: tuple[Any, ...], place: str) -> tuple[Any, ...]:
+    items = cast("list[Any]", value) if isinstance(value, list) else None
+    if items is None:
+        raise Undecodable(f"expected a list at `{place}`, found {_shown(value)}")
+    if options[-1] is ...:
+        options = (options[0],) * len(items)
+    if len(items) != len(options):
+        raise Undecodable(f"expected {len(options)} items at `{place}`, found {len(items)}")
+    return tuple(_value(items[i], option, f"{place}[{i}]") for i, option in enumerate(options))
+
+
+def _object(value: Any, wanted: type[Any], place: str) -> Any:
+    if not isinstance(value, dict):
+        raise Undecodable(f"expected an object at `{place or '.'}`, found {_shown(value)}")
+    found = cast("dict[str, Any]", value)
+    names = {field.name for field in fields(wanted)}
+    if missing := sorted(names - found.keys()):
+        raise Undecodable(f"`{missing[0]}` is missing at `{place or '.'}`")
+    if unknown := sorted(found.keys() - names):
+        raise Undecodable(f"`{place}.{unknown[0]}` is not known")
+    hints = get_type_hints(wanted)
+    return wanted(**{name: _value(found[name], hints[name], f"{place}.{name}") for name in sorted(names)})
+
+
+def _shown(value: Any) -> str:
+    return f"`{value}`" if isinstance(value, str) and len(value) < 40 else type(value).__name__

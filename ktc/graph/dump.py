@@ -1,0 +1,306 @@
+"""The serialisable picture of one stage of a compilation: what `OUT/graph/<stage>.json` holds and every drawing reads.
+
+In: a block's fx graph with the `node.meta` keys of the graph contract, or the JSON text of an earlier dump.
+Out: frozen values, and JSON that is the same for the same graph. Refused: text that is no dump of this schema
+(`InputRefused`, with the place inside the JSON).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.graph.decode import Undecodable, decode
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx, nn
+
+SCHEMA = 1
+Stage = Literal["captured", "matched", "planned", "rewritten"]
+
+_WANTED = "give a graph/*.json file of a compiled model"
+
+_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "float8_e4m3fn": "f8e4m3",
+    "float8_e5m2": "f8e5m2",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint8": "u8",
+    "complex64": "c64",
+    "complex128": "c128",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDump:
+    """One value of a block. `shape` is None for what is no single tensor (a size, a tuple); empty strings say unknown.
+
+    `inputs` are node names in argument order; `attributes` are the other arguments that differ from their defaults.
+    """
+
+    name: str
+    op: str
+    target: str
+    inputs: tuple[str, ...] = ()
+    attributes: tuple[tuple[str, str], ...] = ()
+    shape: tuple[int | str, ...] | None = None
+    dtype: str = ""
+    device: str = ""
+    fqn: str = ""
+    rule: str = ""
+    span: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDump:
+    """One distinct block graph: `sites` are the FQNs of the modules that share it, `layers` their layer numbers."""
+
+    key: str
+    class_name: str
+    sites: tuple[str, ...]
+    layers: tuple[int, ...]
+    nodes: tuple[NodeDump, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDump:
+    """One module of the tree. `parameters` and `bytes` count the tensors it holds itself, not those of its children."""
+
+    fqn: str
+    class_name: str
+    parameters: int
+    bytes: int
+    device: str = ""
+    rule: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MatchDump:
+    """One match: `captures` gives the node (by its name in the block's graph) that each name of the pattern bound."""
+
+    rule: str
+    pattern: str
+    site: str
+    captures: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDump:
+    """Everything a drawing needs to know about one stage."""
+
+    schema: int
+    stage: Stage
+    model_type: str
+    dtype: str
+    modules: tuple[ModuleDump, ...]
+    blocks: tuple[BlockDump, ...]
+    matches: tuple[MatchDump, ...] = ()
+    near_misses: tuple[str, ...] = ()
+
+    def of_layer(self, layer: int | None) -> tuple[BlockDump, ...]:
+        """The blocks that layer number `layer` uses, or all blocks for None."""
+        return tuple(block for block in self.blocks if layer is None or layer in block.layers)
+
+
+def dump_block(
+    graph_module: fx.GraphModule,
+    key: str,
+    class_name: str,
+    sites: tuple[str, ...],
+    layers: tuple[int, ...],
+    notes: tuple[str, ...] = (),
+) -> BlockDump:
+    """The picture of one block graph, its nodes in execution order."""
+    nodes = tuple(_dump_node(node, graph_module) for node in graph_module.graph.nodes)
+    return BlockDump(key, class_name, sites, layers, nodes, notes)
+
+
+def dump_modules(
+    model: nn.Module, placement: Mapping[str, str] | None = None, rules: Mapping[str, str] | None = None
+) -> tuple[ModuleDump, ...]:
+    """The module tree in definition order. A shared tensor counts at its first owner only.
+
+    `placement` maps module FQNs to devices, the nearest ancestor wins; `rules` maps module FQNs to rule names.
+    """
+    seen: set[int] = set()
+    rows: list[ModuleDump] = []
+    for fqn, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen.update(id(p) for p in own)
+        rows.append(
+            ModuleDump(
+                fqn=fqn,
+                class_name=type(module).__name__,
+                parameters=sum(p.numel() for p in own),
+                bytes=sum(p.numel() * p.element_size() for p in own),
+                device=_nearest(fqn, placement or {}),
+                rule=(rules or {}).get(fqn, ""),
+            )
+        )
+    return tuple(rows)
+
+
+def to_json(dump: ModelDump) -> str:
+    """The dump as one JSON object, the same text for equal dumps."""
+    return json.dumps(asdict(dump), indent=1, ensure_ascii=True) + "\n"
+
+
+def from_json(text: str, path: str = "the graph dump") -> ModelDump:
+    """The dump that `to_json` wrote. Raises `InputRefused` (I158 no dump, I159 another schema), naming `path`."""
+    try:
+        value = json.loads(text)
+        schema = cast("dict[str, Any]", value).get("schema") if isinstance(value, dict) else None
+        if isinstance(schema, int) and schema != SCHEMA:
+            message = f"`{path}` has graph schema {schema}, expected {SCHEMA}"
+            raise _refused("I159", message, "compile the model again with this version of ktc")
+        dump = decode(value, ModelDump)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _refused("I158", f"`{path}` is not JSON: {error}", _WANTED) from error
+    except Undecodable as error:
+        raise _refused("I158", f"`{path}` is no graph dump: {error}", _WANTED) from error
+    _check_names(dump, path)
+    return dump
+
+
+def read_dump(path: Path) -> ModelDump:
+    """`from_json` of a file; a file that cannot be read is refused too (I158)."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _refused("I158", f"cannot read `{path}`: {error}", _WANTED) from error
+    return from_json(text, str(path))
+
+
+def _dump_node(node: fx.Node, owner: fx.GraphModule) -> NodeDump:
+    from ktc.graph.ops import operator
+
+    meta: dict[str, Any] = node.meta
+    value = meta.get("val")
+    return NodeDump(
+        name=node.name,
+        op=operator(node),
+        target=_target_path(node),
+        inputs=tuple(_input_names(node)),
+        attributes=tuple(_attributes(node)) + tuple(_folded(node, owner)),
+        shape=_shape(meta.get("shape", getattr(value, "shape", None))),
+        dtype=str(meta.get("dtype") or short_dtype(getattr(value, "dtype", None))),
+        device=str(meta.get("device") or ""),
+        fqn=str(meta.get("fqn") or (node.target if node.op in ("get_attr", "call_module") else "")),
+        rule=str(meta.get("rule") or ""),
+        span=str(meta.get("span") or ""),
+    )
+
+
+def short_dtype(dtype: torch.dtype | None) -> str:
+    """`bf16` for `torch.bfloat16`; a dtype without a short name keeps its own."""
+    name = str(dtype).removeprefix("torch.") if dtype is not None else ""
+    return _DTYPES.get(name, name)
+
+
+def _shape(shape: Any) -> tuple[int | str, ...] | None:
+    if shape is None:
+        return None
+    return tuple(size if isinstance(size, int) else str(size) for size in shape)
+
+
+def _target_path(node: fx.Node) -> str:
+    if isinstance(node.target, str) or hasattr(node.target, "overloadpacket"):
+        return str(node.target)
+    name = getattr(node.target, "__qualname__", str(node.target))
+    return f"{getattr(node.target, '__module__', '')}.{name}".lstrip(".")
+
+
+def _input_names(node: fx.Node) -> Iterator[str]:
+    for argument in (*node.args, *node.kwargs.values()):
+        yield from (value.name for value in _nodes_in(argument))
+
+
+def _nodes_in(argument: Any) -> Iterator[fx.Node]:
+    from torch import fx
+
+    if isinstance(argument, fx.Node):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for item in cast("list[Any]", argument):
+            yield from _nodes_in(item)
+
+
+def _attributes(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """The arguments that are not wholly nodes, named by the operator's schema, without those at their default."""
+    from torch import fx
+
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return
+    schema: list[Any] = list(getattr(getattr(node.target, "_schema", None), "arguments", ()))
+    names: list[str] = [argument.name for argument in schema] or _parameters(node.target)
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    named = [(names[i] if i < len(names) else str(i), value) for i, value in enumerate(node.args)]
+    for name, value in [*named, *node.kwargs.items()]:
+        leaves = cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]
+        whole_nodes = bool(leaves) and all(isinstance(leaf, fx.Node) for leaf in leaves)
+        if not whole_nodes and not (name in defaults and defaults[name] == value):
+            yield name, _argument_text(value)
+
+
+def _parameters(target: object) -> list[str]:
+    """The parameter names of a Python function; none for what has no readable signature (builtins, module names)."""
+    return list(inspect.signature(target).parameters) if inspect.isfunction(target) else []
+
+
+def _argument_text(value: Any) -> str:
+    from torch import fx
+
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_argument_text(item) for item in cast("list[Any]", value)) + "]"
+    return str(value).removeprefix("torch.")
+
+
+def _folded(node: fx.Node, owner: fx.GraphModule) -> Iterator[tuple[str, str]]:
+    """What a folded region (a call of a submodule that is a graph itself) stands for."""
+    from torch import fx
+
+    from ktc.graph.ops import operator
+
+    if node.op != "call_module":
+        return
+    region = dict(cast("Iterator[tuple[str, nn.Module]]", owner.named_modules())).get(str(node.target))
+    if isinstance(region, fx.GraphModule):
+        calls = Counter(operator(n) for n in region.graph.nodes if n.op.startswith("call"))
+        yield "folds", ", ".join(f"{count} {op}" if count > 1 else op for op, count in calls.items())
+
+
+def _nearest(fqn: str, placement: Mapping[str, str]) -> str:
+    while fqn not in placement and fqn:
+        fqn = fqn.rpartition(".")[0]
+    return placement.get(fqn, "")
+
+
+def _check_names(dump: ModelDump, path: str) -> None:
+    """Blocks are told apart by key and nodes by name: two of the same could be neither drawn nor compared."""
+    for place, names in [
+        ("blocks", [block.key for block in dump.blocks]),
+        *((f"block `{block.key}`", [node.name for node in block.nodes]) for block in dump.blocks),
+    ]:
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise _refused("I158", f"`{path}` is no graph dump: {place} has `{twice[0]}` twice", _WANTED)
+
+
+def _refused(code: str, message: str, hint: str) -> InputRefused:
+    return InputRefused(Diagnostic(code, message, hint=hint))
