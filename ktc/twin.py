@@ -11,12 +11,13 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -114,8 +115,7 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     equal head counts stay equal, and a model that begins with dense layers keeps one.
     """
     small = type(config).from_dict(config.to_dict())
-    if hasattr(small, "quantization_config"):
-        del small.quantization_config
+    vars(small).pop("quantization_config", None)
     for name, size in _SIZES.items():
         old = getattr(small, name, None)
         if isinstance(old, int) and old > 0:
@@ -150,7 +150,7 @@ def _shrink_groups(config: PretrainedConfig) -> None:
 
 
 def _shrink_layers(config: PretrainedConfig, original: PretrainedConfig) -> None:
-    """Two layers of experts after one dense layer where there are any; every kind of layer that a per-layer list names."""
+    """Two layers of experts, after one dense layer where there are any; every kind that a per-layer list names."""
     depth = int(original.num_hidden_layers)
     dense_first = [name for name in _DENSE_FIRST if (getattr(original, name, None) or 0) > 0]
     for name in dense_first:
@@ -162,7 +162,12 @@ def _shrink_layers(config: PretrainedConfig, original: PretrainedConfig) -> None
     layers = max(layers, 2 * (getattr(original, "decoder_sparse_step", 1) or 1))
     if (getattr(original, "moe_layer_end_index", None) or 0) > 0:
         config.moe_layer_end_index = layers - 1
-    per_layer = [name for name, value in vars(original).items() if isinstance(value, list) and len(value) == depth > 2]
+    settings: dict[str, object] = vars(original)
+    per_layer = [
+        name
+        for name, value in settings.items()
+        if isinstance(value, list) and len(cast("list[object]", value)) == depth > 2
+    ]
     if per_layer:
         rows = list(zip(*(getattr(original, name) for name in per_layer), strict=True))
         picked = sorted({str(row): index for index, row in reversed(list(enumerate(rows)))}.values())
@@ -194,12 +199,15 @@ def build(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    tensors: dict[str, torch.Tensor] = model.state_dict()
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in tensors.items():
             if tensor.is_floating_point():
                 _randomise(tensor, name, seed)
-    return model.eval().to(device=device, dtype=dtype)
+    model.eval()
+    nn.Module.to(model, device=device, dtype=dtype)
+    return model
 
 
 def _randomise(tensor: torch.Tensor, name: str, seed: int) -> None:
@@ -212,7 +220,7 @@ def _randomise(tensor: torch.Tensor, name: str, seed: int) -> None:
 
 
 def write(name: str, cache_dir: Path) -> Path:
-    """The checkpoint folder of the twin `name` (bf16, several shards, tokenizer) below `cache_dir`, made if it is not there.
+    """The checkpoint folder of the twin `name` (bf16, shards, tokenizer) below `cache_dir`, made if it is not there.
 
     The folder's name carries a digest of this file and of the transformers version, so another recipe is another
     folder and no older compiled model loses its weights. Raises `InputRefused` for a name that is not in `names()`.
@@ -270,7 +278,7 @@ def _write_checkpoint(name: str, folder: Path) -> None:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def _no_progress_bars() -> Generator[None]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -32,8 +32,11 @@ _DTYPES = {
     "BOOL": "bool",
 }
 ITEM_SIZE = {
-    "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "fp8": 1, "fp8_e5m2": 1, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
-}  # fmt: skip
+    **dict.fromkeys(("f64", "i64"), 8),
+    **dict.fromkeys(("f32", "i32"), 4),
+    **dict.fromkeys(("bf16", "f16", "i16"), 2),
+    **dict.fromkeys(("fp8", "fp8_e5m2", "i8", "u8", "bool"), 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class HeaderRefused(Exception):
 
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
-    """The tensors of the file at `path`, in the order of their bytes. Raises `HeaderRefused`, or `OSError` from the system."""
+    """The tensors of the file at `path`, in the order of their bytes. Raises `HeaderRefused` or `OSError`."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(_LENGTH_BYTES)
@@ -139,7 +142,7 @@ def _entry(path: Path, name: str, description: object, data_begin: int) -> Tenso
 def _whole_numbers(value: object, what: str) -> tuple[int, ...]:
     numbers = cast("list[object]", value) if isinstance(value, list) else [None]
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-        raise ValueError(f"`{what}` must be a list of whole numbers, found {str(value)[:80]}")
+        raise ValueError(f"`{what}` must be a list of whole numbers, found {value!s:.80}")
     return tuple(cast("list[int]", numbers))
 
 

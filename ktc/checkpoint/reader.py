@@ -68,7 +68,7 @@ class TensorReader:
     def _read_into(self, out: Tensor, entry: TensorEntry, position: int) -> None:
         if out.numel() == 0:
             return
-        view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        view = memoryview(out.reshape(-1).view(torch.uint8).numpy().data)
         done = 0
         while done < len(view):
             try:

@@ -53,10 +53,11 @@ def _read_source(row: object) -> WeightSource:
         raise ValueError(f"expected an object, found {str(row)[:80]}")
     fields = cast("dict[str, Any]", row)
     try:
-        source = WeightSource(**{**fields, "shape": tuple(fields["shape"])})
+        fields["shape"] = tuple(cast("list[int]", fields["shape"]))
+        source = WeightSource(**fields)
     except (TypeError, KeyError) as error:
         raise ValueError(f"the row of `{fields.get('target')}` is incomplete: {error}") from error
-    file_leaves_folder = not isinstance(source.file, str) or "/" in source.file or source.file.startswith(".")
+    file_leaves_folder = "/" in source.file or source.file.startswith(".")
     if source.transform not in get_args(Transform) or source.dtype not in ITEM_SIZE or file_leaves_folder:
         raise ValueError(f"the row of `{source.target}` has an unknown transform, dtype or file")
     return source
