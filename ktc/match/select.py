@@ -1,0 +1,208 @@
+"""Rules -> matches: candidates of each rule's root, then its paths, its condition and its expected count.
+
+Every distinct block is matched once; a match stands at every site of its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ktc.capture import BlockGraph, CapturedModel, ModuleInfo
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.dsl import globs, syntax
+from ktc.dsl.evaluate import evaluate
+from ktc.dsl.ruleset import RuleDefinition, RuleSet, Value
+from ktc.graph import ops
+from ktc.host import Host
+from ktc.match.facts import Facts, common_path
+from ktc.match.term import Attempt, BudgetExceeded, TermMatcher
+from ktc.match.types import Match, Matches, NearMiss, NodeRef
+
+DEFAULT_TOKENS = 512
+# Nodes that compute nothing on data: they are not counted when a match's coverage is.
+_STRUCTURE = frozenset({"input", "weight", "output", "getitem", "sym_size", "sym_numel"}) | ops.TRANSPARENT
+_LEAF_CLASSES = {"linear": "Linear", "embedding": "Embedding"}
+
+
+def match(captured: CapturedModel, rules: RuleSet, host: Host) -> Matches:
+    """Finds what every rule selects. Raises InputRefused with all unmet `require` and `expect` of the program."""
+    tokens = rules.plan.get("tokens")
+    facts = Facts(captured, host, tokens if isinstance(tokens, int) else DEFAULT_TOKENS)
+    found, misses, problems = list[Match](), list[NearMiss](), _unmet(rules, facts)
+    if problems:
+        raise InputRefused(*problems)
+    for rule in rules.rules:
+        candidates, nearest = _candidates(rule, rules, captured)
+        by_path = [m for m in candidates if _path_selected(rule, m.path)]
+        selected = [m for m in by_path if _condition(rule, rules, facts, m)]
+        misses += nearest if not selected else []
+        found += selected
+        wrong = _count_mismatch(rule, rules, facts, len(selected))
+        if wrong:
+            problems.append(_unexpected(rule, wrong, (len(candidates), len(by_path), len(selected)), nearest))
+    if problems:
+        raise InputRefused(*problems)
+    return Matches(tuple(found), tuple(misses), rules.warnings)
+
+
+# requirements --------------------------------------------------------------------------------------------------------
+def _unmet(rules: RuleSet, facts: Facts) -> list[Diagnostic]:
+    problems: list[Diagnostic] = []
+    for unit, require in rules.requires:
+        if evaluate(require.condition, rules.units[unit].params, lambda parts: facts.about(parts[0], parts[1])) is not True:
+            reason = f": {require.message.value}" if require.message else ""
+            shown = ", ".join(f"`{'.'.join(p)}` is `{facts.about(*p)}`" for p in _references(require.condition))
+            problems.append(Diagnostic("M063", f"requirement not met{reason}", require.condition.span, label=shown))
+    return problems
+
+
+def _references(expression: object) -> list[tuple[str, str]]:
+    """The facts that an expression asks for, in order."""
+    if isinstance(expression, syntax.Reference):
+        return [(expression.parts[0], expression.parts[1])] if len(expression.parts) == 2 else []
+    inner = (getattr(expression, slot) for slot in getattr(expression, "__dataclass_fields__", ()))
+    parts = [p for value in inner for p in (value if isinstance(value, tuple) else (value,))]
+    return list(dict.fromkeys(r for part in parts for r in _references(part)))
+
+
+# candidates ----------------------------------------------------------------------------------------------------------
+def _candidates(rule: RuleDefinition, rules: RuleSet, captured: CapturedModel) -> tuple[list[Match], list[NearMiss]]:
+    if rule.root == "module":
+        return [_module_match(rule, m) for m in captured.modules if m.fqn], []
+    pattern = rules.patterns.get(rule.root)
+    found, misses = list[Match](), list[NearMiss]()
+    for block in captured.blocks:
+        if block.graph is None:
+            continue
+        if pattern is None:
+            local = [_leaf(rule, block, n.name) for n in block.graph.graph.nodes if ops.operator(n) == rule.root]
+        else:
+            matcher = TermMatcher(rules)
+            local = list(_pattern_matches(rule, rules, block, matcher))
+            if not local and matcher.best.matched > 0:
+                misses.append(_near_miss(rule, block, captured, matcher.best))
+        for site in captured.sites_of(block.key):
+            found += [_at_site(m, site.fqn, site.layer, captured) for m in local]
+    leaf_class = _LEAF_CLASSES.get(rule.root)
+    inside = {site.fqn for site in captured.sites}
+    outside = [m for m in captured.modules if m.class_name == leaf_class and not any(m.fqn.startswith(f + ".") for f in inside)]
+    return [*found, *(_module_match(rule, m) for m in outside)], sorted(misses, key=lambda m: -m.matched)
+
+
+def _module_match(rule: RuleDefinition, module: ModuleInfo) -> Match:
+    return Match(rule.name, rule.root, module.fqn, _layer(module.fqn), "", "", module.class_name)
+
+
+def _layer(fqn: str) -> int | None:
+    return next((int(part) for part in fqn.split(".") if part.isdigit()), None)
+
+
+def _leaf(rule: RuleDefinition, block: BlockGraph, node: str) -> Match:
+    ref = NodeRef(node)
+    return Match(rule.name, rule.root, "", None, "", block.key, "", {rule.root: ref}, (node,))
+
+
+def _pattern_matches(rule: RuleDefinition, rules: RuleSet, block: BlockGraph, matcher: TermMatcher) -> Iterator[Match]:
+    """The matches of one block; of two where one's nodes strictly contain the other's, the larger."""
+    assert block.graph is not None
+    pattern, found = rules.patterns[rule.root], []
+    for root in block.graph.graph.nodes:
+        if ops.operator(root) in ("input", "weight", "output", "getitem") or ops.operator(root) in ops.TRANSPARENT:
+            continue
+        try:
+            result = matcher.match(pattern, root)
+        except BudgetExceeded:
+            continue
+        if result is not None:
+            found.append(result)
+    computing = {n for n in block.graph.graph.nodes if ops.operator(n) not in _STRUCTURE and _is_tensor(n)}
+    order = {n: i for i, n in enumerate(block.graph.graph.nodes)}
+    for sub, nodes in found:
+        if any(nodes < other for _, other in found):
+            continue
+        names = tuple(n.name for n in sorted(nodes, key=order.__getitem__))
+        coverage = len(nodes & computing) / max(1, len(computing))
+        yield Match(rule.name, rule.root, "", None, "", block.key, "", sub.bindings, names, coverage)
+
+
+def _is_tensor(node: object) -> bool:
+    return "shape" in getattr(node, "meta", {})
+
+
+def _at_site(found: Match, site: str, layer: int, captured: CapturedModel) -> Match:
+    graph = captured.block(found.block).graph
+    assert graph is not None
+    fqns = [str(n.meta["fqn"]) for n in graph.graph.nodes if n.name in found.nodes and n.op != "get_attr" and "fqn" in n.meta]
+    path = common_path(site, fqns)
+    class_name = next((m.class_name for m in captured.modules if m.fqn == path), "")
+    return replace(found, path=path, layer=layer, site=site, class_name=class_name)
+
+
+def _near_miss(rule: RuleDefinition, block: BlockGraph, captured: CapturedModel, best: Attempt) -> NearMiss:
+    site = captured.sites_of(block.key)[0].fqn
+    return NearMiss(rule.name, rule.root, block.key, site, best.matched, best.node, best.found, best.wanted, best.span)
+
+
+# selection -----------------------------------------------------------------------------------------------------------
+def _path_selected(rule: RuleDefinition, path: str) -> bool:
+    wanted = not rule.at or any(globs.matches(g, path) for g in rule.at)
+    return wanted and not any(globs.matches(g, path) for g in rule.except_)
+
+
+def _condition(rule: RuleDefinition, rules: RuleSet, facts: Facts, candidate: Match) -> bool:
+    where = rule.declaration.where
+    if where is None:
+        return True
+    alias = rule.declaration.alias.text if rule.declaration.alias else None
+
+    def resolve(parts: tuple[str, ...]) -> Value:
+        if parts[0] != alias:
+            return facts.about(parts[0], parts[1])
+        if "has" in parts:
+            at = parts.index("has")
+            return candidate.capture((*parts[1:at], *parts[at + 1 :])) is not None
+        binding = candidate.capture(parts[1:-1])
+        if rule.root not in rules.patterns and len(parts) == 2 and candidate.block:
+            binding = candidate.bindings[rule.root]
+        return None if binding is None else facts.attribute(candidate, binding, parts[-1])
+
+    return evaluate(where, rules.units[rule.unit].params, resolve) is True
+
+
+def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: int) -> str:
+    """What was expected instead of `count`, "" where it is as expected."""
+    expect = rule.declaration.expect
+    if expect is None:
+        return "" if count >= 1 else "at least 1"
+    wanted = evaluate(expect.count, rules.units[rule.unit].params, lambda parts: facts.about(parts[0], parts[1]))
+    if isinstance(wanted, range):
+        return "" if count in wanted else f"{wanted.start}..{wanted.stop - 1}"
+    assert isinstance(wanted, int), "the checker admits integers and ranges after `expect`"
+    holds = {
+        "==": count == wanted, "!=": count != wanted, "<": count < wanted,
+        "<=": count <= wanted, ">": count > wanted, ">=": count >= wanted,
+    }[expect.operator]  # fmt: skip
+    spoken = {"==": f"{wanted}", "!=": f"other than {wanted}", "<": f"fewer than {wanted}", "<=": f"at most {wanted}"}
+    return "" if holds else spoken.get(expect.operator, f"at least {wanted + (expect.operator == '>')}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    structural: int
+    by_path: int
+    selected: int
+
+
+def _unexpected(rule: RuleDefinition, wanted: str, counts: tuple[int, int, int], nearest: list[NearMiss]) -> Diagnostic:
+    seen = _Counts(*counts)
+    if seen.structural:
+        label = f"{seen.structural} match structurally; {seen.structural - seen.by_path} rejected by path, {seen.by_path - seen.selected} by `where`"
+        hint = "look at the paths with `ktc graph MODEL`"
+    else:
+        label = f"`{rule.root}` matches nothing in this model"
+        hint = f"closest: {nearest[0]}" if nearest else "look at the blocks with `ktc graph MODEL`; `expect >= 0` makes a rule optional"
+    span = rule.declaration.expect.span if rule.declaration.expect else rule.declaration.name.span
+    return Diagnostic("M060", f"rule `{rule.name}` matched {seen.selected}, expected {wanted}", span, label=label, hint=hint)
+
+

@@ -1,0 +1,276 @@
+"""The term matcher: one pattern against one block's graph, backwards from a root, with backtracking.
+
+Layout operators and casts are looked through. A name is bound once and compared wherever it is used again. An
+argument that no pattern mentions must have its default, and reductions must run over the last dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from torch import fx
+
+from ktc.diagnostics import Span
+from ktc.dsl import syntax
+from ktc.dsl.ruleset import PatternDefinition, RuleSet
+from ktc.graph import ops
+from ktc.match.types import Binding, NodeRef, SubMatch
+
+STEP_BUDGET = 20_000  # per root; a pattern that needs more is refused as too ambiguous to be meant
+
+
+class BudgetExceeded(Exception):
+    """A pattern took more than STEP_BUDGET steps at one root."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One result of a node, seen after looking through layout, or a scalar."""
+
+    node: fx.Node | None
+    index: int = 0
+    scalar: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is bound so far: values by name, members of sub-patterns awaiting them, and the nodes used."""
+
+    names: Mapping[str, Value | Sub]
+    pending: Mapping[tuple[str, str], Value]
+    nodes: frozenset[fx.Node]
+
+    def bind(self, name: str, value: Value | Sub) -> State:
+        return replace(self, names={**self.names, name: value})
+
+
+@dataclass(frozen=True, slots=True)
+class Sub:
+    pattern: str
+    state: State
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The farthest a pattern got: kept while matching, reported where nothing matched."""
+
+    matched: int = -1
+    node: str = ""
+    found: str = ""
+    wanted: str = ""
+    span: Span = syntax.NOWHERE
+
+
+EMPTY = State({}, {}, frozenset())
+
+
+def look(operand: ops.Operand, passed: set[fx.Node] | None = None) -> Value:
+    """The value behind layout operators, casts and `getitem`; what was passed is added to `passed`."""
+    if not isinstance(operand, fx.Node):
+        return Value(None, 0, float(operand))
+    node, index = operand, 0
+    while True:
+        name = ops.operator(node)
+        if name == "getitem":
+            index = int(node.args[1])  # type: ignore[arg-type]
+        elif name not in ops.TRANSPARENT:
+            return Value(node, index)
+        elif index != 0:
+            return Value(node, index)
+        if passed is not None:
+            passed.add(node)
+        node = node.args[0]  # type: ignore[assignment]
+
+
+class TermMatcher:
+    """Matches the patterns of one rule set in one graph."""
+
+    def __init__(self, rules: RuleSet) -> None:
+        self._rules = rules
+        self._steps = 0
+        self.best = Attempt()
+
+    def match(self, pattern: PatternDefinition, root: fx.Node) -> tuple[SubMatch, frozenset[fx.Node]] | None:
+        """The first match of `pattern` whose first output is `root`, with its nodes. Raises BudgetExceeded."""
+        self._steps = 0
+        for sub in self._enter(pattern, Value(root)):
+            return _freeze(sub), sub.state.nodes
+        return None
+
+    # patterns --------------------------------------------------------------------------------------------------------
+    def _enter(self, pattern: PatternDefinition, value: Value) -> Iterator[Sub]:
+        """All ways in which `value` is the first output of `pattern`."""
+        first = pattern.declaration.outputs[0].text
+        for state in self._use(pattern, syntax.Use((first,)), value, EMPTY):
+            if not state.pending:
+                yield Sub(pattern.name, state)
+
+    def _term(self, pattern: PatternDefinition, term: syntax.Term, value: Value, state: State) -> Iterator[State]:
+        self._steps += 1
+        if self._steps > STEP_BUDGET:
+            raise BudgetExceeded(pattern.name)
+        match term:
+            case syntax.Wildcard():
+                yield state
+            case syntax.Alternatives(choices):
+                for choice in choices:
+                    yield from self._term(pattern, choice, value, state)
+            case syntax.Maybe(inner):
+                yield from self._term(pattern, inner, value, state)
+                assert isinstance(inner, syntax.Call), "the checker admits `?` after a call only"
+                yield from self._term(pattern, inner.operands[0], value, state)
+            case syntax.Use():
+                yield from self._use(pattern, term, value, state)
+            case syntax.Call():
+                callee = self._pattern(pattern, term.callee)
+                if callee is None:
+                    yield from self._node(pattern, term, value, state)
+                else:
+                    yield from (outer for outer, _ in self._call(pattern, term, callee, value, state))
+
+    def _use(self, pattern: PatternDefinition, use: syntax.Use, value: Value, state: State) -> Iterator[State]:
+        name = use.parts[0]
+        bound = state.names.get(name)
+        binding = _binding_of(pattern.declaration, name)
+        if isinstance(bound, Sub):
+            member = bound.state.names.get(use.parts[1]) if len(use.parts) > 1 else _first_output(self._rules, bound)
+            if member == value:
+                yield state
+        elif bound is not None:
+            if bound == value:
+                yield state
+            else:
+                self._miss(use, value, state, f"the value bound to `{name}`")
+        elif binding is None:
+            yield state.bind(name, value)
+        else:
+            yield from self._define(pattern, use, binding, value, state)
+
+    def _define(
+        self, pattern: PatternDefinition, use: syntax.Use, binding: syntax.Binding, value: Value, state: State
+    ) -> Iterator[State]:
+        name = use.parts[0]
+        callee = self._pattern(pattern, binding.term.callee) if isinstance(binding.term, syntax.Call) else None
+        if len(binding.names) > 1:
+            position = next(i for i, n in enumerate(binding.names) if n.text == name)
+            if value.node is None or value.index != position:
+                return
+            for inner in self._term(pattern, binding.term, Value(value.node), state):
+                for i, other in enumerate(binding.names):
+                    inner = inner if other.text == "_" else inner.bind(other.text, Value(value.node, i))
+                yield inner
+        elif callee is not None:
+            assert isinstance(binding.term, syntax.Call)
+            member = use.parts[1] if len(use.parts) > 1 else callee.declaration.outputs[0].text
+            if member != callee.declaration.outputs[0].text:
+                # Another output than the first: remembered, and compared once the first output has been met.
+                yield replace(state, pending={**state.pending, (name, member): value})
+                return
+            for outer, sub in self._call(pattern, binding.term, callee, value, state):
+                yield from _settle(outer.bind(name, sub), name, sub)
+        else:
+            for inner in self._term(pattern, binding.term, value, state):
+                yield inner.bind(name, value)
+
+    def _call(
+        self, pattern: PatternDefinition, call: syntax.Call, callee: PatternDefinition, value: Value, state: State
+    ) -> Iterator[tuple[State, Sub]]:
+        for sub in self._enter(callee, value):
+            pairs = [
+                (operand, bound)
+                for declared, operand in zip(callee.declaration.inputs, call.operands, strict=True)
+                if isinstance(bound := sub.state.names.get(declared.text), Value)
+            ]
+            merged = replace(state, nodes=state.nodes | sub.state.nodes)
+            for outer in self._all(pattern, pairs, merged):
+                yield outer, sub
+
+    def _pattern(self, pattern: PatternDefinition, callee: tuple[str, ...]) -> PatternDefinition | None:
+        unit = self._rules.units[pattern.unit]
+        if len(callee) == 1:
+            return self._rules.patterns.get(unit.prefix + callee[0])
+        imported = self._rules.units[unit.imports[callee[0]]]
+        return self._rules.patterns.get(imported.prefix + callee[1])
+
+    # nodes -----------------------------------------------------------------------------------------------------------
+    def _node(self, pattern: PatternDefinition, call: syntax.Call, value: Value, state: State) -> Iterator[State]:
+        wanted = call.callee[0]
+        if wanted == "const":
+            if value.node is None:
+                yield state
+            else:
+                self._miss(call, value, state, "a constant")
+            return
+        node = value.node
+        if node is None or value.index != 0 or ops.operator(node) != wanted:
+            self._miss(call, value, state, f"`{wanted}`")
+            return
+        reason = _attribute_mismatch(node, call)
+        if reason:
+            self._miss(call, value, state, reason)
+            return
+        operands = ops.operands(node)
+        if len(operands) < len(call.operands) or (wanted in ops.COMMUTATIVE and len(operands) != len(call.operands)):
+            return
+        passed = {node}
+        looked = [look(operand, passed) for operand in operands]
+        here = replace(state, nodes=state.nodes | passed)
+        orders = permutations(looked) if wanted in ops.COMMUTATIVE else [tuple(looked)]
+        for order in orders:
+            yield from self._all(pattern, list(zip(call.operands, order, strict=False)), here)
+
+    def _all(self, pattern: PatternDefinition, pairs: list[tuple[syntax.Term, Value]], state: State) -> Iterator[State]:
+        if not pairs:
+            yield state
+            return
+        (term, value), rest = pairs[0], pairs[1:]
+        for inner in self._term(pattern, term, value, state):
+            yield from self._all(pattern, rest, inner)
+
+    def _miss(self, term: syntax.Term, value: Value, state: State, wanted: str) -> None:
+        if len(state.nodes) <= self.best.matched:
+            return
+        if value.node is None:
+            node, found = "", f"the constant {value.scalar:g}"
+        else:
+            node, found = value.node.name, f"`{ops.operator(value.node)}`" + (f" (result {value.index})" if value.index else "")
+        self.best = Attempt(len(state.nodes), node, found, wanted, term.span)
+
+
+def _binding_of(declaration: syntax.Pattern, name: str) -> syntax.Binding | None:
+    return next((b for b in declaration.bindings if any(n.text == name for n in b.names)), None)
+
+
+def _first_output(rules: RuleSet, sub: Sub) -> Value | Sub | None:
+    return sub.state.names.get(rules.patterns[sub.pattern].declaration.outputs[0].text)
+
+
+def _settle(state: State, name: str, sub: Sub) -> Iterator[State]:
+    """Compares the members of `name` that were met before its first output; yields nothing where one differs."""
+    waiting = {member: value for (owner, member), value in state.pending.items() if owner == name}
+    if all(sub.state.names.get(member) == value for member, value in waiting.items()):
+        yield replace(state, pending={key: v for key, v in state.pending.items() if key[0] != name})
+
+
+def _attribute_mismatch(node: fx.Node, call: syntax.Call) -> str:
+    """Why the attributes of `node` do not fit, "" if they do."""
+    named = {a.name: getattr(a.value, "value", None) or ".".join(getattr(a.value, "parts", ())) for a in call.attributes}
+    actual = ops.attributes(node)
+    for name, wanted in named.items():
+        if name != "dim" and name is not None and actual.get(name) != wanted:
+            return f"`{name} = {wanted}`"
+    if ops.operator(node) in ops.LAST_DIM and "dim" not in named and not ops.last_dim(node):
+        return f"`{ops.operator(node)}` over the last dimension"
+    return ""
+
+
+def _freeze(sub: Sub) -> SubMatch:
+    frozen: dict[str, Binding] = {}
+    for name, value in sub.state.names.items():
+        if isinstance(value, Sub):
+            frozen[name] = _freeze(value)
+        else:
+            frozen[name] = value.scalar if value.node is None else NodeRef(value.node.name, value.index)
+    return SubMatch(sub.pattern, frozen)

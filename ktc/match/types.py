@@ -1,0 +1,88 @@
+"""What matching produces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ktc.diagnostics import Diagnostic, Span
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRef:
+    """One result of a node of a block's graph, by the node's name."""
+
+    node: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SubMatch:
+    """What an inlined pattern bound."""
+
+    pattern: str
+    bindings: Mapping[str, Binding]
+
+
+Binding = NodeRef | SubMatch | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One place that a rule selected.
+
+    `path` is the module the match stands in, `site` and `block` the block whose graph holds `nodes` (empty for a match
+    of modules, which has no graph). `coverage` is the share of the block's computing nodes that the match explains.
+    """
+
+    rule: str
+    root: str
+    path: str
+    layer: int | None
+    site: str
+    block: str
+    class_name: str
+    bindings: Mapping[str, Binding] = field(default_factory=dict)
+    nodes: tuple[str, ...] = ()
+    coverage: float = 1.0
+
+    def capture(self, path: tuple[str, ...]) -> Binding | None:
+        """The binding below the match at `path`, None where an optional part is absent."""
+        found: Binding = SubMatch(self.root, self.bindings)
+        for name in path:
+            inner = found.bindings.get(name) if isinstance(found, SubMatch) else None
+            if inner is None:
+                return None
+            found = inner
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """The best attempt of a pattern that matched nowhere in a block: where it stopped and what it wanted there."""
+
+    rule: str
+    pattern: str
+    block: str
+    site: str
+    matched: int
+    node: str
+    found: str
+    wanted: str
+    span: Span
+
+    def __str__(self) -> str:
+        return (
+            f"{self.matched} node{'s' * (self.matched != 1)} of `{self.pattern}` matched in {self.site}, then at `{self.node}` "
+            f"wanted {self.wanted}, found {self.found} ({self.span})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    matches: tuple[Match, ...]
+    near_misses: tuple[NearMiss, ...]
+    warnings: tuple[Diagnostic, ...] = ()
+
+    def of(self, rule: str) -> tuple[Match, ...]:
+        return tuple(m for m in self.matches if m.rule == rule)
