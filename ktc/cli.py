@@ -1,0 +1,230 @@
+"""The command line: each command reads its options and makes one call; nothing heavy is imported before that.
+
+Exit codes: 0 done, 1 internal error or a failed proof, 2 input refused, 3 the host lacks something, 130 interrupted.
+With `--json` stdout carries exactly one JSON object; everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktc import host
+from ktc.cli_session import Session
+from ktc.diagnostics import Diagnostic, InputRefused, render, to_json
+from ktc.host import Host
+
+app = typer.Typer(
+    name="ktc",
+    help="A compiler for mixture-of-experts language models: attention on small GPUs, experts on the CPU, LoRA on top.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Stage(StrEnum):
+    """A stage whose graph can be shown."""
+
+    captured = "captured"
+    matched = "matched"
+    planned = "planned"
+    rewritten = "rewritten"
+
+
+class Format(StrEnum):
+    """A form in which a graph can be written."""
+
+    text = "text"
+    json = "json"
+    dot = "dot"
+    svg = "svg"
+    html = "html"
+
+
+Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or tiny:NAME (a small twin of a family).")]
+OptionalModel = Annotated[
+    str | None, typer.Argument(help="A model folder (config.json is enough), a hub id, or tiny:NAME.")
+]
+Rules = Annotated[str, typer.Argument(help="A rule file, or the name of a bundled one (moe-lora).")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the rule file.")
+]
+IsaName = Annotated[
+    str | None, typer.Option("--isa", help="The kernels' instruction set; the default is the best one here.")
+]
+HostFile = Annotated[Path | None, typer.Option("--host", help="Plan for the machine that this TOML file describes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: traces of internal errors, every rewrite.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
+LogFile = Annotated[
+    Path | None, typer.Option("--log-file", help="Write what happens, with traces, to this file as well.")
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from ktc import __version__
+
+        typer.echo(f"ktc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options that stand before the command."""
+
+
+@app.command("compile")
+def compile_command(
+    model: Model,
+    rules: Rules,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The package to write: a folder named like a Python module.")
+    ],
+    settings: Settings = None,
+    isa: IsaName = None,
+    host_file: HostFile = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a compiled model.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Compile MODEL by RULES into an importable package."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        from ktc import compiler
+        from ktc.cli_report import CompileReport
+
+        report = CompileReport(session)
+        with report.progress():
+            path = compiler.compile(
+                model,
+                rules,
+                out,
+                settings=_settings(settings),
+                host=_host(host_file, isa),
+                force=force,
+                observe=report.observe,
+            )
+        report.finish(path)
+
+
+@app.command("check")
+def check_command(
+    rules: Rules,
+    model: OptionalModel = None,
+    host_file: HostFile = None,
+    settings: Settings = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Check RULES; with MODEL also whether and where they fit it, and what the plan would be."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        from ktc import compiler
+        from ktc.cli_report import CheckReport
+
+        report = CheckReport(session)
+        diagnostics = compiler.check(
+            rules, model, host=_host(host_file, None), settings=_settings(settings), observe=report.observe
+        )
+        report.finish(diagnostics)
+
+
+@app.command("graph")
+def graph_command(
+    model: Annotated[str | None, typer.Argument(help="A compiled model, or a model as `ktc compile` takes it.")] = None,
+    rules: Annotated[str, typer.Option("--rules", help="The rules by which a model is shown.")] = "moe-lora",
+    stage: Annotated[Stage, typer.Option("--stage", help="The stage to show.")] = Stage.rewritten,
+    layer: Annotated[int | None, typer.Option("--layer", min=0, help="Only this layer.")] = None,
+    form: Annotated[Format, typer.Option("--format", help="The form of the graph.")] = Format.text,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--diff", metavar="A B", help="Compare two compiled models, graph files, or stages of MODEL."),
+    ] = None,
+    output: Output = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Show the graph of a model at a stage, or what changed between two."""
+    with Session(verbose=verbose, quiet=quiet, log_file=log_file) as session:
+        from ktc import cli_graph
+
+        color = session.color and output is None
+        request = cli_graph.Request(model, rules, stage.value, layer, form.value, diff, color)
+        session.emit(cli_graph.render(request), output)
+
+
+@app.command("doctor")
+def doctor_command(as_json: Json = False) -> None:
+    """Say what of this machine works for ktc, what is missing and how to get it."""
+    with Session(as_json) as session:
+        from ktc import doctor
+        from ktc.cli_report import doctor_table
+
+        here, findings = doctor.examine()
+        session.show(doctor_table(findings))
+        session.result(doctor.to_json(here, findings))
+        session.exit_code = 3 if any(finding.state == "missing" for finding in findings) else 0
+
+
+def _settings(pairs: list[str] | None) -> dict[str, str]:
+    """`["rank=8"]` -> `{"rank": "8"}`. Raises InputRefused (U004) for what has no `=`."""
+    split = [pair.partition("=") for pair in pairs or ()]
+    faults = [
+        Diagnostic("U004", f"`--set` wants NAME=VALUE, found `{name}`")
+        for name, equals, _ in split
+        if not (name and equals)
+    ]
+    if faults:
+        raise InputRefused(*faults)
+    return {name.strip(): value for name, _, value in split}
+
+
+def _host(described: Path | None, isa: str | None) -> Host:
+    """The machine to plan for: that of the file, else this one with its GPUs; with `isa` as its best set if given."""
+    target = host.read_host_file(described) if described else host.detect(probe_gpu=True)
+    return host.restrict(target, isa) if isa else target
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--json" not in arguments:
+        return _exit_code(lambda: app(arguments, prog_name="ktc"))
+    try:
+        return _exit_code(lambda: app(arguments, prog_name="ktc", standalone_mode=False))
+    except Exception as error:  # typer's own classes are not public
+        if getattr(error, "exit_code", None) != 2 or not hasattr(error, "format_message"):
+            raise
+        usage = Diagnostic("U001", str(error), hint="`ktc --help` lists what there is")
+        typer.echo(render([usage]), err=True)
+        typer.echo(json.dumps({"diagnostics": [to_json(usage)]}, indent=2))
+        return 2
+
+
+def _exit_code(run: Callable[[], object]) -> int:
+    """What a run of the app ends with: typer exits, or returns its code where it may not exit."""
+    try:
+        code = run()
+    except SystemExit as stop:
+        code = stop.code
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

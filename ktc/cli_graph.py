@@ -1,0 +1,97 @@
+"""`ktc graph`: the dump of one stage, or the difference of two, in the form that was asked for.
+
+A compiled model and a graph file are read; a model that is not compiled goes through the compiler up to the rewrite,
+with no weight read and nothing written. Refuses a layer the model lacks, and a difference as a picture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.graph.dump import ModelDump, read_dump, to_json
+
+STAGES = ("captured", "matched", "planned", "rewritten")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked `ktc graph` for."""
+
+    model: str | None
+    rules: str
+    stage: str
+    layer: int | None
+    form: str
+    diff: tuple[str, str] | None
+    color: bool = False
+
+
+def render(request: Request) -> str:
+    """The text to print or to write. Raises `InputRefused` (U010-U013, and what the compiler refuses)."""
+    if request.diff is not None:
+        return _difference(request, *request.diff)
+    if request.model is None:
+        raise InputRefused(Diagnostic("U010", "`ktc graph` wants a MODEL or `--diff A B`"))
+    dump = _dump(request.model, request.stage, request.rules)
+    if request.layer is not None and not dump.of_layer(request.layer):
+        layers = sorted({layer for block in dump.blocks for layer in block.layers})
+        found = f"{layers[0]} to {layers[-1]}" if layers else "none"
+        raise InputRefused(Diagnostic("U011", f"the model has no layer {request.layer}: its layers are {found}"))
+    return _writer(request.form, request.color)(dump, request.layer)
+
+
+def _difference(request: Request, first: str, second: str) -> str:
+    from ktc.graph.diff import diff
+
+    if request.form not in ("text", "json"):
+        raise InputRefused(Diagnostic("U012", f"a difference is written as text or json, not as `{request.form}`"))
+    before, after = (_side(request, side) for side in (first, second))
+    found = diff(before, after)
+    return json.dumps(found.to_json(), indent=1) if request.form == "json" else found.text()
+
+
+def _side(request: Request, side: str) -> ModelDump:
+    """One side of a difference: a stage of MODEL if one was given, else a compiled model, a model or a graph file."""
+    if request.model is not None and side in STAGES:
+        return _dump(request.model, side, request.rules)
+    if side in STAGES and not Path(side).exists():
+        raise InputRefused(
+            Diagnostic("U013", f"`{side}` is a stage: say of which MODEL", hint=f"`ktc graph MODEL --diff {side} ...`")
+        )
+    return _dump(side, request.stage, request.rules)
+
+
+def _dump(model: str, stage: str, rules: str) -> ModelDump:
+    path = Path(model)
+    if path.is_file():
+        return read_dump(path)
+    if (path / "ktc.json").is_file():
+        return read_dump(path / "graph" / f"{stage}.json")
+    from ktc import compiler
+
+    return compiler.dump(model, rules, stage)
+
+
+def _writer(form: str, color: bool) -> Callable[[ModelDump, int | None], str]:
+    """The renderer of a form; each takes a dump and a layer."""
+    if form == "json":
+        return lambda dump, layer: to_json(dump)
+    if form == "dot":
+        from ktc.graph.dot import render_dot
+
+        return render_dot
+    if form == "svg":
+        from ktc.graph.svg import render_svg
+
+        return render_svg
+    if form == "html":
+        from ktc.graph.html import render_html
+
+        return render_html
+    from ktc.graph.text import render_text
+
+    return lambda dump, layer: render_text(dump, layer, colour=color)

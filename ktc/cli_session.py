@@ -1,0 +1,170 @@
+"""One run of a command: where its words go, and what an error becomes.
+
+A `Session` wraps the body of a command. Errors of ktc are shown as diagnostics and become their exit code; what nobody
+expected is called a bug, with its trace under `-v` and in the log file. Stdout is kept for what ktc itself has to say
+(with `--json` for one object): whatever a library or a child process prints there goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ktc import diagnostics as words
+from ktc.diagnostics import Diagnostic, InputRefused, KtcError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_INTERRUPTED = 130
+_PLAIN_WIDTH = 120  # of tables in a file or a pipe
+
+
+class Session:
+    """`show` prints for people, `result` sets what `--json` prints, `emit` writes the product of a command."""
+
+    def __init__(
+        self, as_json: bool = False, verbose: bool = False, quiet: bool = False, log_file: Path | None = None
+    ) -> None:
+        self.as_json, self.verbose, self.quiet = as_json, verbose, quiet
+        self.exit_code = 0
+        self._log_file = log_file
+        self._log = logging.getLogger("ktc.session")
+        self._result: dict[str, Any] = {}
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> Session:
+        sys.stdout.flush()
+        self._stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        self._redirect = redirect_stdout(sys.stderr)
+        self._redirect.__enter__()
+        try:
+            self._open_log()
+        except OSError as error:
+            message = f"cannot write the log file `{self._log_file}`: {error.strerror}"
+            refusal = InputRefused(Diagnostic("U002", message))
+            self.__exit__(InputRefused, refusal, None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._report(error)
+        with suppress(BrokenPipeError):
+            if self.as_json:
+                self._stdout.write(json.dumps(self._result, indent=2) + "\n")
+            self._stdout.flush()
+        sys.stdout.flush()
+        self._redirect.__exit__(None, None, None)
+        os.dup2(self._stdout.fileno(), 1)
+        with suppress(BrokenPipeError):
+            self._stdout.close()
+        for handler in self._log.handlers[:]:
+            handler.close()
+            self._log.removeHandler(handler)
+        raise typer.Exit(self.exit_code) from None
+
+    @property
+    def color(self) -> bool:
+        """Whether stdout is a terminal that wants colours."""
+        return self._stdout.isatty() and "NO_COLOR" not in os.environ
+
+    @property
+    def console(self) -> Console:
+        """The console for progress: stderr."""
+        from rich.console import Console
+
+        return Console(file=sys.stderr, quiet=self.quiet, highlight=False)
+
+    def show(self, what: RenderableType) -> None:
+        """Prints a table or a text for people: on stdout, with `--json` on stderr, with `-q` not at all."""
+        from rich.console import Console
+
+        stream = sys.stderr if self.as_json else self._stdout
+        width = None if stream.isatty() else _PLAIN_WIDTH
+        Console(file=stream, quiet=self.quiet, highlight=False, width=width).print(what)
+
+    def result(self, value: dict[str, Any]) -> None:
+        """The object that `--json` prints; diagnostics shown before or after are added to it."""
+        self._result = {**self._result, **value}
+
+    def emit(self, text: str, output: Path | None) -> None:
+        """Writes a command's product to the file `output`, else to stdout. Raises `InputRefused` (U003)."""
+        if output is None:
+            self._stdout.write(text if text.endswith("\n") else text + "\n")
+            return
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputRefused(Diagnostic("U003", f"cannot write `{output}`: {error.strerror}")) from error
+        self.console.print(f"wrote {output}")
+
+    def note(self, text: str) -> None:
+        """A line for the log file, with the seconds since the start."""
+        self._log.info("%7.2f s  %s", time.perf_counter() - self._started, text)
+
+    def diagnose(self, found: Iterable[Diagnostic]) -> None:
+        """Shows diagnostics on stderr and adds them to the JSON object."""
+        found = tuple(found)
+        self._result["diagnostics"] = [*self._result.get("diagnostics", []), *map(words.to_json, found)]
+        if not found:
+            return
+        color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        typer.echo(words.render(found, _sources(found), color), err=True, color=color)
+        self.note(words.render(found, _sources(found)))
+
+    def _report(self, error: BaseException) -> None:
+        if isinstance(error, typer.Exit):
+            self.exit_code = error.exit_code
+        elif isinstance(error, KtcError):
+            self.exit_code = error.exit_code
+            self.diagnose(error.diagnostics)
+        elif isinstance(error, KeyboardInterrupt):
+            self.exit_code = _INTERRUPTED
+            self.diagnose([Diagnostic("U130", "interrupted")])
+        elif isinstance(error, BrokenPipeError):  # the reader of our output has enough
+            self.exit_code = 1
+        else:
+            self.exit_code = 1
+            self._report_bug(error)
+
+    def _report_bug(self, error: BaseException) -> None:
+        trace = "".join(traceback.format_exception(error))
+        self.note(trace)
+        if self.verbose:
+            typer.echo(trace, err=True)
+        hint = "" if self.verbose else "run it again with `-v` for the trace, and report it with that"
+        self.diagnose([Diagnostic("U099", f"this is a bug in ktc: {type(error).__name__}: {error}", hint=hint)])
+
+    def _open_log(self) -> None:
+        if self._log_file is None:
+            return
+        handler = logging.FileHandler(self._log_file, mode="w", encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        self._log.addHandler(handler)
+        self._log.setLevel(logging.INFO)
+        self._log.propagate = False
+
+
+def _sources(found: Iterable[Diagnostic]) -> dict[str, str]:
+    """The texts of the files that the diagnostics point into, as far as they can be read."""
+    spans = [span for each in found for span in (each.span, *(related.span for related in each.related)) if span]
+    texts: dict[str, str] = {}
+    for file in {span.file for span in spans}:
+        with suppress(OSError, UnicodeDecodeError):
+            texts[file] = Path(file).read_text(encoding="utf-8")
+    return texts

@@ -1,0 +1,150 @@
+"""`ktc doctor`: what of this machine works for ktc, what is missing and how to get it.
+
+Nothing is changed and nothing raised: each finding is a row with its state, what was found and the remedy.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import sysconfig
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ktc.host import Host, cache_dir, detect
+
+State = Literal["works", "limited", "missing"]
+
+# Oldest release that has what ktc uses, newest one that it was tried with.
+_SUPPORTED = {"torch": ((2, 11), (2, 13)), "transformers": ((5, 6), (5, 23)), "peft": ((0, 18), (0, 21))}
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_OLDEST_COMPILER = 11  # the first g++ with all of C++20 that the headers use; it also knows AVX512-BF16 and AMX
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One row of the table. `remedy` is empty where nothing needs to be done."""
+
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+def examine() -> tuple[Host, tuple[Finding, ...]]:
+    """This machine and all findings about it, in the order in which they matter."""
+    host = detect(probe_gpu=_installed("torch") is not None)
+    findings = (
+        _instruction_set(host),
+        _compiler(host),
+        _python_header(),
+        *(_package(name) for name in _SUPPORTED),
+        _gpus(host),
+        _memory(host),
+        _huge_pages(),
+        _cache(),
+    )
+    return host, findings
+
+
+def to_json(host: Host, findings: tuple[Finding, ...]) -> dict[str, object]:
+    """The object that `ktc doctor --json` prints."""
+    facts = asdict(host)
+    facts["features"] = sorted(host.features)
+    return {"host": facts, "findings": [asdict(finding) for finding in findings]}
+
+
+def _instruction_set(host: Host) -> Finding:
+    found = f"{', '.join(host.isas)}; {host.cores} cores, {host.threads} threads, {host.numa} NUMA nodes"
+    if host.isas == ("scalar",):
+        return Finding("instruction set", "limited", found, "kernels are fast from AVX2 on: use a newer CPU")
+    return Finding("instruction set", "works", found)
+
+
+def _compiler(host: Host) -> Finding:
+    remedy = "install g++ 11 or newer (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`)"
+    if host.compiler is None:
+        return Finding("C++ compiler", "missing", "none on the path", remedy)
+    found = f"{host.compiler.path} {host.compiler.version}"
+    major = _release(host.compiler.version)[:1]
+    too_old = "clang" not in host.compiler.path and major < (_OLDEST_COMPILER,)
+    return Finding("C++ compiler", "limited" if too_old else "works", found, remedy if too_old else "")
+
+
+def _python_header() -> Finding:
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if header.is_file():
+        return Finding("Python.h", "works", str(header))
+    remedy = "install Python's headers (Debian, Ubuntu: `apt install python3-dev`; Fedora: `dnf install python3-devel`)"
+    return Finding("Python.h", "missing", f"no {header}", remedy)
+
+
+def _package(name: str) -> Finding:
+    oldest, newest = _SUPPORTED[name]
+    range_ = f"{_dotted(oldest)} to {_dotted(newest)}"
+    version = _installed(name)
+    if version is None:
+        index = " --index-url https://download.pytorch.org/whl/cpu (without a GPU)" if name == "torch" else ""
+        return Finding(name, "missing", "not installed", f"`pip install '{name}>={_dotted(oldest)}'`{index}")
+    if not oldest <= _release(version)[:2] <= newest:
+        return Finding(
+            name, "limited", f"{version}, supported are {range_}", f"`pip install '{name}~={_dotted(newest)}'`"
+        )
+    return Finding(name, "works", f"{version} (supported: {range_})")
+
+
+def _gpus(host: Host) -> Finding:
+    if not host.gpus:
+        return Finding("GPU", "limited", "none: everything runs on the CPU", "an NVIDIA GPU and a CUDA build of torch")
+    return Finding("GPU", "works", ", ".join(f"{gpu.name} {_gib(gpu.memory)}" for gpu in host.gpus))
+
+
+def _memory(host: Host) -> Finding:
+    return Finding("memory", "works", _gib(host.memory))
+
+
+def _huge_pages() -> Finding:
+    try:
+        mode = re.search(r"\[(\w+)\]", _HUGE_PAGES.read_text(encoding="utf-8"))
+    except OSError:
+        mode = None
+    remedy = f"`echo madvise | sudo tee {_HUGE_PAGES}` makes reading the experts faster"
+    if mode is None:
+        return Finding("huge pages", "limited", "the kernel does not say", remedy)
+    return (
+        Finding("huge pages", "limited", "never", remedy)
+        if mode[1] == "never"
+        else Finding("huge pages", "works", mode[1])
+    )
+
+
+def _cache() -> Finding:
+    folder = cache_dir()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(existing, os.W_OK):
+        return Finding(
+            "cache folder", "missing", f"{folder} cannot be written", "set KTC_CACHE_DIR to a folder of yours"
+        )
+    return Finding("cache folder", "works", f"{folder}, {_gib(shutil.disk_usage(existing).free)} free")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0]))
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,146 @@
+"""The command line: its options are frozen, its exit codes and its JSON are a contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from ktc import cli
+from ktc.cli_session import Session
+from ktc.diagnostics import Diagnostic, HostLacks, ProofFailed
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(list(arguments))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        print("a library prints something")
+        raise error
+
+    return fail
+
+
+def test_options_are_frozen(golden: Callable[[str, str], None]) -> None:
+    root: Any = typer.main.get_command(cli.app)
+    lines: list[str] = []
+    for name, sub in sorted({"": root, **root.commands}.items()):
+        for parameter in sub.params:
+            kind = "" if parameter.param_type_name == "option" else "argument "
+            lines.append(
+                f"ktc {name} {kind}{' '.join([*parameter.opts, *parameter.secondary_opts])}".replace("  ", " ")
+            )
+    golden("cli_options.txt", "\n".join(lines) + "\n")
+
+
+def test_version_and_help_end_with_zero(run: Run) -> None:
+    assert run("--version")[:2] == (0, "ktc 0.1.0\n")
+    for command in ("compile", "check", "graph", "doctor"):
+        assert run(command, "--help")[0] == 0
+
+
+def test_wrong_usage_ends_with_two(run: Run) -> None:
+    assert run("compile")[0] == 2
+    assert run("no-such-command")[0] == 2
+    assert run("graph", "--format", "png", "x")[0] == 2
+
+
+def test_wrong_usage_with_json_is_still_one_object(run: Run) -> None:
+    code, out, _ = run("compile", "--json")
+    assert code == 2
+    assert json.loads(out)["diagnostics"][0]["code"] == "U001"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ProofFailed(Diagnostic("P300", "it differs")), 1),
+        (HostLacks(Diagnostic("H220", "no compiler")), 3),
+        (KeyboardInterrupt(), 130),
+        (ZeroDivisionError("oops"), 1),
+    ],
+)
+def test_exit_codes(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException, code: int) -> None:
+    monkeypatch.setattr("ktc.compiler.compile", raising(error))
+    got, out, _ = run("compile", "tiny:deepseek_v2", "moe-lora", "-o", str(tmp_path / "m"), "--json")
+    assert got == code
+    assert [d["severity"] for d in json.loads(out)["diagnostics"]] == ["error"]
+
+
+def test_a_bug_is_called_one_and_shows_its_trace_only_when_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ktc.compiler.compile", raising(ZeroDivisionError("oops")))
+    arguments = ("compile", "tiny:deepseek_v2", "moe-lora", "-o", str(tmp_path / "m"))
+    log = tmp_path / "log.txt"
+    code, out, err = run(*arguments, "--log-file", str(log))
+    assert (code, out) == (1, "")
+    assert "this is a bug in ktc: ZeroDivisionError: oops" in err
+    assert "Traceback" not in err
+    assert "Traceback" in log.read_text()
+    assert "Traceback" in run(*arguments, "-v")[2]
+
+
+def test_settings_need_an_equals_sign(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("compile", "tiny:deepseek_v2", "moe-lora", "-o", str(tmp_path / "m"), "--set", "rank")
+    assert code == 2
+    assert "`--set` wants NAME=VALUE, found `rank`" in err
+
+
+def test_an_unwritable_log_file_is_refused(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("check", "moe-lora", "--log-file", str(tmp_path / "none" / "log"))
+    assert code == 2
+    assert "error[U002]" in err
+
+
+def test_doctor_json_is_one_object(run: Run) -> None:
+    code, out, _ = run("doctor", "--json")
+    report = json.loads(out)
+    assert code in (0, 3)
+    assert {"torch", "transformers", "peft", "C++ compiler", "Python.h", "GPU"} <= {
+        f["name"] for f in report["findings"]
+    }
+    assert report["host"]["isas"][-1] == "scalar"
+
+
+def test_doctor_says_how_to_get_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    code, out, _ = run("doctor")
+    assert code == 3
+    assert "apt install g++" in out
+
+
+def test_stdout_belongs_to_the_session(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), Session(as_json=True) as session:
+        print("python noise")
+        subprocess.run(["echo", "child noise"], check=True)
+        session.result({"x": 1})
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"x": 1}
+    assert "python noise" in err
+    assert "child noise" in err
+
+
+def test_a_closed_pipe_is_no_bug() -> None:
+    command = f"{sys.executable} -m ktc.cli doctor --json | true"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env={**os.environ})
+    assert "Traceback" not in done.stderr
+    assert "bug" not in done.stderr
