@@ -13,11 +13,15 @@ from ktc.graph.labels import printable, ranges_text
 
 @dataclass(frozen=True, slots=True)
 class TreeLine:
-    """One line. `name` is the last part of the FQN, or `[1..26]` for `copies` equal layers; counts are for one copy."""
+    """One line. `name` is the last part of the FQN, or `[1..26]` for `copies` equal layers; counts are for one copy.
+
+    `fqn` is the FQN with that range in it, `first` the FQN of the first copy as it is.
+    """
 
     depth: int
     name: str
     fqn: str
+    first: str
     class_name: str
     copies: int
     parameters: int
@@ -71,6 +75,7 @@ def _append(branch: _Branch, alike: list[_Branch], depth: int, lines: list[TreeL
             depth=depth,
             name=printable(name or "model", 80),
             fqn=printable(parent + name),
+            first=branch.fqn,
             class_name=printable(module.class_name, 80),
             copies=len(alike),
             parameters=parameters,

@@ -81,7 +81,8 @@ def style(num_rules: int) -> str:
 def _rule_style(i: int, outline: str, fill: str) -> str:
     return (
         f".rule-{i} .box {{ fill: {fill}; stroke: {outline}; stroke-width: 1.6; }} "
-        f".rule-{i} .detail {{ fill: {outline}; }} .mark.bound-{i} {{ fill: {outline}; }}"
+        f".rule-{i} .detail {{ fill: {outline}; }} .mark.bound-{i} {{ fill: {outline}; }} "
+        f".dot.rule-{i} {{ background: {outline}; }} .made.rule-{i} {{ background: {fill}; color: {outline}; }}"
     )
 
 
