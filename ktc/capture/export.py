@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,28 +28,25 @@ _KEEP = frozenset(
 _DROP = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"})
 
 
+Rebuild = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
 class _TensorsOnly(nn.Module):
     """The block behind a signature of tensors alone: export then meets no cache, keyword or tuple."""
 
-    def __init__(self, block: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(self, block: nn.Module, rebuild: Rebuild) -> None:
         super().__init__()
-        self.block, self._spec = block, spec
-        self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        self.block, self._rebuild = block, rebuild
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        remaining = iter(tensors)
-        leaves = [next(remaining) if constant is None else constant[0] for constant in self._constants]
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        args, kwargs = self._rebuild(tensors)
         result = self.block(*args, **kwargs)
         return result[0] if isinstance(result, tuple) else result
 
 
 def export_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
     """Exports `block` as called with `args` and `kwargs` (meta tensors). Raises what torch.export raises."""
-    named, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
-    leaves = [leaf for _, leaf in named]
-    names = [_input_name(path) for path, leaf in named if isinstance(leaf, Tensor)]
-    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    names, tensors, rebuild = flatten_call(args, kwargs)
     dynamic = tuple(
         {i: Dim.AUTO for i, size in enumerate(t.shape) if size in (BATCH, SEQUENCE, BATCH * SEQUENCE)} for t in tensors
     )
@@ -58,12 +55,27 @@ def export_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wrapped = _TensorsOnly(block, leaves, spec)
+            wrapped = _TensorsOnly(block, rebuild)
             program = torch.export.export(wrapped, tensors, dynamic_shapes=(dynamic,), strict=False)
             program = program.run_decompositions(_decompositions())
     finally:
         logging.getLogger("torch").setLevel(before)
     return _lower(program, block, names)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[str], tuple[Tensor, ...], Rebuild]:
+    """The tensors of a call with the names that a captured graph's placeholders have, and how to make a call of others."""
+    named, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    names = [_input_name(path) for path, leaf in named if isinstance(leaf, Tensor)]
+    tensors = tuple(leaf for _, leaf in named if isinstance(leaf, Tensor))
+    constants = [None if isinstance(leaf, Tensor) else (leaf,) for _, leaf in named]
+
+    def rebuild(replacements: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        remaining = iter(replacements)
+        leaves = [next(remaining) if constant is None else constant[0] for constant in constants]
+        return pytree.tree_unflatten(leaves, spec)
+
+    return names, tensors, rebuild
 
 
 def _input_name(path: tuple[Any, ...]) -> str:

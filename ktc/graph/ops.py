@@ -145,9 +145,13 @@ def operands(node: fx.Node) -> tuple[Operand, ...]:
 
 
 def attributes(node: fx.Node) -> dict[str, int | float | bool | str]:
-    """The attributes of `node` that patterns and conditions may name. Widths are those of the meta tensors."""
-    name = operator(node)
-    read: Callable[[fx.Node], dict[str, Any]] | None = _ATTRIBUTES.get(name)
+    """The attributes of `node` that patterns and conditions may name. Widths are those of the meta tensors.
+
+    A rewritten node keeps those of the node it stands for in its `meta`.
+    """
+    if "attributes" in node.meta:
+        return dict(node.meta["attributes"])
+    read: Callable[[fx.Node], dict[str, Any]] | None = _ATTRIBUTES.get(operator(node))
     return {} if read is None else read(node)
 
 
@@ -167,15 +171,11 @@ def last_dim(node: fx.Node) -> bool:
 
 
 def _linear_attributes(node: fx.Node) -> dict[str, Any]:
-    if node.op == "call_module":
-        return dict(node.meta.get("attributes", {}))
     rows, columns = shape_of(node.args[1])[-2:]
     return {"in_features": int(columns), "out_features": int(rows), "bias": argument(node, "bias") is not None}
 
 
 def _experts_attributes(node: fx.Node) -> dict[str, Any]:
-    if node.op == "call_module":
-        return dict(node.meta.get("attributes", {}))
     count, hidden, intermediate = shape_of(node.args[4])
     return {"num_experts": int(count), "hidden": int(hidden), "inter": int(intermediate), "act": node.args[5]}
 

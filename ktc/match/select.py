@@ -6,7 +6,7 @@ Every distinct block is matched once; a match stands at every site of its block.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ktc.capture import BlockGraph, CapturedModel, ModuleInfo
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -187,22 +187,20 @@ def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: i
     return "" if holds else spoken.get(expect.operator, f"at least {wanted + (expect.operator == '>')}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
     structural: int
     by_path: int
     selected: int
 
 
 def _unexpected(rule: RuleDefinition, wanted: str, counts: tuple[int, int, int], nearest: list[NearMiss]) -> Diagnostic:
-    seen = _Counts(*counts)
-    if seen.structural:
-        label = f"{seen.structural} match structurally; {seen.structural - seen.by_path} rejected by path, {seen.by_path - seen.selected} by `where`"
+    structural, by_path, selected = counts
+    if structural:
+        label = f"{structural} match structurally; {structural - by_path} rejected by path, {by_path - selected} by `where`"
         hint = "look at the paths with `ktc graph MODEL`"
     else:
         label = f"`{rule.root}` matches nothing in this model"
         hint = f"closest: {nearest[0]}" if nearest else "look at the blocks with `ktc graph MODEL`; `expect >= 0` makes a rule optional"
     span = rule.declaration.expect.span if rule.declaration.expect else rule.declaration.name.span
-    return Diagnostic("M060", f"rule `{rule.name}` matched {seen.selected}, expected {wanted}", span, label=label, hint=hint)
+    return Diagnostic("M060", f"rule `{rule.name}` matched {selected}, expected {wanted}", span, label=label, hint=hint)
 
 

@@ -1,1 +1,6 @@
+"""Rewriting: torch.fx passes over copies of the block graphs, as the plan says. It chooses nothing."""
 
+from ktc.rewrite.apply import PASSES, RewrittenBlock, rewrite, rewrite_block
+from ktc.rewrite.recipe import Realisation, recipe
+
+__all__ = ["PASSES", "Realisation", "RewrittenBlock", "recipe", "rewrite", "rewrite_block"]

@@ -1,0 +1,72 @@
+"""The LoRA plan: exact target modules and PEFT's settings, from `lora_linear` claims and the `lora` block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ktc.capture import CapturedModel
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.dsl.ruleset import RuleSet
+from ktc.plan.types import Claim, LoraPlan
+
+DEFAULT_DROPOUT = 0.0
+
+
+def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) -> LoraPlan | None:
+    """The adapter of the program, None without `lora_linear`. Raises InputRefused for a target that is no linear layer."""
+    chosen = [claim for claim in claims if claim.target == "lora_linear"]
+    if not chosen:
+        return None
+    modules = {m.fqn: m for m in captured.modules}
+    wrong = [c for c in chosen if c.path not in modules or modules[c.path].class_name != "Linear"]
+    if wrong:
+        raise InputRefused(*(_no_linear(c, modules[c.path].class_name if c.path in modules else "no module") for c in wrong))
+    r, alpha = int(_setting(chosen[0], rules, "rank")), float(_setting(chosen[0], rules, "alpha"))
+    ranks = {c.path: int(_setting(c, rules, "rank")) for c in chosen}
+    alphas = {c.path: float(_setting(c, rules, "alpha")) for c in chosen}
+    trainable = 0
+    for claim in chosen:
+        weight = next(t for t in modules[claim.path].tensors if t.name == "weight")
+        trainable += ranks[claim.path] * (weight.shape[0] + weight.shape[1])
+    return LoraPlan(
+        targets=tuple(dict.fromkeys(c.path for c in chosen)),
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=_dropout(chosen, rules),
+        rank_pattern={path: value for path, value in ranks.items() if value != r},
+        alpha_pattern={path: value for path, value in alphas.items() if value != alpha},
+        trainable=trainable,
+    )
+
+
+def _setting(claim: Claim, rules: RuleSet, name: str) -> float:
+    """The rule's own value, else that of the `lora` block; alpha defaults to the rank, as in PEFT's r = alpha."""
+    value = claim.settings.get(name)
+    if value is None:
+        value = rules.lora.get(name)
+    if value is None and name == "alpha":
+        return _setting(claim, rules, "rank")
+    assert isinstance(value, int | float), "the checker demands a rank for every `lora_linear`"
+    return float(value)
+
+
+def _dropout(claims: Sequence[Claim], rules: RuleSet) -> float:
+    """One dropout for the whole adapter: PEFT's LoraConfig has no other."""
+    values = {float(v) for c in claims if isinstance(v := c.settings.get("dropout"), int | float)}
+    default = rules.lora.get("dropout")
+    values = values or {float(default) if isinstance(default, int | float) else DEFAULT_DROPOUT}
+    if len(values) > 1:
+        raise InputRefused(
+            Diagnostic("M072", f"`lora_linear` asks for several dropouts ({', '.join(map(str, sorted(values)))})", claims[0].span,
+                       hint="an adapter has one dropout; set it in the `lora` block")
+        )  # fmt: skip
+    return values.pop()
+
+
+def _no_linear(claim: Claim, class_name: str) -> Diagnostic:
+    return Diagnostic(
+        "M065",
+        f"`lora_linear` on `{claim.path}`, which is `{class_name}` and no linear layer that an adapter can wrap",
+        claim.span,
+        hint="name the projections with `on`",
+    )

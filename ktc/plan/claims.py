@@ -1,0 +1,126 @@
+"""Claims: which rule fills which slot of which node. The only place where conflicts between rules are resolved.
+
+A node has four slots (kernel, adapter, quant, place); at most one rule fills a slot of a node. Where two do, one must
+override the other; the loser's action is dropped whole for that match, its other actions stand.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ktc.capture import CapturedModel
+from ktc.diagnostics import Diagnostic, InputRefused, Related
+from ktc.dsl.ruleset import RuleAction, RuleDefinition, RuleSet
+from ktc.dsl.schema import TARGETS
+from ktc.graph import ops
+from ktc.match import Binding, Match, Matches, NodeRef, SubMatch
+from ktc.plan.types import Claim
+
+Slot = tuple[str, str, str]  # facet, site or module path, node
+
+
+def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) -> tuple[Claim, ...]:
+    """The claims that stand. Raises InputRefused with every unresolved conflict and every target not built yet."""
+    by_rule = {rule.name: rule for rule in rules.rules}
+    unavailable = [d for rule in rules.rules for d in _not_available(rule)]
+    groups = [group for found in matches.matches for group in _claims_of(captured, found, by_rule[found.rule])]
+    holders: dict[Slot, list[int]] = defaultdict(list)
+    for number, group in enumerate(groups):
+        for claim in group:
+            holders[claim.facet, claim.site or claim.path, claim.node].append(number)
+    losers, conflicts = set[int](), dict[tuple[str, str, str], list[Slot]]()
+    for slot, numbers in holders.items():
+        for first in numbers:
+            for second in numbers:
+                a, b = groups[first][0], groups[second][0]
+                if first == second or a.rule == b.rule:
+                    continue
+                if a.rule in by_rule[b.rule].overrides:
+                    losers.add(first)
+                elif first < second and b.rule not in by_rule[a.rule].overrides:
+                    conflicts.setdefault((a.rule, b.rule, slot[0]), []).append(slot)
+    standing = tuple(claim for number, group in enumerate(groups) if number not in losers for claim in group)
+    problems = [*unavailable, *_conflict_diagnostics(conflicts, by_rule), *_adapters_on_absorbed(standing)]
+    if problems:
+        raise InputRefused(*problems)
+    return standing
+
+
+def _not_available(rule: RuleDefinition) -> Iterable[Diagnostic]:
+    for action in rule.actions:
+        if not TARGETS[action.target].available:
+            hint = f"available now: {', '.join(f'`{n}`' for n, t in TARGETS.items() if t.available)}"
+            yield Diagnostic("M066", f"`{action.target}` is not available in this version", action.span, hint=hint)
+
+
+def _claims_of(captured: CapturedModel, found: Match, rule: RuleDefinition) -> Iterable[list[Claim]]:
+    """One non-empty list of claims per action of the rule."""
+    for action in rule.actions:
+        facet = str(action.settings["facet"]) if action.target == "keep" else action.facet
+        claims: list[Claim] = []
+        for path, node in _claimed(captured, found, action):
+            claims.append(
+                Claim(facet, path, node, rule.name, action.target, action.settings, action.span, found.site, found.block)  # type: ignore[arg-type]
+            )
+        if claims:
+            yield claims
+
+
+def _claimed(captured: CapturedModel, found: Match, action: RuleAction) -> list[tuple[str, str]]:
+    """(absolute path, node name) of everything the action claims."""
+    if not found.block:
+        return [(found.path, "")]
+    graph = captured.block(found.block).graph
+    assert graph is not None
+    nodes = {n.name: n for n in graph.graph.nodes}
+    if action.on:
+        bindings = [b for path in action.on if (b := found.capture(path)) is not None]
+    else:
+        absorbed = TARGETS[action.target].absorbs
+        bindings = [found.bindings[name] for name in absorbed if name in found.bindings]
+        bindings = bindings or [NodeRef(n) for n in found.nodes if ops.operator(nodes[n]) in absorbed]
+    names = list(dict.fromkeys(name for binding in bindings for name in _roots(binding)))
+    if not names and action.facet == "place":
+        return [(found.path, "")]
+    if not names:
+        names = [found.nodes[-1]]
+    return [(f"{found.site}.{nodes[n].meta.get('fqn', '')}".rstrip("."), n) for n in names]
+
+
+def _roots(binding: Binding) -> list[str]:
+    """The node a capture stands for; for a sub-pattern, every node it bound."""
+    if isinstance(binding, NodeRef):
+        return [binding.node]
+    if isinstance(binding, SubMatch):
+        return [name for inner in binding.bindings.values() for name in _roots(inner)]
+    return []
+
+
+def _conflict_diagnostics(
+    conflicts: dict[tuple[str, str, str], list[Slot]], by_rule: dict[str, RuleDefinition]
+) -> Iterable[Diagnostic]:
+    for (first, second, facet), slots in conflicts.items():
+        where = f"{slots[0][1]}" + (f" (`{slots[0][2]}`)" if slots[0][2] else "")
+        a, b = by_rule[first].declaration, by_rule[second].declaration
+        yield Diagnostic(
+            "M061",
+            f"rules `{first}` and `{second}` both claim facet `{facet}` of {len(slots)} node{'s' * (len(slots) != 1)}, e.g. {where}",
+            b.name.span,
+            hint=f"narrow one of them, or write `rule {second} overrides {first}`",
+            related=(Related(a.name.span, "also claimed here"),),
+        )
+
+
+def _adapters_on_absorbed(claims: tuple[Claim, ...]) -> Iterable[Diagnostic]:
+    absorbed = {(c.site, c.node): c for c in claims if c.node and TARGETS[c.target].absorbs}
+    for claim in claims:
+        other = absorbed.get((claim.site, claim.node))
+        if claim.facet == "adapter" and other is not None:
+            yield Diagnostic(
+                "E042",
+                f"`{claim.target}` on `{claim.path}`, but `{other.target}` absorbs it",
+                claim.span,
+                hint="leave it out of the rule",
+                related=(Related(other.span, "absorbed here"),),
+            )

@@ -1,0 +1,133 @@
+"""Captured model, matches and rules on a host -> `Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from ktc.capture import BlockSite, CapturedModel
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.dsl.ruleset import RuleSet
+from ktc.graph import ops
+from ktc.host import Host
+from ktc.match import Matches
+from ktc.plan.adapters import plan_lora
+from ktc.plan.claims import resolve_claims
+from ktc.plan.explain import explain
+from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.kernels import choose_kernel, thread_count
+from ktc.plan.placement import device_loads, device_of, over_budget, place
+from ktc.plan.types import BlockRewrite, Claim, NodeAction, Plan
+
+REWRITING = ("lora_linear", "cpu_moe")  # targets that change nodes; `place` moves them, `keep` only claims
+
+
+def make_plan(captured: CapturedModel, matches: Matches, rules: RuleSet, host: Host) -> Plan:
+    """Decides everything that later stages carry out.
+
+    Raises InputRefused for conflicts, targets not available, and a program that rewrites nothing; HostLacks for an ISA
+    or a GPU that the host has not. A plan over budget is returned with `over_budget` set.
+    """
+    claims = resolve_claims(captured, matches, rules)
+    placements = place(claims, rules, host)
+    devices = {p.fqn: p.device for p in placements}
+    kernels, specs = _kernels(captured, claims, host)
+    rewrites = _group(captured, claims, kernels, devices)
+    if not rewrites:
+        raise InputRefused(_nothing_to_rewrite(captured, matches))
+    loads = device_loads(captured, devices, specs, rules, host)
+    threads = max((thread_count(c.settings, host) for c in claims if c.target == "cpu_moe"), default=1)
+    lora = plan_lora(captured, claims, rules)
+    return Plan(
+        host=host,
+        mode=str(rules.plan.get("mode") or ("train" if lora else "infer")),
+        threads=threads,
+        rewrites=rewrites,
+        placements=placements,
+        kernels=tuple(dict.fromkeys(kernels.values())),
+        lora=lora,
+        devices=loads,
+        reasons=explain(captured, matches, rewrites, placements, host),
+        warnings=matches.warnings,
+        over_budget=over_budget(loads),
+    )
+
+
+def _kernels(
+    captured: CapturedModel, claims: Sequence[Claim], host: Host
+) -> tuple[dict[tuple[str, str, str], KernelSpec], dict[str, KernelSpec]]:
+    """The kernel of every `cpu_moe` claim, by (site, node, rule) and by the experts' FQN."""
+    by_claim, by_fqn = dict[tuple[str, str, str], KernelSpec](), dict[str, KernelSpec]()
+    for claim in claims:
+        if claim.target != "cpu_moe":
+            continue
+        spec = choose_kernel(claim, _node(captured, claim), _stored_dtype(captured, claim.path), host)
+        by_claim[claim.site, claim.node, claim.rule] = by_fqn[claim.path] = spec
+    return by_claim, by_fqn
+
+
+def _node(captured: CapturedModel, claim: Claim) -> fx.Node:
+    graph = captured.block(claim.block).graph
+    assert graph is not None
+    return next(n for n in graph.graph.nodes if n.name == claim.node)
+
+
+def _stored_dtype(captured: CapturedModel, path: str) -> str:
+    """The dtype in which the checkpoint stores the experts, the model's own where there is no checkpoint."""
+    index = captured.source.index
+    if index is not None:
+        prefix = path + "."
+        stored = {entry.dtype for name, entry in index.tensors.items() if name.startswith(prefix) and len(entry.shape) >= 2}
+        if len(stored) == 1:
+            return stored.pop()
+    return str(captured.facts["dtype"])
+
+
+def _group(
+    captured: CapturedModel, claims: Sequence[Claim], kernels: Mapping[tuple[str, str, str], KernelSpec], devices: Mapping[str, str]
+) -> tuple[BlockRewrite, ...]:
+    """Sites of one block with the same actions on the same devices are one rewrite."""
+    by_site: dict[str, list[Claim]] = {}
+    for claim in claims:
+        if claim.target in REWRITING and claim.node:
+            by_site.setdefault(claim.site, []).append(claim)
+    groups: dict[object, tuple[list[BlockSite], tuple[NodeAction, ...]]] = {}
+    for site in captured.sites:
+        held = by_site.get(site.fqn)
+        if not held:
+            continue
+        actions = tuple(_action(captured, claim, kernels.get((claim.site, claim.node, claim.rule))) for claim in held)
+        device = device_of(site.fqn, devices)
+        identity = (site.block, device, repr([(a.node, a.target, sorted(a.settings.items()), a.kernel) for a in actions]))
+        groups.setdefault(identity, ([], actions))[0].append(site)
+    counts: dict[str, int] = {}
+    rewrites: list[BlockRewrite] = []
+    for sites, actions in groups.values():
+        block = sites[0].block
+        counts[block] = counts.get(block, 0) + 1
+        key = block if counts[block] == 1 else f"{block}_{counts[block]}"
+        pinned = {a.node: "cpu" for a in actions if a.target == "cpu_moe"}
+        rewrites.append(BlockRewrite(key, block, tuple(sites), actions, device_of(sites[0].fqn, devices), pinned))
+    return tuple(rewrites)
+
+
+def _action(captured: CapturedModel, claim: Claim, kernel: KernelSpec | None) -> NodeAction:
+    fqn = claim.path.removeprefix(claim.site).lstrip(".")
+    return NodeAction(claim.node, fqn, claim.target, claim.settings, claim.rule, claim.span, kernel)
+
+
+def _nothing_to_rewrite(captured: CapturedModel, matches: Matches) -> Diagnostic:
+    has_experts = any(
+        ops.operator(n) == "experts" for b in captured.blocks if b.graph is not None for n in b.graph.graph.nodes
+    )
+    opaque = next((b for b in captured.blocks if b.graph is None), None)
+    nearest = max(matches.near_misses, key=lambda m: m.matched, default=None)
+    if nearest is not None and has_experts:
+        hint = f"closest: {nearest}"
+    elif opaque is not None:
+        hint = f"`{opaque.class_name}` could not be captured: {opaque.opaque}"
+    else:
+        hint = "look at its blocks with `ktc graph MODEL`"
+    kind = captured.source.config.model_type
+    return Diagnostic("M071", f"no rule rewrites anything in this `{kind}` model", hint=hint)

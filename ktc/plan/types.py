@@ -1,0 +1,108 @@
+"""The plan: what is rewritten where, by which kernel, on which device, and why. Frozen; nothing in it is a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ktc.capture import BlockSite
+from ktc.diagnostics import Diagnostic, Span
+from ktc.dsl.ruleset import Facet, Value
+from ktc.host import Host
+from ktc.plan.kernel_spec import KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAction:
+    """One rewrite of one node of a block's graph. `fqn` is the module it becomes, relative to the block."""
+
+    node: str
+    fqn: str
+    target: str
+    settings: Mapping[str, Value]
+    rule: str
+    span: Span
+    kernel: KernelSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRewrite:
+    """A distinct rewrite: the sites of one block that receive the same actions on the same devices.
+
+    `device` is where the block stands, `node_devices` the nodes that stand elsewhere (by name).
+    """
+
+    key: str
+    block: str
+    sites: tuple[BlockSite, ...]
+    actions: tuple[NodeAction, ...]
+    device: str
+    node_devices: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    fqn: str
+    device: str
+    rule: str
+    span: Span | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """The adapter that the program asks for: exact module FQNs, and PEFT's own words for the rest."""
+
+    targets: tuple[str, ...]
+    r: int
+    lora_alpha: float
+    lora_dropout: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    trainable: int  # parameters of lora_A and lora_B over all targets
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLoad:
+    """Bytes of weights that will lie on a device, and what it may hold (None: unknown)."""
+
+    device: str
+    weights: int
+    budget: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why something is as it is, for one module path or pattern of paths."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    host: Host
+    mode: str  # train | infer
+    threads: int
+    rewrites: tuple[BlockRewrite, ...]
+    placements: tuple[Placement, ...]
+    kernels: tuple[KernelSpec, ...]
+    lora: LoraPlan | None
+    devices: tuple[DeviceLoad, ...]
+    reasons: tuple[Reason, ...]
+    warnings: tuple[Diagnostic, ...] = ()
+    over_budget: tuple[Diagnostic, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One slot of one node that a rule's action fills. `path` is absolute; `node` is empty for a module."""
+
+    facet: Facet
+    path: str
+    node: str
+    rule: str
+    target: str
+    settings: Mapping[str, Value]
+    span: Span
+    site: str
+    block: str

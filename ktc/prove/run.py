@@ -1,0 +1,156 @@
+"""The plan's rewrites, carried out on a witness by the same passes and compared there.
+
+A witness is the same family shrunk: same classes, same code paths, small widths, random weights and buffers. A block
+of the witness stands for a block of the model only if their normal forms are the same but for sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from transformers import PreTrainedModel
+
+from ktc import twin
+from ktc.capture import CapturedModel, ModelSource, capture
+from ktc.diagnostics import Diagnostic, ProofFailed
+from ktc.graph import ops
+from ktc.plan import BlockRewrite, NodeAction
+from ktc.prove.compare import Call, Proof, compare
+from ktc.rewrite import RewrittenBlock, rewrite_block
+from ktc.runtime.fused_moe import FusedMoe
+
+SEED = 20260
+# One token; an odd length; more tokens than experts times groups, so that every routing decision is exercised.
+SHAPES = ((1, 1), (3, 37), (2, 64))
+
+
+def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> tuple[Proof, ...]:
+    """One proof per distinct rewrite. Raises ProofFailed if one does not hold or the witness has no such block."""
+    config = twin.shrink(captured.source.config)
+    config.dtype = torch.float32
+    witness = capture(ModelSource("witness", None, config, None))
+    model = twin.build(config, SEED, torch.float32, "cpu")
+    model.set_attn_implementation("sdpa")
+    model.set_experts_implementation("eager")
+    calls = _record_calls(model, {site.fqn for site in witness.sites})
+    proofs = tuple(_prove_block(captured, block, witness, model, calls) for block in blocks)
+    failed = [_failure(proof, block) for proof, block in zip(proofs, blocks, strict=True) if not proof.holds]
+    if failed:
+        raise ProofFailed(*failed)
+    return proofs
+
+
+def _prove_block(
+    captured: CapturedModel, block: RewrittenBlock, witness: CapturedModel, model: PreTrainedModel, calls: dict[str, list[Call]]
+) -> Proof:
+    full = captured.block(block.rewrite.block)
+    assert full.graph is not None
+    shape_free = signature(full.graph)
+    small = next((b for b in witness.blocks if b.graph is not None and signature(b.graph) == shape_free), None)
+    if small is None or small.graph is None:
+        raise ProofFailed(
+            Diagnostic("P301", f"the shrunk witness has no block like `{full.key}` (`{full.class_name}`), so the rewrite cannot be proven",
+                       hint="please report this model's config: the witness builder needs to learn it")
+        )  # fmt: skip
+    renamed = dict(zip(significant(full.graph), significant(small.graph), strict=True))
+    actions = tuple(_on_witness(action, renamed) for action in block.rewrite.actions)
+    site = witness.sites_of(small.key)[0]
+    # The witness lives on the CPU; the transfers of the plan's placement carry values and change none.
+    graph = rewrite_block(small.graph, BlockRewrite(block.rewrite.key, small.key, (site,), actions, "cpu"))
+    original = model.get_submodule(site.fqn)
+    bind(graph, original)
+    forward, gradients = compare(original, graph, calls[site.fqn], SEED)
+    rules = tuple(dict.fromkeys(a.rule for a in actions))
+    return Proof(block.rewrite.key, full.class_name, rules, forward, gradients, SHAPES, SEED)
+
+
+def _on_witness(action: NodeAction, renamed: dict[str, str]) -> NodeAction:
+    return NodeAction(
+        renamed[action.node], action.fqn, action.target, action.settings, action.rule, action.span, action.kernel
+    )
+
+
+def significant(graph: fx.GraphModule) -> list[str]:
+    """The names of the nodes that compute on data, in order."""
+    return [n.name for n in graph.graph.nodes if _is_significant(n)]
+
+
+def signature(graph: fx.GraphModule) -> tuple[object, ...]:
+    """A graph without its sizes: operators, how they are connected, and the parameters they use."""
+    numbers = {name: i for i, name in enumerate(significant(graph))}
+    rows: list[object] = []
+    for node in graph.graph.nodes:
+        if _is_significant(node):
+            sources = tuple(str(s.target) if s.op == "get_attr" else numbers.get(_behind(s).name, -1) for s in node.all_input_nodes)
+            rows.append((ops.operator(node), node.meta.get("fqn"), tuple(s for s in sources if s != -1)))
+    return tuple(rows)
+
+
+def _is_significant(node: fx.Node) -> bool:
+    structure = node.op in ("placeholder", "get_attr", "output") or ops.operator(node) in ops.TRANSPARENT
+    return not structure and ops.operator(node) != "getitem" and "shape" in node.meta or ops.operator(node) in ("split", "topk", "max")
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    while ops.operator(node) in ops.TRANSPARENT or ops.operator(node) == "getitem":
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def bind(graph: fx.GraphModule, original: nn.Module) -> None:
+    """Gives a rewritten graph the tensors of the block it stands for: experts are loaded, everything else is shared."""
+    for name, module in graph.named_modules():
+        if isinstance(module, FusedMoe):
+            replacement = FusedMoe(
+                module.num_experts, module.hidden, module.intermediate, module.top_k, module.activation, dtype=torch.float32
+            )
+            _load_experts(replacement, original.get_submodule(name))
+            graph.set_submodule(name, replacement)
+    tensors = {**dict(original.named_parameters()), **dict(original.named_buffers())}
+    for name in [n for n, _ in [*graph.named_parameters(), *graph.named_buffers()] if n in tensors]:
+        owner, _, leaf = name.rpartition(".")
+        setattr(graph.get_submodule(owner), leaf, tensors[name])
+
+
+def _load_experts(module: FusedMoe, experts: nn.Module) -> None:
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    for expert in range(module.num_experts):
+        gate, up = gate_up[expert].chunk(2, 0)  # type: ignore[index]
+        for part, tensor in (("gate", gate), ("up", up), ("down", down[expert])):  # type: ignore[index]
+            module.load_expert(expert, part, tensor)  # type: ignore[arg-type]
+
+
+def _record_calls(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
+    """The calls of every block in one forward of the witness per shape."""
+    calls: dict[str, list[Call]] = {fqn: [] for fqn in fqns}
+
+    def remember(fqn: str):  # noqa: ANN202
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[fqn].append(Call(args, kwargs))
+
+        return hook
+
+    handles = [model.get_submodule(f).register_forward_pre_hook(remember(f), with_kwargs=True) for f in fqns]
+    generator = torch.Generator().manual_seed(SEED)
+    vocabulary = model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        for batch, length in SHAPES:
+            model(input_ids=torch.randint(0, vocabulary, (batch, length), generator=generator), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def _failure(proof: Proof, block: RewrittenBlock) -> Diagnostic:
+    worst = max(proof.gradients, key=lambda name: proof.gradients[name], default="")
+    errors = f"forward {proof.forward:.1e}, worst gradient {proof.worst_gradient:.1e} ({worst})"
+    span = block.rewrite.actions[0].span
+    return Diagnostic(
+        "P300",
+        f"the rewrite of `{proof.block}` does not compute what the original does: {errors}, allowed {proof.tolerance:.0e}",
+        span,
+        hint="this is a bug in a pattern or a pass, not in the rule file; please report it with the model's config",
+    )

@@ -1,0 +1,72 @@
+"""The fixed tuple of passes, run over a copy of each block's graph.
+
+A pass takes a graph and the actions of the plan, replaces matched nodes, and leaves the graph runnable and verified;
+every new node says in `meta["rule"]` which rule made it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from ktc.capture import CapturedModel
+from ktc.graph.verify import verify
+from ktc.plan import BlockRewrite, Plan
+from ktc.rewrite import fused_moe, lora_linear, place
+
+Pass = Callable[[fx.GraphModule, BlockRewrite], None]
+PASSES: tuple[tuple[str, Pass], ...] = (
+    ("lora_linear", lora_linear.apply),
+    ("fused_moe", fused_moe.apply),
+    ("place", place.apply),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RewrittenBlock:
+    """A distinct rewrite and the graph it led to. The graph's parameters are on meta until somebody binds them."""
+
+    rewrite: BlockRewrite
+    graph: fx.GraphModule
+
+
+def rewrite(captured: CapturedModel, plan: Plan) -> tuple[RewrittenBlock, ...]:
+    """Carries out the plan's rewrites on copies of the captured graphs."""
+    blocks: list[RewrittenBlock] = []
+    for block_rewrite in plan.rewrites:
+        graph = captured.block(block_rewrite.block).graph
+        assert graph is not None, f"the plan rewrites the opaque block `{block_rewrite.block}`"
+        blocks.append(RewrittenBlock(block_rewrite, rewrite_block(graph, block_rewrite)))
+    return tuple(blocks)
+
+
+def rewrite_block(graph: fx.GraphModule, block_rewrite: BlockRewrite) -> fx.GraphModule:
+    """One block: a copy of `graph` after every pass."""
+    rewritten = _copy(graph)
+    for name, apply in PASSES:
+        apply(rewritten, block_rewrite)
+        rewritten.graph.eliminate_dead_code()
+        verify(rewritten, after=name)
+    rewritten.delete_all_unused_submodules()
+    rewritten.recompile()
+    return rewritten
+
+
+def _copy(graph: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own over modules of its own; tensors are shared, `meta` is copied node by node."""
+    shared = {id(t): t for t in [*graph.parameters(), *graph.buffers()]}
+    modules = copy.deepcopy(dict(graph.named_children()), dict(shared))
+    holder = fx.GraphModule(graph, fx.Graph(), class_name=type(graph).__name__)
+    for name, module in modules.items():
+        holder.add_module(name, module)
+    new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.graph.nodes:
+        copies[node] = new.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    for name, tensor in [*graph.named_parameters(recurse=False), *graph.named_buffers(recurse=False)]:
+        setattr(holder, name, tensor)
+    holder.graph = new
+    return holder

@@ -1,0 +1,46 @@
+"""The realisation recipe: which module is put at which FQN of the HF model, as the manifest records it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktc.graph import ops
+from ktc.plan import Plan
+from ktc.rewrite.apply import RewrittenBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Realisation:
+    """One module of the compiled model that is not Hugging Face's own. `args` are its constructor's."""
+
+    fqn: str
+    module: str  # fused_moe | lora_linear
+    kernel: str | None
+    device: str
+    args: dict[str, int | str]
+    rule: str
+    span: str
+
+
+def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Realisation, ...]:
+    """Every rewritten module of the model, in the order of its sites."""
+    rows: list[tuple[int, Realisation]] = []
+    for block in blocks:
+        nodes = {str(n.target): n for n in block.graph.graph.nodes if n.op == "call_module"}
+        for site in block.rewrite.sites:
+            for action in block.rewrite.actions:
+                args: dict[str, int | str] = {}
+                if action.kernel is not None:
+                    about = ops.attributes(nodes[action.fqn])
+                    args = {
+                        "num_experts": int(about["num_experts"]), "hidden": int(about["hidden"]), "intermediate": int(about["inter"]),
+                        "top_k": int(action.kernel.top_k or 0), "activation": str(about["act"]),
+                        "activations": str(action.settings["activations"]), "threads": plan.threads,
+                        "format_gate_up": action.kernel.format_gate_up, "format_down": action.kernel.format_down,
+                    }  # fmt: skip
+                kernel = action.kernel.entry if action.kernel else None
+                module = "fused_moe" if action.kernel else "lora_linear"
+                device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
+                fqn = f"{site.fqn}.{action.fqn}"
+                rows.append((site.layer, Realisation(fqn, module, kernel, device, args, action.rule, str(action.span))))
+    return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
