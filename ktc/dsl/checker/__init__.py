@@ -1,0 +1,66 @@
+"""Static semantics of a rule program: names, types, roles, targets, settings and conflicts inside a rule.
+
+In comes what the loader read and the `--set` values; out goes a `RuleSet`. Everything that is wrong, in every file, is
+reported together. Nothing here knows a model or a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ktc.diagnostics import InputRefused
+from ktc.dsl import syntax
+from ktc.dsl.checker.blocks import check_blocks
+from ktc.dsl.checker.conflicts import check_conflicts
+from ktc.dsl.checker.expressions import Expressions
+from ktc.dsl.checker.names import UnitNames, collect
+from ktc.dsl.checker.params import bind_params
+from ktc.dsl.checker.patterns import Patterns
+from ktc.dsl.checker.report import Report, in_order
+from ktc.dsl.checker.rules import check_rules
+from ktc.dsl.checker.unused import warn_unused
+from ktc.dsl.loader import Program
+from ktc.dsl.ruleset import PatternDefinition, RuleSet, Unit
+
+
+def check(program: Program, settings: Mapping[str, str]) -> RuleSet:
+    """The checked program. Raises InputRefused with the diagnostics of all files, those of the loader included."""
+    report = Report(program.diagnostics)
+    units = [collect(source, report) for source in program.units]
+    bind_params(units, settings, report)
+    patterns = Patterns(units, report)
+    patterns.check_all()
+    blocks = check_blocks(units, report)
+    requires = _check_requires(units, report)
+    rules = check_rules(units, patterns, blocks["lora"], report)
+    check_conflicts(rules, blocks["plan"], report)
+    if report.errors:
+        raise InputRefused(*in_order(report.errors))
+    warn_unused(units, report)
+    return RuleSet(
+        entry=units[0].source.module.file,
+        units=tuple(Unit(unit.source.module, unit.source.prefix, unit.source.imports, unit.params) for unit in units),
+        patterns={
+            pattern.name: PatternDefinition(pattern.name, pattern.unit, pattern.declaration)
+            for pattern in patterns.checked.values()
+            if pattern
+        },
+        rules=tuple(rules),
+        requires=requires,
+        plan=blocks["plan"].values,
+        lora=blocks["lora"].values,
+        sources=program.sources,
+        warnings=in_order(report.warnings),
+    )
+
+
+def _check_requires(units: list[UnitNames], report: Report) -> tuple[tuple[int, syntax.Require], ...]:
+    requires = [
+        (unit, declaration)
+        for unit in units
+        for declaration in unit.source.module.declarations
+        if isinstance(declaration, syntax.Require)
+    ]
+    for unit, declaration in requires:
+        Expressions(report, unit, {}).condition(declaration.condition)
+    return tuple((unit.source.index, declaration) for unit, declaration in requires)

@@ -1,0 +1,119 @@
+"""The rewrites of a rule: known and available targets, complete settings, and captures of a kind the target accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ktc.diagnostics import Related, Span, listing, suggest
+from ktc.dsl import syntax
+from ktc.dsl.checker.blocks import CheckedBlock, check_bounds
+from ktc.dsl.checker.expressions import Expressions
+from ktc.dsl.checker.names import Capture, UnitNames, find_capture
+from ktc.dsl.checker.report import Report
+from ktc.dsl.evaluate import constant
+from ktc.dsl.ruleset import Facet, RuleAction, Value
+from ktc.dsl.schema import ENUMS, TARGETS, SettingSpec, Target
+from ktc.dsl.types import UNKNOWN, convert
+
+_FACETS: Mapping[str, Facet] = {"kernel": "kernel", "adapter": "adapter", "quant": "quant", "place": "place"}
+
+
+def check_action(
+    action: syntax.Action, rule: syntax.Rule, root: Capture, unit: UnitNames, lora: CheckedBlock, report: Report
+) -> RuleAction | None:
+    """The action with all settings filled in, `None` if its target or captures make no sense (which is reported)."""
+    target = _target(action, report)
+    if target is None:
+        return None
+    settings = _settings(action, target, unit, lora, report)
+    aliases = {rule.alias.text: root} if rule.alias else {}
+    captures: list[tuple[str, ...]] = []
+    for name in action.on:
+        capture = find_capture(name.parts, name.span, aliases, report)
+        if capture is not None:
+            captures.append(name.parts[1:])
+            _check_fit(action, target, capture, name.span, str(name), report)
+    if not action.on:
+        _check_fit(action, target, root, rule.root.span, str(rule.root), report)
+    elif not captures:
+        return None
+    facet = target.facet or _FACETS.get(str(settings.get("facet")), "kernel")
+    return RuleAction(action.target.text, facet, settings, tuple(captures), action.span)
+
+
+def _target(action: syntax.Action, report: Report) -> Target | None:
+    name = action.target.text
+    target = TARGETS.get(name)
+    available = [known for known, row in TARGETS.items() if row.available]
+    if target is None:
+        hint = suggest(name, TARGETS) or f"targets: {listing(available)}"
+        report.error("E024", f"unknown rewrite target `{name}`", action.target.span, hint=hint)
+    elif not target.available:
+        message = f"the rewrite `{name}` is not available in this version"
+        report.error("E029", message, action.target.span, hint=f"available: {listing(available)}")
+        return None
+    return target
+
+
+def _settings(
+    action: syntax.Action, target: Target, unit: UnitNames, lora: CheckedBlock, report: Report
+) -> dict[str, Value]:
+    """Every setting of the target: the given ones over the `lora` block's (for adapters) over the defaults."""
+    given = _given(action, target, unit, report)
+    values = {name: spec.default for name, spec in target.settings.items()}
+    if target.facet == "adapter":
+        values |= {name: lora.values[name] for name in values if name in lora.values and name != "targets"}
+    values |= given
+    for name, spec in target.settings.items():
+        if spec.required and name not in given:
+            message = f"`{action.target.text}` needs `{name}`"
+            report.error("E031", message, action.target.span, hint=_examples(spec))
+    if target.facet == "adapter" and values["rank"] is None and "rank" not in lora.spans:
+        hint = "add `lora { rank = 8 }`, or write `rank = 8` here"
+        report.error("E031", f"`{action.target.text}` needs a rank", action.target.span, hint=hint)
+    if target.facet == "adapter" and values["alpha"] is None and isinstance(values["rank"], int):
+        values["alpha"] = float(values["rank"])
+    return values
+
+
+def _given(action: syntax.Action, target: Target, unit: UnitNames, report: Report) -> dict[str, Value]:
+    values: dict[str, Value] = {}
+    names = list(target.settings)
+    expressions = Expressions(report, unit, {})
+    for index, argument in enumerate(action.arguments):
+        if argument.name is None and index > 0:
+            message = f"only the first setting of `{action.target.text}`, `{names[0]}`, may stand without its name"
+            report.error("E025", message, argument.span, hint="write `name = value`")
+            continue
+        name = argument.name or names[0]
+        spec = target.settings.get(name)
+        if spec is None:
+            hint = suggest(name, names) or f"settings: {listing(names)}"
+            report.error("E025", f"`{action.target.text}` has no setting `{name}`", argument.span, hint=hint)
+        elif name in values:
+            report.error("E020", f"`{name}` is given twice", argument.span)
+        else:
+            checked = expressions.check(argument.value, spec.type) != UNKNOWN
+            result = constant(argument.value, unit.params) if checked else None
+            values[name] = None if isinstance(result, range) else convert(result, spec.type)
+            check_bounds(name, values[name], argument.value.span, report)
+    return values
+
+
+def _examples(spec: SettingSpec) -> str:
+    name = spec.type.element.name
+    if name == "device":
+        return "for example `cpu` or `cuda:0`"
+    return f"one of {listing(ENUMS[name], 20)}" if name in ENUMS else f"its type is {spec.type}"
+
+
+def _check_fit(action: syntax.Action, target: Target, capture: Capture, span: Span, shown: str, report: Report) -> None:
+    if "*" in target.accepts or capture.role in target.accepts or capture.kind in target.accepts:
+        return
+    fitting = [
+        name for name, member in capture.members.items() if member.role in target.accepts or member.kind in target.accepts
+    ]
+    hint = f"apply it to a part of the match: {listing(fitting)}" if fitting else ""
+    message = f"`{action.target.text}` rewrites {listing(target.accepts)}, `{shown}` is {capture.describe()}"
+    related = (Related(span, f"this is {capture.describe()}"),)
+    report.error("E035", message, action.target.span, hint=hint, related=related)

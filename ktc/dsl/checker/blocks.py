@@ -1,0 +1,88 @@
+"""The `plan` and `lora` blocks: at most one of each in a program, known keys, values of the right type and size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ktc.diagnostics import Related, Span, listing, suggest
+from ktc.dsl import syntax
+from ktc.dsl.checker.expressions import Expressions
+from ktc.dsl.checker.names import UnitNames
+from ktc.dsl.checker.report import Report
+from ktc.dsl.evaluate import constant
+from ktc.dsl.ruleset import Value
+from ktc.dsl.schema import BLOCKS, BOUNDS
+from ktc.dsl.types import SIZE, UNKNOWN, Type, convert
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedBlock:
+    """A block's values by key; `spans` says where each was given. Without a block both are empty."""
+
+    values: Mapping[str, Value]
+    spans: Mapping[str, Span]
+    unit: int = 0
+    span: Span | None = None
+
+
+def check_blocks(units: list[UnitNames], report: Report) -> dict[str, CheckedBlock]:
+    """The program's `plan` and `lora`."""
+    found = {kind: CheckedBlock({}, {}) for kind in BLOCKS}
+    for unit in units:
+        for declaration in unit.source.module.declarations:
+            if not isinstance(declaration, syntax.Block):
+                continue
+            first = found[declaration.kind].span
+            if first is not None:
+                message = f"a program has one `{declaration.kind}` block"
+                report.error("E043", message, declaration.span, related=(Related(first, "the first one"),))
+                continue
+            found[declaration.kind] = _check_block(unit, declaration, report)
+    return {**found, "lora": _complete_lora(found["lora"], report)}
+
+
+def check_bounds(key: str, value: Value, span: Span, report: Report) -> None:
+    """Reports a number outside the bounds that the schema sets for its key."""
+    if key in BOUNDS and isinstance(value, int | float) and not BOUNDS[key][0] <= value <= BOUNDS[key][1]:
+        low, high = BOUNDS[key]
+        report.error("E032", f"`{key}` = {value} is outside {low:g}..{high:g}", span)
+
+
+def _check_block(unit: UnitNames, block: syntax.Block, report: Report) -> CheckedBlock:
+    values: dict[str, Value] = {}
+    spans: dict[str, Span] = {}
+    expressions = Expressions(report, unit, {})
+    for setting in block.settings:
+        key = setting.key.text
+        wanted = _key_type(block.kind, key)
+        if wanted is None:
+            keys = [*BLOCKS[block.kind], *(("cpu", "cuda:0") if block.kind == "plan" else ())]
+            hint = suggest(key, keys) or f"keys: {listing(keys, 20)}"
+            report.error("E025", f"`{block.kind}` has no key `{key}`", setting.key.span, hint=hint)
+        elif key in spans:
+            related = (Related(spans[key], "first value"),)
+            report.error("E020", f"`{key}` is given twice", setting.key.span, related=related)
+        else:
+            spans[key] = setting.key.span
+            if expressions.check(setting.value, wanted) != UNKNOWN:
+                result = constant(setting.value, unit.params)
+                values[key] = None if isinstance(result, range) else convert(result, wanted)
+                check_bounds(key, values[key], setting.value.span, report)
+    return CheckedBlock(values, spans, unit.source.index, block.span)
+
+
+def _key_type(kind: str, key: str) -> Type | None:
+    is_device = key == "cpu" or ":" in key  # the grammar puts a colon into devices only
+    return SIZE if kind == "plan" and is_device else BLOCKS[kind].get(key)
+
+
+def _complete_lora(block: CheckedBlock, report: Report) -> CheckedBlock:
+    """Defaults of an adapter: no dropout, and `alpha = rank`, which scales by one."""
+    if block.span is None:
+        return block
+    if "rank" not in block.spans:
+        report.error("E031", "the `lora` block needs `rank`", block.span, hint="for example `rank = 8`")
+    rank = block.values.get("rank")
+    defaults: dict[str, Value] = {"alpha": float(rank) if isinstance(rank, int) else None, "dropout": 0.0}
+    return CheckedBlock({**defaults, **block.values}, block.spans, block.unit, block.span)

@@ -1,0 +1,31 @@
+"""Where the checker's parts put what they find; nothing stops at the first error."""
+
+from __future__ import annotations
+
+from ktc.diagnostics import Diagnostic, Related, Span
+
+
+class Report:
+    def __init__(self, diagnostics: list[Diagnostic] | None = None) -> None:
+        self.errors: list[Diagnostic] = list(diagnostics or ())
+        self.warnings: list[Diagnostic] = []
+
+    def error(
+        self, code: str, message: str, span: Span | None, *, label: str = "", hint: str = "", related: tuple[Related, ...] = ()
+    ) -> None:
+        self.errors.append(Diagnostic(code, message, span, label, hint, related))
+
+    def warning(self, code: str, message: str, span: Span, *, label: str = "", hint: str = "") -> None:
+        self.warnings.append(Diagnostic(code, message, span, label, hint, severity="warning"))
+
+
+def in_order(diagnostics: list[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """Sorted by place within a file, files in the order in which they were first named, without repetitions."""
+    files = {d.span.file: None for d in diagnostics if d.span}
+    order = {file: index for index, file in enumerate(files)}
+
+    def place(diagnostic: Diagnostic) -> tuple[int, int, int]:
+        span = diagnostic.span
+        return (order[span.file], span.line, span.column) if span else (-1, 0, 0)
+
+    return tuple(sorted(dict.fromkeys(diagnostics), key=place))
