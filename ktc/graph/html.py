@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -123,9 +123,9 @@ def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value, 4000)
     if isinstance(value, dict):
-        return {key: _printable(item) for key, item in value.items()}
+        return {key: _printable(item) for key, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, (list, tuple)):
-        return [_printable(item) for item in value]
+        return [_printable(item) for item in cast("Sequence[Any]", value)]
     return value
 
 

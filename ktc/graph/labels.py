@@ -20,6 +20,7 @@ QUIET = frozenset({
 })  # fmt: skip
 _SIZES = frozenset({"size", "sizes", "shape", "split_size", "split_sizes"})
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_LONG_FLOAT = re.compile(r"-?\d+\.\d{6,}(e[+-]?\d+)?")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -56,13 +57,32 @@ def operands(node: NodeDump, nodes: dict[str, NodeDump]) -> tuple[str, ...]:
 
 
 def call_text(node: NodeDump, nodes: dict[str, NodeDump]) -> str:
-    """`topk(scores, k=6, sorted=False)`."""
-    settings = [
-        f"{printable(name, 40)}={printable(value, 80)}"
+    """`topk(scores, k=6, sorted=False)`; a part of a tuple as `topk[1]`."""
+    named = operands(node, nodes)
+    if (index := item_index(node)) and len(named) == 1:
+        return f"{named[0]}[{index}]"
+    return f"{printable(node.op, 60)}({', '.join([*named, *settings(node)])})"
+
+
+def settings(node: NodeDump) -> tuple[str, ...]:
+    """`k=6`, `dim=-1`: the attributes, without sizes that the node's type tells and what a folded region held."""
+    return tuple(
+        f"{printable(name, 40)}={_number_text(printable(value, 80))}"
         for name, value in node.attributes
-        if not (name in _SIZES and node.op in QUIET)
-    ]
-    return f"{printable(node.op, 60)}({', '.join([*operands(node, nodes), *settings])})"
+        if not (name in _SIZES and node.op in QUIET) and name != "folds"
+    )
+
+
+def item_index(node: NodeDump) -> str:
+    """The index of a `getitem` with a constant one, else empty."""
+    if node.op != "getitem" or len(node.attributes) != 1:
+        return ""
+    return printable(node.attributes[0][1], 20)
+
+
+def _number_text(text: str) -> str:
+    """Floats with six digits, enough to recognise them; anything else as it is."""
+    return f"{float(text):.6g}" if _LONG_FLOAT.fullmatch(text) else text
 
 
 def rule_text(node: NodeDump) -> str:

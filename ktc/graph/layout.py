@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import graphlay
 
 from ktc.graph.dump import BlockDump, NodeDump
-from ktc.graph.labels import QUIET, WEIGHT, is_size, printable, rule_text, type_text
+from ktc.graph.labels import QUIET, WEIGHT, is_size, item_index, printable, rule_text, settings, type_text
 
 # A monospace character is 0.6 em wide in the usual fonts; the sizes here are those of picture.css.
 _TITLE_WIDTH, _DETAIL_WIDTH = 13 * 0.602, 11 * 0.602
 _PADDING = 12.0
 _LINE = 16.0
+_CAPTION = 22  # characters of settings beside an operator
 _OPTIONS = {
     "direction": "topbottom",
     "spacing": {"layer_gap": 26.0, "node_gap": 24.0, "dummy_gap": 16.0, "port_gap": 14.0, "isolated_gap": 24.0},
@@ -63,8 +64,13 @@ class Drawing:
 
 
 def drawn_nodes(block: BlockDump) -> tuple[NodeDump, ...]:
-    """The nodes that get a box: all but weights and sizes."""
-    return tuple(node for node in block.nodes if node.op not in WEIGHT and not is_size(node))
+    """The nodes that get a box: all but weights, sizes and inputs that nobody reads."""
+    read = {name for node in block.nodes for name in node.inputs}
+    return tuple(
+        node
+        for node in block.nodes
+        if node.op not in WEIGHT and not is_size(node) and (node.op != "input" or node.name in read)
+    )
 
 
 def drawn_edges(block: BlockDump) -> tuple[tuple[str, str], ...]:
@@ -100,8 +106,20 @@ def place(block: BlockDump) -> Drawing:
 def module_name(node: NodeDump, nodes: dict[str, NodeDump]) -> str:
     """The module a node stands for: its own FQN, else that of the first weight it reads, without `.weight`."""
     weights = [nodes[name].fqn for name in node.inputs if name in nodes and nodes[name].op in WEIGHT]
-    fqn = node.fqn or next(iter(weights), "")
-    return fqn.removesuffix(".weight")
+    fqn = "" if node.fqn.startswith("folded.") else node.fqn
+    return (fqn or next(iter(weights), "")).removesuffix(".weight")
+
+
+def caption(node: NodeDump, nodes: dict[str, NodeDump]) -> str:
+    """What stands beside the operator: the module, else the settings that fit on the line."""
+    if module := module_name(node, nodes):
+        return printable(module, 30)
+    shown = ""
+    for setting in settings(node):
+        longer = f"{shown}, {setting}" if shown else setting
+        if len(longer) <= _CAPTION and not setting.startswith(("dtype=", "sorted=")):
+            shown = longer
+    return shown
 
 
 def _box(node: NodeDump, block: BlockDump) -> Box:
@@ -109,11 +127,13 @@ def _box(node: NodeDump, block: BlockDump) -> Box:
     kind = node.op if node.op in ("input", "output") else "quiet" if node.op in QUIET and not node.rule else "operator"
     kind_of_value = printable(type_text(node), 40)
     if kind == "quiet":
-        title, module, details = printable(node.op, 24), printable(type_text(node), 34), ()
+        weight = "" if node.rule else module_name(node, nodes)
+        title = f"[{index}]" if (index := item_index(node)) else printable(f"{node.op} {weight}".rstrip(), 40)
+        module, details = printable(type_text(node), 34), ()
     elif kind in ("input", "output"):
         title, module, details = printable(node.name, 32), kind_of_value, ()
     else:
-        title, module = printable(node.op, 24), printable(module_name(node, nodes), 30)
+        title, module = printable(node.op, 24), caption(node, nodes)
         rule = rule_text(node).replace(f" ({printable(node.span)})", "")
         details = tuple(line for line in (kind_of_value, printable(rule, 40)) if line)
     module_width = _DETAIL_WIDTH if kind == "quiet" else _TITLE_WIDTH

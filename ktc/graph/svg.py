@@ -156,6 +156,7 @@ def tooltip(node: NodeDump, nodes: dict[str, NodeDump], bound: Sequence[tuple[st
     facts = [
         ("", f"{printable(node.name, 120)} = {call_text(node, nodes)}"),
         ("type", type_text(node)),
+        ("folds", dict(node.attributes).get("folds", "")),
         ("device", node.device),
         ("fqn", node.fqn),
         ("rule", node.rule),
