@@ -3,21 +3,22 @@
 In: hidden states and the router's choice, as Hugging Face's experts modules take them. Out: the weighted sum of the
 experts' outputs. Gradients go to the hidden states and the routing weights; the base weights are frozen.
 Without a kernel the module is its own PyTorch reference on plain tensors. Refused: an expert index out of range,
-a forward before every expert is loaded.
+tensors of another shape than the layer's, a forward before every expert is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ktc.runtime.experts_reference import ACTIVATIONS, fused_moe_reference
-from ktc.runtime.kernel_library import Kernel
+from ktc.runtime.kernel_library import Kernel, Part
+from ktc.runtime.packed_experts import PackedExperts
 
-Part = Literal["gate", "up", "down"]
 PARTS: tuple[Part, ...] = ("gate", "up", "down")
 
 __all__ = ["PARTS", "FusedMoe", "Part", "fused_moe_reference"]
@@ -53,13 +54,17 @@ class FusedMoe(nn.Module):
         if activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation `{activation}`; expected one of {', '.join(ACTIVATIONS)}")
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
-        self.activation, self.activations, self.threads, self.dtype = activation, activations, threads, dtype
+        self.activation, self.activations = activation, activations
+        self._experts = (
+            PackedExperts(kernel, threads, num_experts, hidden, intermediate, top_k) if kernel is not None else None
+        )
         self._absent = {(expert, part) for expert in range(num_experts) for part in PARTS}
-        self._hold("gate_up_proj", torch.zeros(num_experts, 2 * intermediate, hidden, dtype=dtype))
-        self._hold("down_proj", torch.zeros(num_experts, hidden, intermediate, dtype=dtype))
+        self._hold("gate_up_proj", (num_experts, 2 * intermediate, hidden), dtype)
+        self._hold("down_proj", (num_experts, hidden, intermediate), dtype)
 
-    def _hold(self, name: str, tensor: Tensor) -> None:
-        """Keep a parameter as a plain attribute, past `nn.Module`'s registration."""
+    def _hold(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Keep a weight as a plain attribute, past `nn.Module`'s registration; with a kernel, one element stands for all."""
+        tensor = torch.zeros((), dtype=dtype).expand(shape) if self._experts else torch.zeros(shape, dtype=dtype)
         self.__dict__[name] = nn.Parameter(tensor, requires_grad=False)
 
     def named_parameters(
@@ -71,36 +76,99 @@ class FusedMoe(nn.Module):
             yield f"{prefix}{dot}{name}", cast(nn.Parameter, self.__dict__[name])
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weights (0 in reference mode)."""
+        return self._experts.nbytes if self._experts else 0
+
     def load_expert(self, expert: int, part: Part, tensor: Tensor) -> None:
         """Store one matrix of one expert: gate and up are `(I, H)`, down is `(H, I)`; any float dtype."""
         expected = (self.hidden, self.intermediate) if part == "down" else (self.intermediate, self.hidden)
         if tuple(tensor.shape) != expected:
             raise ValueError(f"expert {expert}, `{part}`: expected shape {expected}, found {tuple(tensor.shape)}")
-        self._store(expert, part, tensor.detach())
+        if self._experts:
+            self._experts.load(expert, part, tensor)
+        else:
+            self._reference_matrix(expert, part).copy_(tensor.detach())
         self._absent.discard((expert, part))
 
-    def _store(self, expert: int, part: Part, tensor: Tensor) -> None:
-        with torch.no_grad():
-            if part == "down":
-                self.down_proj[expert].copy_(tensor)
-            else:
-                offset = 0 if part == "gate" else self.intermediate
-                self.gate_up_proj[expert, offset : offset + self.intermediate].copy_(tensor)
+    def expert(self, expert: int, part: Part) -> Tensor:
+        """One matrix of one expert, as it was loaded (a copy, in the dtype it is computed in)."""
+        return self._experts.unpack(expert, part) if self._experts else self._reference_matrix(expert, part).clone()
+
+    def _reference_matrix(self, expert: int, part: Part) -> Tensor:
+        if part == "down":
+            return self.down_proj.detach()[expert]
+        gate, up = self.gate_up_proj.detach()[expert].chunk(2)
+        return gate if part == "gate" else up
 
     def missing(self) -> tuple[tuple[int, Part], ...]:
         """The (expert, part) pairs that were never loaded, in order of expert."""
         return tuple(sorted(self._absent, key=lambda pair: (pair[0], PARTS.index(pair[1]))))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        assert not self._absent, f"{len(self._absent)} expert weights were never loaded, first {self.missing()[0]}"
-        device = hidden_states.device
-        out = fused_moe_reference(
-            hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu(), self.gate_up_proj, self.down_proj, self.activation
-        )
-        return out.to(device)
+        if self._absent:
+            raise RuntimeError(f"{len(self._absent)} expert weights were never loaded, the first is {self.missing()[0]}")
+        self._check(hidden_states, top_k_index, top_k_weights)
+        x_TH, index_TK, weights_TK = hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu()
+        if self._experts:
+            out_TH = self._run_kernel(self._experts, x_TH, index_TK, weights_TK)
+        else:
+            weights = (self.gate_up_proj, self.down_proj)
+            out_TH = fused_moe_reference(x_TH, index_TK, weights_TK, *weights, self.activation)
+        return out_TH.to(hidden_states.device)
+
+    def _run_kernel(self, experts: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        wants_grad = torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad)
+        mode = self.activations if wants_grad else "forget"
+        inputs = (x_TH.to(experts.dtype), index_TK, weights_TK.to(experts.weight_dtype))
+        out_TH = cast(Tensor, _RoutedExperts.apply(*inputs, experts, mode))  # pyright: ignore[reportUnknownMemberType]
+        return out_TH.to(x_TH.dtype)
+
+    def _check(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
+        tokens = x_TH.shape[0]
+        expected = ((tokens, self.hidden), (tokens, self.top_k), (tokens, self.top_k))
+        found = tuple(tuple(tensor.shape) for tensor in (x_TH, index_TK, weights_TK))
+        if found != expected:
+            raise ValueError(f"expected hidden states, indices and weights of shapes {expected}, found {found}")
+        if index_TK.dtype != torch.int64:
+            raise ValueError(f"`top_k_index` must be int64, found {index_TK.dtype}")
 
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}, top_k={self.top_k}, "
-            f"activation={self.activation}, kernel=reference"
+            f"activation={self.activation}, {'packed' if self._experts else 'reference'}"
         )
+
+
+class _RoutedExperts(torch.autograd.Function):
+    """The kernel as one autograd node.
+
+    An autograd function and no registered operator: the packed weights are no tensor that a dispatcher could pass on,
+    and an operator would need a process-wide table from numbers to layers in their place. The price is a graph break
+    under `torch.compile`, around a call that takes milliseconds.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+        experts: PackedExperts,
+        mode: Literal["keep", "recompute", "forget"],
+    ) -> Tensor:
+        x_TH, index_TK, weights_TK = x_TH.contiguous(), index_TK.contiguous(), weights_TK.contiguous()
+        out_TH, saved = experts.forward(x_TH, index_TK, weights_TK, save=mode == "keep")
+        if mode != "forget":
+            ctx.experts = experts
+            ctx.save_for_backward(index_TK, weights_TK, saved, None if mode == "keep" else x_TH)
+        return out_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        index_TK, weights_TK, saved, x_TH = ctx.saved_tensors
+        experts: PackedExperts = ctx.experts
+        grad_x, grad_weights = experts.backward(grad_TH.contiguous(), index_TK, weights_TK, saved=saved, x_TH=x_TH)
+        return grad_x, None, grad_weights, None, None

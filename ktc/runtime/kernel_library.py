@@ -1,29 +1,140 @@
-"""The shared library of built kernels: opened once per process, after its digest was checked."""
+"""The shared library of built kernels, as the runtime opens it: once per process, after its digest was checked.
+
+In: the path and sha256 that codegen or a manifest names. Out: kernels to make layers of, and the engine (worker threads
+and workspace) they share. Refused: a file that is missing, altered or made for another Python.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol, cast
+
+from ktc import host
+from ktc.diagnostics import Diagnostic, InputRefused
+
+Part = Literal["gate", "up", "down"]
 
 
-@dataclass(frozen=True, slots=True)
-class KernelLibrary:
-    """A built library: where it is, the sha256 of its bytes, and the entries it exposes (`KernelSpec.entry`)."""
+class Engine(Protocol):
+    """Worker threads and workspace."""
 
-    path: Path
-    digest: str
-    entries: tuple[str, ...]
+    threads: int
 
-    def kernel(self, entry: str) -> Kernel:
-        """One entry, ready for `FusedMoe(kernel=...)`."""
-        if entry not in self.entries:
-            raise KeyError(f"the kernel library `{self.path.name}` has no entry `{entry}`; it has {', '.join(self.entries)}")
-        return Kernel(self, entry)
+
+class NativeKernel(Protocol):
+    """`ktc::MoeKernel`. Pointers are addresses; see `moe_kernel.hpp` for the shapes behind them."""
+
+    packed_bytes: int
+
+    def saved_bytes(self, tokens: int, /) -> int: ...
+    def pack(self, packed: int, expert: int, part: Part, source: int, dtype: str, rows: int, cols: int, /) -> None: ...
+    def unpack(self, packed: int, expert: int, part: Part, target: int, rows: int, cols: int, /) -> None: ...
+    def forward(
+        self, engine: Engine, packed: int, x: int, index: int, weights: int, out: int, saved: int, tokens: int, /
+    ) -> None: ...
+    def backward(
+        self,
+        engine: Engine,
+        packed: int,
+        index: int,
+        weights: int,
+        saved: int,
+        x: int,
+        grad_out: int,
+        grad_x: int,
+        grad_weights: int,
+        tokens: int,
+        /,
+    ) -> None: ...
+
+
+class _Module(Protocol):
+    def Engine(self, threads: int, /) -> Engine: ...  # noqa: N802 (the extension's class)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One entry of a kernel library."""
+    """One entry of a kernel library. `dtype` is what it computes in: bf16, fp32 or fp64."""
 
     library: KernelLibrary
     entry: str
+    dtype: str
+
+    def instantiate(self, num_experts: int, hidden: int, intermediate: int, top_k: int) -> NativeKernel:
+        """The kernel for one layer. Raises `ValueError` for a size other than the one it was built for."""
+        make = getattr(_opened(self.library.path, self.library.digest), self.entry)
+        return cast(NativeKernel, make(num_experts, hidden, intermediate, top_k))
+
+    def engine(self, threads: int) -> Engine:
+        """The process's engine of that many threads, made at its first use."""
+        return _engine(self.library.path, self.library.digest, threads)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLibrary:
+    """A built library: where it is, the sha256 of its bytes, and its entries (`KernelSpec.entry`) with their dtype."""
+
+    path: Path
+    digest: str
+    entries: tuple[tuple[str, str], ...]
+
+    def kernel(self, entry: str) -> Kernel:
+        """One entry, ready for `FusedMoe(kernel=...)`."""
+        dtypes = dict(self.entries)
+        if entry not in dtypes:
+            raise KeyError(f"the kernel library `{self.path.name}` has no entry `{entry}`; it has {', '.join(dtypes)}")
+        return Kernel(self, entry, dtypes[entry])
+
+
+def file_digest(path: Path) -> str:
+    """The sha256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def permitted_threads(threads: int) -> int:
+    """`threads`, or fewer where the processes of a launch would together ask for more than they may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    permitted = max(1, cores // host.local_world_size())
+    if threads <= permitted:
+        return threads
+    warnings.warn(f"the plan asks for {threads} kernel threads; this process may use {permitted}", stacklevel=3)
+    return permitted
+
+
+@functools.cache
+def _opened(path: Path, digest: str) -> _Module:
+    if not path.is_file():
+        raise InputRefused(Diagnostic("L410", f"there is no kernel library at `{path}`", hint="compile the model again"))
+    found = file_digest(path)
+    if found != digest:
+        raise InputRefused(
+            Diagnostic(
+                "L411",
+                f"the kernel library `{path}` was altered: expected sha256 `{digest[:12]}`, found `{found[:12]}`",
+                hint="compile the model again; a library is code and is loaded only as it was built",
+            )
+        )
+    loader = importlib.machinery.ExtensionFileLoader("ktc_kernels", str(path))
+    spec = importlib.util.spec_from_file_location("ktc_kernels", path, loader=loader)
+    assert spec is not None, "a spec made with a loader exists"
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise InputRefused(
+            Diagnostic("L412", f"the kernel library `{path}` cannot be loaded: {error}", hint="compile the model again")
+        ) from error
+    return cast(_Module, module)
+
+
+@functools.cache
+def _engine(path: Path, digest: str, threads: int) -> Engine:
+    return _opened(path, digest).Engine(threads)

@@ -1,0 +1,128 @@
+"""KernelSource to KernelLibrary, through a cache addressed by everything that goes into it.
+
+In: rendered text, the host. Out: a library whose every kernel passed its self-test. Refused: what `toolchain` refuses,
+text that does not compile, a kernel that is wrong. A folder of the cache is complete once it holds `library.json`;
+builders of the same key wait for one another, and what a killed one left is removed by the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import pybind11
+from filelock import FileLock
+
+from ktc import host as hosts
+from ktc import resources
+from ktc.codegen import toolchain
+from ktc.codegen.render import KernelSource
+from ktc.codegen.self_test import self_test
+from ktc.codegen.toolchain import Toolchain
+from ktc.host import Host
+from ktc.runtime.kernel_library import KernelLibrary, file_digest
+
+_RECORD: Final = "library.json"
+
+
+def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> KernelLibrary:
+    """The library of these kernels, from the cache or built now. `cache_dir` is `kernels` under ktc's cache by default.
+
+    Raises `HostLacks` (H221-H223), `KtcError` (H224 the compiler failed, H225 a kernel is wrong).
+    """
+    toolchain.require_isas((unit.isa for unit in source.units), host)
+    tools = toolchain.find(host)
+    cache = cache_dir or hosts.cache_dir() / "kernels"
+    folder = cache / cache_key(source, tools)
+    if library := _cached(folder):
+        return library
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        return _cached(folder) or _build(source, tools, folder)
+
+
+def cache_key(source: KernelSource, tools: Toolchain) -> str:
+    """A digest of all that shapes the library: texts, flags, headers, compiler, pybind11 and the Python ABI."""
+    digest = hashlib.sha256()
+    for item in _ingredients(source, tools):
+        digest.update(len(item).to_bytes(8, "little"))
+        digest.update(item)
+    return digest.hexdigest()[:32]
+
+
+def _ingredients(source: KernelSource, tools: Toolchain) -> Iterator[bytes]:
+    yield from (str(part).encode() for part in (*asdict(tools.compiler).values(), pybind11.__version__, _abi()))
+    for unit in source.units:
+        yield from (part.encode() for part in (unit.name, unit.text, *tools.flags(unit.isa, unit.name)))
+    include = resources.runtime_include()
+    for header in sorted(include.rglob("*.hpp")):
+        yield str(header.relative_to(include)).encode()
+        yield header.read_bytes()
+
+
+def _abi() -> str:
+    return str(sysconfig.get_config_var("SOABI"))
+
+
+def _cached(folder: Path) -> KernelLibrary | None:
+    """The library in this folder if it is complete and unaltered."""
+    record = folder / _RECORD
+    if not record.is_file():
+        return None
+    entry = json.loads(record.read_text(encoding="utf-8"))
+    library = KernelLibrary(folder / entry["file"], entry["digest"], tuple(map(tuple, entry["entries"])))
+    return library if library.path.is_file() and file_digest(library.path) == library.digest else None
+
+
+def _build(source: KernelSource, tools: Toolchain, folder: Path) -> KernelLibrary:
+    shutil.rmtree(folder, ignore_errors=True)  # an altered library, or one whose builder was killed
+    work = folder.with_suffix(".building")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        built = _compile(source, tools, work)
+        work.rename(folder)
+        library = KernelLibrary(
+            folder / built.name, file_digest(folder / built.name), tuple((spec.entry, spec.dtype) for spec in source.specs)
+        )
+        for spec in source.specs:
+            self_test(library.kernel(spec.entry), spec)
+        _write_record(folder, library)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return library
+
+
+def _compile(source: KernelSource, tools: Toolchain, work: Path) -> Path:
+    """Compile each unit with the flags of its instruction set, and link them. Objects are not kept."""
+    for unit in source.units:
+        (work / unit.name).write_text(unit.text, encoding="utf-8")
+    objects = [(work / unit.name).with_suffix(".o") for unit in source.units]
+    commands = (
+        tools.compile_command(work / unit.name, target, unit.isa)
+        for unit, target in zip(source.units, objects, strict=True)
+    )
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        list(pool.map(toolchain.run, commands))
+    library = work / f"ktc_kernels.{_abi()}.so"
+    toolchain.run(tools.link_command(objects, library))
+    for item in objects:
+        item.unlink()
+    return library
+
+
+def _write_record(folder: Path, library: KernelLibrary) -> None:
+    entry = {"file": library.path.name, "digest": library.digest, "entries": library.entries}
+    draft = folder / f"{_RECORD}.draft"
+    draft.write_text(json.dumps(entry, indent=1) + "\n", encoding="utf-8")
+    draft.rename(folder / _RECORD)

@@ -1,0 +1,98 @@
+"""KernelSpecs to C++ text: one translation unit per kernel and one for the Python module.
+
+The templates choose and instantiate; what is computed stands in `runtime/include/ktc`. Refused: a combination of
+instruction set and weight format for which no kernel is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Final
+
+import jinja2
+
+from ktc import resources
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.plan.kernel_spec import Isa, KernelSpec
+
+_ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
+_WEIGHT_FORMATS: Final = {"bf16": "Bf16", "fp32": "Fp32", "fp64": "Fp64"}
+_ACTIVATIONS: Final = {"silu": "Silu", "gelu": "Gelu"}
+# Which weight formats each instruction set multiplies.
+SUPPORTED: Final[Mapping[Isa, tuple[str, ...]]] = {
+    "scalar": ("bf16", "fp32", "fp64"),
+    "avx2": ("bf16",),
+    "avx512_bf16": ("bf16",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TranslationUnit:
+    """One C++ file. `isa` says which instructions the compiler may use in it; the bindings use none in particular."""
+
+    name: str
+    text: str
+    isa: Isa
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """The text of a kernel library, and the specs it was rendered from."""
+
+    units: tuple[TranslationUnit, ...]
+    specs: tuple[KernelSpec, ...]
+
+
+def render(specs: Sequence[KernelSpec], origin: Mapping[KernelSpec, str]) -> KernelSource:
+    """Render the kernels of one model. `origin` names the rule that asked for each (`moe.ktr:6:3`).
+
+    The result does not depend on the order of `specs` or on repeats. Raises `InputRefused` (H220) with every spec for
+    which there is no kernel.
+    """
+    distinct = tuple(sorted(set(specs), key=lambda spec: spec.entry))
+    faults = [fault for spec in distinct if (fault := _unsupported(spec))]
+    if faults:
+        raise InputRefused(*faults)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(resources.templates()),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    kernel = environment.get_template("fused_moe.cpp.j2")
+    units = [
+        TranslationUnit(f"{spec.entry}.cpp", kernel.render(_choices(spec, origin.get(spec, "none"))), spec.isa)
+        for spec in distinct
+    ]
+    bindings = environment.get_template("bindings.cpp.j2").render(specs=distinct)
+    return KernelSource((*units, TranslationUnit("bindings.cpp", bindings, "scalar")), distinct)
+
+
+def _unsupported(spec: KernelSpec) -> Diagnostic | None:
+    formats = SUPPORTED.get(spec.isa, ())
+    if spec.format_gate_up in formats and spec.format_gate_up == spec.format_down == spec.dtype:
+        return None
+    stored = spec.format_gate_up if spec.format_gate_up == spec.format_down else f"{spec.format_gate_up}/{spec.format_down}"
+    written = "; ".join(f"`{isa}`: {', '.join(names)}" for isa, names in SUPPORTED.items())
+    return Diagnostic(
+        "H220",
+        f"no kernel computes in `{spec.dtype}` on `{stored}` weights with `{spec.isa}`",
+        hint=f"kernels exist for {written}",
+    )
+
+
+def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
+    """What the template of one kernel may ask."""
+    constants = (spec.hidden, spec.intermediate, spec.num_experts, spec.top_k)
+    text = ", ".join(f"{field.name}={getattr(spec, field.name)}" for field in fields(spec))
+    isa = f"ktc::{spec.isa}::Isa"
+    return {
+        "spec": spec,
+        "spec_text": f"KernelSpec: {text}",
+        "origin": origin,
+        "dims": ["ktc::kDynamic" if size is None else size for size in constants],
+        "isa": f"{isa}<{_ELEMENTS[spec.dtype]}>" if spec.isa == "scalar" else isa,
+        "weight_format": _WEIGHT_FORMATS[spec.format_gate_up],
+        "activation": _ACTIVATIONS[spec.activation],
+    }

@@ -1,0 +1,74 @@
+"""Every built kernel against the PyTorch reference, before anybody gets it.
+
+In: one kernel and its spec. Refused: a kernel whose output or gradients differ from the reference by more than the
+rounding of its dtype explains. A dynamic dimension is tried at sizes that are no multiple of a panel.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ktc.diagnostics import Diagnostic, KtcError
+from ktc.plan.kernel_spec import KernelSpec
+from ktc.runtime.experts_reference import fused_moe_reference
+from ktc.runtime.kernel_library import Kernel
+from ktc.runtime.packed_experts import PackedExperts
+
+# Relative Frobenius error. bf16 rounds at 2^-9 and the sums of rounded products stay near 3e-3.
+_TOLERANCE: Final = {"bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-12}
+_ODD_SIZES: Final = {"hidden": 70, "intermediate": 37, "num_experts": 5, "top_k": 2}
+_TOKENS: Final = (1, 29)
+# A kernel with constant sizes may have 256 experts of 90 MB: so few are packed and used, the rest is never touched.
+_MAX_EXPERTS: Final = 3
+
+
+def self_test(kernel: Kernel, spec: KernelSpec) -> None:
+    """Raise `KtcError` (H225) if the kernel does not compute what the reference computes, forward or backward."""
+    sizes = {name: getattr(spec, name) or size for name, size in _ODD_SIZES.items()}
+    experts = PackedExperts(kernel, 1, **sizes)
+    generator = torch.Generator().manual_seed(20)
+    used = sorted({0, sizes["num_experts"] // 2, sizes["num_experts"] - 1})[:_MAX_EXPERTS]
+    gate_up = torch.randn(len(used), 2 * sizes["intermediate"], sizes["hidden"], generator=generator)
+    down = torch.randn(len(used), sizes["hidden"], sizes["intermediate"], generator=generator)
+    gate_up, down = (weights.mul_(weights.shape[2] ** -0.5).to(experts.dtype) for weights in (gate_up, down))
+    for place, expert in enumerate(used):
+        gate, up = gate_up[place].chunk(2)
+        experts.load(expert, "gate", gate)
+        experts.load(expert, "up", up)
+        experts.load(expert, "down", down[place])
+    for tokens in _TOKENS:
+        x, grad = (torch.randn(tokens, sizes["hidden"], generator=generator).to(experts.dtype) for _ in range(2))
+        place = torch.randint(len(used), (tokens, sizes["top_k"]), generator=generator)
+        weights = torch.rand(tokens, sizes["top_k"], generator=generator).to(experts.weight_dtype)
+        index = torch.tensor(used)[place]
+        out, saved = experts.forward(x, index, weights, save=True)
+        found = (out, *experts.backward(grad, index, weights, saved=saved, x_TH=None))
+        expected = _reference(x, place, weights, gate_up, down, grad, spec.activation)
+        _compare(spec, tokens, found, expected)
+
+
+def _reference(
+    x: Tensor, place: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, grad: Tensor, activation: str
+) -> tuple[Tensor, ...]:
+    """Output and gradients in fp64 where the kernel computes in it, else in fp32."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    x, weights = (tensor.to(dtype).requires_grad_() for tensor in (x, weights))
+    out = fused_moe_reference(x, place, weights, gate_up.to(dtype), down.to(dtype), activation)
+    return (out.detach(), *torch.autograd.grad(out, (x, weights), grad.to(dtype)))
+
+
+def _compare(spec: KernelSpec, tokens: int, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for name, ours, theirs in zip(("output", "d hidden states", "d routing weights"), found, expected, strict=True):
+        error = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+        if not error <= _TOLERANCE[spec.dtype]:
+            raise KtcError(
+                Diagnostic(
+                    "H225",
+                    f"the built kernel `{spec.entry}` is wrong: at {tokens} tokens its {name} differs from the "
+                    f"reference by {error:.1e}, allowed are {_TOLERANCE[spec.dtype]:.0e}",
+                    hint="try another instruction set with `--isa`, or another compiler with `CXX`",
+                )
+            )

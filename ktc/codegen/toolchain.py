@@ -1,0 +1,99 @@
+"""The C++ compiler as codegen uses it: what it needs, which flags each instruction set takes, and how it is called.
+
+Refused, before anything runs: no compiler, no Python headers, an instruction set that the host lacks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pybind11
+
+from ktc import resources
+from ktc.diagnostics import Diagnostic, HostLacks, KtcError
+from ktc.host import Compiler, Host
+from ktc.plan.kernel_spec import Isa
+
+# Strict C++ (no contraction of a * b + c, no fast math): what is written is what is computed.
+# Unique symbols are off so that two loaded libraries never share a variable.
+_BASE_FLAGS: Final = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi", "-Wno-attributes")
+_AVX512: Final = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_ISA_FLAGS: Final[dict[Isa, tuple[str, ...]]] = {
+    "scalar": (),
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
+_MAX_REPORTED_LINES: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """A compiler and the headers a kernel library needs."""
+
+    compiler: Compiler
+    include: tuple[Path, ...]
+
+    def compile_command(self, source: Path, target: Path, isa: Isa) -> tuple[str, ...]:
+        includes = (f"-I{folder}" for folder in self.include)
+        return (self.compiler.path, *self.flags(isa, source.name), *includes, "-c", str(source), "-o", str(target))
+
+    def link_command(self, objects: Iterable[Path], target: Path) -> tuple[str, ...]:
+        return (self.compiler.path, "-shared", "-pthread", *map(str, objects), "-o", str(target))
+
+    def flags(self, isa: Isa, unit: str) -> tuple[str, ...]:
+        """Flags of one translation unit. The bindings hold no loop, so they are compiled for size of wait, not speed."""
+        optimise = "-O1" if unit == "bindings.cpp" else "-O3"
+        unique = () if "clang" in Path(self.compiler.path).name else ("-fno-gnu-unique",)
+        return (*_BASE_FLAGS, *unique, optimise, *_ISA_FLAGS[isa])
+
+
+def find(host: Host) -> Toolchain:
+    """The host's toolchain. Raises `HostLacks` (H221 no compiler, H222 no Python.h)."""
+    if host.compiler is None:
+        raise HostLacks(
+            Diagnostic(
+                "H221",
+                "no C++ compiler found: looked for `$CXX`, `g++`, `c++` and `clang++`",
+                hint="install `g++` (Debian and Ubuntu: `apt install build-essential`; Fedora: `dnf install gcc-c++`)",
+            )
+        )
+    python = Path(sysconfig.get_path("include"))
+    if not (python / "Python.h").is_file():
+        raise HostLacks(
+            Diagnostic(
+                "H222",
+                f"`Python.h` is not in `{python}`, and the kernels are a Python extension",
+                hint="install `python3-dev` (Fedora: `python3-devel`)",
+            )
+        )
+    return Toolchain(host.compiler, (resources.runtime_include(), Path(pybind11.get_include()), python))
+
+
+def require_isas(isas: Iterable[Isa], host: Host) -> None:
+    """Raise `HostLacks` (H223) for each instruction set that this host cannot run."""
+    lacking = sorted(set(isas) - set(host.isas))
+    if not lacking:
+        return
+    usable = ", ".join(f"`{isa}`" for isa in host.isas)
+    raise HostLacks(
+        *(
+            Diagnostic("H223", f"this machine cannot run `{isa}` kernels", hint=f"usable here: {usable}; see `--isa`")
+            for isa in lacking
+        )
+    )
+
+
+def run(command: tuple[str, ...]) -> None:
+    """Run the compiler. Raises `KtcError` (H224) with the first lines of what it says."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return
+    said = "\n".join(done.stderr.splitlines()[:_MAX_REPORTED_LINES])
+    raise KtcError(Diagnostic("H224", f"`{Path(command[0]).name}` failed with status {done.returncode}:\n{said}"))

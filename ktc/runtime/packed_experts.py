@@ -1,0 +1,117 @@
+"""The experts of one layer in a kernel's packed form, and the kernel called on tensors.
+
+In: matrices of any float dtype, one at a time. Out: `forward` and `backward` on contiguous CPU tensors of the kernel's
+dtype. The storage is one anonymous mapping on huge pages, outside PyTorch, so that nothing copies or moves it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from ktc.runtime.kernel_library import Engine, Kernel, Part, permitted_threads
+
+DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_HUGE_PAGE: Final = 2 << 20
+
+
+class PackedExperts:
+    """Packed weights and the kernel that reads them. Frozen once loaded: copies of a model share them.
+
+    `dtype` is that of hidden states and packed weights, `weight_dtype` that of routing weights.
+    """
+
+    def __init__(
+        self, kernel: Kernel, threads: int, num_experts: int, hidden: int, intermediate: int, top_k: int
+    ) -> None:
+        self._native = kernel.instantiate(num_experts, hidden, intermediate, top_k)
+        self._kernel, self._threads = kernel, permitted_threads(threads)
+        self._hidden, self._intermediate = hidden, intermediate
+        self.dtype = DTYPES[kernel.dtype]
+        self.weight_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self._storage = _huge_pages(self._native.packed_bytes)
+        self._packed = self._storage.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights."""
+        return self._native.packed_bytes
+
+    def load(self, expert: int, part: Part, matrix: Tensor) -> None:
+        """Pack one matrix: gate and up are `(I, H)`, down is `(H, I)`. Raises `ValueError` for another shape."""
+        source = matrix.detach().cpu()
+        if source.dtype not in _NAMES:
+            source = source.float()
+        source = source.contiguous()
+        rows, columns = source.shape
+        name = _NAMES[source.dtype]
+        self._native.pack(self._packed, expert, part, source.data_ptr(), name, rows, columns)
+
+    def unpack(self, expert: int, part: Part) -> Tensor:
+        """One matrix back from packed form, in the kernel's dtype."""
+        shape = (self._hidden, self._intermediate) if part == "down" else (self._intermediate, self._hidden)
+        matrix = torch.empty(shape, dtype=self.dtype)
+        self._native.unpack(self._packed, expert, part, matrix.data_ptr(), *shape)
+        return matrix
+
+    def forward(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
+        """The layer's output, and where `save` what backward needs beside the inputs."""
+        tokens = x_TH.shape[0]
+        out_TH = torch.empty_like(x_TH)
+        saved = torch.empty(self._native.saved_bytes(tokens), dtype=torch.uint8) if save else None
+        self._native.forward(
+            self._engine,
+            self._packed,
+            x_TH.data_ptr(),
+            index_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            out_TH.data_ptr(),
+            saved.data_ptr() if saved is not None else 0,
+            tokens,
+        )
+        return out_TH, saved
+
+    def backward(
+        self, grad_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, *, saved: Tensor | None, x_TH: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of hidden states and routing weights, from what forward saved or else from its input."""
+        assert saved is not None or x_TH is not None, "backward needs what forward saved, or its input"
+        grad_x_TH = torch.empty_like(grad_TH)
+        grad_weights_TK = torch.empty_like(weights_TK)
+        self._native.backward(
+            self._engine,
+            self._packed,
+            index_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            saved.data_ptr() if saved is not None else 0,
+            x_TH.data_ptr() if x_TH is not None else 0,
+            grad_TH.data_ptr(),
+            grad_x_TH.data_ptr(),
+            grad_weights_TK.data_ptr(),
+            grad_TH.shape[0],
+        )
+        return grad_x_TH, grad_weights_TK
+
+    @property
+    def _engine(self) -> Engine:
+        return self._kernel.engine(self._threads)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedExperts:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("packed experts cannot be pickled; save the adapter, and load the base from its compiled folder")
+
+
+def _huge_pages(size: int) -> Tensor:
+    """Zeroed bytes that begin on a huge page. Memory is taken when it is written, not here."""
+    mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE
+    return whole[start : start + size]

@@ -1,0 +1,74 @@
+// The fused mixture of experts: one class per ISA, weight format, activation and shape. This is what a template
+// instantiates.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "ktc/activation.hpp"
+#include "ktc/moe_backward.hpp"
+#include "ktc/moe_forward.hpp"
+#include "ktc/moe_kernel.hpp"
+#include "ktc/moe_layer.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc {
+
+template <class Isa, class Format, class Activation, class Shape>
+class FusedMoe final : public MoeKernel {
+  using Layer = MoeLayer<Isa, Format, Activation, Shape>;
+  using Element = typename Layer::Element;
+  static_assert(std::is_same_v<Element, typename Format::Element>, "an unquantised format is read as it is stored");
+  static_assert(kHalfPanel % ElementTraits<Element>::kDepth == 0);
+
+ public:
+  explicit FusedMoe(const MoeSizes& sizes) : layer_(sizes) {}
+
+  std::size_t packed_bytes() const override {
+    return static_cast<std::size_t>(layer_.shape.num_experts() * layer_.format.expert_size()) * sizeof(Element);
+  }
+
+  std::size_t saved_bytes(std::int64_t tokens) const override {
+    const std::int64_t elements = tokens * layer_.shape.top_k() * 2 * layer_.shape.padded_intermediate();
+    return static_cast<std::size_t>(elements) * sizeof(Element);
+  }
+
+  void pack(std::byte* packed, std::int64_t expert, weight_format::Part part, const void* source, SourceType type,
+            std::int64_t rows, std::int64_t columns) const override {
+    check_expert(expert);
+    const auto pack_from = [&]<class Source>(const Source* values) {
+      layer_.format.pack(packed, expert, part, MatrixView(values, rows, columns));
+    };
+    if (type == SourceType::kBf16) return pack_from(static_cast<const bf16*>(source));
+    if (type == SourceType::kFp32) return pack_from(static_cast<const float*>(source));
+    pack_from(static_cast<const double*>(source));
+  }
+
+  void unpack(const std::byte* packed, std::int64_t expert, weight_format::Part part, void* target, std::int64_t rows,
+              std::int64_t columns) const override {
+    check_expert(expert);
+    layer_.format.unpack(packed, expert, part, MatrixView(static_cast<Element*>(target), rows, columns));
+  }
+
+  void forward(Engine& engine, const ForwardArguments& arguments) const override {
+    moe_forward(layer_, engine, arguments);
+  }
+
+  void backward(Engine& engine, const BackwardArguments& arguments) const override {
+    moe_backward(layer_, engine, arguments);
+  }
+
+ private:
+  void check_expert(std::int64_t expert) const {
+    if (expert >= 0 && expert < layer_.shape.num_experts()) return;
+    throw std::out_of_range("this layer has " + std::to_string(layer_.shape.num_experts()) + " experts, found index " +
+                            std::to_string(expert));
+  }
+
+  Layer layer_;
+};
+
+}  // namespace ktc

@@ -1,0 +1,189 @@
+// AVX2 with FMA: bf16 is widened to fp32 by a shift, and multiplied there.
+#pragma once
+
+#include <immintrin.h>
+
+#include <array>
+#include <cstdint>
+#include <utility>
+
+#include "ktc/element.hpp"
+#include "ktc/math.hpp"
+#include "ktc/prefetch.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc::avx2 {
+
+class Lanes {
+ public:
+  using Scalar = float;
+
+  explicit Lanes(float value) : low_(_mm256_set1_ps(value)), high_(low_) {}
+
+  static Lanes load(const float* source) { return {_mm256_loadu_ps(source), _mm256_loadu_ps(source + 8)}; }
+  static Lanes from_elements(const bf16* source) { return {widened(source), widened(source + 8)}; }
+  void store(float* target) const {
+    _mm256_storeu_ps(target, low_);
+    _mm256_storeu_ps(target + 8, high_);
+  }
+  void to_elements(bf16* target) const {
+    const __m256i interleaved = _mm256_packus_epi32(narrowed(low_), narrowed(high_));
+    const __m256i ordered = _mm256_permute4x64_epi64(interleaved, _MM_SHUFFLE(3, 1, 2, 0));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), ordered);
+  }
+  float sum() const {
+    const __m256 eight = _mm256_add_ps(low_, high_);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+
+  friend Lanes operator+(Lanes a, Lanes b) { return {_mm256_add_ps(a.low_, b.low_), _mm256_add_ps(a.high_, b.high_)}; }
+  friend Lanes operator-(Lanes a, Lanes b) { return {_mm256_sub_ps(a.low_, b.low_), _mm256_sub_ps(a.high_, b.high_)}; }
+  friend Lanes operator*(Lanes a, Lanes b) { return {_mm256_mul_ps(a.low_, b.low_), _mm256_mul_ps(a.high_, b.high_)}; }
+  friend Lanes operator/(Lanes a, Lanes b) { return {_mm256_div_ps(a.low_, b.low_), _mm256_div_ps(a.high_, b.high_)}; }
+  friend Lanes fused_multiply_add(Lanes a, Lanes b, Lanes c) {
+    return {_mm256_fmadd_ps(a.low_, b.low_, c.low_), _mm256_fmadd_ps(a.high_, b.high_, c.high_)};
+  }
+  friend Lanes rounded(Lanes x) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.low_, kNearest), _mm256_round_ps(x.high_, kNearest)};
+  }
+  friend Lanes absolute(Lanes x) {
+    const __m256 sign_bit = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign_bit, x.low_), _mm256_andnot_ps(sign_bit, x.high_)};
+  }
+  // In two steps: 2^n itself may lie outside fp32 where x * 2^n does not, and the other way round.
+  friend Lanes times_power_of_two(Lanes x, Lanes n) {
+    const Lanes half = rounded(n * Lanes(0.5f));
+    return x * power_of_two(half) * power_of_two(n - half);
+  }
+  friend Lanes clamped(Lanes x, float low, float high) {
+    // MAXPS and MINPS return their second operand when one is NaN, so x comes second.
+    const __m256 lowest = _mm256_set1_ps(low);
+    const __m256 highest = _mm256_set1_ps(high);
+    return {_mm256_min_ps(highest, _mm256_max_ps(lowest, x.low_)),
+            _mm256_min_ps(highest, _mm256_max_ps(lowest, x.high_))};
+  }
+  friend Lanes with_sign_of(Lanes magnitude, Lanes sign) {
+    const __m256 sign_bit = _mm256_set1_ps(-0.0f);
+    const Lanes size = absolute(magnitude);
+    return {_mm256_or_ps(size.low_, _mm256_and_ps(sign_bit, sign.low_)),
+            _mm256_or_ps(size.high_, _mm256_and_ps(sign_bit, sign.high_))};
+  }
+  friend Lanes exp(Lanes x) { return exp_by_polynomial(x); }
+  friend Lanes erf(Lanes x) { return erf_by_polynomial(x); }
+
+ private:
+  Lanes(__m256 low, __m256 high) : low_(low), high_(high) {}
+
+  static __m256 widened(const bf16* source) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+
+  // Rounds to nearest even; a NaN keeps its upper bits and becomes quiet.
+  static __m256i narrowed(__m256 x) {
+    const __m256i word = _mm256_castps_si256(x);
+    const __m256i upper = _mm256_srli_epi32(word, 16);
+    const __m256i bias = _mm256_add_epi32(_mm256_and_si256(upper, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
+    const __m256i nearest = _mm256_srli_epi32(_mm256_add_epi32(word, bias), 16);
+    const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x0040));
+    const __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    return _mm256_blendv_epi8(nearest, quiet, _mm256_castps_si256(is_nan));
+  }
+
+  static Lanes power_of_two(Lanes n) { return {power_of_two(n.low_), power_of_two(n.high_)}; }
+  static __m256 power_of_two(__m256 n) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+  }
+
+  __m256 low_;
+  __m256 high_;
+};
+
+// 4 rows x 2 vectors are 8 accumulators; 4 vectors of widened weights and 2 of a row's values fit the 16 registers.
+inline constexpr int kMaxRows = 4;
+
+inline constexpr int kUnroll = 2;
+
+// Two bf16 read as one integer, which the type rules would otherwise forbid.
+using Pair [[gnu::may_alias]] = std::int32_t;
+
+template <int kRows>
+[[gnu::noinline]] void multiply_half(std::int64_t steps, const bf16* a, const bf16* panel, float* tile,
+                                     Prefetcher& next) {
+  const __m256i upper_half = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  const auto even = [](__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); };
+  const auto odd = [=](__m256i pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, upper_half)); };
+  Prefetcher prefetcher = next;
+  __m256 low[kRows];
+  __m256 high[kRows];
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row) low[row] = high[row] = _mm256_setzero_ps();
+  const auto* b = reinterpret_cast<const __m256i*>(panel);
+  const auto* pairs = reinterpret_cast<const Pair*>(a);
+  for (std::int64_t step = 0; step < steps; step += kUnroll) {
+    prefetcher.step();
+#pragma GCC unroll 2
+    for (int k = 0; k < kUnroll; ++k) {
+      const __m256i b_low = _mm256_load_si256(b);
+      const __m256i b_high = _mm256_load_si256(b + 1);
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) {
+        const __m256i x = _mm256_set1_epi32(pairs[row]);
+        low[row] = _mm256_fmadd_ps(even(x), even(b_low), low[row]);
+        high[row] = _mm256_fmadd_ps(even(x), even(b_high), high[row]);
+        low[row] = _mm256_fmadd_ps(odd(x), odd(b_low), low[row]);
+        high[row] = _mm256_fmadd_ps(odd(x), odd(b_high), high[row]);
+      }
+      b += 4;
+      pairs += kRows;
+    }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row) {
+    _mm256_storeu_ps(tile + row * kPanelWidth, low[row]);
+    _mm256_storeu_ps(tile + row * kPanelWidth + 8, high[row]);
+  }
+  next = prefetcher;
+}
+
+struct Isa {
+  using Element = bf16;
+  using Accumulator = float;
+  using Lanes = avx2::Lanes;
+  static constexpr int kMaxRows = avx2::kMaxRows;
+  static constexpr int kStreamRows = 0;
+
+  // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; panel aligned.
+  static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Prefetcher& next) {
+    using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, Prefetcher&);
+    static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
+      return std::array<Multiply, sizeof...(row)>{&multiply_half<static_cast<int>(row) + 1>...};
+    }(std::make_index_sequence<kMaxRows>{});
+    const Multiply multiply_16_lanes = kByRows[static_cast<std::size_t>(rows - 1)];
+    multiply_16_lanes(steps, a, panel, tile, next);
+    multiply_16_lanes(steps, a, panel + 2 * kHalfPanel, tile + kHalfPanel, next);
+  }
+
+  // How often `multiply` moves the prefetcher on: once per unrolled step of each half.
+  static constexpr std::int64_t prefetch_calls(std::int64_t steps) { return 2 * steps / kUnroll; }
+
+  // Rebuild one packed 32 x 32 block with outputs and contraction exchanged, 2 x 2 elements at a time.
+  static void transpose_block(const bf16* source, bf16* target) {
+    for (int k = 0; k < kPanelWidth; k += 2) {
+      for (int lane = 0; lane < kPanelWidth; lane += 2) {
+        const bf16* from = source + k * kPanelWidth + lane * 2;
+        bf16* to = target + lane * kPanelWidth + k * 2;
+        to[0] = from[0];  // (lane, k)
+        to[1] = from[2];  // (lane + 1, k)
+        to[2] = from[1];  // (lane, k + 1)
+        to[3] = from[3];
+      }
+    }
+  }
+};
+
+}  // namespace ktc::avx2

@@ -1,0 +1,199 @@
+// AVX-512 with VDPBF16PS: two bf16 products per fp32 lane and instruction. That instruction rounds to nearest even and
+// takes and gives denormals as zero, whatever MXCSR says.
+#pragma once
+
+#include <immintrin.h>
+
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <utility>
+
+#include "ktc/element.hpp"
+#include "ktc/math.hpp"
+#include "ktc/prefetch.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc::avx512_bf16 {
+
+class Lanes {
+ public:
+  using Scalar = float;
+
+  explicit Lanes(float value) : v_(_mm512_set1_ps(value)) {}
+
+  static Lanes load(const float* source) { return Lanes(_mm512_loadu_ps(source)); }
+  static Lanes from_elements(const bf16* source) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+    return Lanes(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+  }
+  void store(float* target) const { _mm512_storeu_ps(target, v_); }
+  void to_elements(bf16* target) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), std::bit_cast<__m256i>(_mm512_cvtneps_pbh(v_)));
+  }
+  float sum() const { return _mm512_reduce_add_ps(v_); }
+
+  friend Lanes operator+(Lanes a, Lanes b) { return Lanes(_mm512_add_ps(a.v_, b.v_)); }
+  friend Lanes operator-(Lanes a, Lanes b) { return Lanes(_mm512_sub_ps(a.v_, b.v_)); }
+  friend Lanes operator*(Lanes a, Lanes b) { return Lanes(_mm512_mul_ps(a.v_, b.v_)); }
+  friend Lanes operator/(Lanes a, Lanes b) { return Lanes(_mm512_div_ps(a.v_, b.v_)); }
+  friend Lanes fused_multiply_add(Lanes a, Lanes b, Lanes c) { return Lanes(_mm512_fmadd_ps(a.v_, b.v_, c.v_)); }
+  friend Lanes rounded(Lanes x) { return Lanes(_mm512_roundscale_ps(x.v_, _MM_FROUND_TO_NEAREST_INT)); }
+  friend Lanes absolute(Lanes x) { return Lanes(_mm512_abs_ps(x.v_)); }
+  friend Lanes times_power_of_two(Lanes x, Lanes n) { return Lanes(_mm512_scalef_ps(x.v_, n.v_)); }
+  friend Lanes clamped(Lanes x, float low, float high) {
+    // MAXPS and MINPS return their second operand when one is NaN, so x comes second.
+    return Lanes(_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), x.v_)));
+  }
+  friend Lanes with_sign_of(Lanes magnitude, Lanes sign) {
+    const __m512 sign_bit = _mm512_set1_ps(-0.0f);
+    return Lanes(_mm512_or_ps(_mm512_andnot_ps(sign_bit, magnitude.v_), _mm512_and_ps(sign_bit, sign.v_)));
+  }
+  friend Lanes exp(Lanes x) { return exp_by_polynomial(x); }
+  friend Lanes erf(Lanes x) { return erf_by_polynomial(x); }
+
+ private:
+  explicit Lanes(__m512 v) : v_(v) {}
+  __m512 v_;
+};
+
+// 12 rows x 2 vectors are 24 accumulators; 2 vectors of the panel and 1 broadcast row value beside them leave 5 of the
+// 32 registers free, and each load of the panel feeds 12 instructions.
+inline constexpr int kMaxRows = 12;
+
+// Up to this many rows an expert is read as fast as memory gives it, not as fast as it is multiplied. Then a prefetch
+// into L1, 4 KB ahead, serves better than one of the next panel into L2: 31 instead of 21 GB/s at one token.
+inline constexpr int kStreamRows = 4;
+
+inline constexpr int kUnroll = 4;
+
+// Two bf16 read as one integer, which the type rules would otherwise forbid.
+using Pair [[gnu::may_alias]] = std::int32_t;
+
+template <int kRows>
+[[gnu::noinline]] void multiply_rows(std::int64_t steps, const bf16* a, const bf16* panel, float* tile,
+                                     Prefetcher& next) {
+  constexpr int kStepBytes = 2 * 64;
+  constexpr int kStreamAhead = 4096;
+  Prefetcher prefetcher = next;  // by value: the stores to `tile` must not force it back to memory
+  __m512 left[kRows];
+  __m512 right[kRows];
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; ++row) left[row] = right[row] = _mm512_setzero_ps();
+
+  const auto* b = reinterpret_cast<const char*>(panel);
+  const auto* pairs = reinterpret_cast<const Pair*>(a);  // one row's two neighbours, broadcast to all lanes
+  for (std::int64_t step = 0; step < steps; step += kUnroll) {
+    if constexpr (kRows <= kStreamRows) {
+#pragma GCC unroll 8
+      for (int line = 0; line < kUnroll * kStepBytes; line += 64) __builtin_prefetch(b + kStreamAhead + line, 0, 3);
+    }
+    prefetcher.step();
+#pragma GCC unroll 4
+    for (int k = 0; k < kUnroll; ++k) {
+      const auto b_left = std::bit_cast<__m512bh>(_mm512_load_si512(b + k * kStepBytes));
+      const auto b_right = std::bit_cast<__m512bh>(_mm512_load_si512(b + k * kStepBytes + 64));
+#pragma GCC unroll 12
+      for (int row = 0; row < kRows; ++row) {
+        const auto x = std::bit_cast<__m512bh>(_mm512_set1_epi32(pairs[k * kRows + row]));
+        left[row] = _mm512_dpbf16_ps(left[row], x, b_left);
+        right[row] = _mm512_dpbf16_ps(right[row], x, b_right);
+      }
+    }
+    b += kUnroll * kStepBytes;
+    pairs += kUnroll * kRows;
+  }
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; ++row) {
+    _mm512_store_ps(tile + row * kPanelWidth, left[row]);
+    _mm512_store_ps(tile + row * kPanelWidth + kHalfPanel, right[row]);
+  }
+  next = prefetcher;
+}
+
+// Three rounds of two-register permutations exchange the three bits of the register number with three bits of the
+// place inside it. Below, k and n are the two indices of a 16 x 16 block; before: register k/2, 16-bit place
+// (n, k%2); after: register n/2, place (k, n%2).
+struct TransposeTables {
+  alignas(64) std::array<std::array<std::uint64_t, 8>, 2> lanes;  // second round, by quad words
+  alignas(64) std::array<std::array<std::uint16_t, 32>, 2> words;  // third round, with the final order of words
+};
+
+constexpr TransposeTables make_transpose_tables() {
+  TransposeTables tables{};
+  for (unsigned upper = 0; upper < 2; ++upper) {
+    for (unsigned place = 0; place < 8; ++place) {
+      const unsigned from_register = place >> 1 & 1;
+      tables.lanes[upper][place] = (place & 0b101) | upper << 1 | from_register << 3;
+    }
+    for (unsigned place = 0; place < 32; ++place) {
+      const unsigned n0 = place & 1;
+      const unsigned k0 = place >> 1 & 1;
+      const unsigned from_register = place >> 4 & 1;
+      tables.words[upper][place] =
+          static_cast<std::uint16_t>(k0 | n0 << 1 | (place & 0b01100) | upper << 4 | from_register << 5);
+    }
+  }
+  return tables;
+}
+
+inline constexpr TransposeTables kTransposeTables = make_transpose_tables();
+
+// One 16 x 16 quarter of a block: 8 vectors, every second one of the 32 of the block.
+[[gnu::always_inline]] inline void transpose_quarter(const bf16* source, bf16* target) {
+  constexpr int kStride = 2 * 32;
+  __m512i v[8];
+  __m512i w[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) v[i] = _mm512_load_si512(source + i * kStride);
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    w[i] = _mm512_unpacklo_epi64(v[i], v[i + 1]);
+    w[i + 1] = _mm512_unpackhi_epi64(v[i], v[i + 1]);
+  }
+  const __m512i lanes_lower = _mm512_load_si512(kTransposeTables.lanes[0].data());
+  const __m512i lanes_upper = _mm512_load_si512(kTransposeTables.lanes[1].data());
+#pragma GCC unroll 4
+  for (const int i : {0, 1, 4, 5}) {
+    v[i] = _mm512_permutex2var_epi64(w[i], lanes_lower, w[i + 2]);
+    v[i + 2] = _mm512_permutex2var_epi64(w[i], lanes_upper, w[i + 2]);
+  }
+  const __m512i words_lower = _mm512_load_si512(kTransposeTables.words[0].data());
+  const __m512i words_upper = _mm512_load_si512(kTransposeTables.words[1].data());
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm512_store_si512(target + i * kStride, _mm512_permutex2var_epi16(v[i], words_lower, v[i + 4]));
+    _mm512_store_si512(target + (i + 4) * kStride, _mm512_permutex2var_epi16(v[i], words_upper, v[i + 4]));
+  }
+}
+
+struct Isa {
+  using Element = bf16;
+  using Accumulator = float;
+  using Lanes = avx512_bf16::Lanes;
+  static constexpr int kMaxRows = avx512_bf16::kMaxRows;
+  static constexpr int kStreamRows = avx512_bf16::kStreamRows;
+
+  // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
+  static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Prefetcher& next) {
+    using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, Prefetcher&);
+    static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
+      return std::array<Multiply, sizeof...(row)>{&multiply_rows<static_cast<int>(row) + 1>...};
+    }(std::make_index_sequence<kMaxRows>{});
+    kByRows[static_cast<std::size_t>(rows - 1)](steps, a, panel, tile, next);
+  }
+
+  // How often `multiply` moves the prefetcher on.
+  static constexpr std::int64_t prefetch_calls(std::int64_t steps) { return steps / kUnroll; }
+
+  static void transpose_block(const bf16* source, bf16* target) {
+    constexpr int kSecondHalf = 8 * 2 * 32;  // 16 further along k
+    constexpr int kRightLanes = 32;          // 16 further along n
+    transpose_quarter(source, target);
+    transpose_quarter(source + kRightLanes, target + kSecondHalf);
+    transpose_quarter(source + kSecondHalf, target + kRightLanes);
+    transpose_quarter(source + kSecondHalf + kRightLanes, target + kSecondHalf + kRightLanes);
+  }
+};
+
+}  // namespace ktc::avx512_bf16

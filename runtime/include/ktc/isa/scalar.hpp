@@ -1,0 +1,116 @@
+// Plain C++ on any element type: the oracle the vector versions are tested against, and the one that runs anywhere.
+//
+// The interface every ISA has: `Element`, `Lanes` (half a panel of accumulators), `kMaxRows`, `kStreamRows`, `multiply`,
+// `prefetch_calls` and `transpose_block`.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+
+#include "ktc/element.hpp"
+#include "ktc/prefetch.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc::scalar {
+
+template <class Element>
+class Lanes {
+ public:
+  using Scalar = AccumulatorOf<Element>;
+
+  Lanes() = default;
+  explicit Lanes(double value) { values_.fill(static_cast<Scalar>(value)); }
+
+  static Lanes load(const Scalar* source) {
+    return make([=](int lane) { return source[lane]; });
+  }
+  static Lanes from_elements(const Element* source) {
+    return make([=](int lane) { return static_cast<Scalar>(source[lane]); });
+  }
+  void store(Scalar* target) const {
+    for (int lane = 0; lane < kHalfPanel; ++lane) target[lane] = values_[lane];
+  }
+  void to_elements(Element* target) const {
+    for (int lane = 0; lane < kHalfPanel; ++lane) target[lane] = Element(values_[lane]);
+  }
+  Scalar sum() const {
+    Scalar total = 0;
+    for (const Scalar value : values_) total += value;
+    return total;
+  }
+
+  friend Lanes operator+(const Lanes& a, const Lanes& b) {
+    return make([&](int lane) { return a.values_[lane] + b.values_[lane]; });
+  }
+  friend Lanes operator-(const Lanes& a, const Lanes& b) {
+    return make([&](int lane) { return a.values_[lane] - b.values_[lane]; });
+  }
+  friend Lanes operator*(const Lanes& a, const Lanes& b) {
+    return make([&](int lane) { return a.values_[lane] * b.values_[lane]; });
+  }
+  friend Lanes operator/(const Lanes& a, const Lanes& b) {
+    return make([&](int lane) { return a.values_[lane] / b.values_[lane]; });
+  }
+  friend Lanes fused_multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) { return a * b + c; }
+  friend Lanes exp(const Lanes& x) {
+    return make([&](int lane) { return std::exp(x.values_[lane]); });
+  }
+  friend Lanes erf(const Lanes& x) {
+    return make([&](int lane) { return std::erf(x.values_[lane]); });
+  }
+
+ private:
+  template <class Function>
+  static Lanes make(Function function) {
+    Lanes result;
+    for (int lane = 0; lane < kHalfPanel; ++lane) result.values_[lane] = function(lane);
+    return result;
+  }
+
+  std::array<Scalar, kHalfPanel> values_;
+};
+
+template <class ElementType>
+struct Isa {
+  using Element = ElementType;
+  using Accumulator = AccumulatorOf<Element>;
+  using Lanes = scalar::Lanes<Element>;
+  static constexpr int kMaxRows = 4;
+  static constexpr int kStreamRows = 0;
+
+  // tile[row][32] = sum over k of a[k][row] * panel[k][32], for `steps` groups of kDepth neighbours of k.
+  static void multiply(int rows, std::int64_t steps, const Element* a, const Element* panel, Accumulator* tile,
+                       Prefetcher&) {
+    constexpr int kDepth = ElementTraits<Element>::kDepth;
+    for (int i = 0; i < rows * kPanelWidth; ++i) tile[i] = 0;
+    for (std::int64_t step = 0; step < steps; ++step) {
+      for (int row = 0; row < rows; ++row) {
+        for (int k = 0; k < kDepth; ++k) {
+          const auto value = static_cast<Accumulator>(a[row * kDepth + k]);
+          for (int lane = 0; lane < kPanelWidth; ++lane) {
+            tile[row * kPanelWidth + lane] += value * static_cast<Accumulator>(panel[lane * kDepth + k]);
+          }
+        }
+      }
+      a += rows * kDepth;
+      panel += kPanelWidth * kDepth;
+    }
+  }
+
+  static constexpr std::int64_t prefetch_calls(std::int64_t) { return 1; }
+
+  // Rebuild one packed 32 x 32 block with outputs and contraction exchanged.
+  static void transpose_block(const Element* source, Element* target) {
+    constexpr int kDepth = ElementTraits<Element>::kDepth;
+    const auto offset = [](std::int64_t lane, std::int64_t k) {
+      return (k / kDepth * kPanelWidth + lane) * kDepth + k % kDepth;
+    };
+    for (int k = 0; k < kPanelWidth; ++k) {
+      for (int lane = 0; lane < kPanelWidth; ++lane) target[offset(k, lane)] = source[offset(lane, k)];
+    }
+  }
+};
+
+}  // namespace ktc::scalar

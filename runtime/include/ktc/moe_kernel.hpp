@@ -1,0 +1,58 @@
+// What a caller sees of a kernel, whatever its specialisation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ktc/engine.hpp"
+#include "ktc/weight_format/dense.hpp"
+
+namespace ktc {
+
+enum class SourceType { kBf16, kFp32, kFp64 };
+
+// Hidden states, output and their gradients are (tokens, H) of the kernel's element type; routing weights and their
+// gradient (tokens, k) of its accumulator type (fp32; fp64 for fp64); everything is contiguous.
+struct ForwardArguments {
+  const std::byte* packed;
+  const void* hidden_states;
+  const std::int64_t* top_k_index;
+  const void* top_k_weights;
+  void* out;
+  void* saved;  // `saved_bytes(tokens)` for backward, or null
+  std::int64_t tokens;
+};
+
+struct BackwardArguments {
+  const std::byte* packed;
+  const std::int64_t* top_k_index;
+  const void* top_k_weights;
+  const void* saved;          // what forward saved, or null
+  const void* hidden_states;  // read where `saved` is null: gate and up are computed again
+  const void* grad_out;
+  void* grad_hidden_states;
+  void* grad_top_k_weights;
+  std::int64_t tokens;
+};
+
+class MoeKernel {
+ public:
+  virtual ~MoeKernel() = default;
+
+  // Bytes of all experts' packed weights; the storage must begin at a multiple of 64 bytes.
+  virtual std::size_t packed_bytes() const = 0;
+  virtual std::size_t saved_bytes(std::int64_t tokens) const = 0;
+
+  // `source` is row-major: (I, H) for gate and up, (H, I) for down.
+  virtual void pack(std::byte* packed, std::int64_t expert, weight_format::Part part, const void* source,
+                    SourceType type, std::int64_t rows, std::int64_t columns) const = 0;
+  // The inverse, in the kernel's element type.
+  virtual void unpack(const std::byte* packed, std::int64_t expert, weight_format::Part part, void* target,
+                      std::int64_t rows, std::int64_t columns) const = 0;
+
+  // Both throw std::out_of_range for an expert that does not exist, before anything is written.
+  virtual void forward(Engine& engine, const ForwardArguments& arguments) const = 0;
+  virtual void backward(Engine& engine, const BackwardArguments& arguments) const = 0;
+};
+
+}  // namespace ktc

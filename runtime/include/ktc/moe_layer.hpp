@@ -1,0 +1,161 @@
+// One specialisation of a layer, and the steps that forward and backward both take.
+//
+// Suffixes: T tokens, S slots (token, k), H hidden, I intermediate; Hp, Ip padded to whole panels.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "ktc/moe_sweep.hpp"
+#include "ktc/routing.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc {
+
+template <class IsaType, class FormatType, class ActivationType, class ShapeType>
+struct MoeLayer {
+  using Isa = IsaType;
+  using Format = FormatType;
+  using Activation = ActivationType;
+  using Element = typename Isa::Element;
+  using Accumulator = typename Isa::Accumulator;
+  using Lanes = typename Isa::Lanes;
+  static constexpr int kDepth = ElementTraits<Element>::kDepth;
+
+  explicit MoeLayer(const MoeSizes& sizes) : shape(sizes), format(sizes.hidden, sizes.intermediate) {}
+
+  ShapeType shape;
+  Format format;
+
+  Routing route(const std::int64_t* top_k_index, std::int64_t tokens) const {
+    return Routing(top_k_index, tokens, shape.top_k(), shape.num_experts(), Isa::kMaxRows);
+  }
+  StoredPanels<Isa> gate_up_panels(const std::byte* packed) const {
+    return {format.gate_up(packed, 0), format.expert_size(), format.gate_up_panel_size()};
+  }
+  StoredPanels<Isa> down_panels(const std::byte* packed) const {
+    return {format.down(packed, 0), format.expert_size(), format.down_panel_size()};
+  }
+
+  // Lanes of the 16-wide half panel that are no padding.
+  std::int64_t valid_lanes(std::int64_t half_panel) const {
+    return std::min(kHalfPanel, shape.intermediate() - half_panel * kHalfPanel);
+  }
+
+  // A padded lane is x * 0, which is NaN where x is infinite; it must not reach the next product.
+  void clear_padding(Accumulator* lanes, std::int64_t half_panel) const {
+    const std::int64_t valid = std::max<std::int64_t>(0, valid_lanes(half_panel));
+    std::fill(lanes + valid, lanes + kHalfPanel, Accumulator{});
+  }
+
+  // What forward keeps of a slot: gate, then up, Ip elements each.
+  Element* saved_gate(Element* saved_S, std::int64_t slot) const {
+    return saved_S + slot * 2 * shape.padded_intermediate();
+  }
+  const Element* saved_gate(const Element* saved_S, std::int64_t slot) const {
+    return saved_S + slot * 2 * shape.padded_intermediate();
+  }
+};
+
+// 16 elements of each row of a group, written where a packed group of `contraction` elements per slot has them.
+template <class Layer>
+class PackedRows {
+ public:
+  using Element = typename Layer::Element;
+
+  PackedRows(Element* packed, std::int64_t contraction) : packed_(packed), contraction_(contraction) {}
+
+  void write(const SlotGroup& group, std::int64_t first_k, const Element (*lanes)[kHalfPanel]) const {
+    const Element* rows[Layer::Isa::kMaxRows];
+    for (int row = 0; row < group.rows; ++row) rows[row] = lanes[row];
+    interleave(rows, group.rows, 0, kHalfPanel, packed_ + group.first_slot * contraction_ + first_k * group.rows);
+  }
+
+ private:
+  Element* packed_;
+  std::int64_t contraction_;
+};
+
+// After gate and up of 16 intermediate columns: act(gate) * up, ready for the down product. Either target may be null.
+template <class Layer>
+class GateUpEpilogue {
+ public:
+  using Element = typename Layer::Element;
+  using Lanes = typename Layer::Lanes;
+  using Accumulator = typename Layer::Accumulator;
+
+  GateUpEpilogue(const Layer& layer, Element* activated_S, Element* saved_S)
+      : layer_(layer), activated_S_(activated_S), saved_S_(saved_S) {}
+
+  void operator()(const SlotGroup& group, std::int64_t panel, Accumulator* tile) const {
+    const std::int64_t padded = layer_.shape.padded_intermediate();
+    const bool has_padding = layer_.valid_lanes(panel) < kHalfPanel;
+    alignas(64) Element activated[Layer::Isa::kMaxRows][kHalfPanel];
+    for (int row = 0; row < group.rows; ++row) {
+      Accumulator* gate = tile + row * kPanelWidth;
+      Accumulator* up = gate + kHalfPanel;
+      if (has_padding) {
+        layer_.clear_padding(gate, panel);
+        layer_.clear_padding(up, panel);
+      }
+      const Lanes gate_lanes = Lanes::load(gate);
+      const Lanes up_lanes = Lanes::load(up);
+      if (saved_S_ != nullptr) {
+        Element* saved = layer_.saved_gate(saved_S_, group.first_slot + row) + panel * kHalfPanel;
+        gate_lanes.to_elements(saved);
+        up_lanes.to_elements(saved + padded);
+      }
+      (Layer::Activation::value(gate_lanes) * up_lanes).to_elements(activated[row]);
+    }
+    if (activated_S_ != nullptr) {
+      PackedRows<Layer>(activated_S_, padded).write(group, panel * kHalfPanel, activated);
+    }
+  }
+
+ private:
+  const Layer& layer_;
+  Element* activated_S_;
+  Element* saved_S_;
+};
+
+// Sums over the experts of a token, kept in accumulators of (T, Hp) until the last one was added.
+template <class Layer>
+class TokenSums {
+ public:
+  using Element = typename Layer::Element;
+  using Lanes = typename Layer::Lanes;
+  using Accumulator = typename Layer::Accumulator;
+
+  TokenSums(Accumulator* sums, std::int64_t padded) : sums_(sums), padded_(padded) {}
+
+  void clear(Range tokens) const {
+    std::fill(sums_ + tokens.begin * padded_, sums_ + tokens.end * padded_, Accumulator{});
+  }
+
+  void add(std::int64_t token, std::int64_t panel, const Accumulator* lanes, Accumulator weight) const {
+    Accumulator* target = sums_ + token * padded_ + panel * kPanelWidth;
+    for (std::int64_t half = 0; half < kPanelWidth; half += kHalfPanel) {
+      const Lanes sum = Lanes::load(target + half);
+      fused_multiply_add(Lanes::load(lanes + half), Lanes(weight), sum).store(target + half);
+    }
+  }
+
+  void write(Range tokens, const MatrixView<Element>& out) const {
+    const std::int64_t whole = out.columns / kHalfPanel * kHalfPanel;
+    for (std::int64_t token = tokens.begin; token < tokens.end; ++token) {
+      const Accumulator* sum = sums_ + token * padded_;
+      Element* target = out.row(token);
+      for (std::int64_t column = 0; column < whole; column += kHalfPanel) {
+        Lanes::load(sum + column).to_elements(target + column);
+      }
+      for (std::int64_t column = whole; column < out.columns; ++column) target[column] = Element(sum[column]);
+    }
+  }
+
+ private:
+  Accumulator* sums_;
+  std::int64_t padded_;
+};
+
+}  // namespace ktc

@@ -1,0 +1,81 @@
+// The router's choice, sorted by expert: a slot is one (token, k) pair, and each expert owns a contiguous run of slots.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ktc {
+
+// Slots of one expert that the micro-kernel computes together.
+struct SlotGroup {
+  std::int64_t first_slot;
+  int rows;
+};
+
+struct ActiveExpert {
+  std::int64_t expert;
+  std::vector<SlotGroup>::size_type first_group;
+  std::vector<SlotGroup>::size_type last_group;  // exclusive
+};
+
+class Routing {
+ public:
+  // `index` is (tokens, top_k). Slots of an expert keep the order of their tokens. The groups of an expert hold at most
+  // `max_rows` slots and differ by one at most, so that no group is nearly empty: 13 rows are 7 + 6, not 12 + 1.
+  Routing(const std::int64_t* index, std::int64_t tokens, std::int64_t top_k, std::int64_t num_experts, int max_rows)
+      : token_(static_cast<std::size_t>(tokens * top_k)), slot_(token_.size()) {
+    std::vector<std::int64_t> next = first_slots(index, tokens * top_k, num_experts);
+    add_groups(next, num_experts, max_rows);
+    for (std::int64_t pair = 0; pair < num_slots(); ++pair) {
+      const std::int64_t slot = next[index[pair]]++;
+      slot_[pair] = slot;
+      token_[slot] = pair / top_k;
+    }
+  }
+
+  std::int64_t num_slots() const { return static_cast<std::int64_t>(token_.size()); }
+  std::int64_t token(std::int64_t slot) const { return token_[slot]; }
+  std::int64_t slot(std::int64_t pair) const { return slot_[pair]; }
+  const std::vector<SlotGroup>& groups() const { return groups_; }
+  const std::vector<ActiveExpert>& active_experts() const { return active_; }
+
+ private:
+  // Refuses an index out of range before anything is read with it. Element E is the number of slots.
+  static std::vector<std::int64_t> first_slots(const std::int64_t* index, std::int64_t slots,
+                                               std::int64_t num_experts) {
+    std::vector<std::int64_t> first(num_experts + 1, 0);
+    for (std::int64_t pair = 0; pair < slots; ++pair) {
+      if (index[pair] < 0 || index[pair] >= num_experts) {
+        throw std::out_of_range("`top_k_index` names expert " + std::to_string(index[pair]) +
+                                "; this layer has experts 0 to " + std::to_string(num_experts - 1));
+      }
+      ++first[index[pair] + 1];
+    }
+    for (std::int64_t expert = 0; expert < num_experts; ++expert) first[expert + 1] += first[expert];
+    return first;
+  }
+
+  void add_groups(const std::vector<std::int64_t>& first_slot, std::int64_t num_experts, int max_rows) {
+    for (std::int64_t expert = 0; expert < num_experts; ++expert) {
+      const std::int64_t rows = first_slot[expert + 1] - first_slot[expert];
+      if (rows == 0) continue;
+      const std::int64_t count = (rows + max_rows - 1) / max_rows;
+      active_.push_back({expert, groups_.size(), groups_.size() + count});
+      std::int64_t slot = first_slot[expert];
+      for (std::int64_t group = 0; group < count; ++group) {
+        const int size = static_cast<int>(rows / count + (group < rows % count));
+        groups_.push_back({slot, size});
+        slot += size;
+      }
+    }
+  }
+
+  std::vector<std::int64_t> token_;  // by slot
+  std::vector<std::int64_t> slot_;   // by (token, k) pair
+  std::vector<SlotGroup> groups_;
+  std::vector<ActiveExpert> active_;
+};
+
+}  // namespace ktc
