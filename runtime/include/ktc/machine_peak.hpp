@@ -1,0 +1,74 @@
+// What this machine can do at most: the two limits a kernel's speed is given as a share of.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace ktc {
+
+// Independent accumulators: enough to cover the latency of a multiply-add, few enough to stay in registers.
+inline constexpr int kPeakAccumulators = 24;
+
+#if defined(__AVX512BF16__)
+struct PeakMultiply {
+  using Vector = __m512;
+  static constexpr std::int64_t kFlops = 64;
+  static Vector zero() { return _mm512_setzero_ps(); }
+  static Vector step(Vector sum) {
+    const auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
+    return _mm512_dpbf16_ps(sum, ones, ones);
+  }
+};
+#else
+struct PeakMultiply {
+#if defined(__AVX2__)
+  static constexpr std::size_t kBytes = 32;
+#else
+  static constexpr std::size_t kBytes = 16;
+#endif
+  typedef float Vector __attribute__((vector_size(kBytes)));
+  static constexpr std::int64_t kFlops = 2 * static_cast<std::int64_t>(kBytes / sizeof(float));
+  static Vector zero() { return Vector{}; }
+  static Vector step(Vector sum) { return sum * 0.5f + 1.0f; }  // one FMA where the compiler may contract it
+};
+#endif
+
+// Multiply-adds on registers alone, `rounds` of each accumulator; returns the floating point operations done.
+inline std::int64_t multiply_in_registers(std::int64_t rounds) {
+  typename PeakMultiply::Vector sums[kPeakAccumulators];
+#pragma GCC unroll 24
+  for (auto& sum : sums) sum = PeakMultiply::zero();
+  for (std::int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 24
+    for (auto& sum : sums) {
+      sum = PeakMultiply::step(sum);
+#if defined(__x86_64__)
+      asm volatile("" : "+v"(sum));  // the result is never read; the work must be done all the same
+#endif
+    }
+  }
+  return rounds * kPeakAccumulators * PeakMultiply::kFlops;
+}
+
+// Read `bytes`, a multiple of 512, once and in order; returns a number that depends on all of them.
+inline std::uint64_t read_in_order(const std::byte* data, std::size_t bytes) {
+  typedef std::uint64_t Line __attribute__((vector_size(64), may_alias));
+  const auto* lines = reinterpret_cast<const Line*>(data);
+  std::array<Line, 8> sums{};
+  for (std::size_t line = 0; line < bytes / sizeof(Line); line += sums.size()) {
+#pragma GCC unroll 8
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += lines[line + i];
+  }
+  std::uint64_t total = 0;
+  for (const Line& sum : sums) {
+    for (int word = 0; word < 8; ++word) total += sum[word];
+  }
+  return total;
+}
+
+}  // namespace ktc
