@@ -1,8 +1,8 @@
 """What ktc says to its user: a located message with a code and one hint, and the errors that carry them.
 
 A user's mistake is a `Diagnostic`; a stage that cannot go on raises a `KtcError` holding every diagnostic it found.
-`render` turns diagnostics into text for people, `to_json` into the command line's JSON. The exit codes are part of the command line's contract: 1 internal error or a failed proof, 2 input refused,
-3 the host lacks something.
+`render` turns diagnostics into text for people, `to_json` into the command line's JSON. The exit codes are part of
+the command line's contract: 1 internal error or a failed proof, 2 input refused, 3 the host lacks something.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def to_json(diagnostic: Diagnostic) -> dict[str, object]:
 
 def _place(span: Span | None) -> dict[str, object]:
     if span is None:
-        return dict.fromkeys(("file", "line", "column", "end_line", "end_column"))
+        return {"file": None, "line": None, "column": None, "end_line": None, "end_column": None}
     return {
         "file": span.file,
         "line": span.line,

@@ -1,4 +1,4 @@
-"""The rule language: text of `.ktr` files in, a checked `RuleSet` out; wrong programs are refused with located messages."""
+"""The rule language: `.ktr` text in, a checked `RuleSet` out; wrong programs are refused with located messages."""
 
 from __future__ import annotations
 

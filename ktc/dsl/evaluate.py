@@ -1,7 +1,7 @@
 """The value of an expression, given parameters and a way to ask about the match, the host and the model.
 
-Evaluation is total: what is missing or undefined (an absent capture, a division by zero) is `None`, a condition over it is
-`None` too, and `None` counts as false. It raises nothing on an expression that the checker accepted.
+Evaluation is total: what is missing or undefined (an absent capture, a division by zero) is `None`, a condition over
+it is `None` too, and `None` counts as false. It raises nothing on an expression that the checker accepted.
 """
 
 from __future__ import annotations

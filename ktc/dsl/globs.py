@@ -1,5 +1,6 @@
-"""Path globs: `*` is one segment or a part of one, `**` any number of segments, `{a,b}` a choice, `[3..60]` and `[3..]` a
-whole integer segment. A glob is anchored at both ends. Regular expressions are refused with the place in the text.
+"""Path globs: `*` is one segment or a part of one, `**` any number of segments, `{a,b}` a choice, `[3..60]` and
+`[3..]` a whole integer segment. A glob is anchored at both ends. Regular expressions are refused, with
+the place in the text.
 """
 
 from __future__ import annotations

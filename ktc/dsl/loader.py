@@ -1,7 +1,7 @@
 """Rule files to parsed units: finds bundled programs, follows imports, and keeps them inside their folder.
 
 An imported path is relative to the importing file and stays, after symbolic links, inside the entry file's folder;
-`std/...` is the bundled library. Refused: absolute paths, `..`, cycles, files that are too many, too large or not UTF-8.
+`std/...` is the bundled library. Refused: absolute paths, `..`, cycles, files too many, too large or not UTF-8.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def read_program(path_or_name: str | Path) -> Program:
 
 def _locate(path_or_name: str | Path) -> tuple[Path, str]:
     """The entry's path and the name it is shown under: bundled programs by name, others relative to here if below."""
-    if isinstance(path_or_name, str) and PurePosixPath(path_or_name).name == path_or_name and not path_or_name.endswith(SUFFIX):
+    if (
+        isinstance(path_or_name, str)
+        and PurePosixPath(path_or_name).name == path_or_name
+        and not path_or_name.endswith(SUFFIX)
+    ):
         return _bundled(path_or_name), path_or_name + SUFFIX
     path = Path(path_or_name)
     if not path.is_file():
@@ -129,7 +133,9 @@ class _Loader:
     def _import(self, declaration: syntax.Import, unit: SourceUnit, chain: tuple[Path, ...]) -> None:
         alias = alias_of(declaration)
         if alias in unit.imports or alias in unit.broken_imports:
-            self._refuse("E020", f"two imports are called `{alias}`", declaration.span, "give one another name: `as NAME`")
+            self._refuse(
+                "E020", f"two imports are called `{alias}`", declaration.span, "give one another name: `as NAME`"
+            )
             return
         index = self._load_import(declaration, unit, alias, chain)
         if index is None:
@@ -162,13 +168,17 @@ class _Loader:
             imported.importer, imported.arguments = importer.index, declaration.arguments
         elif imported.arguments != declaration.arguments:
             message = f"`{declaration.path.value}` is imported twice with different parameters"
-            self._refuse("E014", message, declaration.span, "a file is loaded once: give the same `with (...)` everywhere")
+            self._refuse(
+                "E014", message, declaration.span, "a file is loaded once: give the same `with (...)` everywhere"
+            )
 
     def _resolve(self, text: syntax.Text, importer: Path) -> Path | None:
         path = PurePosixPath(text.value)
         refusal = _refusal(text.value, path)
         if refusal:
-            self._refuse("E010", f"import refused: {refusal}", text.span, "imports are relative paths inside this folder")
+            self._refuse(
+                "E010", f"import refused: {refusal}", text.span, "imports are relative paths inside this folder"
+            )
             return None
         in_std = path.parts[0] == "std"
         base = self.std.parent if in_std else importer.parent

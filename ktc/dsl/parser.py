@@ -124,7 +124,9 @@ def _too_deep(branch: Tree[Token] | Token, file: str) -> Diagnostic | None:
             continue
         if depth > MAX_DEPTH:
             span = Span(file, node.meta.line, node.meta.column, node.meta.end_line, node.meta.end_column)
-            return Diagnostic("E013", f"an expression has at most {MAX_DEPTH} levels", span, hint="split it, or use `in [...]`")
+            return Diagnostic(
+                "E013", f"an expression has at most {MAX_DEPTH} levels", span, hint="split it, or use `in [...]`"
+            )
         todo += [(child, depth + 1) for child in node.children]
     return None
 

@@ -35,7 +35,10 @@ class PatternDefinition:
 
 @dataclass(frozen=True, slots=True)
 class RuleAction:
-    """One rewrite a rule asks for. `on` holds capture paths below the match (`("router", "gate")`); empty: the match."""
+    """One rewrite a rule asks for. `on` holds capture paths below the match (`("router", "gate")`); empty: the match.
+
+    A path that is itself empty is the match named by its alias.
+    """
 
     target: str
     facet: Facet
@@ -46,7 +49,7 @@ class RuleAction:
 
 @dataclass(frozen=True, slots=True)
 class RuleDefinition:
-    """`root` is the qualified name of a pattern, or one of `linear experts embedding rms_norm layer_norm sdpa module`."""
+    """`root` is a pattern's qualified name, or one of `linear experts embedding rms_norm layer_norm sdpa module`."""
 
     name: str
     unit: int

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from ktc.dsl.ruleset import Facet, Value
 from ktc.dsl.types import FLOAT, INT, SIZE, STRING, Type
 
-KEYWORDS = frozenset(
-    "import as with param in require else pattern is rule overrides match at except where expect on plan lora and or"
-    " not has true false".split()
-)
 DECLARATIONS = ("import", "param", "require", "pattern", "rule", "plan", "lora")
+_CLAUSES = ("as", "with", "in", "else", "is", "overrides", "match", "at", "except", "where", "expect", "on")
+KEYWORDS = frozenset((*DECLARATIONS, *_CLAUSES, "and", "or", "not", "has", "true", "false"))
 
 ENUMS: Mapping[str, tuple[str, ...]] = {
     "format": (
@@ -51,7 +49,7 @@ def type_of(name: str) -> Type:
     """The type a schema row means by `int`, `list[format]` or `set[isa]`."""
     container, _, element = name.removesuffix("]").rpartition("[")
     assert element in SCALARS or element in ENUMS, f"schema names an unknown type {name}"
-    return Type(element, {"": "one", "list": "list", "set": "set"}[container])
+    return Type(element, "list" if container == "list" else "set" if container == "set" else "one")
 
 
 def _types(**rows: str) -> dict[str, Type]:
@@ -72,9 +70,15 @@ class Operator:
     attributes: Mapping[str, Type] = field(default_factory=dict[str, Type])
 
 
-def _operator(fewest: int, most: int | None, results: int | None = 1, kind: str = "value", **attributes: str) -> Operator:
+def _operator(
+    fewest: int, most: int | None, results: int | None = 1, kind: str = "value", **attributes: str
+) -> Operator:
     return Operator((fewest, most), results, kind, _types(**attributes))
 
+
+_UNARY = ("silu", "gelu", "relu", "tanh", "sigmoid", "softplus", "exp", "log", "sqrt", "rsqrt", "neg")
+_BINARY = ("add", "mul", "sub", "div", "matmul", "pow", "eq", "ge", "gt", "le", "lt")
+_ALONG_A_DIMENSION = ("softmax", "log_softmax", "sum", "mean", "amax", "cumsum")
 
 OPERATORS: Mapping[str, Operator] = {
     "linear": _operator(1, 1, kind="linear", in_features="int", out_features="int", bias="bool"),
@@ -86,9 +90,9 @@ OPERATORS: Mapping[str, Operator] = {
     "rope": _operator(1, None),
     "weight": _operator(0, 0, kind="weight"),
     "const": _operator(0, 0),
-    **{name: _operator(1, 1) for name in "silu gelu relu tanh sigmoid softplus exp log sqrt rsqrt neg".split()},
-    **{name: _operator(2, 2) for name in "add mul sub div matmul pow eq ge gt le lt".split()},
-    **{name: _operator(1, 1, dim="int") for name in "softmax log_softmax sum mean amax cumsum".split()},
+    **{name: _operator(1, 1) for name in _UNARY},
+    **{name: _operator(2, 2) for name in _BINARY},
+    **{name: _operator(1, 1, dim="int") for name in _ALONG_A_DIMENSION},
     "max": _operator(1, 1, results=None, dim="int"),
     "topk": _operator(1, 1, results=2, k="int", dim="int"),
     "sort": _operator(1, 1, results=2, dim="int"),
@@ -223,7 +227,9 @@ TARGETS: Mapping[str, Target] = {
     "lora_experts": Target(
         "adapter", ("moe", "experts"), {"targets": _setting("list[expert_part]", ("gate", "up", "down")), **_ADAPTER}
     ),
-    "kt_linear": Target("kernel", ("linear",), {"kernel": _setting("kernel", required=True), "prefill": _setting("kernel")}),
+    "kt_linear": Target(
+        "kernel", ("linear",), {"kernel": _setting("kernel", required=True), "prefill": _setting("kernel")}
+    ),
     "cpu_moe": Target(
         "kernel",
         ("moe", "experts"),
@@ -238,7 +244,9 @@ TARGETS: Mapping[str, Target] = {
         pins={"experts": "cpu"},
         available=True,
     ),
-    "gpu_moe": Target("kernel", ("moe", "experts"), {"kernel": _setting("moe_kernel", required=True)}, absorbs=("experts",)),
+    "gpu_moe": Target(
+        "kernel", ("moe", "experts"), {"kernel": _setting("moe_kernel", required=True)}, absorbs=("experts",)
+    ),
     "mla_absorbed": Target(
         "kernel",
         ("mla",),
@@ -298,4 +306,3 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "tokens": (1, 2**24),
 }
 PARAM_TYPES = (*SCALARS, *ENUMS)
-

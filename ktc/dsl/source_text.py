@@ -1,7 +1,7 @@
 """The text of a rule file below the grammar: comments, bracket nesting, and where declarations begin.
 
-It finds what the grammar cannot say: the comments (kept for the formatter), nesting that is too deep (refused before the
-parser sees it), the `{` that was never closed, and the line at which parsing may resume after an error.
+It finds what the grammar cannot say: the comments (kept for the formatter), nesting that is too deep (refused before
+the parser sees it), the `{` that was never closed, and the line at which parsing may resume after an error.
 """
 
 from __future__ import annotations

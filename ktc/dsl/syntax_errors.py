@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from lark import Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
@@ -57,13 +59,21 @@ def _unexpected_character(error: UnexpectedCharacters, source: SourceText) -> Di
     character = source.text[offset]
     span = source.span(offset, offset + 1)
     if character == '"':
-        return Diagnostic("E003", "this text is never closed", span, hint='close it with `"` on the same line; `\\` is `\\\\`')
-    hint = 'texts stand in double quotes: "..."' if character == "'" else "comments start with `#`" if character == "/" else ""
+        return Diagnostic(
+            "E003", "this text is never closed", span, hint='close it with `"` on the same line; `\\` is `\\\\`'
+        )
+    hint = (
+        'texts stand in double quotes: "..."'
+        if character == "'"
+        else "comments start with `#`"
+        if character == "/"
+        else ""
+    )
     return Diagnostic("E003", f"unexpected character `{character}`", span, hint=hint)
 
 
 def _unexpected_token(error: UnexpectedToken, source: SourceText) -> Diagnostic:
-    token = error.token
+    token = cast("Token", error.token)
     at_end = token.type == "$END"
     span = source.end() if at_end else _token_span(token, source)
     brace = source.open_brace(len(source.text) if at_end else source.offset(span.line, span.column))

@@ -204,7 +204,7 @@ class TreeBuilder:
                 return syntax.Literal(token.type.lower(), self._number(token), span=span)
 
     def _number(self, token: Token) -> int | float:
-        number, unit = re.fullmatch(r"([0-9.eE+-]+) ?([KMGTi]*B)?", token, re.ASCII).groups()  # type: ignore[union-attr]
+        number, unit = token.rstrip("KMGTiB "), token.lstrip("0123456789. ")
         if token.type != "FLOAT" and len(number.partition(".")[0]) > _MAX_DIGITS:
             self._refuse(f"a number has at most {_MAX_DIGITS} digits", token, "", code="E013")
             return 0
@@ -236,7 +236,7 @@ class TreeBuilder:
         return self._name(branch) if branch is not None else None
 
     def _name(self, branch: Branch) -> syntax.Name:
-        token = cast(Token, branch)
+        token = cast("Token", branch)
         if str(token) in KEYWORDS:
             self._refuse(f"`{token}` is a reserved word and cannot be a name", token, "choose another name")
         return syntax.Name(str(token), span=self._span(token))
@@ -248,7 +248,7 @@ class TreeBuilder:
         return tuple(self._name(child).text for child in _children(tree))
 
     def _text(self, branch: Branch) -> syntax.Text:
-        return syntax.Text(_unescape(cast(Token, branch)), span=self._span(branch))
+        return syntax.Text(_unescape(cast("Token", branch)), span=self._span(branch))
 
     def _refuse(self, message: str, branch: Branch, hint: str, code: str = "E001") -> None:
         self.diagnostics.append(Diagnostic(code, message, self._span(branch), hint=hint))

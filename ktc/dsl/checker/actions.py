@@ -111,7 +111,9 @@ def _check_fit(action: syntax.Action, target: Target, capture: Capture, span: Sp
     if "*" in target.accepts or capture.role in target.accepts or capture.kind in target.accepts:
         return
     fitting = [
-        name for name, member in capture.members.items() if member.role in target.accepts or member.kind in target.accepts
+        name
+        for name, member in capture.members.items()
+        if member.role in target.accepts or member.kind in target.accepts
     ]
     hint = f"apply it to a part of the match: {listing(fitting)}" if fitting else ""
     message = f"`{action.target.text}` rewrites {listing(target.accepts)}, `{shown}` is {capture.describe()}"

@@ -45,7 +45,9 @@ class Expressions:
         hint = ""
         if wanted.element.name in ENUMS and isinstance(expression, syntax.Literal) and expression.type == "string":
             hint = "constants are bare words, without quotes"
-        self.report.error("E030", f"expected {shown}, found {found}", expression.span, label=f"this is {found}", hint=hint)
+        self.report.error(
+            "E030", f"expected {shown}, found {found}", expression.span, label=f"this is {found}", hint=hint
+        )
         return UNKNOWN
 
     def infer(self, expression: syntax.Expression, wanted: Type | None = None) -> Type:
@@ -83,7 +85,10 @@ class Expressions:
             message = f"`${reference.name}` has no value yet: defaults and domains are constants"
             self.report.error("E022", message, reference.span)
             return UNKNOWN
-        hint = suggest(reference.name, self.unit.param_declarations) or f"declare it: `param {reference.name} : TYPE = VALUE`"
+        hint = (
+            suggest(reference.name, self.unit.param_declarations)
+            or f"declare it: `param {reference.name} : TYPE = VALUE`"
+        )
         self.report.error("E022", f"unknown parameter `${reference.name}`", reference.span, hint=hint)
         return UNKNOWN
 
@@ -95,7 +100,9 @@ class Expressions:
         if wanted is not None and wanted.element.name in ENUMS:
             return self._constant(word, wanted.element.name, reference)
         if wanted is not None and wanted.element == STRING:
-            self.report.error("E030", f"expected a string, found the word `{word}`", reference.span, hint=f'write "{word}"')
+            self.report.error(
+                "E030", f"expected a string, found the word `{word}`", reference.span, hint=f'write "{word}"'
+            )
             return UNKNOWN
         homes = [enum for enum, words in ENUMS.items() if word in words]
         if wanted is not None or not homes:
@@ -212,7 +219,9 @@ class Expressions:
         member = owner.members.get(expression.name)
         if member is None:
             hint = suggest(expression.name, owner.members) or f"captures: {listing(owner.members)}"
-            self.report.error("E023", f"`{'.'.join(parts)}` has no capture `{expression.name}`", expression.span, hint=hint)
+            self.report.error(
+                "E023", f"`{'.'.join(parts)}` has no capture `{expression.name}`", expression.span, hint=hint
+            )
         elif not member.optional and not owner.optional:
             message = f"`{'.'.join(parts)}` always has `{expression.name}`"
             self.report.warning("W054", message, expression.span, label="this is always true")
@@ -242,9 +251,10 @@ class Expressions:
         right = self.infer(expression.right, Type(left.name, "list"))
         if right == RANGE and left not in (INT, FLOAT, SIZE):
             self.report.error("E030", f"a range holds numbers, found {left}", expression.left.span)
-        elif right not in (RANGE, UNKNOWN) and (right.container == "one" or not fits(left, right.element)):
-            if right != EMPTY_LIST:
-                self.report.error("E030", f"cannot look for {left} in {right}", expression.right.span)
+        elif right in (RANGE, UNKNOWN, EMPTY_LIST):
+            return
+        elif right.container == "one" or not fits(left, right.element):
+            self.report.error("E030", f"cannot look for {left} in {right}", expression.right.span)
 
     def _comparison(self, expression: syntax.Binary) -> None:
         first, second = expression.left, expression.right

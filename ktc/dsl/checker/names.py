@@ -32,8 +32,9 @@ class Capture:
 
     @property
     def attributes(self) -> dict[str, Type]:
-        role = ROLES[self.role].attributes if self.role in ROLES else {}
-        return {**CAPTURE_ATTRIBUTES, **KIND_ATTRIBUTES.get(self.kind, {}), **role}
+        attributes = {**CAPTURE_ATTRIBUTES, **KIND_ATTRIBUTES.get(self.kind, {})}
+        role = ROLES.get(self.role or "")
+        return {**attributes, **role.attributes} if role else attributes
 
     def describe(self) -> str:
         return self.role or ("a pattern without a role" if self.kind == "match" else self.kind)
@@ -87,12 +88,12 @@ def _add(
     first = table.setdefault(name.text, declaration)
     if first is not declaration:
         related = (Related(first.name.span, "first definition"),)
-        report.error("E020", f"{what} `{name.text}` is defined twice", name.span, label="second definition", related=related)
+        report.error(
+            "E020", f"{what} `{name.text}` is defined twice", name.span, label="second definition", related=related
+        )
 
 
-def find_capture(
-    parts: tuple[str, ...], span: Span, aliases: Mapping[str, Capture], report: Report
-) -> Capture | None:
+def find_capture(parts: tuple[str, ...], span: Span, aliases: Mapping[str, Capture], report: Report) -> Capture | None:
     """The capture that `m.router.gate` names; an unknown step is reported. Optional if any step is."""
     capture = aliases.get(parts[0])
     if capture is None:

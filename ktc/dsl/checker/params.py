@@ -1,4 +1,4 @@
-"""Parameters get their types and values: the default, over it the importer's `with`, over it the command line's `--set`.
+"""Parameters get types and values: the default, over it the importer's `with`, over it the command line's `--set`.
 
 Whatever the origin, the value is checked against the declared type and, if there is one, the declared domain.
 """
@@ -32,7 +32,12 @@ class _Binding:
     """One parameter on its way to a value."""
 
     def __init__(
-        self, unit: UnitNames, units: list[UnitNames], settings: Mapping[str, str], declaration: syntax.Param, report: Report
+        self,
+        unit: UnitNames,
+        units: list[UnitNames],
+        settings: Mapping[str, str],
+        declaration: syntax.Param,
+        report: Report,
     ) -> None:
         self.unit = unit
         self.units = units

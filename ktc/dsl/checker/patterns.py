@@ -6,16 +6,17 @@ pattern inlines it, so recursion is refused and patterns are finite.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ktc.diagnostics import Related, Span, listing, suggest
 from ktc.dsl import syntax
+from ktc.dsl.checker.bindings import VALUE, Bound, common, union
 from ktc.dsl.checker.expressions import Expressions
 from ktc.dsl.checker.names import Capture, CheckedPattern, UnitNames
 from ktc.dsl.checker.report import Report
-from ktc.dsl.schema import OPERATORS, ROLES, Operator
+from ktc.dsl.checker.roles import check_role
+from ktc.dsl.schema import OPERATORS, Operator
 
-VALUE = Capture("value")
 MAX_BINDINGS = 256  # of a pattern
 MAX_PATTERN_DEPTH = 32  # of patterns that call patterns
 
@@ -92,28 +93,18 @@ class Patterns:
         return False
 
 
-@dataclass(slots=True)
-class _Bound:
-    """What is known of a bound name, and which names its value needs: in any alternative, and in all of them."""
-
-    capture: Capture
-    span: Span
-    any: frozenset[str] = field(default_factory=frozenset[str])
-    all: frozenset[str] = field(default_factory=frozenset[str])
-
-
 class _PatternCheck:
     def __init__(self, patterns: Patterns, unit: UnitNames, declaration: syntax.Pattern) -> None:
         self.patterns = patterns
         self.report = patterns.report
         self.unit = unit
         self.declaration = declaration
-        self.bound: dict[str, _Bound] = {}
+        self.bound: dict[str, Bound] = {}
 
     def captures(self) -> dict[str, Capture]:
         """Every bound name with what it is, after reporting what is wrong with the pattern."""
         for name in self.declaration.inputs:
-            self._bind(name, _Bound(VALUE, name.span, frozenset({name.text}), frozenset({name.text})))
+            self._bind(name, Bound(VALUE, name.span, frozenset({name.text}), frozenset({name.text})))
         for binding in self.declaration.bindings:
             self._check_binding(binding)
         if self._outputs_are_bound():
@@ -121,7 +112,7 @@ class _PatternCheck:
             self._mark_optional()
         captures = {name: bound.capture for name, bound in self.bound.items()}
         if self.declaration.role is not None:
-            self._check_role(self.declaration.role)
+            check_role(self.declaration, self.declaration.role, self.bound, self.report)
         return captures
 
     # Bindings --------------------------------------------------------------------------------------------------------
@@ -131,9 +122,9 @@ class _PatternCheck:
         needs_any, needs_all = self._needs(binding.term)
         for name, capture in zip(binding.names, captures, strict=True):
             if name.text != "_":
-                self._bind(name, _Bound(capture, binding.span, needs_any | siblings, needs_all | siblings))
+                self._bind(name, Bound(capture, binding.span, needs_any | siblings, needs_all | siblings))
 
-    def _bind(self, name: syntax.Name, bound: _Bound) -> None:
+    def _bind(self, name: syntax.Name, bound: Bound) -> None:
         first = self.bound.setdefault(name.text, bound)
         if first is not bound:
             hint = "a name is bound once; alternatives are written `a | b`"
@@ -163,10 +154,11 @@ class _PatternCheck:
                 return frozenset(), frozenset()
             case syntax.Call():
                 needs = [self._needs(operand) for operand in term.operands]
-                return frozenset[str]().union(*(n[0] for n in needs)), frozenset[str]().union(*(n[1] for n in needs))
+                return union(some for some, _ in needs), union(every for _, every in needs)
             case syntax.Alternatives():
                 needs = [self._needs(choice) for choice in term.choices]
-                return frozenset[str]().union(*(n[0] for n in needs)), frozenset.intersection(*(n[1] for n in needs))
+                certain = set[str](needs[0][1]).intersection(*(every for _, every in needs))
+                return union(some for some, _ in needs), frozenset(certain)
             case syntax.Maybe(term=syntax.Call(operands=(first, *_)) as call):
                 return self._needs(call)[0], self._needs(first)[1]
             case syntax.Maybe():
@@ -183,9 +175,9 @@ class _PatternCheck:
             case syntax.Call():
                 return self._call(term, results)
             case syntax.Alternatives():
-                return _common([self._term(choice, results) for choice in term.choices])
+                return common([self._term(choice, results) for choice in term.choices])
             case syntax.Maybe(term=syntax.Call(operands=(first, *_)) as call):
-                return _common([self._term(call, results), self._known(first)])
+                return common([self._term(call, results), self._known(first)])
             case syntax.Maybe():
                 self._term(term.term)
                 hint = "`f(a)?` means `f(a)`, or `a` alone"
@@ -277,13 +269,15 @@ class _PatternCheck:
 
     def _check_contribution(self) -> None:
         outputs = self.declaration.outputs
-        reached = frozenset[str]().union(*(self.bound[output.text].any for output in outputs))
+        reached = union(self.bound[output.text].any for output in outputs)
         related = (Related(outputs[0].span, "not needed for this"),)
         for binding in self.declaration.bindings:
             names = [name.text for name in binding.names if name.text != "_"]
             if not reached.intersection(names):
                 shown = names[0] if names else "_"
-                self.report.error("E037", f"`{shown}` does not contribute to the outputs", binding.span, related=related)
+                self.report.error(
+                    "E037", f"`{shown}` does not contribute to the outputs", binding.span, related=related
+                )
         for name in self.declaration.inputs:
             if name.text not in reached:
                 self.report.error("E037", f"input `{name.text}` is never used", name.span)
@@ -296,28 +290,3 @@ class _PatternCheck:
         certain = self.bound[self.declaration.outputs[0].text].all
         for name, bound in self.bound.items():
             bound.capture = replace(bound.capture, optional=name not in certain)
-
-    def _check_role(self, name: syntax.Name) -> None:
-        role = ROLES.get(name.text)
-        if role is None:
-            hint = suggest(name.text, ROLES) or f"roles: {listing(ROLES)}"
-            self.report.error("E021", f"unknown role `{name.text}`", name.span, hint=hint)
-            return
-        for member, kind in {**role.members, **role.optional}.items():
-            bound = self.bound.get(member)
-            if bound is None and member in role.members:
-                message = f"pattern `{self.declaration.name.text}` is declared `{name.text}` but binds no `{member}`"
-                label = f"`{name.text}` needs {listing(role.members)}"
-                self.report.error("E034", message, name.span, label=label)
-            elif bound is not None and kind not in (bound.capture.kind, bound.capture.role):
-                message = f"`{member}` must be {kind} in a pattern that is `{name.text}`, found {bound.capture.describe()}"
-                self.report.error("E034", message, bound.span, related=(Related(name.span, "declared here"),))
-            elif bound is not None and member in role.members and bound.capture.optional:
-                message = f"`{member}` may be absent, but `{name.text}` promises it"
-                self.report.error("E034", message, bound.span, related=(Related(name.span, "promised here"),))
-
-
-def _common(captures: list[Capture]) -> Capture:
-    """What is known of a value that is one of several things."""
-    first = captures[0]
-    return first if all(capture == first for capture in captures) else VALUE

@@ -11,7 +11,14 @@ class Report:
         self.warnings: list[Diagnostic] = []
 
     def error(
-        self, code: str, message: str, span: Span | None, *, label: str = "", hint: str = "", related: tuple[Related, ...] = ()
+        self,
+        code: str,
+        message: str,
+        span: Span | None,
+        *,
+        label: str = "",
+        hint: str = "",
+        related: tuple[Related, ...] = (),
     ) -> None:
         self.errors.append(Diagnostic(code, message, span, label, hint, related))
 

@@ -71,7 +71,9 @@ class _RuleCheck:
         if len(parts) == 1 and parts[0] in MATCHABLE and parts[0] not in self.unit.patterns:
             if parts[0] == "module" and not rule.at:
                 hint = 'for example `match module at "model"`'
-                self.report.error("E031", "`match module` needs `at`: a module is known by its path only", rule.root.span, hint=hint)
+                self.report.error(
+                    "E031", "`match module` needs `at`: a module is known by its path only", rule.root.span, hint=hint
+                )
             kind = MATCHABLE[parts[0]]
             return parts[0], Capture(kind)
         pattern = self.patterns.find(self.unit, parts, rule.root.span, "pattern")
