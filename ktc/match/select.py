@@ -8,18 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from torch import fx
+
 from ktc.capture import BlockGraph, CapturedModel, ModuleInfo
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.dsl import globs, syntax
 from ktc.dsl.evaluate import evaluate
 from ktc.dsl.ruleset import RuleDefinition, RuleSet, Value
 from ktc.graph import ops
+from ktc.graph.fold import tensor_inputs
 from ktc.host import Host
 from ktc.match.facts import Facts, common_path
 from ktc.match.term import Attempt, BudgetExceeded, TermMatcher
 from ktc.match.types import Match, Matches, NearMiss, NodeRef
 
 DEFAULT_TOKENS = 512
+NEAR = 4  # nodes that an attempt must have matched to be told as a near miss; fewer agree by accident
 # Nodes that compute nothing on data: they are not counted when a match's coverage is.
 _STRUCTURE = frozenset({"input", "weight", "output", "getitem", "sym_size", "sym_numel"}) | ops.TRANSPARENT
 _LEAF_CLASSES = {"linear": "Linear", "embedding": "Embedding"}
@@ -80,7 +84,7 @@ def _candidates(rule: RuleDefinition, rules: RuleSet, captured: CapturedModel) -
         else:
             matcher = TermMatcher(rules)
             local = list(_pattern_matches(rule, rules, block, matcher))
-            if not local and matcher.best.matched > 0:
+            if not local and matcher.best.matched >= NEAR:
                 misses.append(_near_miss(rule, block, captured, matcher.best))
         for site in captured.sites_of(block.key):
             found += [_at_site(m, site.fqn, site.layer, captured) for m in local]
@@ -116,7 +120,7 @@ def _pattern_matches(rule: RuleDefinition, rules: RuleSet, block: BlockGraph, ma
             continue
         if result is not None:
             found.append(result)
-    computing = {n for n in block.graph.graph.nodes if ops.operator(n) not in _STRUCTURE and _is_tensor(n)}
+    computing = {n for n in _on_data(block.graph) if ops.operator(n) not in _STRUCTURE}
     order = {n: i for i, n in enumerate(block.graph.graph.nodes)}
     for sub, nodes in found:
         if any(nodes < other for _, other in found):
@@ -126,8 +130,13 @@ def _pattern_matches(rule: RuleDefinition, rules: RuleSet, block: BlockGraph, ma
         yield Match(rule.name, rule.root, "", None, "", block.key, "", sub.bindings, names, coverage)
 
 
-def _is_tensor(node: object) -> bool:
-    return "shape" in getattr(node, "meta", {})
+def _on_data(graph: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that the hidden states flow into: what only prepares positions is not for a pattern to explain."""
+    reached = {n for n in graph.graph.nodes if n.op == "placeholder" and n.name == "hidden_states"}
+    for node in graph.graph.nodes:
+        if any(source in reached for source in tensor_inputs(node)):
+            reached.add(node)
+    return reached
 
 
 def _at_site(found: Match, site: str, layer: int, captured: CapturedModel) -> Match:

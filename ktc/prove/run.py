@@ -84,14 +84,15 @@ def signature(graph: fx.GraphModule) -> tuple[object, ...]:
     rows: list[object] = []
     for node in graph.graph.nodes:
         if _is_significant(node):
-            sources = tuple(str(s.target) if s.op == "get_attr" else numbers.get(_behind(s).name, -1) for s in node.all_input_nodes)
-            rows.append((ops.operator(node), node.meta.get("fqn"), tuple(s for s in sources if s != -1)))
+            sources = [_behind(s) for s in node.all_input_nodes if "shape" in s.meta or s.name in numbers or ops.operator(s) == "getitem"]
+            rows.append((ops.operator(node), node.meta.get("fqn"), tuple(numbers.get(s.name, str(s.target)) for s in sources)))
     return tuple(rows)
 
 
 def _is_significant(node: fx.Node) -> bool:
-    structure = node.op in ("placeholder", "get_attr", "output") or ops.operator(node) in ops.TRANSPARENT
-    return not structure and ops.operator(node) != "getitem" and "shape" in node.meta or ops.operator(node) in ("split", "topk", "max")
+    """A node that computes on tensors; one with several results has no shape of its own."""
+    structure = node.op in ("placeholder", "get_attr", "output") or ops.operator(node) in ops.TRANSPARENT | {"getitem"}
+    return not structure and ("shape" in node.meta or isinstance(node.meta.get("val"), tuple | list))
 
 
 def _behind(node: fx.Node) -> fx.Node:
