@@ -139,7 +139,7 @@ class _PatternCheck:
             return [VALUE] * results
         outputs = whole.pattern.declaration.outputs
         if len(outputs) != results:
-            message = f"pattern `{whole.pattern.name}` has {len(outputs)} outputs, {results} names are bound"
+            message = f"pattern `{whole.pattern.name}` has {_counted(len(outputs), 'output')}, {results} names are bound"
             self.report.error("E025", message, term.span)
             return [VALUE] * results
         return [whole.members.get(output.text, VALUE) for output in outputs]
@@ -234,11 +234,12 @@ class _PatternCheck:
     def _check_operands(self, call: syntax.Call, operator: Operator, results: int) -> None:
         fewest, most = operator.operands
         if len(call.operands) < fewest or (most is not None and len(call.operands) > most):
-            wanted = str(fewest) if fewest == most else f"{fewest} or more" if most is None else f"{fewest} to {most}"
-            message = f"`{call.callee[0]}` takes {wanted} operands, found {len(call.operands)}"
+            exact = _counted(fewest, "operand")
+            wanted = exact if fewest == most else f"{fewest} to {most or 'any number of'} operands"
+            message = f"`{call.callee[0]}` takes {wanted}, found {len(call.operands)}"
             self.report.error("E025", message, call.span)
         if operator.results is not None and results > operator.results:
-            message = f"`{call.callee[0]}` has {operator.results} results, {results} names are bound"
+            message = f"`{call.callee[0]}` has {_counted(operator.results, 'result')}, {results} names are bound"
             self.report.error("E025", message, call.span)
 
     def _check_attributes(self, call: syntax.Call, operator: Operator) -> None:
@@ -252,9 +253,10 @@ class _PatternCheck:
                 self.report.error("E025", f"`{call.callee[0]}` has no attribute `{name}`", attribute.span, hint=hint)
 
     def _check_pattern_call(self, call: syntax.Call, pattern: CheckedPattern) -> None:
-        wanted = len(pattern.declaration.inputs)
-        if len(call.operands) != wanted:
-            message = f"pattern `{pattern.name}` takes {wanted} operands, found {len(call.operands)}"
+        inputs = len(pattern.declaration.inputs)
+        if len(call.operands) != inputs:
+            wanted = _counted(inputs, "operand")
+            message = f"pattern `{pattern.name}` takes {wanted}, found {len(call.operands)}"
             self.report.error("E025", message, call.span)
         for attribute in call.attributes:
             self.report.error("E025", f"pattern `{pattern.name}` takes no attributes", attribute.span)
@@ -290,3 +292,7 @@ class _PatternCheck:
         certain = self.bound[self.declaration.outputs[0].text].all
         for name, bound in self.bound.items():
             bound.capture = replace(bound.capture, optional=name not in certain)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
