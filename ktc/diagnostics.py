@@ -51,13 +51,17 @@ class Diagnostic:
 
 
 class KtcError(Exception):
-    """An operation that was refused or failed, with all its diagnostics. Never constructed without one."""
+    """An operation that was refused or failed, with all its diagnostics. Never constructed without one.
+
+    `sources` has the text of the files that the spans name, as far as it is known, for `render`.
+    """
 
     exit_code = 1
 
-    def __init__(self, *diagnostics: Diagnostic) -> None:
+    def __init__(self, *diagnostics: Diagnostic, sources: Mapping[str, str] | None = None) -> None:
         assert diagnostics, "an error must say what is wrong"
         self.diagnostics = diagnostics
+        self.sources: Mapping[str, str] = sources or {}
         super().__init__("; ".join(f"{d.code}: {d.message}" for d in diagnostics))
 
 

@@ -47,7 +47,7 @@ def read_program(path_or_name: str | Path) -> Program:
     loader = _Loader(path, shown)
     loader.load(path, prefix="", chain=())
     if not loader.program.units:
-        raise InputRefused(*loader.program.diagnostics)
+        raise InputRefused(*loader.program.diagnostics, sources=loader.program.sources)
     return loader.program
 
 

@@ -35,7 +35,7 @@ def check(program: Program, settings: Mapping[str, str]) -> RuleSet:
     rules = check_rules(units, patterns, blocks["lora"], report)
     check_conflicts(rules, blocks["plan"], report)
     if report.errors:
-        raise InputRefused(*in_order(report.errors))
+        raise InputRefused(*in_order(report.errors), sources=program.sources)
     warn_unused(units, report)
     return RuleSet(
         entry=units[0].source.module.file,

@@ -45,9 +45,9 @@ def _check_double_claims(rule: RuleDefinition, report: Report) -> None:
 
 
 def _check_absorbed(absorbing: RuleAction, other: RuleAction, report: Report) -> None:
-    """An adapter or a kernel needs its capture to be a node of its own, which an absorbed capture no longer is."""
+    """An adapter needs its capture to be a node of its own, which an absorbed capture no longer is."""
     absorbed = TARGETS[absorbing.target].absorbs
-    if absorbing.on or other.facet not in ("adapter", "kernel"):
+    if absorbing.on or other.facet != "adapter" or other.target == "keep":
         return
     for path in other.on:
         if len(path) == 1 and path[0] in absorbed:

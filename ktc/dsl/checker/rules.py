@@ -157,7 +157,7 @@ def _direct_overrides(
         if name in known:
             found.add(name)
         elif name not in declared and loser.parts[0] not in unit.source.broken_imports:
-            here = [other.removeprefix(prefix) for other in declared if other.startswith(prefix)]
+            here = sorted(other.removeprefix(prefix) for other in declared if other.startswith(prefix))
             hint = suggest(str(loser), here) or f"rules: {listing(here)}"
             report.error("E027", f"`overrides` names an unknown rule `{loser}`", loser.span, hint=hint)
     return frozenset(found)
