@@ -1,1 +1,12 @@
+"""Link: everything a compilation produced -> the folder OUT, an importable package and a Hugging Face model folder."""
 
+from __future__ import annotations
+
+from ktc.link.adapter import adapter_json
+from ktc.link.assemble import assemble
+from ktc.link.folder import check_out
+from ktc.link.package import KernelFile, Package, link
+from ktc.link.rules import rule_files
+from ktc.link.stages import dump_stage
+
+__all__ = ["KernelFile", "Package", "adapter_json", "assemble", "check_out", "dump_stage", "link", "rule_files"]

@@ -1,0 +1,43 @@
+"""The adapter that the rules ask for, in PEFT's words: in module names and settings, out the content of `lora.json`.
+
+Layers that share a name with the projections of experts are named by their weights: PEFT takes `gate_proj` and the
+like in `target_modules` of a mixture-of-experts model for the routed experts, whatever path stands before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ktc.diagnostics import Diagnostic, InputRefused
+
+_EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
+
+def adapter_json(
+    targets: Sequence[str],
+    r: int,
+    lora_alpha: float,
+    lora_dropout: float,
+    rank_pattern: Mapping[str, int],
+    alpha_pattern: Mapping[str, float],
+) -> dict[str, Any]:
+    """Arguments of `LoraConfig` for the modules `targets` (full names).
+
+    Raises `InputRefused` (I150) for a dropout on a layer that PEFT can only name by its weight.
+    """
+    by_weight = [fqn for fqn in targets if fqn.rpartition(".")[2] in _EXPERT_NAMES]
+    if by_weight and lora_dropout:
+        message = f"`{by_weight[0]}` cannot have a LoRA dropout: PEFT adapts it by its weight, without one"
+        raise InputRefused(Diagnostic("I150", message, hint="write `dropout = 0` in the `lora` block"))
+    renamed = {fqn: f"{fqn}.weight" for fqn in by_weight}
+    return {
+        "task_type": "CAUSAL_LM",
+        "r": r,
+        "lora_alpha": lora_alpha,
+        "lora_dropout": lora_dropout,
+        "target_modules": [fqn for fqn in targets if fqn not in renamed],
+        "target_parameters": list(renamed.values()) or None,
+        "rank_pattern": {renamed.get(fqn, fqn): value for fqn, value in rank_pattern.items()},
+        "alpha_pattern": {renamed.get(fqn, fqn): value for fqn, value in alpha_pattern.items()},
+    }

@@ -1,0 +1,62 @@
+"""The values of the stages -> the `Package` that is written. Nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ktc.capture import CapturedModel
+from ktc.capture.weights import WeightMap
+from ktc.codegen.render import KernelSource
+from ktc.dsl.ruleset import RuleSet
+from ktc.graph.dump import to_json
+from ktc.host import Host
+from ktc.link.adapter import adapter_json
+from ktc.link.package import KernelFile, Package
+from ktc.link.rules import rule_files
+from ktc.link.stages import STAGES, dump_stage
+from ktc.match import Matches
+from ktc.plan import Plan
+from ktc.plan.report import plan_json
+from ktc.rewrite import RewrittenBlock, recipe
+from ktc.runtime.kernel_library import KernelLibrary
+
+
+def assemble(
+    captured: CapturedModel, rules: RuleSet, settings: Mapping[str, str], weights: WeightMap, matches: Matches, plan: Plan,
+    blocks: Sequence[RewrittenBlock], source: KernelSource, library: KernelLibrary | None,
+) -> Package:  # fmt: skip
+    """Everything that goes into OUT, as text and plain values."""
+    assert captured.source.folder is not None, "only a model with a folder is compiled"
+    units = {unit.name.removesuffix(".cpp"): unit for unit in source.units}
+    lora = plan.lora
+    return Package(
+        name=captured.source.name,
+        checkpoint=captured.source.folder,
+        class_name=type(captured.model).__name__,
+        dtype=str(captured.model.dtype).removeprefix("torch."),
+        weights=weights.sources,
+        rules=rules.entry,
+        settings=settings,
+        rule_files=rule_files(rules.sources),
+        host=host_json(plan.host),
+        isa=plan.kernels[0].isa if plan.kernels else "scalar",
+        plan=plan_json(plan),
+        kernels=tuple(KernelFile(s.entry, asdict(s), units[s.entry].text) for s in source.specs),
+        bindings=units["bindings"].text if library is not None else "",
+        library=library.path if library is not None else None,
+        rewrites=recipe(tuple(blocks), plan),
+        placement={p.fqn: p.device for p in plan.placements},
+        lora=None
+        if lora is None
+        else adapter_json(
+            lora.targets, lora.r, lora.lora_alpha, lora.lora_dropout, lora.rank_pattern, lora.alpha_pattern
+        ),
+        graphs={stage: to_json(dump_stage(stage, captured, matches, plan, blocks)) for stage in STAGES},
+    )
+
+
+def host_json(host: Host) -> dict[str, Any]:
+    """The host as the manifest records it."""
+    return {**asdict(host), "isas": list(host.isas), "features": sorted(host.features)}

@@ -1,0 +1,181 @@
+"""The folder OUT: may it be written, and writing it so that it is there as a whole or not at all.
+
+In: a path and a function that fills a folder. Out: the folder. Refused: a name that cannot be imported, a folder that is
+there already, a place that cannot be written, a disk that is full.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib.util
+import keyword
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ktc.diagnostics import Diagnostic, InputRefused
+
+_MARK = "ktc.json"  # what tells a compiled model from any other folder
+
+
+def check_out(out: Path, force: bool = False) -> None:
+    """Raises `InputRefused` if OUT cannot be written: I140 no identifier, I141 shadows a module, I142 exists, I143 place.
+
+    `force` permits to replace a folder that holds a compiled model. To be called before the long work.
+    """
+    out = out.absolute()
+    if not out.name.isidentifier() or keyword.iskeyword(out.name):
+        message = f"OUT `{out.name}` is no Python identifier, and the compiled model is a package of that name"
+        raise InputRefused(Diagnostic("I140", message, hint=f"try `-o {out.with_name(_suggestion(out.name))}`"))
+    shadowed = _importable_from(out.name)
+    if shadowed is not None and not _inside(shadowed, out):
+        message = f"OUT `{out.name}` would shadow the module `{out.name}` ({shadowed})"
+        raise InputRefused(Diagnostic("I141", message, hint=f"try `-o {out.with_name(out.name + '_ktc')}`"))
+    if os.path.lexists(out):
+        _check_replaceable(out, force)
+    _check_place(out.parent)
+
+
+def _suggestion(name: str) -> str:
+    plain = re.sub(r"\W+", "_", name).strip("_") or "compiled"
+    return f"model_{plain}" if plain[0].isdigit() or keyword.iskeyword(plain) else plain
+
+
+def _importable_from(name: str) -> str | None:
+    """Where `import name` would find a module now; `None` if nowhere. Plain folders without code do not count."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a module that is half there already counts as there
+        return "imported"
+    return spec.origin if spec is not None else None
+
+
+def _inside(origin: str, folder: Path) -> bool:
+    return Path(origin).resolve().is_relative_to(folder.resolve())
+
+
+def _check_replaceable(out: Path, force: bool) -> None:
+    compiled = out.is_dir() and not out.is_symlink() and (out / _MARK).is_file()
+    if not force:
+        hint = "`--force` replaces it" if compiled else "choose another name"
+        raise InputRefused(Diagnostic("I142", f"OUT `{out}` exists already", hint=hint))
+    if not compiled:
+        message = f"OUT `{out}` exists and is no compiled model; `--force` replaces only a folder that holds `{_MARK}`"
+        raise InputRefused(Diagnostic("I142", message, hint="choose another name"))
+
+
+def _check_place(parent: Path) -> None:
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        raise InputRefused(
+            Diagnostic("I143", f"OUT cannot be made in `{parent}`, which is no folder", hint="choose another place")
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        message = f"OUT cannot be made in `{parent}`: it is not writable"
+        raise InputRefused(Diagnostic("I143", message, hint="choose another place, or change its permissions"))
+
+
+def write_folder(out: Path, fill: Callable[[Path], None], force: bool = False) -> None:
+    """Fill a folder beside `out` and rename it to `out`. A failure leaves neither, nor the parents it made.
+
+    A folder that a killed process left beside `out` is removed by the next call. Raises `InputRefused` (I145) where the
+    system refuses a write.
+    """
+    out = out.absolute()
+    check_out(out, force)
+    made_parents: list[Path] = []
+    beside: Path | None = None
+    try:
+        made_parents = _make_parents(out.parent)
+        _sweep(out)
+        beside = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.parent))
+        _fill_and_rename(beside, out, fill)
+    except BaseException as error:
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+        for parent in reversed(made_parents):
+            with suppress(OSError):  # somebody else put something there
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise InputRefused(_not_written(out, error)) from error
+        raise
+
+
+def _not_written(out: Path, error: OSError) -> Diagnostic:
+    hint = "free some space and compile again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return Diagnostic("I145", f"OUT `{out}` could not be written: {error.strerror or error}", hint=hint)
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    """The folders above OUT that were not there, outermost first; made now."""
+    absent = [path for path in (parent, *parent.parents) if not path.exists()]
+    made: list[Path] = []
+    for path in reversed(absent):
+        path.mkdir(exist_ok=True)
+        made.append(path)
+    return made
+
+
+def _prefix(out: Path) -> str:
+    return f".{out.name}.writing-"
+
+
+def _fill_and_rename(beside: Path, out: Path, fill: Callable[[Path], None]) -> None:
+    lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held while we live: `_sweep` lets us alone
+        fill(beside)
+        beside.chmod(0o755)
+        for path in _bottom_up(beside):
+            _flush(path)
+        _replace(beside, out)
+        _flush(out.parent)
+    finally:
+        os.close(lock)
+
+
+def _replace(beside: Path, out: Path) -> None:
+    if not out.exists():
+        os.rename(beside, out)
+        return
+    old = beside.with_name(beside.name + "-old")
+    os.rename(out, old)
+    try:
+        os.rename(beside, out)
+    except OSError:
+        os.rename(old, out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sweep(out: Path) -> None:
+    """Remove what killed processes left; a folder whose writer lives is locked and stays."""
+    for left in out.parent.glob(_prefix(out) + "*"):
+        descriptor = os.open(left, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _bottom_up(folder: Path) -> Iterator[Path]:
+    for parent, _, files in os.walk(folder, topdown=False):
+        yield from (Path(parent) / file for file in files)
+        yield Path(parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,187 @@
+"""`Package` -> OUT: the compiled model as a Python package, a Hugging Face model folder and a record, in one folder.
+
+In: what the stages produced, as text and plain values. Out: the folder, written as a whole or not at all. The weights
+stay where they are. Refused: what `check_out` refuses, a disk that does not take the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jinja2
+
+import ktc
+from ktc import resources
+from ktc.checkpoint import WeightSource, write_sources
+from ktc.link.folder import write_folder
+from ktc.runtime import manifest, peft_glue
+from ktc.runtime.manifest import KernelRecord, LibraryRecord, Manifest, ModelRecord, Rewrite, RulesRecord, Versions
+
+_COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tokenization_*.py",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFile:
+    """The rendered source of one kernel and its spec as plain values (`dtype` among them)."""
+
+    entry: str
+    spec: Mapping[str, Any]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """Everything that goes into OUT.
+
+    `name` is what adapters name as their base (a hub id or the checkpoint's path), `checkpoint` the folder with
+    config.json and the weights, `class_name` and `dtype` the stock class and its dtype as torch spells it ("bfloat16").
+    `rule_files` maps file names to texts, `graphs` stage names to JSON; `plan` is any JSON value that tells two plans
+    apart; `bindings` is the source of the Python bindings; `lora` the arguments of `LoraConfig`, `None` without adapter.
+    """
+
+    name: str
+    checkpoint: Path
+    class_name: str
+    dtype: str
+    weights: tuple[WeightSource, ...]
+    rules: str
+    settings: Mapping[str, str]
+    rule_files: Mapping[str, str]
+    host: Mapping[str, Any]
+    isa: str
+    plan: Any
+    kernels: tuple[KernelFile, ...]
+    bindings: str
+    library: Path | None
+    rewrites: tuple[Rewrite, ...]
+    placement: Mapping[str, str]
+    lora: Mapping[str, Any] | None
+    graphs: Mapping[str, str]
+
+
+def link(package: Package, out: Path, force: bool = False) -> Path:
+    """Write `package` to `out` and return its absolute path. Raises `InputRefused` as `check_out` does, and I145."""
+    out = out.absolute()
+    write_folder(out, lambda folder: _fill(folder, package, out.name), force)
+    return out
+
+
+def _fill(folder: Path, package: Package, name: str) -> None:
+    for file, text in _texts(package, name).items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    if package.library is not None:
+        shutil.copyfile(package.library, folder / _library_file(package.library))
+    for pattern in _COPIED:
+        for path in sorted(package.checkpoint.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+
+def _texts(package: Package, name: str) -> dict[str, str]:
+    """Every file that is text, by its path within the folder."""
+    facts = {
+        "name": name,
+        "model": _in_docstring(package.name),
+        "rules": _in_docstring(package.rules),
+        "version": ktc.__version__,
+        "stock": package.class_name,
+    }
+    texts = {
+        "config.json": _config(package),
+        manifest.FILE: _manifest(package).to_json(),
+        peft_glue.FILE: _json(package.lora),
+        "weights.json": write_sources(package.weights),
+        "__init__.py": _rendered("__init__.py.j2", facts),
+        "modeling_ktc.py": _rendered("modeling_ktc.py.j2", facts),
+    }
+    texts |= {f"rules/{file}": text for file, text in package.rule_files.items()}
+    texts |= {f"graph/{stage}.json": text for stage, text in package.graphs.items()}
+    texts |= {_kernel_file(kernel): kernel.text for kernel in package.kernels}
+    if package.bindings:
+        texts["kernels/bindings.cpp"] = package.bindings
+    return texts
+
+
+def _in_docstring(text: str) -> str:
+    """A path or name as it can stand in generated Python, whatever characters it has."""
+    return text.encode("unicode_escape").decode("ascii").replace('"', "'")
+
+
+def _config(package: Package) -> str:
+    """The stock config with our class in it; model type and config class stay, so that tables of other tools know it."""
+    config = cast("dict[str, Any]", json.loads((package.checkpoint / "config.json").read_text(encoding="utf-8")))
+    config["architectures"] = [f"Ktc{package.class_name}"]
+    config["auto_map"] = {"AutoModelForCausalLM": f"modeling_ktc.Ktc{package.class_name}"}
+    return _json(config)
+
+
+def _manifest(package: Package) -> Manifest:
+    rule_text = "".join(f"# {file}\n{text}" for file, text in sorted(package.rule_files.items()))
+    library = package.library
+    return Manifest(
+        schema=manifest.SCHEMA,
+        versions=Versions.installed(),
+        isa=package.isa,
+        host=package.host,
+        model=ModelRecord(
+            name=package.name,
+            folder=str(package.checkpoint.resolve()),
+            class_name=package.class_name,
+            dtype=package.dtype,
+            config_sha256=_sha256((package.checkpoint / "config.json").read_bytes()),
+        ),
+        rules=RulesRecord(package.rules, dict(package.settings), rule_text, _sha256(rule_text.encode())),
+        plan_sha256=_sha256(json.dumps(package.plan, sort_keys=True).encode()),
+        kernels=tuple(
+            KernelRecord(kernel.entry, dict(kernel.spec), _kernel_file(kernel), _sha256(kernel.text.encode()))
+            for kernel in package.kernels
+        ),
+        library=None if library is None else LibraryRecord(_library_file(library), _sha256(library.read_bytes())),
+        rewrites=package.rewrites,
+        placement=dict(package.placement),
+    )
+
+
+def _kernel_file(kernel: KernelFile) -> str:
+    return f"kernels/{kernel.entry}.cpp"
+
+
+def _library_file(library: Path) -> str:
+    return f"lib{library.name.removeprefix('lib')}"
+
+
+def _rendered(template: str, facts: Mapping[str, str]) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(resources.templates() / "package"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    return environment.get_template(template).render(facts)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2) + "\n"
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,212 @@
+"""Loading a compiled model: from its folder to an HF-compatible causal LM on the planned devices.
+
+The stock class is built on meta tensors, the recipe is realised in it, and the weights are read from the original
+checkpoint straight into their places. Refused, before anything is read: a folder of another schema, other versions or
+another interpreter, a library that is not the one that was built, a changed source model, an instruction set that this
+machine lacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from ktc import host
+from ktc.checkpoint import WeightSource, open_index, read_sources
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.runtime import peft_glue, weight_store
+from ktc.runtime.buffers import compute_buffers
+from ktc.runtime.compiled_model import compiled_class
+from ktc.runtime.kernel_library import KernelLibrary
+from ktc.runtime.manifest import Manifest, Versions, read_manifest
+from ktc.runtime.placement import check_devices, device_map, follow
+from ktc.runtime.realise import realise
+from ktc.runtime.weight_store import Progress
+
+
+def load(
+    path: str | Path,
+    *,
+    weights: str | Path | None = None,
+    reference: bool = False,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """The compiled model in `path`, in evaluation mode, without adapters.
+
+    `weights` names the checkpoint if it has moved since the compilation. `reference` runs every op of ktc as its
+    PyTorch reference in fp32, needs no library, and generates token for token what the stock model in fp32 does.
+    Raises `InputRefused` or `HostLacks`, each with what to do.
+    """
+    manifest = read_manifest(Path(path))
+    model_class = compiled_class(_stock_class(manifest, Path(path)))
+    return load_as(
+        model_class,
+        Path(path),
+        weights=weights,
+        reference=reference,
+        allow_nonfinite=allow_nonfinite,
+        progress=progress,
+    )
+
+
+def load_as(
+    model_class: type[PreTrainedModel],
+    folder: Path,
+    *,
+    config: PreTrainedConfig | None = None,
+    attention: str | None = None,
+    weights: str | Path | None = None,
+    reference: bool = False,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """`load` as an instance of `model_class`, with a `config` that was read from the folder and then changed."""
+    folder = folder.resolve()
+    manifest = read_manifest(folder)
+    checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
+    library = _check(manifest, folder, checkpoint, reference)
+    sources = _read_sources(folder, manifest)
+    index = open_index(checkpoint)
+    placement = {} if reference else dict(manifest.placement)
+    check_devices(placement)
+    model = _build_on_meta(model_class, config or _read_config(folder), manifest, attention, reference)
+    realise(model, manifest.rewrites, library)
+    with weight_store.progress_bar(f"loading {folder.name}") as bar:
+        weight_store.fill(model, sources, index, placement, allow_nonfinite=allow_nonfinite, progress=progress or bar)
+    compute_buffers(model, placement)
+    model.tie_weights()
+    weight_store.check_filled(model)
+    follow(model, placement)
+    return _finished(model, folder, manifest, str(weights) if weights is not None else manifest.model.name, placement)
+
+
+def _stock_class(manifest: Manifest, folder: Path) -> type[PreTrainedModel]:
+    found = getattr(transformers, manifest.model.class_name, None)
+    if found is None:
+        message = f"transformers {transformers.__version__} has no class `{manifest.model.class_name}`"
+        hint = f"install transformers {manifest.versions.transformers}, or compile again: `{manifest.renewal(folder)}`"
+        raise InputRefused(Diagnostic("L403", message, hint=hint))
+    return cast("type[PreTrainedModel]", found)
+
+
+# What must hold before anything is read
+
+
+def _check(manifest: Manifest, folder: Path, checkpoint: Path, reference: bool) -> KernelLibrary | None:
+    """The kernel library (which checks its digest when it is opened), `None` in reference mode. Raises what does not fit."""
+    problems = _version_mismatches(manifest, folder, with_library=not reference and manifest.library is not None)
+    if problems:
+        raise InputRefused(*problems)
+    _check_source(manifest, checkpoint)
+    if reference or manifest.library is None:
+        return None
+    host.restrict(host.detect(), manifest.isa)
+    entries = tuple((kernel.entry, str(kernel.spec["dtype"])) for kernel in manifest.kernels)
+    return KernelLibrary(folder / manifest.library.file, manifest.library.sha256, entries)
+
+
+def _version_mismatches(manifest: Manifest, folder: Path, with_library: bool) -> list[Diagnostic]:
+    """Another release series may name modules otherwise; another interpreter cannot load the library."""
+    installed = Versions.installed()
+    problems: list[Diagnostic] = []
+    for field in fields(Versions):
+        exact = field.name == "python_abi"
+        made, found = getattr(manifest.versions, field.name), getattr(installed, field.name)
+        if (made == found if exact else _series(made) == _series(found)) or (exact and not with_library):
+            continue
+        message = f"`{folder.name}` was compiled with {field.name} {made}, installed is {found}"
+        problems.append(Diagnostic("L403", message, hint=f"compile again: `{manifest.renewal(folder)}`"))
+    return problems
+
+
+def _series(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def _check_source(manifest: Manifest, checkpoint: Path) -> None:
+    path = checkpoint / "config.json"
+    if not path.is_file():
+        message = f"the model's checkpoint is no longer at `{checkpoint}`"
+        raise InputRefused(Diagnostic("L405", message, hint="say where it is: `load(weights=FOLDER)`"))
+    if _sha256(path) != manifest.model.config_sha256:
+        message = f"`{path}` has changed since the model was compiled"
+        raise InputRefused(
+            Diagnostic("L405", message, hint="compile again, or name the original: `load(weights=FOLDER)`")
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_sources(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
+    try:
+        return read_sources((folder / "weights.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        hint = f"compile again: `{manifest.renewal(folder)}`"
+        raise InputRefused(Diagnostic("L402", f"`{folder / 'weights.json'}` is damaged: {error}", hint=hint)) from error
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    return cast("PreTrainedConfig", AutoConfig.from_pretrained(folder))
+
+
+# The model itself
+
+
+def _build_on_meta(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    manifest: Manifest,
+    attention: str | None,
+    reference: bool,
+) -> PreTrainedModel:
+    """The stock modules without storage, each tensor in the dtype that it will have."""
+    dtype = torch.float32 if reference else cast("torch.dtype", getattr(torch, manifest.model.dtype))
+    config.architectures = [manifest.model.class_name]
+    extra: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    if reference:
+        extra["experts_implementation"] = "eager"  # experts that no rule rewrote add up in the stock order too
+    make = cast("Any", model_class)
+    with torch.device("meta"):
+        model = cast("PreTrainedModel", make._from_config(config, dtype=dtype, **extra))
+    _keep_in_fp32(model, dtype)
+    return model.eval()
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Some tensors (a router's correction bias) stay fp32 in a model of half precision: the class names them."""
+    kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not kept or dtype not in (torch.float16, torch.bfloat16):
+        return
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and any(part in name for part in kept):
+            tensor.data = tensor.data.float()
+
+
+def _finished(
+    model: PreTrainedModel, folder: Path, manifest: Manifest, base: str, placement: Mapping[str, str]
+) -> PreTrainedModel:
+    """What users of the model look at: its origin, its generation defaults, its devices."""
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    # An adapter saved from this model names the original as its base, so that it loads anywhere.
+    model.name_or_path = base
+    model.config.name_or_path = base
+    devices = device_map(placement)
+    if devices is not None:
+        cast("Any", model).hf_device_map = devices
+    peft_glue.install()
+    return model

@@ -1,0 +1,63 @@
+"""Adapters on a compiled model: PEFT's own dispatch serves `KTLinear`; what cannot be adapted yet is refused by name.
+
+`install` is called when a compiled model is imported or loaded. `read_lora_config` makes the stock `LoraConfig` that
+the rule's `lora` block and the nodes it chose ask for.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from peft import LoraConfig
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.runtime.fused_moe import FusedMoe
+
+FILE = "lora.json"
+_INSTALLED = "_ktc_installed"
+
+
+def install() -> None:
+    """Make every `LoraConfig` that is built from now on know ktc's modules. A second call changes nothing.
+
+    PEFT, TRL and LLaMA-Factory build their configs themselves, so the class is where all of them pass.
+    """
+    original = cast("Any", LoraConfig).__post_init__
+    if getattr(original, _INSTALLED, False):
+        return
+
+    @functools.wraps(original)
+    def with_modules(self: LoraConfig) -> None:
+        original(self)
+        cast("Any", self)._register_custom_module({FusedMoe: _refuse_experts})
+
+    setattr(with_modules, _INSTALLED, True)
+    cast("Any", LoraConfig).__post_init__ = with_modules
+
+
+def _refuse_experts(target: object, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    raise InputRefused(
+        Diagnostic(
+            "L430",
+            f"adapter `{adapter_name}` targets routed experts, which stay frozen in this version of ktc",
+            hint="target attention and dense layers only; `OUT.lora_config()` has the layers that the rules chose",
+        )
+    )
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """The stock `LoraConfig` of the compiled model in `folder`. Raises `InputRefused` (L431) if its rules ask for none."""
+    try:
+        content: object = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputRefused(
+            Diagnostic("L402", f"`{folder / FILE}` is damaged: {error}", hint="compile it again")
+        ) from error
+    if content is None:
+        hint = "add a rule with `lora_linear`, or build a `LoraConfig` yourself"
+        raise InputRefused(Diagnostic("L431", f"the rules of `{folder.name}` ask for no adapter", hint=hint))
+    install()
+    return LoraConfig(**cast("dict[str, Any]", content))

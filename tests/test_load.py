@@ -1,0 +1,342 @@
+"""Loading a compiled model: it computes what the stock model computes, and refuses what it was not compiled for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import ktc
+from ktc import twin
+from ktc.capture.weights import map_weights
+from ktc.checkpoint import open_index
+from ktc.diagnostics import InputRefused
+from ktc.link import Package, adapter_json, link
+from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.load import load
+from ktc.runtime.lora_linear import KTLinear
+from ktc.runtime.manifest import Rewrite
+from ktc.runtime.realise import realise
+
+ADAPTED = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+def recipe(model: PreTrainedModel) -> tuple[Rewrite, ...]:
+    """What the rules would ask for: LoRA on attention, routed experts as one module."""
+    steps = [
+        Rewrite(fqn, "lora_linear", None, "cpu", {}, "attention", "moe-lora.ktr:9:3")
+        for fqn, _ in model.named_modules()
+        if fqn.rpartition(".")[2] in (*ADAPTED, "q_a_proj", "q_b_proj", "k_proj", "v_proj")
+    ]
+    for fqn, module in model.named_modules():
+        if hasattr(module, "gate_up_proj"):
+            experts, rows, hidden = module.gate_up_proj.shape
+            args = {
+                "num_experts": experts,
+                "hidden": hidden,
+                "intermediate": rows // 2,
+                "top_k": model.config.num_experts_per_tok,
+                "activation": "silu",
+                "activations": "keep",
+                "threads": 1,
+            }
+            steps.append(Rewrite(fqn, "fused_moe", None, "cpu", args, "experts", "moe-lora.ktr:5:3"))
+    return tuple(steps)
+
+
+def package(checkpoint: Path) -> Package:
+    config = AutoConfig.from_pretrained(checkpoint)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rewrites = recipe(model)
+    targets = [step.fqn for step in rewrites if step.module == "lora_linear"]
+    return Package(
+        name=str(checkpoint),
+        checkpoint=checkpoint,
+        class_name=type(model).__name__,
+        dtype="bfloat16",
+        weights=map_weights(model, open_index(checkpoint)).sources,
+        rules="moe-lora",
+        settings={},
+        rule_files={"moe-lora.ktr": "rule experts {}\n", "std/moe.ktr": "# patterns\n"},
+        host={"isas": ["scalar"]},
+        isa="scalar",
+        plan={"threads": 1},
+        kernels=(),
+        bindings="",
+        library=None,
+        rewrites=rewrites,
+        placement={"model": "cpu", "lm_head": "cpu"},
+        lora=adapter_json(targets, 8, 32, 0.0, {}, {}),
+        graphs={"captured": "{}"},
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return twin.write("deepseek_v2", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def compiled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return link(package(checkpoint), tmp_path_factory.mktemp("build") / "v2_twin")
+
+
+def stock(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+
+
+def tokens(folder: Path, *texts: str) -> dict[str, torch.Tensor]:
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    return dict(tokenizer(list(texts), return_tensors="pt", padding=True))
+
+
+TEXTS = ("The router scores all of them,", "Question: how many legs has a spider?")
+
+
+def test_the_reference_is_the_stock_model_in_fp32(compiled: Path, checkpoint: Path) -> None:
+    ours, theirs = load(compiled, reference=True), stock(checkpoint, torch.float32)
+    inputs = tokens(checkpoint, *TEXTS)
+    assert torch.allclose(ours(**inputs).logits, theirs(**inputs).logits, atol=2e-6)
+    for options in ({}, {"num_beams": 3}):
+        generated = ours.generate(**inputs, max_new_tokens=24, **options)
+        assert torch.equal(generated, theirs.generate(**inputs, max_new_tokens=24, **options))
+
+
+def test_bf16_is_as_close_to_fp32_as_the_stock_model(compiled: Path, checkpoint: Path) -> None:
+    inputs = tokens(checkpoint, *TEXTS)
+    exact = stock(checkpoint, torch.float32)(**inputs).logits
+    ours = load(compiled)
+    assert ours.dtype is torch.bfloat16
+    theirs = stock(checkpoint, torch.bfloat16)(**inputs).logits
+    assert (ours(**inputs).logits - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()
+
+
+def test_the_module_tree_is_the_stock_one_with_the_recipe_in_it(compiled: Path, checkpoint: Path) -> None:
+    model = load(compiled)
+    assert not model.training
+    assert isinstance(model.model.layers[1].mlp.experts, FusedMoe)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, KTLinear)
+    theirs = stock(checkpoint, torch.bfloat16)
+    assert [name for name, _ in model.named_modules()] == [
+        name for name, _ in theirs.named_modules() if not name.endswith("mlp.experts.act_fn")
+    ]
+    assert model.num_parameters() == theirs.num_parameters()
+    assert model.config._attn_implementation == theirs.config._attn_implementation
+    assert model.generation_config.eos_token_id == theirs.generation_config.eos_token_id
+    assert model.name_or_path == str(checkpoint)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_other_families_load_the_same_way(family: str, tmp_path: Path) -> None:
+    folder = twin.write(family, tmp_path)
+    out = link(package(folder), tmp_path / "other_twin")
+    inputs = tokens(folder, *TEXTS)
+    ours, theirs = load(out, reference=True), stock(folder, torch.float32)
+    assert torch.allclose(ours(**inputs).logits, theirs(**inputs).logits, atol=2e-6)
+    half, half_stock = load(out).state_dict(), stock(folder, torch.bfloat16).state_dict()
+    assert all(tensor.dtype == half_stock[name].dtype for name, tensor in half.items()), "what stays fp32 stays fp32"
+
+
+def test_fused_names_and_unrewritten_experts_load_too(checkpoint: Path, tmp_path: Path) -> None:
+    model = stock(checkpoint, torch.bfloat16)
+    folder = tmp_path / "fused"
+    model.config.save_pretrained(folder)
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    whole = package(folder)
+    without = [step for step in whole.rewrites if step.fqn != "model.layers.2.mlp.experts"]
+    for name, rewrites in (("all_of_it", whole.rewrites), ("some_of_it", tuple(without))):
+        out = link(Package(**{**fields(whole), "rewrites": rewrites}), tmp_path / name)
+        assert torch.equal(weights_of(load(out), "lm_head.weight"), model.lm_head.weight)
+        inputs = tokens(checkpoint, *TEXTS)
+        exact = stock(checkpoint, torch.float32)(**inputs).logits
+        assert torch.allclose(load(out, reference=True)(**inputs).logits, exact, atol=2e-6)
+
+
+def fields(made: Package) -> dict[str, Any]:
+    return {name: getattr(made, name) for name in made.__slots__}
+
+
+def weights_of(model: PreTrainedModel, name: str) -> torch.Tensor:
+    return dict(model.named_parameters())[name]
+
+
+def test_tied_embeddings_are_tied_after_loading(tmp_path: Path) -> None:
+    config = twin.shrink(AutoConfig.for_model("qwen3_moe", tie_word_embeddings=True))
+    theirs = twin.build(config, seed=5)
+    theirs.save_pretrained(tmp_path / "tied")
+    model = load(link(package(tmp_path / "tied"), tmp_path / "tied_out"), reference=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = torch.arange(3, 40)[None]
+    assert torch.allclose(model(ids).logits, theirs(ids).logits, atol=2e-6)
+
+
+def test_realising_a_model_with_weights_moves_them(checkpoint: Path) -> None:
+    theirs, ours = stock(checkpoint, torch.float32), stock(checkpoint, torch.float32)
+    realise(ours, recipe(theirs), None)
+    ids = torch.arange(3, 150)[None]
+    assert torch.allclose(ours(ids).logits, theirs(ids).logits, atol=2e-6)
+    assert ours.model.layers[0].self_attn.o_proj.weight.requires_grad
+
+
+def test_a_base_model_is_not_saved(compiled: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="its experts are packed") as refused:
+        load(compiled).save_pretrained(tmp_path / "out")
+    assert "PeftModel.save_pretrained" in refused.value.diagnostics[0].hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_on_routed_experts_are_refused_by_name(compiled: Path) -> None:
+    model = load(compiled)
+    for targets in ({"target_parameters": ["mlp.experts.gate_up_proj"]}, {"target_modules": ["experts"]}):
+        with pytest.raises(InputRefused, match="L430"):
+            get_peft_model(load(compiled), LoraConfig(r=4, **{"target_modules": [], **targets}))
+    assert model.model.layers[1].mlp.experts.missing() == ()
+
+
+# What a load refuses
+
+
+def edited(compiled: Path, folder: Path, change: Callable[[dict[str, Any]], object], file: str = "ktc.json") -> Path:
+    for path in compiled.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            target = folder / path.relative_to(compiled)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    content = json.loads((folder / file).read_text())
+    change(content)
+    (folder / file).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        ("L401", lambda m: m.update(schema=0)),
+        ("L402", lambda m: m.pop("rewrites")),
+        ("L402", lambda m: m["rewrites"][0].pop("fqn")),
+        ("L403", lambda m: m["versions"].update(ktc="99.1.0")),
+        ("L403", lambda m: m["versions"].update(transformers="4.57.0")),
+        ("L403", lambda m: m["model"].update(class_name="NoSuchForCausalLM")),
+        ("L405", lambda m: m["model"].update(folder="/nowhere")),
+        ("L405", lambda m: m["model"].update(config_sha256="0")),
+        ("L420", lambda m: m["rewrites"][0].update(fqn="model.layers.9.x")),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(
+    compiled: Path, tmp_path: Path, code: str, change: Callable[[dict[str, Any]], object]
+) -> None:
+    with pytest.raises(InputRefused) as refused:
+        load(edited(compiled, tmp_path / "edited", change))
+    assert [d.code for d in refused.value.diagnostics] == [code]
+    assert refused.value.diagnostics[0].hint
+
+
+def test_another_patch_release_is_accepted(compiled: Path, tmp_path: Path) -> None:
+    def patch(manifest: dict[str, Any]) -> None:
+        major, minor = manifest["versions"]["torch"].split(".")[:2]
+        manifest["versions"]["torch"] = f"{major}.{minor}.99+other"
+
+    load(edited(compiled, tmp_path / "edited", patch))
+
+
+@pytest.mark.parametrize("row", [{"file": "../x.safetensors"}, {"shape": [1]}, {"source_key": "none"}])
+def test_weights_json_is_not_believed(compiled: Path, tmp_path: Path, row: dict[str, Any]) -> None:
+    folder = edited(compiled, tmp_path / "edited", lambda rows: rows[0].update(row), "weights.json")
+    with pytest.raises(InputRefused, match=r"L40[26]"):
+        load(folder)
+
+
+def test_a_parameter_that_nothing_fills_is_named(compiled: Path, tmp_path: Path) -> None:
+    folder = edited(compiled, tmp_path / "edited", lambda rows: rows.pop(), "weights.json")
+    with pytest.raises(InputRefused, match="L408"):
+        load(folder)
+
+
+def test_a_folder_that_was_not_compiled_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="L400"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.experts.3.up_proj.weight"])
+def test_values_that_are_not_finite_are_refused_by_name(
+    compiled: Path, checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in checkpoint.iterdir():
+        (moved / path.name).write_bytes(path.read_bytes())
+        if path.suffix == ".safetensors" and name in load_file(path):
+            tensors = load_file(path)
+            tensors[name].view(-1)[-1] = float("nan")
+            save_file(tensors, moved / path.name, metadata={"format": "pt"})
+    with pytest.raises(InputRefused, match=f"L407: tensor `{name}`"):
+        load(compiled, weights=moved)
+    model = load(compiled, weights=moved, allow_nonfinite=True)
+    assert model.name_or_path == str(moved)
+
+
+# Memory
+
+MEASURE = """
+import sys, re
+from pathlib import Path
+from ktc.runtime import weight_store
+from ktc.runtime.load import load
+status = lambda: int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+model_class_imported = load(sys.argv[1], weights=sys.argv[2], reference=sys.argv[4] == "reference")
+del model_class_imported
+before, peak = status(), 0
+def watch(done, total):
+    global peak
+    peak = max(peak, status())
+model = load(sys.argv[3], progress=watch, reference=sys.argv[4] == "reference")
+print(before, max(peak, status()), status())
+"""
+
+
+@pytest.mark.parametrize("style", ["per_expert", "fused"])
+def test_loading_holds_the_packed_model_and_one_piece(
+    compiled: Path, checkpoint: Path, tmp_path: Path, style: str
+) -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=1024,
+        moe_intermediate_size=512,
+        num_experts=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+    )
+    folder = tmp_path / "big"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if style == "per_expert":
+        model.save_pretrained(folder, max_shard_size="100MB")
+    else:
+        config.dtype = torch.bfloat16
+        config.save_pretrained(folder)
+        save_file(dict(model.state_dict()), folder / "model.safetensors")
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert stored > 280e6
+    out = link(package(folder), tmp_path / "big_out")
+    arguments = [str(compiled), str(checkpoint), str(out), "packed"]
+    done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
+    before, peak, after = map(int, done.stdout.split())
+    expert_group = 3 * 1024 * 512 * 2
+    assert after - before >= 0.95 * stored
+    assert peak - before <= stored + 2 * expert_group + (16 << 20), (before, peak, after, stored)
+
+
+def test_the_public_function_is_this_one() -> None:
+    assert ktc.load is load
