@@ -40,16 +40,18 @@
     all(".chosen, .into, .from").forEach((one) => one.classList.remove("chosen", "into", "from"));
     const place = here.block < 0 ? `s${here.stage}` : `s${here.stage}-b${here.block}`;
     history.replaceState(null, "", index < 0 ? `#${place}` : `#${place}-n${index}`);
-    if (index < 0) return;
-    const node = blockData().nodes[index], picture = drawn(node.name);
+    if (index < 0) return details.replaceChildren(make("p", details.dataset.hint, "hint"));
+    const node = blockData().nodes[index];
     describe(node);
     for (const wire of all(".wire", article())) {
       if (wire.dataset.target === node.name) wire.classList.add("into");
       if (wire.dataset.source === node.name) wire.classList.add("from");
     }
-    if (!picture) return;
-    picture.classList.add("chosen");
-    if (reveal) bringIn(picture);
+    // A weight has no box: the operators that read it stand for it.
+    const readers = () => blockData().nodes.filter((other) => other.inputs.includes(node.name)).map((other) => other.name);
+    const pictures = (drawn(node.name) ? [node.name] : readers()).map((name) => drawn(name)).filter(Boolean);
+    for (const picture of pictures) picture.classList.add("chosen");
+    if (reveal && pictures.length) bringIn(pictures[0]);
   }
 
   function describe(node) {

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, cast
 
 from ktc.graph.dump import BlockDump, ModelDump, ModuleDump, NodeDump
-from ktc.graph.labels import call_text, collapse, layers_text, printable, rule_text, type_text
+from ktc.graph.labels import WEIGHT, call_text, collapse, layers_text, printable, rule_text, type_text
 
 Kind = Literal["added", "removed", "changed"]
 
@@ -73,7 +73,7 @@ class ModelDiff:
         return json.loads(json.dumps(asdict(self)))
 
     def text(self) -> str:
-        """Lines with `+`, `-` and `~`; equal layers of modules together. Ends with a newline."""
+        """Lines with `+`, `-` and `~`, equal changes together. Ends with a newline."""
         lines = [f"{printable(self.before)} -> {printable(self.after)}"]
         for block in self.blocks:
             lines += ["", *_block_lines(block)]
@@ -109,11 +109,16 @@ def _node_diffs(before: BlockDump, after: BlockDump) -> Iterator[NodeDiff]:
     for node in before.nodes:
         if node.name not in pairs:
             yield NodeDiff("removed", node, None, ())
-        elif changes := _changes(node, new[pairs[node.name]]):
+        elif changes := _changes(_renamed(node, pairs), new[pairs[node.name]]):
             yield NodeDiff("changed", node, new[pairs[node.name]], changes)
     for node in after.nodes:
         if node.name not in taken:
             yield NodeDiff("added", None, node, ())
+
+
+def _renamed(node: NodeDump, pairs: dict[str, str]) -> NodeDump:
+    """The old node with its inputs under their new names: an input that is called otherwise is no change."""
+    return replace(node, inputs=tuple(pairs.get(name, name) for name in node.inputs))
 
 
 def _paired(before: BlockDump, after: BlockDump) -> dict[str, str]:
@@ -157,14 +162,23 @@ def _shown(value: Any) -> str:
 def _block_lines(block: BlockDiff) -> Iterator[str]:
     sign = {"added": "+ ", "removed": "- ", "changed": ""}[block.kind]
     yield f"{sign}block {printable(block.key)}: {printable(block.class_name)}  {_layers(block)}".rstrip()
+    alike: dict[str, list[str]] = {}
     for node in block.nodes:
         if node.kind == "changed":
             assert node.after is not None, "a changed node has both sides"
-            yield f"  ~ {printable(node.after.name, 80)}: {_change_text(node.changes)}"
+            alike.setdefault(_change_text(_told(node.changes)), []).append(printable(node.after.name, 80))
         else:
             shown = node.before or node.after
             assert shown is not None, "a node of a difference has one side at least"
             yield f"  {'-' if node.kind == 'removed' else '+'} {_node_text(shown)}"
+    for change, names in alike.items():
+        yield f"  ~ {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}: {change}"
+
+
+def _told(changes: tuple[FieldChange, ...]) -> tuple[FieldChange, ...]:
+    """What a reader looks for: operator, rule, device and type; the rest only where it is all that changed."""
+    first = tuple(c for c in changes if c.field in ("op", "shape", "dtype", "device", "rule"))
+    return first or changes
 
 
 def _module_lines(modules: tuple[ModuleDiff, ...]) -> Iterator[str]:
@@ -184,6 +198,8 @@ def _change_text(changes: tuple[FieldChange, ...]) -> str:
 
 
 def _node_text(node: NodeDump) -> str:
+    if node.op in WEIGHT:
+        return f"weight {printable(node.fqn or node.name, 120)}: {type_text(node)}"
     kind, rule = type_text(node), rule_text(node)
     head = printable(node.name, 80) + (f": {kind}" if kind else "")
     return f"{head} = {call_text(node, {})}" + (f"  # {rule}" if rule else "")

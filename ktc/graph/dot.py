@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ktc.graph.dump import BlockDump, ModelDump
-from ktc.graph.labels import QUIET, captured_nodes, item_index, layers_text, printable, rule_text, type_text
+from ktc.graph.labels import (
+    QUIET,
+    captured_nodes,
+    home_device,
+    item_index,
+    layers_text,
+    printable,
+    rule_text,
+    type_text,
+)
 from ktc.graph.layout import caption, drawn_edges, drawn_nodes
 from ktc.graph.svg import PALETTE, rule_colours, tooltip
 
@@ -41,7 +50,7 @@ def _cluster(i: int, block: BlockDump, dump: ModelDump, colours: Mapping[str, in
     bound = captured_nodes(block, dump)
     for name, identifier in index.items():
         node = nodes[name]
-        rule = rule_text(node).replace(f" ({printable(node.span)})", "")
+        rule = rule_text(node, home_device(block), span=False)
         head = node.name if node.op == "input" else f"{node.op} {item_index(node) or caption(node, nodes)}".rstrip()
         label = quoted(*(line for line in (head, type_text(node), rule) if line))
         facts = quoted(*tooltip(node, nodes, bound.get(name, ())).split("\n"))

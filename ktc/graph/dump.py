@@ -195,7 +195,7 @@ def _dump_node(node: fx.Node, owner: fx.GraphModule) -> NodeDump:
         op=operator(node),
         target=_target_path(node),
         inputs=tuple(_input_names(node)),
-        attributes=tuple(_attributes(node)) + tuple(_folded(node, owner)),
+        attributes=(*_attributes(node), *_noted(meta), *_folded(node, owner)),
         shape=_shape(meta.get("shape", getattr(value, "shape", None))),
         dtype=str(meta.get("dtype") or short_dtype(getattr(value, "dtype", None))),
         device=str(meta.get("device") or ""),
@@ -254,6 +254,15 @@ def _attributes(node: fx.Node) -> Iterator[tuple[str, str]]:
         whole_nodes = bool(leaves) and all(isinstance(leaf, fx.Node) for leaf in leaves)
         if not whole_nodes and not (name in defaults and defaults[name] == value):
             yield name, _argument_text(value)
+
+
+def _noted(meta: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a pass wrote down of the operator that its new node stands for."""
+    for name, value in dict(meta.get("attributes") or {}).items():
+        yield str(name), str(value)
+    for name in ("eps", "kernel"):
+        if name in meta:
+            yield name, str(meta[name])
 
 
 def _parameters(target: object) -> list[str]:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from ktc import resources
 from ktc.graph.dump import BlockDump, ModelDump
-from ktc.graph.labels import captured_nodes, collapse, layers_text, printable, quantity
+from ktc.graph.labels import captured_nodes, collapse, home_device, layers_text, printable, quantity
 from ktc.graph.layout import drawn_nodes
 from ktc.graph.module_tree import TreeLine, module_tree
 from ktc.graph.svg import block_svg, rule_colours, style
@@ -62,6 +62,7 @@ def _block(block: BlockDump, dump: ModelDump, colours: Mapping[str, int]) -> dic
         "class_name": printable(block.class_name, 80),
         "layers": layers_text(block),
         "where": printable(", ".join(collapse(block.sites)), 160),
+        "device": home_device(block),
         "num_nodes": len(drawn_nodes(block)),
         "rules": [(printable(rule, 80), colours[rule]) for rule in rules],
         "notes": [printable(note, 400) for note in block.notes],

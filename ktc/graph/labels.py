@@ -7,6 +7,7 @@ control characters. Escaping for HTML, SVG or DOT is the business of the drawing
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ktc.graph.dump import BlockDump, ModelDump, NodeDump
@@ -85,12 +86,19 @@ def _number_text(text: str) -> str:
     return f"{float(text):.6g}" if _LONG_FLOAT.fullmatch(text) else text
 
 
-def rule_text(node: NodeDump) -> str:
-    """`rule experts (moe-lora.ktr:12:3) -> cpu`, or empty for a node that no rule made or placed."""
+def home_device(block: BlockDump) -> str:
+    """The device on which most nodes of the block are, empty before placement: said once, not at each node."""
+    devices = Counter(node.device for node in block.nodes)
+    return printable(devices.most_common(1)[0][0], 40) if devices else ""
+
+
+def rule_text(node: NodeDump, home: str = "", *, span: bool = True) -> str:
+    """`rule experts (moe-lora.ktr:12:3) -> cpu`; for a node without rule `on cuda:0` if it is not on device `home`."""
+    device = printable(node.device, 40)
     if not node.rule:
-        return f"on {printable(node.device, 40)}" if node.device else ""
-    span = f" ({printable(node.span)})" if node.span else ""
-    return f"rule {printable(node.rule, 60)}{span}" + (f" -> {printable(node.device, 40)}" if node.device else "")
+        return f"on {device}" if device and device != home else ""
+    where = f" ({printable(node.span)})" if node.span and span else ""
+    return f"rule {printable(node.rule, 60)}{where}" + (f" -> {device}" if device else "")
 
 
 def ranges_text(numbers: Iterable[int]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import graphlay
 
 from ktc.graph.dump import BlockDump, NodeDump
-from ktc.graph.labels import QUIET, WEIGHT, is_size, item_index, printable, rule_text, settings, type_text
+from ktc.graph.labels import QUIET, WEIGHT, home_device, is_size, item_index, printable, rule_text, settings, type_text
 
 # A monospace character is 0.6 em wide in the usual fonts; the sizes here are those of picture.css.
 _TITLE_WIDTH, _DETAIL_WIDTH = 13 * 0.602, 11 * 0.602
@@ -82,7 +82,8 @@ def drawn_edges(block: BlockDump) -> tuple[tuple[str, str], ...]:
 
 def place(block: BlockDump) -> Drawing:
     """The picture's geometry. An empty block gives an empty drawing."""
-    boxes = [_box(node, block) for node in drawn_nodes(block)]
+    nodes, home = {node.name: node for node in block.nodes}, home_device(block)
+    boxes = [_box(node, nodes, home) for node in drawn_nodes(block)]
     pairs = drawn_edges(block)
     if not boxes:
         return Drawing((), (), 0.0, 0.0)
@@ -122,8 +123,7 @@ def caption(node: NodeDump, nodes: dict[str, NodeDump]) -> str:
     return shown
 
 
-def _box(node: NodeDump, block: BlockDump) -> Box:
-    nodes = {other.name: other for other in block.nodes}
+def _box(node: NodeDump, nodes: dict[str, NodeDump], home: str) -> Box:
     kind = node.op if node.op in ("input", "output") else "quiet" if node.op in QUIET and not node.rule else "operator"
     kind_of_value = printable(type_text(node), 40)
     if kind == "quiet":
@@ -134,7 +134,7 @@ def _box(node: NodeDump, block: BlockDump) -> Box:
         title, module, details = printable(node.name, 32), kind_of_value, ()
     else:
         title, module = printable(node.op, 24), caption(node, nodes)
-        rule = rule_text(node).replace(f" ({printable(node.span)})", "")
+        rule = rule_text(node, home, span=False)
         details = tuple(line for line in (kind_of_value, printable(rule, 40)) if line)
     module_width = _DETAIL_WIDTH if kind == "quiet" else _TITLE_WIDTH
     first = len(title) * _TITLE_WIDTH + (len(module) * module_width + _TITLE_WIDTH if module else 0.0)

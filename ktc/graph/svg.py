@@ -11,7 +11,16 @@ from html import escape
 
 from ktc import resources
 from ktc.graph.dump import BlockDump, ModelDump, NodeDump
-from ktc.graph.labels import call_text, captured_nodes, collapse, layers_text, printable, rule_names, type_text
+from ktc.graph.labels import (
+    call_text,
+    captured_nodes,
+    collapse,
+    home_device,
+    layers_text,
+    printable,
+    rule_names,
+    type_text,
+)
 from ktc.graph.layout import Box, Drawing, Edge, place
 
 # Outline and fill on light ground, outline and fill on dark ground: eight hues that stay apart for the colour-blind.
@@ -103,7 +112,9 @@ def _framed(
 
 def _where(block: BlockDump) -> str:
     sites = ", ".join(collapse(block.sites))
-    return printable("  ".join(part for part in (layers_text(block), sites) if part), 90)
+    home = home_device(block)
+    parts = (layers_text(block), sites, f"on {home}" if home else "")
+    return printable("  ".join(filter(None, parts)), 110)
 
 
 def _frame_width(block: BlockDump, drawing: Drawing) -> float:

@@ -16,6 +16,7 @@ from ktc.graph.labels import (
     WEIGHT,
     call_text,
     collapse,
+    home_device,
     is_size,
     layers_text,
     printable,
@@ -45,20 +46,22 @@ def render_block(block: BlockDump, *, colour: bool = False) -> str:
     return _join(list(_block(block)), colour)
 
 
-def node_line(node: NodeDump, nodes: dict[str, NodeDump]) -> Text:
+def node_line(node: NodeDump, nodes: dict[str, NodeDump], home: str = "") -> Text:
     """`gate: f32[b*s, 64] = linear(hidden, gate.weight)  # rule ...`."""
     line = Text.assemble((printable(node.name, 80), _NAME))
     if kind := type_text(node):
         line.append(": ").append(kind, _TYPE)
     line.append(" = ").append(call_text(node, nodes))
-    if rule := rule_text(node):
+    if rule := rule_text(node, home):
         line.append(f"  # {rule}", _RULE)
     return line
 
 
 def block_title(block: BlockDump) -> str:
-    """`block mlp_1: DeepseekV2Moe  layers 1..26`."""
-    return f"block {printable(block.key, 80)}: {printable(block.class_name, 80)}  {layers_text(block)}".rstrip()
+    """`block mlp_1: DeepseekV2Moe  layers 1..26  on cuda:0`."""
+    home = home_device(block)
+    parts = (layers_text(block), f"on {home}" if home else "")
+    return "  ".join([f"block {printable(block.key, 80)}: {printable(block.class_name, 80)}", *filter(None, parts)])
 
 
 def _block(block: BlockDump) -> Iterator[Text]:
@@ -75,7 +78,7 @@ def _block(block: BlockDump) -> Iterator[Text]:
         if node.op == "output":
             yield Text(f"  return {', '.join(printable(name, 80) for name in node.inputs)}")
         elif node.op != "input" and node.op not in WEIGHT and not is_size(node):
-            yield Text("  ").append_text(node_line(node, nodes))
+            yield Text("  ").append_text(node_line(node, nodes, home_device(block)))
     for note in block.notes:
         yield Text(f"  note: {printable(note, 400)}", _NOTE)
 
