@@ -256,7 +256,10 @@ def test_no_difference_is_false_and_says_so() -> None:
 def test_a_module_that_took_the_place_of_an_operator_is_one_change() -> None:
     before, after = model("captured"), model("captured")
     nodes = tuple(replace(n, fqn="shared.up") if n.name == "up" else n for n in before.blocks[0].nodes)
-    renamed = tuple(replace(n, name="shared_up", target="shared.up") if n.name == "up" else n for n in nodes)
+    new_name = {"up": "shared_up"}
+    renamed = tuple(
+        replace(n, name=new_name.get(n.name, n.name), inputs=tuple(new_name.get(i, i) for i in n.inputs)) for n in nodes
+    )
     before = replace(before, blocks=(replace(before.blocks[0], nodes=nodes),))
     after = replace(after, blocks=(replace(after.blocks[0], nodes=(*renamed, NodeDump("new", "add", "add"))),))
     kinds = [(n.kind, n.after and n.after.name) for n in diff(before, after).blocks[0].nodes]
