@@ -1,6 +1,6 @@
 """Rewriting: torch.fx passes over copies of the block graphs, as the plan says. It chooses nothing."""
 
 from ktc.rewrite.apply import PASSES, RewrittenBlock, rewrite, rewrite_block
-from ktc.rewrite.recipe import Realisation, recipe
+from ktc.rewrite.recipe import recipe
 
-__all__ = ["PASSES", "Realisation", "RewrittenBlock", "recipe", "rewrite", "rewrite_block"]
+__all__ = ["PASSES", "RewrittenBlock", "recipe", "rewrite", "rewrite_block"]

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ktc.graph import ops
 from ktc.plan import Plan
 from ktc.rewrite.apply import RewrittenBlock
+from ktc.runtime.manifest import Rewrite
 
 
-@dataclass(frozen=True, slots=True)
-class Realisation:
-    """One module of the compiled model that is not Hugging Face's own. `args` are its constructor's."""
-
-    fqn: str
-    module: str  # fused_moe | lora_linear
-    kernel: str | None
-    device: str
-    args: dict[str, int | str]
-    rule: str
-    span: str
-
-
-def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Realisation, ...]:
+def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...]:
     """Every rewritten module of the model, in the order of its sites."""
-    rows: list[tuple[int, Realisation]] = []
+    rows: list[tuple[int, Rewrite]] = []
     for block in blocks:
         nodes = {str(n.target): n for n in block.graph.graph.nodes if n.op == "call_module"}
         for site in block.rewrite.sites:
@@ -42,5 +28,5 @@ def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Realisation,
                 module = "fused_moe" if action.kernel else "lora_linear"
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
                 fqn = f"{site.fqn}.{action.fqn}"
-                rows.append((site.layer, Realisation(fqn, module, kernel, device, args, action.rule, str(action.span))))
+                rows.append((site.layer, Rewrite(fqn, module, kernel, device, args, action.rule, str(action.span))))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))

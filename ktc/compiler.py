@@ -1,0 +1,178 @@
+"""The whole of ktc on one page: MODEL and RULES become the package OUT.
+
+    rules --dsl--> RuleSet -----------------------+
+    model --capture--> CapturedModel --match--> Matches --plan--> Plan --rewrite--> graphs --prove--> proofs
+                                                 Plan's KernelSpecs --render--> source --build--> library --link--> OUT
+
+Data flows one way. Every stage is a function from frozen value to frozen value, raises `KtcError` with all it has to
+say, and is reported to `observe(stage, value)` when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ktc import dsl
+from ktc.capture import CapturedModel, capture, open_model
+from ktc.capture.weights import map_weights
+from ktc.codegen.build import build
+from ktc.codegen.render import render
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, to_json
+from ktc.graph import ops
+from ktc.host import Host, detect
+from ktc.link import assemble, check_out, dump_stage, link
+from ktc.match import Match, Matches, NearMiss, match
+from ktc.plan import Plan, make_plan
+from ktc.plan.report import plan_json
+from ktc.prove import Proof, prove
+from ktc.rewrite import RewrittenBlock, rewrite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ktc.graph.dump import ModelDump, Stage
+
+Observe = Callable[[str, object], None]
+Value = TypeVar("Value")
+Model = "str | Path | PreTrainedModel"
+
+
+def _unobserved(stage: str, value: object) -> None:
+    """Nobody is watching."""
+
+
+def compile(  # noqa: A001 - the public name; `ktc.compile` is what users write
+    model: str | Path | PreTrainedModel, rules: str | Path, out: str | Path, *,
+    settings: Mapping[str, str] | None = None, host: Host | None = None, force: bool = False, observe: Observe = _unobserved,
+) -> Path:  # fmt: skip
+    """Compiles `model` by `rules` into the package `out` and returns its path.
+
+    Raises InputRefused, HostLacks or ProofFailed; whatever it raises, nothing is left at `out`.
+    """
+    see, host, settings = _seen(observe), host or detect(probe_gpu=True), settings or {}
+    check_out(Path(out), force)
+    ruleset = see("rules", dsl.load(rules, settings))
+    source = see("model", open_model(model))
+    captured = see("capture", _with_experts(capture(source)))
+    weights = see("weights", map_weights(captured.model, _index(captured)))
+    matches = see("match", match(captured, ruleset, host))
+    plan = see("plan", _fitting(make_plan(captured, matches, ruleset, host)))
+    blocks = see("rewrite", rewrite(captured, plan))
+    see("prove", prove(captured, blocks))
+    kernels = see("render", render(plan.kernels, _origins(plan)))
+    library = see("build", build(kernels, host) if plan.kernels else None)
+    package = assemble(captured, ruleset, settings, weights, matches, plan, blocks, kernels, library)
+    return see("link", link(package, Path(out), force))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ktc would do to a model, without doing it. `to_json` gives plain values."""
+
+    matches: tuple[Match, ...]
+    near_misses: tuple[NearMiss, ...]
+    proofs: tuple[Proof, ...]
+    plan: Plan
+    diagnostics: tuple[Diagnostic, ...]
+    captured: CapturedModel
+    blocks: tuple[RewrittenBlock, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "matches": [{"rule": m.rule, "pattern": m.root, "path": m.path, "coverage": m.coverage} for m in self.matches],
+            "near_misses": [str(miss) for miss in self.near_misses],
+            "proofs": [proof.to_json() for proof in self.proofs],
+            "plan": plan_json(self.plan),
+            "diagnostics": [to_json(d) for d in self.diagnostics],
+        }
+
+
+def inspect(
+    model: str | Path | PreTrainedModel, rules: str | Path, *,
+    settings: Mapping[str, str] | None = None, host: Host | None = None, observe: Observe = _unobserved,
+) -> Report:  # fmt: skip
+    """Runs the stages up to the proof; a config.json is enough and nothing is written. Raises as `compile` does."""
+    captured, matches, plan, blocks = _analyse(model, rules, settings or {}, host, observe)
+    proofs = _seen(observe)("prove", prove(captured, blocks))
+    diagnostics = (*plan.warnings, *plan.over_budget)
+    return Report(matches.matches, matches.near_misses, proofs, plan, diagnostics, captured, blocks)
+
+
+def check(
+    rules: str | Path, model: str | Path | PreTrainedModel | None = None, *,
+    settings: Mapping[str, str] | None = None, host: Host | None = None, observe: Observe = _unobserved,
+) -> tuple[Diagnostic, ...]:  # fmt: skip
+    """Everything there is to say about `rules`, with `model` also about their fit. Empty means good; never raises on bad rules."""
+    try:
+        if model is None:
+            return _seen(observe)("rules", dsl.load(rules, settings or {})).warnings
+        _, _, plan, _ = _analyse(model, rules, settings or {}, host, observe)
+    except (InputRefused, HostLacks) as error:
+        return error.diagnostics
+    return (*plan.warnings, *plan.over_budget)
+
+
+def dump(model: str | Path | PreTrainedModel, rules: str | Path, stage: Stage, *, host: Host | None = None) -> ModelDump:
+    """The graph of `model` at a stage, for inspection. The stage `captured` needs no rule to match."""
+    if stage == "captured":
+        return dump_stage(stage, capture(open_model(model)), None, None)
+    captured, matches, plan, blocks = _analyse(model, rules, {}, host, _unobserved)
+    return dump_stage(stage, captured, matches, plan, blocks)
+
+
+def _analyse(
+    model: str | Path | PreTrainedModel, rules: str | Path, settings: Mapping[str, str], host: Host | None, observe: Observe
+) -> tuple[CapturedModel, Matches, Plan, tuple[RewrittenBlock, ...]]:
+    """The stages that need no weights and no compiler."""
+    see, host = _seen(observe), host or detect(probe_gpu=True)
+    ruleset = see("rules", dsl.load(rules, settings))
+    captured = see("capture", capture(see("model", open_model(model))))
+    matches = see("match", match(captured, ruleset, host))
+    plan = see("plan", make_plan(captured, matches, ruleset, host))
+    return captured, matches, plan, see("rewrite", rewrite(captured, plan))
+
+
+def _seen(observe: Observe) -> Callable[[str, Value], Value]:
+    """Reports a stage's value and hands it on."""
+
+    def see(stage: str, value: Value) -> Value:
+        observe(stage, value)
+        return value
+
+    return see
+
+
+def _with_experts(captured: CapturedModel) -> CapturedModel:
+    graphs = [block.graph for block in captured.blocks if block.graph is not None]
+    opaque = any(block.graph is None for block in captured.blocks)
+    if not opaque and not any(ops.operator(node) == "experts" for graph in graphs for node in graph.graph.nodes):
+        kind = captured.source.config.model_type
+        raise InputRefused(
+            Diagnostic("I105", f"this `{kind}` model has no routed experts", hint="ktc compiles mixture-of-experts models; `ktc graph MODEL` shows its blocks")
+        )
+    return captured
+
+
+def _index(captured: CapturedModel) -> Any:
+    if captured.source.index is None or captured.source.folder is None:
+        raise InputRefused(
+            Diagnostic("I106", f"`{captured.source.name}` has no weights to compile", hint="`ktc check RULES MODEL` needs only config.json")
+        )
+    return captured.source.index
+
+
+def _fitting(plan: Plan) -> Plan:
+    if plan.over_budget:
+        raise HostLacks(*plan.over_budget)
+    return plan
+
+
+def _origins(plan: Plan) -> dict[Any, str]:
+    """The place in the rules that asked for each kernel."""
+    return {a.kernel: str(a.span) for rewrite in plan.rewrites for a in rewrite.actions if a.kernel is not None}
+
+
+__all__: Sequence[str] = ("KtcError", "Report", "check", "compile", "dump", "inspect")

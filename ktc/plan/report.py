@@ -1,0 +1,38 @@
+"""The plan as plain JSON values: what `--json`, the manifest's digest and the tables of the command line read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ktc.plan.types import BlockRewrite, Plan
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Every decision of the plan; two plans that differ in one have different values."""
+    return {
+        "mode": plan.mode,
+        "threads": plan.threads,
+        "rewrites": [_rewrite(r) for r in plan.rewrites],
+        "placements": [{"fqn": p.fqn, "device": p.device, "rule": p.rule} for p in plan.placements],
+        "kernels": [{"entry": spec.entry, **asdict(spec)} for spec in plan.kernels],
+        "lora": None if plan.lora is None else asdict(plan.lora),
+        "devices": [asdict(load) for load in plan.devices],
+        "reasons": [asdict(reason) for reason in plan.reasons],
+    }
+
+
+def _rewrite(rewrite: BlockRewrite) -> dict[str, Any]:
+    return {
+        "key": rewrite.key,
+        "block": rewrite.block,
+        "sites": [site.fqn for site in rewrite.sites],
+        "device": rewrite.device,
+        "actions": [
+            {
+                "node": a.node, "fqn": a.fqn, "target": a.target, "rule": a.rule, "settings": dict(a.settings),
+                "kernel": a.kernel.entry if a.kernel else None, "device": rewrite.node_devices.get(a.node, rewrite.device),
+            }
+            for a in rewrite.actions
+        ],
+    }  # fmt: skip
