@@ -95,7 +95,7 @@ def inspect(
     settings: Mapping[str, str] | None = None, host: Host | None = None, observe: Observe = _unobserved,
 ) -> Report:  # fmt: skip
     """Runs the stages up to the proof; a config.json is enough and nothing is written. Raises as `compile` does."""
-    captured, matches, plan, blocks = _analyse(model, rules, settings or {}, host, observe)
+    captured, matches, plan, blocks = analyse(model, rules, settings or {}, host, observe)
     proofs = _seen(observe)("prove", prove(captured, blocks))
     diagnostics = (*plan.warnings, *plan.over_budget)
     return Report(matches.matches, matches.near_misses, proofs, plan, diagnostics, captured, blocks)
@@ -109,7 +109,7 @@ def check(
     try:
         if model is None:
             return _seen(observe)("rules", dsl.load(rules, settings or {})).warnings
-        _, _, plan, _ = _analyse(model, rules, settings or {}, host, observe)
+        _, _, plan, _ = analyse(model, rules, settings or {}, host, observe)
     except (InputRefused, HostLacks) as error:
         return error.diagnostics
     return (*plan.warnings, *plan.over_budget)
@@ -119,14 +119,14 @@ def dump(model: str | Path | PreTrainedModel, rules: str | Path, stage: Stage, *
     """The graph of `model` at a stage, for inspection. The stage `captured` needs no rule to match."""
     if stage == "captured":
         return dump_stage(stage, capture(open_model(model)), None, None)
-    captured, matches, plan, blocks = _analyse(model, rules, {}, host, _unobserved)
+    captured, matches, plan, blocks = analyse(model, rules, {}, host, _unobserved)
     return dump_stage(stage, captured, matches, plan, blocks)
 
 
-def _analyse(
+def analyse(
     model: str | Path | PreTrainedModel, rules: str | Path, settings: Mapping[str, str], host: Host | None, observe: Observe
 ) -> tuple[CapturedModel, Matches, Plan, tuple[RewrittenBlock, ...]]:
-    """The stages that need no weights and no compiler."""
+    """The stages that need no weights and no compiler. Raises as `compile` does, but for a plan over budget."""
     see, host = _seen(observe), host or detect(probe_gpu=True)
     ruleset = see("rules", dsl.load(rules, settings))
     captured = see("capture", capture(see("model", open_model(model))))
