@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ktc.graph.dump import BlockDump, ModelDump, NodeDump
 
@@ -22,6 +22,7 @@ QUIET = frozenset({
 _SIZES = frozenset({"size", "sizes", "shape", "split_size", "split_sizes"})
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _LONG_FLOAT = re.compile(r"-?\d+\.\d{6,}(e[+-]?\d+)?")
+_ITEM = re.compile(r"\[\d+\]$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -133,6 +134,12 @@ def collapse(fqns: Sequence[str]) -> tuple[str, ...]:
     )
 
 
+def _and_ancestors(fqn: str) -> Iterator[str]:
+    while fqn:
+        yield fqn
+        fqn = fqn.rpartition(".")[0]
+
+
 def _bracketed(numbers: list[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"[{ranges_text(numbers)}]"
 
@@ -156,10 +163,14 @@ def rule_names(dumps: Iterable[ModelDump]) -> tuple[str, ...]:
 
 
 def captured_nodes(block: BlockDump, dump: ModelDump) -> dict[str, tuple[tuple[str, str], ...]]:
-    """For each node of the block that a match bound: the (rule, name in the pattern) pairs, each once."""
+    """For each node of the block that a match bound: the (rule, name in the pattern) pairs, each once.
+
+    A match belongs to the block in which its site lies; `topk[1]`, a part of a tuple, is the node `topk`.
+    """
     found: dict[str, dict[tuple[str, str], None]] = {}
+    sites = set(block.sites)
     for match in dump.matches:
-        if match.site in block.sites:
+        if any(site in sites for site in _and_ancestors(match.site)):
             for name, node in match.captures:
-                found.setdefault(node, {})[match.rule, name] = None
+                found.setdefault(_ITEM.sub("", node), {})[match.rule, name] = None
     return {node: tuple(pairs) for node, pairs in found.items()}

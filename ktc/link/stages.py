@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
+from torch import fx
+
 from ktc.capture import BlockGraph, BlockSite, CapturedModel
-from ktc.graph.dump import SCHEMA, BlockDump, MatchDump, ModelDump, ModuleDump, Stage, dump_block
+from ktc.graph.dump import SCHEMA, BlockDump, MatchDump, ModelDump, ModuleDump, NodeDump, Stage, dump_block
 from ktc.match import Binding, Match, Matches, NodeRef, SubMatch
-from ktc.plan import Plan
+from ktc.plan import BlockRewrite, Plan
 from ktc.plan.placement import device_of
 from ktc.rewrite import RewrittenBlock
 
@@ -36,11 +39,12 @@ def dump_stage(
         )
         for module in captured.modules
     )
-    shown = (
-        _rewritten(captured, blocks)
-        if stage == "rewritten"
-        else _captured(captured, plan if stage == "planned" else None)
-    )
+    graphs: list[tuple[BlockRewrite, fx.GraphModule | None]] = []
+    if stage == "rewritten":
+        graphs = [(block.rewrite, block.graph) for block in blocks]
+    elif stage == "planned" and plan is not None:
+        graphs = [(rewrite, captured.block(rewrite.block).graph) for rewrite in plan.rewrites]
+    shown = _blocks(captured, graphs, planned=stage == "planned")
     seen = matches if stage != "captured" else None
     return ModelDump(
         SCHEMA, stage, captured.source.config.model_type, str(captured.facts["dtype"]), modules, tuple(shown),
@@ -59,39 +63,43 @@ def _module_rules(blocks: Sequence[RewrittenBlock]) -> dict[str, str]:
     return {f"{site.fqn}.{a.fqn}": a.rule for b in blocks for site in b.rewrite.sites for a in b.rewrite.actions}
 
 
-def _captured(captured: CapturedModel, plan: Plan | None) -> Iterator[BlockDump]:
+def _blocks(
+    captured: CapturedModel, graphs: Sequence[tuple[BlockRewrite, fx.GraphModule | None]], *, planned: bool
+) -> Iterator[BlockDump]:
+    """Every block, one dump for each of its rewrites and one for the sites that no rewrite touches."""
     for block in captured.blocks:
-        yield _block(block, captured.sites_of(block.key), _notes(block.key, plan))
+        rest = captured.sites_of(block.key)
+        for rewrite, graph in graphs:
+            if rewrite.block == block.key and graph is not None:
+                touched = {site.fqn for site in rewrite.sites}
+                rest = tuple(site for site in rest if site.fqn not in touched)
+                variant = replace(block, key=rewrite.key, graph=graph)
+                dumped = _block(variant, rewrite.sites, _notes(rewrite) if planned else ())
+                yield _marked(dumped, rewrite) if planned else dumped
+        if rest:
+            whole = len(rest) == len(captured.sites_of(block.key))
+            yield _block(block if whole else replace(block, key=f"{block.key}_unchanged"), rest, ())
 
 
-def _notes(block: str, plan: Plan | None) -> tuple[str, ...]:
+def _marked(block: BlockDump, rewrite: BlockRewrite) -> BlockDump:
+    """The captured block with the plan written on its nodes: where each stands, and which rule will replace it."""
+    actions = {action.node: action for action in rewrite.actions}
+    nodes: list[NodeDump] = []
+    for node in block.nodes:
+        placed = replace(node, device=rewrite.node_devices.get(node.name, rewrite.device))
+        action = actions.get(node.name)
+        nodes.append(replace(placed, rule=action.rule, span=str(action.span)) if action else placed)
+    return replace(block, nodes=tuple(nodes))
+
+
+def _notes(rewrite: BlockRewrite) -> tuple[str, ...]:
     """What the plan will do to a block, one line per action."""
-    if plan is None:
-        return ()
     return tuple(
         f"{action.node} -> {action.target} at `{action.fqn}` on {rewrite.node_devices.get(action.node, rewrite.device)}"
         + (f", kernel {action.kernel.entry}" if action.kernel else "")
         + f" (rule {action.rule}, {action.span})"
-        for rewrite in plan.rewrites
-        if rewrite.block == block
         for action in rewrite.actions
     )
-
-
-def _rewritten(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> Iterator[BlockDump]:
-    touched: dict[str, list[RewrittenBlock]] = {}
-    for block in blocks:
-        touched.setdefault(block.rewrite.block, []).append(block)
-    for block in captured.blocks:
-        rewritten_sites: set[str] = set()
-        for variant in touched.get(block.key, []):
-            rewrite = variant.rewrite
-            rewritten_sites |= {s.fqn for s in rewrite.sites}
-            fqns, layers = tuple(s.fqn for s in rewrite.sites), tuple(s.layer for s in rewrite.sites)
-            yield dump_block(variant.graph, rewrite.key, block.class_name, fqns, layers)
-        rest = tuple(s for s in captured.sites_of(block.key) if s.fqn not in rewritten_sites)
-        if rest:
-            yield _block(block, rest, ())
 
 
 def _block(block: BlockGraph, sites: Sequence[BlockSite], notes: tuple[str, ...]) -> BlockDump:
@@ -112,4 +120,4 @@ def _captures(bindings: Mapping[str, Binding], prefix: str = "") -> Iterator[tup
         elif isinstance(binding, NodeRef):
             yield f"{prefix}{name}", binding.node + (f"[{binding.index}]" if binding.index else "")
         else:
-            yield f"{prefix}{name}", f"{cast(float, binding):g}"
+            yield f"{prefix}{name}", f"{cast('float', binding):g}"
