@@ -106,7 +106,5 @@ def test_mutated_programs_never_crash(tmp_path: Path) -> None:
             assert count > 20, "too slow to say anything"
             return
         text = mutate(random_.choice(originals), random_)
-        try:
-            check_mutant(tmp_path / "mutant.ktr", text)
-        except Exception as error:
-            raise AssertionError(f"mutant {count} of seed {SEED}:\n{text}") from error
+        print(f"mutant {count} of seed {SEED}:\n{text}")  # pytest shows the last one if the check fails
+        check_mutant(tmp_path / "mutant.ktr", text)

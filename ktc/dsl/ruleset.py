@@ -71,6 +71,6 @@ class RuleSet:
     rules: tuple[RuleDefinition, ...]
     requires: tuple[tuple[int, syntax.Require], ...]  # (unit, declaration)
     plan: Mapping[str, Value]  # budgets under their device ("cuda:0", "cpu"), the other keys by name
-    lora: Mapping[str, Value]  # rank alpha dropout dtype targets; empty without a `lora` block
+    lora: Mapping[str, Value]  # rank alpha dropout, dtype and targets if given; empty without a `lora` block
     sources: Mapping[str, str]
     warnings: tuple[Diagnostic, ...]

@@ -139,7 +139,8 @@ class _PatternCheck:
             return [VALUE] * results
         outputs = whole.pattern.declaration.outputs
         if len(outputs) != results:
-            message = f"pattern `{whole.pattern.name}` has {_counted(len(outputs), 'output')}, {results} names are bound"
+            counted = _counted(len(outputs), "output")
+            message = f"pattern `{whole.pattern.name}` has {counted}, {results} names are bound"
             self.report.error("E025", message, term.span)
             return [VALUE] * results
         return [whole.members.get(output.text, VALUE) for output in outputs]
