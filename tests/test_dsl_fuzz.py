@@ -83,15 +83,19 @@ def check_mutant(path: Path, text: str) -> None:
     try:
         ruleset = dsl.load(path)
     except InputRefused as error:
-        for diagnostic in error.diagnostics:
-            assert diagnostic.span is not None, f"{diagnostic} has no place"
-            lines = error.sources[diagnostic.span.file].split("\n")
-            assert 1 <= diagnostic.span.line <= len(lines)
-            assert 1 <= diagnostic.span.column <= len(lines[diagnostic.span.line - 1]) + 1
-        assert render(error.diagnostics, error.sources)
+        check_refusal(error)
         return
     module = ruleset.units[0].module
     assert parse(print_module(module), module.file) == module
+
+
+def check_refusal(error: InputRefused) -> None:
+    for diagnostic in error.diagnostics:
+        assert diagnostic.span is not None, f"{diagnostic} has no place"
+        lines = error.sources[diagnostic.span.file].split("\n")
+        assert 1 <= diagnostic.span.line <= len(lines)
+        assert 1 <= diagnostic.span.column <= len(lines[diagnostic.span.line - 1]) + 1
+    assert render(error.diagnostics, error.sources)
 
 
 def test_mutated_programs_never_crash(tmp_path: Path) -> None:

@@ -56,9 +56,7 @@ def test_a_rule_is_resolved(program: Path) -> None:
     assert (experts.root, experts.at, experts.except_) == ("moe.block", ("model.layers.*.mlp",), ("**.0.**",))
     moe, place = experts.actions
     assert (moe.target, moe.facet, moe.on) == ("cpu_moe", "kernel", ())
-    assert moe.settings == {
-        "format": "stored", "isa": "auto", "numa": "shard", "activations": "keep", "threads": 30
-    }
+    assert moe.settings == {"format": "stored", "isa": "auto", "numa": "shard", "activations": "keep", "threads": 30}
     assert (place.target, place.on) == ("place", (("router", "gate"), ()))
     assert place.settings == {"device": "auto", "prefill": None}
     assert str(place.span) == f"{program}:11:3"
@@ -193,6 +191,19 @@ def test_deeply_nested_patterns_are_refused(tmp_path: Path) -> None:
     chain = "\n".join(f"pattern p{n}(x) -> y {{ y = p{n + 1}(x) }}" for n in range(1000))
     found = refused(write(tmp_path, main=chain + "\npattern p1000(x) -> y { y = relu(x) }"))
     assert found[0].code == "E013"
+
+
+def test_large_programs_are_checked_or_refused_in_time(tmp_path: Path) -> None:
+    rule = 'rule r{} {{ match linear at "model.layers.{}.**" => keep(kernel) }}\n'
+    started = time.perf_counter()
+    dsl.load(write(tmp_path, main="".join(rule.format(n, n) for n in range(300))))
+    crowded = "rule r { match linear as l " + "=> keep(kernel) " * 5000 + "}"
+    assert refused(write(tmp_path, main=crowded))[0].code == "E013"
+    captures = "rule r { match linear as l => keep(kernel) on " + ", ".join(["l"] * 5000) + "}"
+    assert refused(write(tmp_path, main=captures))[0].code == "E013"
+    bindings = "pattern p(x) -> y { " + " ".join(f"n{n} = relu(x)" for n in range(5000)) + " y = relu(x) }"
+    assert refused(write(tmp_path, main=bindings))[0].code == "E013"
+    assert time.perf_counter() - started < 10, "about 2 s where nothing else runs"
 
 
 @pytest.mark.parametrize(

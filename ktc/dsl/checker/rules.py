@@ -17,6 +17,8 @@ from ktc.dsl.ruleset import RuleDefinition
 from ktc.dsl.schema import FACTS, MATCHABLE
 from ktc.dsl.types import INT, RANGE, UNKNOWN
 
+MAX_ACTIONS = 64  # of a rule
+MAX_CAPTURES = 256  # that one action names
 LORA_TARGETS = "lora.targets"  # the rule that `lora { targets = [...] }` stands for
 
 
@@ -42,6 +44,8 @@ class _RuleCheck:
 
     def check(self, rule: syntax.Rule) -> RuleDefinition | None:
         """The checked rule, `None` if nobody knows what it matches."""
+        if not self._within_limits(rule):
+            return None
         at, except_ = self._globs(rule.at), self._globs(rule.except_)
         self._check_alias(rule)
         found = self._root(rule)
@@ -65,6 +69,16 @@ class _RuleCheck:
             overrides=frozenset(),
             actions=tuple(action for action in actions if action),
         )
+
+    def _within_limits(self, rule: syntax.Rule) -> bool:
+        crowded = next((action for action in rule.actions if len(action.on) > MAX_CAPTURES), None)
+        if len(rule.actions) > MAX_ACTIONS:
+            self.report.error("E013", f"a rule has at most {MAX_ACTIONS} rewrites", rule.name.span)
+        elif crowded is not None:
+            self.report.error("E013", f"a rewrite names at most {MAX_CAPTURES} captures", crowded.span)
+        else:
+            return True
+        return False
 
     def _root(self, rule: syntax.Rule) -> tuple[str, Capture] | None:
         parts = rule.root.parts
