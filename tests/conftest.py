@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,3 +29,31 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return check
+
+
+@pytest.fixture(scope="session")
+def hand_made() -> ModuleType:
+    """The module `hand_made.py`: `package(checkpoint)` and `recipe(model)`."""
+    path = Path(__file__).parent / "hand_made.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small DeepSeek-V2 checkpoint folder."""
+    from ktc import twin
+
+    return twin.write("deepseek_v2", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def compiled(checkpoint: Path, hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That checkpoint as a compiled model without kernels: LoRA on attention, routed experts in one module."""
+    from ktc.link import link
+
+    return link(hand_made.package(checkpoint), tmp_path_factory.mktemp("build") / "v2_twin")

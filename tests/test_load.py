@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,78 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import ktc
 from ktc import twin
-from ktc.capture.weights import map_weights
-from ktc.checkpoint import open_index
 from ktc.diagnostics import InputRefused
-from ktc.link import Package, adapter_json, link
+from ktc.link import Package, link
 from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.load import load
 from ktc.runtime.lora_linear import KTLinear
-from ktc.runtime.manifest import Rewrite
 from ktc.runtime.realise import realise
-
-ADAPTED = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-
-
-def recipe(model: PreTrainedModel) -> tuple[Rewrite, ...]:
-    """What the rules would ask for: LoRA on attention, routed experts as one module."""
-    steps = [
-        Rewrite(fqn, "lora_linear", None, "cpu", {}, "attention", "moe-lora.ktr:9:3")
-        for fqn, _ in model.named_modules()
-        if fqn.rpartition(".")[2] in (*ADAPTED, "q_a_proj", "q_b_proj", "k_proj", "v_proj")
-    ]
-    for fqn, module in model.named_modules():
-        if hasattr(module, "gate_up_proj"):
-            experts, rows, hidden = module.gate_up_proj.shape
-            args = {
-                "num_experts": experts,
-                "hidden": hidden,
-                "intermediate": rows // 2,
-                "top_k": model.config.num_experts_per_tok,
-                "activation": "silu",
-                "activations": "keep",
-                "threads": 1,
-            }
-            steps.append(Rewrite(fqn, "fused_moe", None, "cpu", args, "experts", "moe-lora.ktr:5:3"))
-    return tuple(steps)
-
-
-def package(checkpoint: Path) -> Package:
-    config = AutoConfig.from_pretrained(checkpoint)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    rewrites = recipe(model)
-    targets = [step.fqn for step in rewrites if step.module == "lora_linear"]
-    return Package(
-        name=str(checkpoint),
-        checkpoint=checkpoint,
-        class_name=type(model).__name__,
-        dtype="bfloat16",
-        weights=map_weights(model, open_index(checkpoint)).sources,
-        rules="moe-lora",
-        settings={},
-        rule_files={"moe-lora.ktr": "rule experts {}\n", "std/moe.ktr": "# patterns\n"},
-        host={"isas": ["scalar"]},
-        isa="scalar",
-        plan={"threads": 1},
-        kernels=(),
-        bindings="",
-        library=None,
-        rewrites=rewrites,
-        placement={"model": "cpu", "lm_head": "cpu"},
-        lora=adapter_json(targets, 8, 32, 0.0, {}, {}),
-        graphs={"captured": "{}"},
-    )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return twin.write("deepseek_v2", tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def compiled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return link(package(checkpoint), tmp_path_factory.mktemp("build") / "v2_twin")
 
 
 def stock(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -137,9 +72,9 @@ def test_the_module_tree_is_the_stock_one_with_the_recipe_in_it(compiled: Path, 
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
-def test_other_families_load_the_same_way(family: str, tmp_path: Path) -> None:
+def test_other_families_load_the_same_way(hand_made: ModuleType, family: str, tmp_path: Path) -> None:
     folder = twin.write(family, tmp_path)
-    out = link(package(folder), tmp_path / "other_twin")
+    out = link(hand_made.package(folder), tmp_path / "other_twin")
     inputs = tokens(folder, *TEXTS)
     ours, theirs = load(out, reference=True), stock(folder, torch.float32)
     assert torch.allclose(ours(**inputs).logits, theirs(**inputs).logits, atol=2e-6)
@@ -147,12 +82,12 @@ def test_other_families_load_the_same_way(family: str, tmp_path: Path) -> None:
     assert all(tensor.dtype == half_stock[name].dtype for name, tensor in half.items()), "what stays fp32 stays fp32"
 
 
-def test_fused_names_and_unrewritten_experts_load_too(checkpoint: Path, tmp_path: Path) -> None:
+def test_fused_names_and_unrewritten_experts_load_too(hand_made: ModuleType, checkpoint: Path, tmp_path: Path) -> None:
     model = stock(checkpoint, torch.bfloat16)
     folder = tmp_path / "fused"
     model.config.save_pretrained(folder)
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
-    whole = package(folder)
+    whole = hand_made.package(folder)
     without = [step for step in whole.rewrites if step.fqn != "model.layers.2.mlp.experts"]
     for name, rewrites in (("all_of_it", whole.rewrites), ("some_of_it", tuple(without))):
         out = link(Package(**{**fields(whole), "rewrites": rewrites}), tmp_path / name)
@@ -170,19 +105,19 @@ def weights_of(model: PreTrainedModel, name: str) -> torch.Tensor:
     return dict(model.named_parameters())[name]
 
 
-def test_tied_embeddings_are_tied_after_loading(tmp_path: Path) -> None:
+def test_tied_embeddings_are_tied_after_loading(hand_made: ModuleType, tmp_path: Path) -> None:
     config = twin.shrink(AutoConfig.for_model("qwen3_moe", tie_word_embeddings=True))
     theirs = twin.build(config, seed=5)
     theirs.save_pretrained(tmp_path / "tied")
-    model = load(link(package(tmp_path / "tied"), tmp_path / "tied_out"), reference=True)
+    model = load(link(hand_made.package(tmp_path / "tied"), tmp_path / "tied_out"), reference=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     ids = torch.arange(3, 40)[None]
     assert torch.allclose(model(ids).logits, theirs(ids).logits, atol=2e-6)
 
 
-def test_realising_a_model_with_weights_moves_them(checkpoint: Path) -> None:
+def test_realising_a_model_with_weights_moves_them(hand_made: ModuleType, checkpoint: Path) -> None:
     theirs, ours = stock(checkpoint, torch.float32), stock(checkpoint, torch.float32)
-    realise(ours, recipe(theirs), None)
+    realise(ours, hand_made.recipe(theirs), None)
     ids = torch.arange(3, 150)[None]
     assert torch.allclose(ours(ids).logits, theirs(ids).logits, atol=2e-6)
     assert ours.model.layers[0].self_attn.o_proj.weight.requires_grad
@@ -306,7 +241,7 @@ print(before, max(peak, status()), status())
 
 @pytest.mark.parametrize("style", ["per_expert", "fused"])
 def test_loading_holds_the_packed_model_and_one_piece(
-    compiled: Path, checkpoint: Path, tmp_path: Path, style: str
+    hand_made: ModuleType, compiled: Path, checkpoint: Path, tmp_path: Path, style: str
 ) -> None:
     config = AutoConfig.for_model(
         "qwen3_moe",
@@ -329,7 +264,7 @@ def test_loading_holds_the_packed_model_and_one_piece(
         save_file(dict(model.state_dict()), folder / "model.safetensors")
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert stored > 280e6
-    out = link(package(folder), tmp_path / "big_out")
+    out = link(hand_made.package(folder), tmp_path / "big_out")
     arguments = [str(compiled), str(checkpoint), str(out), "packed"]
     done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
     before, peak, after = map(int, done.stdout.split())

@@ -1,7 +1,7 @@
 """The folder OUT: may it be written, and writing it so that it is there as a whole or not at all.
 
-In: a path and a function that fills a folder. Out: the folder. Refused: a name that cannot be imported, a folder that is
-there already, a place that cannot be written, a disk that is full.
+In: a path and a function that fills a folder. Out: the folder. Refused: a name that cannot be imported, a folder that
+is there already, a place that cannot be written, a disk that is full.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARK = "ktc.json"  # what tells a compiled model from any other folder
 
 
 def check_out(out: Path, force: bool = False) -> None:
-    """Raises `InputRefused` if OUT cannot be written: I140 no identifier, I141 shadows a module, I142 exists, I143 place.
+    """Raises `InputRefused` if OUT cannot be: I140 no identifier, I141 shadows a module, I142 exists, I143 place.
 
     `force` permits to replace a folder that holds a compiled model. To be called before the long work.
     """

@@ -53,7 +53,7 @@ class Package:
     `name` is what adapters name as their base (a hub id or the checkpoint's path), `checkpoint` the folder with
     config.json and the weights, `class_name` and `dtype` the stock class and its dtype as torch spells it ("bfloat16").
     `rule_files` maps file names to texts, `graphs` stage names to JSON; `plan` is any JSON value that tells two plans
-    apart; `bindings` is the source of the Python bindings; `lora` the arguments of `LoraConfig`, `None` without adapter.
+    apart; `bindings` is the source of the Python bindings, `lora` the arguments of `LoraConfig` or `None`.
     """
 
     name: str
@@ -127,7 +127,7 @@ def _in_docstring(text: str) -> str:
 
 
 def _config(package: Package) -> str:
-    """The stock config with our class in it; model type and config class stay, so that tables of other tools know it."""
+    """The stock config with our class in it; model type and config class stay, so that other tools know it."""
     config = cast("dict[str, Any]", json.loads((package.checkpoint / "config.json").read_text(encoding="utf-8")))
     config["architectures"] = [f"Ktc{package.class_name}"]
     config["auto_map"] = {"AutoModelForCausalLM": f"modeling_ktc.Ktc{package.class_name}"}

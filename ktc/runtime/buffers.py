@@ -22,7 +22,7 @@ def compute_buffers(model: nn.Module, placement: Mapping[str, str]) -> None:
     Raises `InputRefused` (L421) with the buffers that cannot be computed.
     """
     problems: list[Diagnostic] = []
-    for fqn, module in model.named_modules():
+    for fqn, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
         names = [name for name in _non_persistent(module) if getattr(module, name).is_meta]
         if not names:
             continue
@@ -39,7 +39,7 @@ def compute_buffers(model: nn.Module, placement: Mapping[str, str]) -> None:
 
 
 def _non_persistent(module: nn.Module) -> Iterator[str]:
-    absent = cast("set[str]", module._non_persistent_buffers_set)  # pyright: ignore[reportPrivateUsage]
+    absent = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
     return (name for name, _ in module.named_buffers(recurse=False) if name in absent)
 
 

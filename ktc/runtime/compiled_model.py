@@ -1,4 +1,4 @@
-"""What a compiled model does differently from the stock class it derives from: how it is loaded, and what it will not save.
+"""What a compiled model does otherwise than the stock class: how it is loaded, and what it will not save.
 
 `CompiledModel` stands before the stock class (`class KtcX(CompiledModel, X)`), here for `ktc.load` and in
 `modeling_ktc.py` for `AutoModelForCausalLM`. Refused: writing the base model as a checkpoint.
@@ -61,7 +61,7 @@ class CompiledModel:
             Diagnostic(
                 "L423",
                 "a compiled model is not written as a checkpoint: its experts are packed and it would lack them",
-                hint=f"save the adapter (`PeftModel.save_pretrained`) and load it on `{cast('Any', self).name_or_path}`",
+                hint=f"save the adapter (`PeftModel.save_pretrained`); its base is `{cast('Any', self).name_or_path}`",
             )
         )
 

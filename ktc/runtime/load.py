@@ -101,7 +101,7 @@ def _stock_class(manifest: Manifest, folder: Path) -> type[PreTrainedModel]:
 
 
 def _check(manifest: Manifest, folder: Path, checkpoint: Path, reference: bool) -> KernelLibrary | None:
-    """The kernel library (which checks its digest when it is opened), `None` in reference mode. Raises what does not fit."""
+    """The kernel library (checked when it is opened), `None` in reference mode. Raises what does not fit."""
     problems = _version_mismatches(manifest, folder, with_library=not reference and manifest.library is not None)
     if problems:
         raise InputRefused(*problems)

@@ -34,13 +34,18 @@ class Versions:
     @classmethod
     def installed(cls) -> Versions:
         """Those of this environment."""
-        found = (metadata.version(name) for name in ("torch", "transformers", "peft"))
-        return cls(ktc.__version__, *found, str(sysconfig.get_config_var("SOABI")))
+        return cls(
+            ktc=ktc.__version__,
+            torch=metadata.version("torch"),
+            transformers=metadata.version("transformers"),
+            peft=metadata.version("peft"),
+            python_abi=str(sysconfig.get_config_var("SOABI")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """The source model: `name` as adapters name their base, `class_name` the stock class, `dtype` as torch spells it."""
+    """The source model: `name` as adapters name it, `class_name` the stock class, `dtype` as torch spells it."""
 
     name: str
     folder: str
@@ -145,14 +150,13 @@ def _damaged(folder: Path, what: str) -> Diagnostic:
 
 def _manifest(fields: Mapping[str, Any]) -> Manifest:
     library = fields["library"]
-    return Manifest(
-        **{
-            **fields,
-            "versions": Versions(**fields["versions"]),
-            "model": ModelRecord(**fields["model"]),
-            "rules": RulesRecord(**fields["rules"]),
-            "kernels": tuple(KernelRecord(**kernel) for kernel in fields["kernels"]),
-            "library": None if library is None else LibraryRecord(**library),
-            "rewrites": tuple(Rewrite(**rewrite) for rewrite in fields["rewrites"]),
-        }
-    )
+    read: dict[str, Any] = {
+        **fields,
+        "versions": Versions(**fields["versions"]),
+        "model": ModelRecord(**fields["model"]),
+        "rules": RulesRecord(**fields["rules"]),
+        "kernels": tuple(KernelRecord(**kernel) for kernel in fields["kernels"]),
+        "library": None if library is None else LibraryRecord(**library),
+        "rewrites": tuple(Rewrite(**rewrite) for rewrite in fields["rewrites"]),
+    }
+    return Manifest(**read)

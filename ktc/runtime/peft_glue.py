@@ -49,7 +49,7 @@ def _refuse_experts(target: object, adapter_name: str, *args: Any, **kwargs: Any
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
-    """The stock `LoraConfig` of the compiled model in `folder`. Raises `InputRefused` (L431) if its rules ask for none."""
+    """The stock `LoraConfig` of the compiled model in `folder`. Raises `InputRefused` (L431) if it has none."""
     try:
         content: object = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,12 +1,13 @@
-"""Where each tensor of a compiled model lies, and how activations follow: module names to devices, nearest ancestor wins.
+"""Where each tensor of a compiled model lies, and how activations follow: module names to devices.
 
-A module that the placement names and that stands on another device than the one around it receives its inputs there.
+The entry of the nearest ancestor counts. A module that the placement names receives its inputs on its own device,
+wherever the module before it stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ def follow(model: nn.Module, placement: Mapping[str, str]) -> None:
     """Move activations along: inputs of a placed module go to its device. Nothing to do where all is on one device."""
     if len(set(placement.values()) | {"cpu"}) == 1:
         return
-    modules = dict(model.named_modules())
+    modules = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
     for fqn in placement:
         if fqn in modules and fqn:
             modules[fqn].register_forward_pre_hook(_Mover(device_of(fqn, placement)), with_kwargs=True)
@@ -58,7 +59,8 @@ class _Mover:
 
 def device_map(placement: Mapping[str, str]) -> dict[str, str | int] | None:
     """The placement as Hugging Face's `hf_device_map`, `None` where it names one device only."""
-    devices = {fqn: torch.device(name) for fqn, name in placement.items()}
-    if len(set(devices.values())) < 2:
+    if len(set(placement.values())) < 2:
         return None
-    return {fqn: device.type if device.index is None else device.index for fqn, device in devices.items()}
+    return {
+        fqn: int(name.partition(":")[2] or 0) if name.startswith("cuda") else name for fqn, name in placement.items()
+    }

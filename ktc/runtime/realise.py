@@ -1,4 +1,4 @@
-"""The realisation recipe carried out: in a stock model and the recipe, out the same model with the modules put in place.
+"""The recipe carried out: in a stock model and the recipe, out the same model with the modules put in place.
 
 On meta tensors nothing is allocated for what a kernel packs; on a model with real weights they move into the new
 modules. Refused: a step for a module that is not there or of another kind.

@@ -8,7 +8,7 @@ one expert at a time. Refused: a value that is not finite, a parameter that noth
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, cast, runtime_checkable
 
@@ -139,12 +139,9 @@ def _assign(module: nn.Module, leaf: str, tensor: Tensor) -> None:
 def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
-    flat = tensor.reshape(-1)
+    chunks = cast("tuple[Tensor, ...]", tensor.reshape(-1).split(_CHECKED_AT_ONCE))
     # A sum is several times faster than a test of each value; only a sum that is not finite needs the test.
-    return all(
-        bool(chunk.sum(dtype=torch.float32).isfinite()) or bool(chunk.isfinite().all())
-        for chunk in flat.split(_CHECKED_AT_ONCE)
-    )
+    return all(bool(chunk.sum(dtype=torch.float32).isfinite()) or bool(chunk.isfinite().all()) for chunk in chunks)
 
 
 def _not_finite(source: WeightSource, expert: int | None) -> Diagnostic:
@@ -158,8 +155,10 @@ def _not_finite(source: WeightSource, expert: int | None) -> Diagnostic:
 
 def check_filled(model: nn.Module) -> None:
     """Raises `InputRefused` (L408) with everything that is still without a value."""
-    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    for name, module in model.named_modules():
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    for name, module in modules:
         if isinstance(module, ExpertBank):
             empty += [f"{name} (expert {expert}, {part})" for expert, part in module.missing()]
     if empty:
@@ -175,7 +174,8 @@ def progress_bar(what: str) -> Generator[Progress | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:

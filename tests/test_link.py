@@ -1,0 +1,171 @@
+"""The folder OUT: what is in it, that it is whole or absent, and that everybody who loads models can use it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ktc import resources
+from ktc.diagnostics import InputRefused
+from ktc.link import adapter_json, check_out, rule_files
+from ktc.link.folder import write_folder
+
+
+def fill(folder: Path) -> None:
+    (folder / "lib").mkdir()
+    (folder / "lib" / "a.bin").write_bytes(b"x" * 1000)
+    (folder / "ktc.json").write_text("{}")
+
+
+def refused(out: Path, force: bool = False) -> tuple[str, str, str]:
+    with pytest.raises(InputRefused) as refusal:
+        check_out(out, force)
+    (diagnostic,) = refusal.value.diagnostics
+    return diagnostic.code, diagnostic.message, diagnostic.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("v2-lite", "v2_lite"),
+        ("2model", "model_2model"),
+        ("class", "model_class"),
+        ("a b.c", "a_b_c"),
+        ("--", "compiled"),
+    ],
+)
+def test_a_name_that_cannot_be_imported_is_refused_with_one_that_can(
+    tmp_path: Path, name: str, suggestion: str
+) -> None:
+    code, _, hint = refused(tmp_path / name)
+    assert code == "I140"
+    assert hint == f"try `-o {tmp_path / suggestion}`"
+
+
+@pytest.mark.parametrize("name", ["json", "torch", "ktc", "sys", "numpy"])
+def test_a_name_that_shadows_a_module_is_refused(tmp_path: Path, name: str) -> None:
+    code, message, hint = refused(tmp_path / name)
+    assert (code, f"`{name}`" in message, name + "_ktc" in hint) == ("I141", True, True)
+
+
+def test_what_exists_is_replaced_only_if_it_is_a_compiled_model_and_asked_for(tmp_path: Path) -> None:
+    model, other, file = tmp_path / "model_a", tmp_path / "other_b", tmp_path / "file_c"
+    write_folder(model, fill)
+    other.mkdir()
+    file.write_text("")
+    assert refused(model)[0] == "I142"
+    assert "--force" in refused(model)[2]
+    for path in (other, file):
+        assert refused(path, force=True)[0] == "I142"
+    (model / "stale").write_text("")
+    write_folder(model, fill, force=True)
+    assert sorted(path.name for path in model.iterdir()) == ["ktc.json", "lib"]
+    assert not list(tmp_path.glob(".*")), "neither the new nor the old folder is left beside it"
+
+
+def test_a_folder_that_is_already_on_the_path_may_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "made_before"
+    write_folder(out, fill)
+    (out / "__init__.py").write_text("")
+    check_out(out, force=True)
+
+
+def test_a_place_that_cannot_hold_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    assert refused(tmp_path / "file" / "deeper" / "out_a")[0] == "I143"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert refused(tmp_path / "out_a") == (
+        "I143",
+        f"OUT cannot be made in `{tmp_path}`: it is not writable",
+        "choose another place, or change its permissions",
+    )
+
+
+def failing(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_disk(folder: Path) -> None:
+    fill(folder)
+    failing()
+
+
+def interrupted(folder: Path) -> None:
+    fill(folder)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("broken", ["write", "fsync", "rename"])
+def test_a_full_disk_leaves_nothing_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    if broken != "write":
+        monkeypatch.setattr(os, broken, failing)
+    with pytest.raises(InputRefused, match=r"I145.*No space left on device") as refusal:
+        write_folder(tmp_path / "new" / "deep" / "out_a", full_disk if broken == "write" else fill)
+    assert "free some space" in refusal.value.diagnostics[0].hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(tmp_path / "new" / "out_a", interrupted)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("broken", ["write", "rename"])
+def test_a_failed_replacement_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    out = tmp_path / "out_a"
+    write_folder(out, fill)
+    (out / "mine").write_text("old")
+    if broken == "rename":
+        rename, calls = os.rename, iter([False, True, False])
+        monkeypatch.setattr(os, "rename", lambda a, b: failing() if next(calls) else rename(a, b))
+    with pytest.raises(InputRefused, match="I145"):
+        write_folder(out, full_disk if broken == "write" else fill, force=True)
+    assert (out / "mine").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out_a"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ktc.link.folder import write_folder
+def fill(folder):
+    (folder / "ktc.json").write_text("{}")
+    os.kill(os.getpid(), signal.SIGKILL)
+write_folder(Path(sys.argv[1]), fill)
+"""
+
+
+def test_a_killed_compile_leaves_nothing_at_out_and_the_next_one_cleans_up(tmp_path: Path) -> None:
+    out = tmp_path / "out_a"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(out)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not out.exists()
+    write_folder(out, fill)
+    assert [path.name for path in tmp_path.iterdir()] == ["out_a"]
+
+
+def test_rule_files_keep_their_place_and_never_their_machine_path(tmp_path: Path) -> None:
+    sources = {
+        str(resources.rules() / "std" / "moe.ktr"): "bundled",
+        str(tmp_path / "mine.ktr"): "one",
+        str(tmp_path / "sub" / "mine.ktr"): "two",
+    }
+    assert rule_files(sources) == {"std/moe.ktr": "bundled", "mine.ktr": "one", "mine_2.ktr": "two"}
+
+
+def test_layers_that_peft_mistakes_for_experts_are_named_by_their_weights() -> None:
+    targets = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.shared_experts.up_proj"]
+    adapter = adapter_json(targets, 8, 32, 0.0, {targets[1]: 4}, {})
+    assert adapter["target_modules"] == targets[:1]
+    assert adapter["target_parameters"] == [f"{targets[1]}.weight"]
+    assert adapter["rank_pattern"] == {f"{targets[1]}.weight": 4}
+    with pytest.raises(InputRefused, match="I150"):
+        adapter_json(targets, 8, 32, 0.1, {}, {})
