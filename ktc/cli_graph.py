@@ -7,14 +7,14 @@ with no weight read and nothing written. Refuses a layer the model lacks, and a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.graph.dump import ModelDump, read_dump, to_json
+from ktc.graph.dump import ModelDump, Stage, read_dump, to_json
 
-STAGES = ("captured", "matched", "planned", "rewritten")
+STAGES: tuple[Stage, ...] = ("captured", "matched", "planned", "rewritten")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Request:
 
     model: str | None
     rules: str
-    stage: str
+    stage: Stage
     layer: int | None
     form: str
     diff: tuple[str, str] | None
@@ -36,11 +36,18 @@ def render(request: Request) -> str:
         return _difference(request, *request.diff)
     if request.model is None:
         raise InputRefused(Diagnostic("U010", "`ktc graph` wants a MODEL or `--diff A B`"))
-    dump = _dump(request.model, request.stage, request.rules)
+    # a page shows the way to the stage, every other form the stage alone
+    stages = STAGES[: STAGES.index(request.stage) + 1] if request.form == "html" else (request.stage,)
+    dumps = _dumps(request.model, stages, request.rules)
+    dump = dumps[-1]
     if request.layer is not None and not dump.of_layer(request.layer):
         layers = sorted({layer for block in dump.blocks for layer in block.layers})
         found = f"{layers[0]} to {layers[-1]}" if layers else "none"
         raise InputRefused(Diagnostic("U011", f"the model has no layer {request.layer}: its layers are {found}"))
+    if request.form == "html":
+        from ktc.graph.html import render_html
+
+        return render_html(dumps, request.layer)
     return _writer(request.form, request.color)(dump, request.layer)
 
 
@@ -57,23 +64,24 @@ def _difference(request: Request, first: str, second: str) -> str:
 def _side(request: Request, side: str) -> ModelDump:
     """One side of a difference: a stage of MODEL if one was given, else a compiled model, a model or a graph file."""
     if request.model is not None and side in STAGES:
-        return _dump(request.model, side, request.rules)
+        return _dumps(request.model, (side,), request.rules)[0]
     if side in STAGES and not Path(side).exists():
         raise InputRefused(
             Diagnostic("U013", f"`{side}` is a stage: say of which MODEL", hint=f"`ktc graph MODEL --diff {side} ...`")
         )
-    return _dump(side, request.stage, request.rules)
+    return _dumps(side, (request.stage,), request.rules)[0]
 
 
-def _dump(model: str, stage: str, rules: str) -> ModelDump:
+def _dumps(model: str, stages: Sequence[Stage], rules: str) -> list[ModelDump]:
+    """The stages of a compiled model or of one to be analysed; a graph file is the one stage it holds."""
     path = Path(model)
     if path.is_file():
-        return read_dump(path)
+        return [read_dump(path)]
     if (path / "ktc.json").is_file():
-        return read_dump(path / "graph" / f"{stage}.json")
+        return [read_dump(path / "graph" / f"{stage}.json") for stage in stages]
     from ktc import compiler
 
-    return compiler.dump(model, rules, stage)
+    return compiler.dumps(model, rules, stages)
 
 
 def _writer(form: str, color: bool) -> Callable[[ModelDump, int | None], str]:
@@ -88,10 +96,6 @@ def _writer(form: str, color: bool) -> Callable[[ModelDump, int | None], str]:
         from ktc.graph.svg import render_svg
 
         return render_svg
-    if form == "html":
-        from ktc.graph.html import render_html
-
-        return render_html
     from ktc.graph.text import render_text
 
     return lambda dump, layer: render_text(dump, layer, colour=color)

@@ -115,12 +115,14 @@ def check(
     return (*plan.warnings, *plan.over_budget)
 
 
-def dump(model: str | Path | PreTrainedModel, rules: str | Path, stage: Stage, *, host: Host | None = None) -> ModelDump:
-    """The graph of `model` at a stage, for inspection. The stage `captured` needs no rule to match."""
-    if stage == "captured":
-        return dump_stage(stage, capture(open_model(model)), None, None)
+def dumps(
+    model: str | Path | PreTrainedModel, rules: str | Path, stages: Sequence[Stage], *, host: Host | None = None
+) -> list[ModelDump]:
+    """The graphs of `model` at some stages, for inspection. The stage `captured` alone needs no rule to match."""
+    if tuple(stages) == ("captured",):
+        return [dump_stage("captured", capture(open_model(model)), None, None)]
     captured, matches, plan, blocks = analyse(model, rules, {}, host, _unobserved)
-    return dump_stage(stage, captured, matches, plan, blocks)
+    return [dump_stage(stage, captured, matches, plan, blocks) for stage in stages]
 
 
 def analyse(
@@ -175,4 +177,4 @@ def _origins(plan: Plan) -> dict[Any, str]:
     return {a.kernel: str(a.span) for rewrite in plan.rewrites for a in rewrite.actions if a.kernel is not None}
 
 
-__all__: Sequence[str] = ("KtcError", "Report", "check", "compile", "dump", "inspect")
+__all__: Sequence[str] = ("KtcError", "Report", "check", "compile", "dumps", "inspect")
