@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import fx, nn
 
 from ktc.capture import BlockGraph, BlockSite, CapturedModel
-from ktc.diagnostics import Span
-from ktc.graph.dump import from_json, to_json
+from ktc.cli_graph import STAGES, Request, render
+from ktc.diagnostics import InputRefused, Span
+from ktc.graph.dump import Stage, from_json, to_json
 from ktc.link.stages import dump_stage
 from ktc.plan import BlockRewrite, NodeAction
 from ktc.rewrite import RewrittenBlock
@@ -56,3 +59,22 @@ def test_the_plan_stands_on_the_nodes_it_is_about() -> None:
     assert nodes["silu_default"].span == "r.ktr:3:1"
     assert "silu_default -> keep at `act` on cuda:0" in first.notes[0]
     assert all(not node.rule and not node.device for node in rest.nodes)
+
+
+def test_the_page_of_a_compiled_model_has_all_stages_and_a_graph_file_one(tmp_path: Path) -> None:
+    model = captured()
+    (tmp_path / "graph").mkdir()
+    (tmp_path / "ktc.json").write_text("{}")
+    plan = cast("Any", SimpleNamespace(placements=(), rewrites=rewrites(model)))
+    for stage in STAGES:
+        (tmp_path / "graph" / f"{stage}.json").write_text(to_json(dump_stage(stage, model, None, plan)))
+
+    def page(shown: Path, stage: Stage = "rewritten", layer: int | None = None) -> str:
+        return render(Request(str(shown), "moe-lora", stage, layer, "html", None))
+
+    assert page(tmp_path).count('class="stage"') == 4
+    assert page(tmp_path, "matched").count('class="stage"') == 2
+    assert page(tmp_path / "graph" / "planned.json").count('class="stage"') == 1
+    assert page(tmp_path, layer=2).count("<article") == 4
+    with pytest.raises(InputRefused, match="no layer 7"):
+        page(tmp_path, layer=7)

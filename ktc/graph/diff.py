@@ -188,7 +188,7 @@ def _module_lines(modules: tuple[ModuleDiff, ...]) -> Iterator[str]:
         groups.setdefault((sign, _change_text(module.changes)), []).append(module.fqn)
     for (sign, change), fqns in groups.items():
         for fqn in collapse(fqns):
-            yield f"  {sign} {fqn or 'model'}" + (f": {change}" if change else "")
+            yield f"  {sign} {fqn or 'the whole'}" + (f": {change}" if change else "")
 
 
 def _change_text(changes: tuple[FieldChange, ...]) -> str:
