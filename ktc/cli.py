@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,25 +28,8 @@ app = typer.Typer(
 )
 
 
-class Stage(StrEnum):
-    """A stage whose graph can be shown."""
-
-    captured = "captured"
-    matched = "matched"
-    planned = "planned"
-    rewritten = "rewritten"
-
-
-class Format(StrEnum):
-    """A form in which a graph can be written."""
-
-    text = "text"
-    json = "json"
-    dot = "dot"
-    svg = "svg"
-    html = "html"
-
-
+Stage = Literal["captured", "matched", "planned", "rewritten"]
+Format = Literal["text", "json", "dot", "svg", "html"]
 Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or tiny:NAME (a small twin of a family).")]
 OptionalModel = Annotated[
     str | None, typer.Argument(help="A model folder (config.json is enough), a hub id, or tiny:NAME.")
@@ -105,9 +87,9 @@ def compile_command(
     """Compile MODEL by RULES into an importable package."""
     with Session(as_json, verbose, quiet, log_file) as session:
         from ktc import compiler
-        from ktc.cli_report import CompileReport
+        from ktc.cli_report import StageReport
 
-        report = CompileReport(session)
+        report = StageReport(session)
         with report.progress():
             path = compiler.compile(
                 model,
@@ -118,7 +100,7 @@ def compile_command(
                 force=force,
                 observe=report.observe,
             )
-        report.finish(path)
+        report.finish_compile(path)
 
 
 @app.command("check")
@@ -134,23 +116,25 @@ def check_command(
 ) -> None:
     """Check RULES; with MODEL also whether and where they fit it, and what the plan would be."""
     with Session(as_json, verbose, quiet, log_file) as session:
-        from ktc import compiler
-        from ktc.cli_report import CheckReport
+        from ktc import compiler, dsl
+        from ktc.cli_report import StageReport
 
-        report = CheckReport(session)
-        diagnostics = compiler.check(
-            rules, model, host=_host(host_file, None), settings=_settings(settings), observe=report.observe
-        )
-        report.finish(diagnostics)
+        report = StageReport(session)
+        if model is None:
+            report.observe("rules", dsl.load(rules, _settings(settings)))
+        else:
+            with report.progress():
+                compiler.analyse(model, rules, _settings(settings), _host(host_file, None), report.observe)
+        report.finish_check()
 
 
 @app.command("graph")
 def graph_command(
     model: Annotated[str | None, typer.Argument(help="A compiled model, or a model as `ktc compile` takes it.")] = None,
     rules: Annotated[str, typer.Option("--rules", help="The rules by which a model is shown.")] = "moe-lora",
-    stage: Annotated[Stage, typer.Option("--stage", help="The stage to show.")] = Stage.rewritten,
+    stage: Annotated[Stage, typer.Option("--stage", help="The stage to show.")] = "rewritten",
     layer: Annotated[int | None, typer.Option("--layer", min=0, help="Only this layer.")] = None,
-    form: Annotated[Format, typer.Option("--format", help="The form of the graph.")] = Format.text,
+    form: Annotated[Format, typer.Option("--format", help="The form of the graph.")] = "text",
     diff: Annotated[
         tuple[str, str] | None,
         typer.Option("--diff", metavar="A B", help="Compare two compiled models, graph files, or stages of MODEL."),
@@ -165,7 +149,7 @@ def graph_command(
         from ktc import cli_graph
 
         color = session.color and output is None
-        request = cli_graph.Request(model, rules, stage.value, layer, form.value, diff, color)
+        request = cli_graph.Request(model, rules, stage, layer, form, diff, color)
         session.emit(cli_graph.render(request), output)
 
 
@@ -174,7 +158,7 @@ def doctor_command(as_json: Json = False) -> None:
     """Say what of this machine works for ktc, what is missing and how to get it."""
     with Session(as_json) as session:
         from ktc import doctor
-        from ktc.cli_report import doctor_table
+        from ktc.cli_tables import doctor_table
 
         here, findings = doctor.examine()
         session.show(doctor_table(findings))

@@ -1,37 +1,209 @@
-"""What the commands show: the stages as they finish, and the tables at the end.
+"""The stages of a compilation as its user sees them: a line as each finishes, tables and JSON at the end.
 
-In: the values that the compiler's `observe` reports, and findings. Out: rich renderables and plain JSON values.
+In: the values that the compiler's `observe` reports. Out: what a `Session` shows and prints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from rich import box
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
+from ktc.cli_session import Session
+from ktc.cli_tables import (
+    adapter_line,
+    count,
+    devices_table,
+    kernels_table,
+    proofs_table,
+    reasons_table,
+    relative,
+    rules_table,
+    size,
+)
+from ktc.diagnostics import HostLacks
+
 if TYPE_CHECKING:
-    from ktc.doctor import Finding
+    from ktc.capture import CapturedModel, ModelSource
+    from ktc.capture.weights import WeightMap
+    from ktc.codegen.render import KernelSource
+    from ktc.dsl import RuleSet
+    from ktc.match import Matches
+    from ktc.plan import Plan
+    from ktc.prove import Proof
+    from ktc.rewrite import RewrittenBlock
+    from ktc.runtime.kernel_library import KernelLibrary
 
-_STATES = {"works": ("works", "green"), "limited": ("limited", "yellow"), "missing": ("MISSING", "bold red")}
-
-
-def doctor_table(findings: Iterable[Finding]) -> Table:
-    """One row per finding, the remedy below what was found."""
-    table = _table("", "state", "found")
-    for finding in findings:
-        word, style = _STATES[finding.state]
-        found = Text(finding.found)
-        if finding.remedy:
-            found.append(f"\n{finding.remedy}", style="dim")
-        table.add_row(finding.name, Text(word, style=style), found)
-    return table
+_STAGES = ("rules", "model", "capture", "weights", "match", "plan", "rewrite", "prove", "render", "build", "link")
 
 
-def _table(*columns: str) -> Table:
-    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in table.columns:
-        column.overflow = "fold"
-    return table
+class StageReport:
+    """Collects what the stages report, shows each as it finishes, and turns all of it into tables and JSON."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._values: dict[str, Any] = {}
+        self._seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+        self._console = session.console
+        self._waiting: Callable[[str], None] = lambda _: None
+
+    @contextmanager
+    def progress(self) -> Generator[None]:
+        """While inside, the stage that is running is shown on a terminal."""
+        with self._console.status("") as status:
+            self._waiting = lambda stage: status.update(f"[dim]{stage}[/dim]")
+            self._waiting(_STAGES[0])
+            yield
+
+    def observe(self, stage: str, value: object) -> None:
+        """Takes the value of a finished stage; this is the compiler's `observe`."""
+        now = time.perf_counter()
+        if stage == "rules":
+            self._session.sources = cast("RuleSet", value).sources
+        self._values[stage], self._seconds[stage] = value, now - self._last
+        line = f"{stage:8s}{self._seconds[stage]:6.1f} s  {_summary(stage, value)}"
+        self._console.print(f"  {line}", markup=False, soft_wrap=True)
+        self._session.note(line)
+        following = _STAGES.index(stage) + 1
+        if following < len(_STAGES):
+            self._waiting(_STAGES[following])
+        self._last = now
+
+    def finish_check(self) -> None:
+        """The tables of `ktc check`, its warnings and its JSON."""
+        self._warn()
+        self._session.result(self._json())
+        if "plan" in self._values:
+            self._session.show(self._tables())
+        else:
+            self._session.show("the rules are good")
+
+    def finish_compile(self, out: Path) -> None:
+        """The tables of `ktc compile`, its warnings and its JSON."""
+        self._warn()
+        self._session.result({"out": str(out), "seconds": self._seconds, **self._json()})
+        self._session.show(self._tables())
+        load = f"import {out.name}; model = {out.name}.load()"
+        self._session.show(Text(f"{relative(out)} is ready: `{load}`, or `ktc.load({str(relative(out))!r})`"))
+
+    def _warn(self) -> None:
+        rules = cast("RuleSet", self._values["rules"])
+        weights = cast("WeightMap | None", self._values.get("weights"))
+        plan = cast("Plan | None", self._values.get("plan"))
+        found = (*rules.warnings, *(weights.warnings if weights else ()), *(plan.warnings if plan else ()))
+        over_budget = plan.over_budget if plan else ()
+        self._session.diagnose((*found, *over_budget))
+        if over_budget:
+            self._session.exit_code = HostLacks.exit_code
+
+    def _json(self) -> dict[str, Any]:
+        if "plan" not in self._values:
+            return {}
+        from ktc.plan.report import plan_json
+
+        matches, plan = cast("Matches", self._values["match"]), cast("Plan", self._values["plan"])
+        proofs = cast("tuple[Proof, ...]", self._values.get("prove", ()))
+        return {
+            "matches": [
+                {"rule": m.rule, "pattern": m.root, "path": m.path, "coverage": m.coverage} for m in matches.matches
+            ],
+            "near_misses": [str(miss) for miss in matches.near_misses],
+            "plan": plan_json(plan),
+            "proofs": [proof.to_json() for proof in proofs],
+        }
+
+    def _tables(self) -> Group:
+        matches, plan = cast("Matches", self._values["match"]), cast("Plan", self._values["plan"])
+        proofs = cast("tuple[Proof, ...] | None", self._values.get("prove"))
+        parts: list[Any] = [rules_table(cast("RuleSet", self._values["rules"]), matches, plan), devices_table(plan)]
+        parts += [adapter_line(plan.lora)] if plan.lora else []
+        parts += [kernels_table(plan)] if plan.kernels else []
+        parts += [proofs_table(proofs)] if proofs else []
+        if self._session.verbose or proofs is None:
+            parts.append(reasons_table(plan))
+        return Group(*parts)
+
+
+def _summary(stage: str, value: Any) -> str:
+    """The few words about a stage's value that stand beside its name."""
+    return _SUMMARIES[stage](value) if stage in _SUMMARIES and value is not None else ""
+
+
+def _rules(value: RuleSet) -> str:
+    return (
+        f"{count(len(value.rules), 'rule')}, {count(len(value.patterns), 'pattern')}, {count(len(value.units), 'file')}"
+    )
+
+
+def _model(value: ModelSource) -> str:
+    weights = (
+        "no weights"
+        if value.index is None
+        else f"{count(len(value.index.tensors), 'tensor')}, {size(value.index.bytes)}"
+    )
+    return f"{value.config.model_type}, {weights}"
+
+
+def _capture(value: CapturedModel) -> str:
+    opaque = sum(block.graph is None for block in value.blocks)
+    return (
+        f"{count(len(value.blocks), 'distinct block')} at {count(len(value.sites), 'place')}"
+        + f", {opaque} opaque" * bool(opaque)
+    )
+
+
+def _weights(value: WeightMap) -> str:
+    return f"{count(len(value.sources), 'tensor')} mapped"
+
+
+def _match(value: Matches) -> str:
+    return (
+        f"{count(len(value.matches), 'match', 'matches')}, {count(len(value.near_misses), 'near miss', 'near misses')}"
+    )
+
+
+def _plan(value: Plan) -> str:
+    modules = count(sum(len(rewrite.sites) * len(rewrite.actions) for rewrite in value.rewrites), "module")
+    return f"{modules} to rewrite, {count(len(value.kernels), 'kernel')}, {count(value.threads, 'thread')}"
+
+
+def _rewrite(value: tuple[RewrittenBlock, ...]) -> str:
+    return count(len(value), "graph")
+
+
+def _prove(value: tuple[Proof, ...]) -> str:
+    worst = max((max(proof.forward, proof.worst_gradient) for proof in value), default=0.0)
+    return f"{count(len(value), 'rewrite')} proven, worst error {worst:.1e}"
+
+
+def _render(value: KernelSource) -> str:
+    return f"{count(len(value.units), 'source file')}"
+
+
+def _build(value: KernelLibrary) -> str:
+    return f"self-tested, {size(value.path.stat().st_size)}"
+
+
+def _link(value: Path) -> str:
+    return str(relative(value))
+
+
+_SUMMARIES: dict[str, Callable[[Any], str]] = {
+    "rules": _rules,
+    "model": _model,
+    "capture": _capture,
+    "weights": _weights,
+    "match": _match,
+    "plan": _plan,
+    "rewrite": _rewrite,
+    "prove": _prove,
+    "render": _render,
+    "build": _build,
+    "link": _link,
+}

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,7 @@ class Session:
     ) -> None:
         self.as_json, self.verbose, self.quiet = as_json, verbose, quiet
         self.exit_code = 0
+        self.sources: Mapping[str, str] = {}  # texts that diagnostics may point into
         self._log_file = log_file
         self._log = logging.getLogger("ktc.session")
         self._result: dict[str, Any] = {}
@@ -117,22 +118,22 @@ class Session:
         """A line for the log file, with the seconds since the start."""
         self._log.info("%7.2f s  %s", time.perf_counter() - self._started, text)
 
-    def diagnose(self, found: Iterable[Diagnostic]) -> None:
-        """Shows diagnostics on stderr and adds them to the JSON object."""
-        found = tuple(found)
+    def diagnose(self, found: Iterable[Diagnostic], sources: Mapping[str, str] | None = None) -> None:
+        """Shows diagnostics on stderr, with the lines that they point into, and adds them to the JSON object."""
+        found, sources = tuple(found), {**self.sources, **(sources or {})}
         self._result["diagnostics"] = [*self._result.get("diagnostics", []), *map(words.to_json, found)]
         if not found:
             return
         color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        typer.echo(words.render(found, _sources(found), color), err=True, color=color)
-        self.note(words.render(found, _sources(found)))
+        typer.echo(words.render(found, sources, color), err=True, color=color)
+        self.note(words.render(found, sources))
 
     def _report(self, error: BaseException) -> None:
         if isinstance(error, typer.Exit):
             self.exit_code = error.exit_code
         elif isinstance(error, KtcError):
             self.exit_code = error.exit_code
-            self.diagnose(error.diagnostics)
+            self.diagnose(error.diagnostics, error.sources)
         elif isinstance(error, KeyboardInterrupt):
             self.exit_code = _INTERRUPTED
             self.diagnose([Diagnostic("U130", "interrupted")])
@@ -158,13 +159,3 @@ class Session:
         self._log.addHandler(handler)
         self._log.setLevel(logging.INFO)
         self._log.propagate = False
-
-
-def _sources(found: Iterable[Diagnostic]) -> dict[str, str]:
-    """The texts of the files that the diagnostics point into, as far as they can be read."""
-    spans = [span for each in found for span in (each.span, *(related.span for related in each.related)) if span]
-    texts: dict[str, str] = {}
-    for file in {span.file for span in spans}:
-        with suppress(OSError, UnicodeDecodeError):
-            texts[file] = Path(file).read_text(encoding="utf-8")
-    return texts

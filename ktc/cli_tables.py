@@ -1,0 +1,144 @@
+"""The tables that the commands print, and how they write counts and sizes.
+
+In: findings, and the frozen values of the compiler's stages. Out: rich renderables. Nothing is computed here that a
+stage did not say; no stage is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ktc.doctor import Finding
+    from ktc.dsl import RuleSet
+    from ktc.match import Matches
+    from ktc.plan import LoraPlan, Plan
+    from ktc.prove import Proof
+
+_STATES = {"works": ("works", "green"), "limited": ("limited", "yellow"), "missing": ("MISSING", "bold red")}
+
+
+def rules_table(rules: RuleSet, matches: Matches, plan: Plan) -> Table:
+    """One row per rule and kind of rewrite: how often the rule matched, what became of it and where that lies."""
+    table = _table("rule", "matches", "becomes", "modules", "where")
+    for rule in rules.rules:
+        found = str(len(matches.of(rule.name)))
+        rows = [*_rewrites_of(rule.name, plan), *_places_of(rule.name, plan)]
+        for kind, modules, where in rows or [("", "", "another rule has these" if found != "0" else "fits nowhere")]:
+            table.add_row(rule.name, found, kind, modules, where)
+            found = ""
+    return table
+
+
+def devices_table(plan: Plan) -> Table:
+    """Bytes of weights per device and what it may hold."""
+    table = _table("device", "weights", "budget")
+    for load in plan.devices:
+        table.add_row(load.device, size(load.weights), "" if load.budget is None else size(load.budget))
+    return table
+
+
+def adapter_line(lora: LoraPlan) -> Text:
+    """The adapter in one line."""
+    return Text(
+        f"LoRA r={lora.r} alpha={lora.lora_alpha:g} on {count(len(lora.targets), 'module')}: "
+        f"{count(lora.trainable, 'trainable parameter')}\n"
+    )
+
+
+def kernels_table(plan: Plan) -> Table:
+    """One row per generated kernel."""
+    table = _table("kernel", "H", "I", "experts", "top k", "format", "ISA", "threads")
+    for spec in plan.kernels:
+        same = spec.format_gate_up == spec.format_down
+        form = spec.format_down if same else f"{spec.format_gate_up}, {spec.format_down}"
+        sizes = (
+            "any" if size is None else str(size)
+            for size in (spec.hidden, spec.intermediate, spec.num_experts, spec.top_k)
+        )
+        table.add_row(f"{spec.op} ({spec.activation})", *sizes, form, spec.isa, str(plan.threads))
+    return table
+
+
+def proofs_table(proofs: Iterable[Proof]) -> Table:
+    """One row per distinct rewrite: its worst relative errors against the original block."""
+    table = _table("proof", "rules", "forward error", "worst gradient error", "allowed", "shapes")
+    for proof in proofs:
+        shapes = ", ".join("x".join(map(str, shape)) for shape in proof.shapes)
+        errors = (f"{error:.1e}" for error in (proof.forward, proof.worst_gradient, proof.tolerance))
+        table.add_row(proof.rewrite, ", ".join(proof.rules), *errors, shapes)
+    return table
+
+
+def reasons_table(plan: Plan) -> Table:
+    """Why each part of the model is as it is."""
+    table = _table("what", "why")
+    for reason in plan.reasons:
+        table.add_row(Text(reason.path or "the model"), Text(reason.text))
+    return table
+
+
+def doctor_table(findings: Iterable[Finding]) -> Table:
+    """One row per finding, the remedy below what was found."""
+    table = _table("", "state", "found")
+    for finding in findings:
+        word, style = _STATES[finding.state]
+        found = Text(finding.found)
+        if finding.remedy:
+            found.append(f"\n{finding.remedy}", style="dim")
+        table.add_row(finding.name, Text(word, style=style), found)
+    return table
+
+
+def _rewrites_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
+    counts: dict[tuple[str, str], int] = {}
+    for rewrite in plan.rewrites:
+        for action in rewrite.actions:
+            if action.rule == rule:
+                device = "cpu" if action.kernel else rewrite.node_devices.get(action.node, rewrite.device)
+                key = (action.target, device)
+                counts[key] = counts.get(key, 0) + len(rewrite.sites)
+    for (target, device), count in counts.items():
+        yield target, str(count), device
+
+
+def _places_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
+    devices: dict[str, int] = {}
+    for placement in plan.placements:
+        if placement.rule == rule:
+            devices[placement.device] = devices.get(placement.device, 0) + 1
+    for device, count in devices.items():
+        yield "place", str(count), device
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """`3 rules`, `1 rule`; `many` where an s does not do."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def size(number: float) -> str:
+    """Bytes in the unit that fits: `512.0 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def relative(path: Path) -> Path:
+    """The path as seen from here, if it lies below."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _table(*columns: str) -> Table:
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in table.columns:
+        column.overflow = "fold"
+    return table
