@@ -105,7 +105,7 @@
     const scale = Math.min(1, Math.max(0.7, width / inner.width));
     views.set(one, { scale, x: (width - inner.width * scale) / 2, y: 0 });
     const first = one.querySelector(".node.input") || one.querySelector(".node");
-    if (inner.width * scale > width && first) bringIn(first, one, 0.5, 0.06);
+    if (inner.width * scale > width + 1 && first) bringIn(first, one, 0.5, 0.06);
     apply(one);
   }
   function zoom(one, factor, x, y) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -186,13 +187,13 @@ def read_dump(path: Path) -> ModelDump:
 
 
 def _dump_node(node: fx.Node, owner: fx.GraphModule) -> NodeDump:
-    from ktc.graph.ops import operator
+    from ktc.graph.ops import operator as operator_of
 
     meta: dict[str, Any] = node.meta
     value = meta.get("val")
     return NodeDump(
         name=node.name,
-        op=operator(node),
+        op=operator_of(node),
         target=_target_path(node),
         inputs=tuple(_input_names(node)),
         attributes=(*_attributes(node), *_noted(meta), *_folded(node, owner)),
@@ -266,7 +267,9 @@ def _noted(meta: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _parameters(target: object) -> list[str]:
-    """The parameter names of a Python function; none for what has no readable signature (builtins, module names)."""
+    """The parameter names of a Python function or of `getitem`; none for other builtins and module names."""
+    if target is operator.getitem:
+        return ["value", "index"]
     return list(inspect.signature(target).parameters) if inspect.isfunction(target) else []
 
 
@@ -284,13 +287,13 @@ def _folded(node: fx.Node, owner: fx.GraphModule) -> Iterator[tuple[str, str]]:
     """What a folded region (a call of a submodule that is a graph itself) stands for."""
     from torch import fx
 
-    from ktc.graph.ops import operator
+    from ktc.graph.ops import operator as operator_of
 
     if node.op != "call_module":
         return
     region = dict(cast("Iterator[tuple[str, nn.Module]]", owner.named_modules())).get(str(node.target))
     if isinstance(region, fx.GraphModule):
-        calls = Counter(operator(n) for n in region.graph.nodes if n.op.startswith("call"))
+        calls = Counter(operator_of(n) for n in region.graph.nodes if n.op.startswith("call"))
         yield "folds", ", ".join(f"{count} {op}" if count > 1 else op for op, count in calls.items())
 
 
