@@ -102,10 +102,15 @@
   }
   function start(one) {
     const { width, inner } = sizes(one);
-    const scale = Math.min(1, Math.max(0.7, width / inner.width));
-    views.set(one, { scale, x: (width - inner.width * scale) / 2, y: 0 });
+    // Below 0.62 the smallest letters are under 7 px: a wider block starts at its first input instead of whole.
+    const scale = Math.min(1, Math.max(0.62, width / inner.width)), over = width - inner.width * scale;
+    const view = { scale, x: over / 2, y: 0 };
+    views.set(one, view);
     const first = one.querySelector(".node.input") || one.querySelector(".node");
-    if (inner.width * scale > width + 1 && first) bringIn(first, one, 0.5, 0.06);
+    if (over < 0 && first) {
+      bringIn(first, one, 0.5, 0.06);
+      view.x = Math.min(0, Math.max(over, view.x));
+    }
     apply(one);
   }
   function zoom(one, factor, x, y) {
