@@ -90,7 +90,7 @@ def _rms_norm_region(rsqrt: fx.Node) -> tuple[set[fx.Node], fx.Node, fx.Node, fl
     if not isinstance(biased, fx.Node) or ops.name_of(biased) != "add" or not isinstance(biased.args[1], float):
         return None
     mean = biased.args[0]
-    if not isinstance(mean, fx.Node) or ops.name_of(mean) != "mean" or not ops.last_dim(mean):
+    if not isinstance(mean, fx.Node) or ops.name_of(mean) != "mean" or not ops.works_along(mean, -1):
         return None
     square = mean.args[0]
     if not isinstance(square, fx.Node):

@@ -161,13 +161,15 @@ def shape_of(value: object) -> tuple[Any, ...]:
     return tuple(held.shape) if isinstance(held, Tensor) else ()
 
 
-def last_dim(node: fx.Node) -> bool:
-    """Whether the operator works along the last dimension, or names no dimension at all."""
+def works_along(node: fx.Node, wanted: object) -> bool:
+    """Whether the operator works along dimension `wanted` alone; -1 also fits one that names no dimension."""
     dim = argument(node, "dim")
     dims = dim if isinstance(dim, list | tuple) else [dim]
     first = node.args[0][0] if operator(node) == "cat" else node.args[0]  # type: ignore[index]
     rank = len(shape_of(first))
-    return all(d is None or d == -1 or d == rank - 1 for d in dims)
+    if dims == [None] or not isinstance(wanted, int):
+        return wanted == -1
+    return rank > 0 and [d % rank for d in dims] == [wanted % rank]
 
 
 def _linear_attributes(node: fx.Node) -> dict[str, Any]:

@@ -256,14 +256,22 @@ def _settle(state: State, name: str, sub: Sub) -> Iterator[State]:
 
 def _attribute_mismatch(node: fx.Node, call: syntax.Call) -> str:
     """Why the attributes of `node` do not fit, "" if they do."""
-    named = {a.name: getattr(a.value, "value", None) or ".".join(getattr(a.value, "parts", ())) for a in call.attributes}
+    named = {a.name: _constant(a.value) for a in call.attributes}
     actual = ops.attributes(node)
     for name, wanted in named.items():
-        if name != "dim" and name is not None and actual.get(name) != wanted:
+        fits = ops.works_along(node, wanted) if name == "dim" else actual.get(str(name)) == wanted
+        if not fits:
             return f"`{name} = {wanted}`"
-    if ops.operator(node) in ops.LAST_DIM and "dim" not in named and not ops.last_dim(node):
+    if ops.operator(node) in ops.LAST_DIM and "dim" not in named and not ops.works_along(node, -1):
         return f"`{ops.operator(node)}` over the last dimension"
     return ""
+
+
+def _constant(value: syntax.Expression) -> object:
+    """What an attribute of a pattern asks for: a literal, or the text of an enum constant."""
+    if isinstance(value, syntax.Unary) and isinstance(value.operand, syntax.Literal):
+        return -value.operand.value  # type: ignore[operator]
+    return value.value if isinstance(value, syntax.Literal) else ".".join(getattr(value, "parts", ()))
 
 
 def _freeze(sub: Sub) -> SubMatch:

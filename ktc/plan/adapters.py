@@ -20,7 +20,8 @@ def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) 
     modules = {m.fqn: m for m in captured.modules}
     wrong = [c for c in chosen if c.path not in modules or modules[c.path].class_name != "Linear"]
     if wrong:
-        raise InputRefused(*(_no_linear(c, modules[c.path].class_name if c.path in modules else "no module") for c in wrong))
+        by_place = {c.span: c for c in reversed(wrong)}  # one diagnostic per action, for the first of its layers
+        raise InputRefused(*(_no_linear(c, modules[c.path].class_name if c.path in modules else "no module") for c in by_place.values()))
     r, alpha = int(_setting(chosen[0], rules, "rank")), float(_setting(chosen[0], rules, "alpha"))
     ranks = {c.path: int(_setting(c, rules, "rank")) for c in chosen}
     alphas = {c.path: float(_setting(c, rules, "alpha")) for c in chosen}

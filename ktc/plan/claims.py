@@ -21,9 +21,8 @@ Slot = tuple[str, str, str]  # facet, site or module path, node
 
 
 def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) -> tuple[Claim, ...]:
-    """The claims that stand. Raises InputRefused with every unresolved conflict and every target not built yet."""
+    """The claims that stand. Raises InputRefused with every unresolved conflict."""
     by_rule = {rule.name: rule for rule in rules.rules}
-    unavailable = [d for rule in rules.rules for d in _not_available(rule)]
     groups = [group for found in matches.matches for group in _claims_of(captured, found, by_rule[found.rule])]
     holders: dict[Slot, list[int]] = defaultdict(list)
     for number, group in enumerate(groups):
@@ -41,17 +40,10 @@ def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) ->
                 elif first < second and b.rule not in by_rule[a.rule].overrides:
                     conflicts.setdefault((a.rule, b.rule, slot[0]), []).append(slot)
     standing = tuple(claim for number, group in enumerate(groups) if number not in losers for claim in group)
-    problems = [*unavailable, *_conflict_diagnostics(conflicts, by_rule), *_adapters_on_absorbed(standing)]
+    problems = [*_conflict_diagnostics(conflicts, by_rule), *_adapters_on_absorbed(standing)]
     if problems:
         raise InputRefused(*problems)
     return standing
-
-
-def _not_available(rule: RuleDefinition) -> Iterable[Diagnostic]:
-    for action in rule.actions:
-        if not TARGETS[action.target].available:
-            hint = f"available now: {', '.join(f'`{n}`' for n, t in TARGETS.items() if t.available)}"
-            yield Diagnostic("M066", f"`{action.target}` is not available in this version", action.span, hint=hint)
 
 
 def _claims_of(captured: CapturedModel, found: Match, rule: RuleDefinition) -> Iterable[list[Claim]]:

@@ -35,7 +35,7 @@ def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> tuple[Pr
     model = twin.build(config, SEED, torch.float32, "cpu")
     model.set_attn_implementation("sdpa")
     model.set_experts_implementation("eager")
-    calls = _record_calls(model, {site.fqn for site in witness.sites})
+    calls = record_calls(model, {site.fqn for site in witness.sites})
     proofs = tuple(_prove_block(captured, block, witness, model, calls) for block in blocks)
     failed = [_failure(proof, block) for proof, block in zip(proofs, blocks, strict=True) if not proof.holds]
     if failed:
@@ -124,7 +124,7 @@ def _load_experts(module: FusedMoe, experts: nn.Module) -> None:
             module.load_expert(expert, part, tensor)  # type: ignore[arg-type]
 
 
-def _record_calls(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
+def record_calls(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
     """The calls of every block in one forward of the witness per shape."""
     calls: dict[str, list[Call]] = {fqn: [] for fqn in fqns}
 

@@ -1,0 +1,55 @@
+"""Small configs of the families that tests compile, and the stages up to the plan over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from ktc import dsl
+from ktc.capture import CapturedModel, ModelSource, capture
+from ktc.host import Host
+from ktc.match import Matches, match
+from ktc.plan import Plan, make_plan
+
+COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 512}
+MLA = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+MOE = {"intermediate_size": 96, "moe_intermediate_size": 48, "n_routed_experts": 16, "num_experts_per_tok": 4}
+GROUPS = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+FAMILIES: dict[str, dict[str, object]] = {
+    "deepseek_v2": {**COMMON, **MLA, **MOE, **GROUPS, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**COMMON, **MLA, **MOE, **GROUPS, "q_lora_rank": 24, "n_shared_experts": 1},
+    "qwen3_moe": {
+        **COMMON, **GQA, "intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2,
+        "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
+    "llama": {**COMMON, **GQA, "intermediate_size": 96},
+}  # fmt: skip
+CPU = Host(
+    isas=("avx512_bf16", "avx512", "avx2", "scalar"), features=frozenset(), cores=2, threads=2, numa=1, memory=24 << 30,
+    gpus=(), python_abi="cp311", compiler=None,
+)  # fmt: skip
+
+
+def config_of(family: str, dtype: torch.dtype = torch.bfloat16, **overrides: object) -> PretrainedConfig:
+    config = AutoConfig.for_model(family, **{**FAMILIES[family], **overrides})
+    config.dtype = dtype
+    return config
+
+
+def captured(family: str, dtype: torch.dtype = torch.bfloat16, **overrides: object) -> CapturedModel:
+    return capture(ModelSource(family, None, config_of(family, dtype, **overrides), None))
+
+
+def rules(text: str, folder: Path, settings: dict[str, str] | None = None) -> dsl.RuleSet:
+    """A rule program given as text; the std patterns are imported as `moe` and `attn`."""
+    path = folder / "program.ktr"
+    path.write_text('import "std/moe.ktr"\nimport "std/attention.ktr" as attn\n' + text, encoding="utf-8")
+    return dsl.load(path, settings or {})
+
+
+def planned(model: CapturedModel, program: dsl.RuleSet, host: Host = CPU) -> tuple[Matches, Plan]:
+    matches = match(model, program, host)
+    return matches, make_plan(model, matches, program, host)

@@ -1,0 +1,118 @@
+"""Planning promises: one rule per slot, kernels that the host runs, devices by inheritance, true byte counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import CPU, captured, planned, rules
+
+from ktc import dsl
+from ktc.diagnostics import HostLacks, InputRefused
+from ktc.host import Gpu
+from ktc.plan.report import plan_json
+
+EXPERTS = "rule experts { match moe.block => cpu_moe() }\n"
+
+
+def refused(text: str, folder: Path, family: str = "deepseek_v2") -> tuple[str, ...]:
+    with pytest.raises(InputRefused) as error:
+        planned(captured(family), rules(text, folder))
+    return tuple(d.code for d in error.value.diagnostics)
+
+
+def test_two_rules_on_one_slot_are_refused(tmp_path: Path) -> None:
+    assert refused(EXPERTS + "rule other { match moe.opaque as m => cpu_moe() on m.experts }", tmp_path) == ("M061",)
+
+
+def test_an_overridden_rule_loses_its_claim_and_keeps_its_others(tmp_path: Path) -> None:
+    text = """
+    rule all_linears { match linear at "**.self_attn.*" => lora_linear(rank = 4) }
+    rule last overrides all_linears { match linear at "model.layers.2.self_attn.*" => lora_linear(rank = 16) }
+    """
+    _, plan = planned(captured("qwen3_moe"), rules(text, tmp_path))
+    assert plan.lora is not None and len(plan.lora.targets) == 12
+    assert plan.lora.r == 4 and set(plan.lora.rank_pattern.values()) == {16}
+    assert all(".2." in path for path in plan.lora.rank_pattern)
+    assert [len(r.sites) for r in plan.rewrites] == [2, 1]
+
+
+def test_an_adapter_on_something_that_is_no_linear_layer_is_refused(tmp_path: Path) -> None:
+    assert refused("rule a { match moe.block as m => lora_linear(rank = 4) on m.router.gate }", tmp_path) == ("M065",)
+
+
+def test_a_program_that_rewrites_nothing_is_refused(tmp_path: Path) -> None:
+    assert refused('rule a { match module at "model" => place(cpu) }', tmp_path) == ("M071",)
+
+
+def test_the_kernel_has_the_models_shape_and_the_best_isa(tmp_path: Path) -> None:
+    _, plan = planned(captured("deepseek_v2"), rules(EXPERTS, tmp_path))
+    (spec,) = plan.kernels
+    assert (spec.hidden, spec.intermediate, spec.num_experts, spec.top_k) == (64, 48, 16, 4)
+    assert (spec.isa, spec.format_down, spec.activation) == ("avx512_bf16", "bf16", "silu")
+
+
+def test_an_isa_that_the_host_lacks_is_refused(tmp_path: Path) -> None:
+    program = rules("rule experts { match moe.block => cpu_moe(isa = avx512_bf16) }", tmp_path)
+    with pytest.raises(HostLacks) as error:
+        planned(captured("deepseek_v2"), program, replace(CPU, isas=("avx2", "scalar")))
+    assert error.value.diagnostics[0].code == "M064" and error.value.diagnostics[0].span is not None
+
+
+def test_a_stored_format_without_a_kernel_is_refused_not_converted(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused) as error:
+        planned(captured("deepseek_v2", torch.float32), rules(EXPERTS, tmp_path))
+    assert error.value.diagnostics[0].code == "M068" and "format = bf16" in error.value.diagnostics[0].hint
+    _, plan = planned(captured("deepseek_v2", torch.float32), rules("rule e { match moe.block => cpu_moe(format = bf16) }", tmp_path))
+    assert plan.kernels[0].format_down == "bf16"
+
+
+def test_placement_is_inherited_and_experts_stay_on_the_cpu(tmp_path: Path) -> None:
+    text = EXPERTS + """
+    param device : device = auto
+    rule all   { match module at "model", "lm_head" => place($device) }
+    rule table { match embedding => place(cpu) }
+    """
+    gpu = replace(CPU, gpus=(Gpu("test", 24 << 30),))
+    _, plan = planned(captured("deepseek_v2"), rules(text, tmp_path), gpu)
+    assert {p.fqn: p.device for p in plan.placements} == {"": "cpu", "model": "cuda:0", "lm_head": "cuda:0", "model.embed_tokens": "cpu"}
+    loads = {load.device: load.weights for load in plan.devices}
+    experts, table = 2 * 16 * 3 * 64 * 48 * 2, 128 * 64 * 2
+    total = sum(t.bytes for m in captured("deepseek_v2").modules for t in m.tensors)
+    assert loads["cpu"] == experts + table and loads["cuda:0"] == total - experts - table
+    (rewrite,) = plan.rewrites
+    assert rewrite.device == "cuda:0" and set(rewrite.node_devices.values()) == {"cpu"}
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    text = EXPERTS + 'rule all { match module at "model" => place(cuda:1) }'
+    with pytest.raises(HostLacks) as error:
+        planned(captured("deepseek_v2"), rules(text, tmp_path))
+    assert error.value.diagnostics[0].code == "M069"
+
+
+def test_a_device_that_cannot_hold_its_weights_is_told(tmp_path: Path) -> None:
+    _, plan = planned(captured("deepseek_v2"), rules(EXPERTS, tmp_path), replace(CPU, memory=100_000))
+    assert [d.code for d in plan.over_budget] == ["M070"]
+
+
+def test_shipped_programs_plan_both_embedded_families() -> None:
+    for family, name in (("deepseek_v2", "deepseek-v2-lite-lora"), ("deepseek_v2", "moe-lora"), ("qwen3_moe", "moe-lora")):
+        _, plan = planned(captured(family), dsl.load(name, {}))
+        assert plan.mode == "train" and plan.lora is not None
+        assert (plan.lora.r, plan.lora.lora_alpha, plan.lora.lora_dropout) == (8, 32.0, 0.1)
+        assert len(plan.lora.targets) == 12
+
+
+def test_trainable_parameters_are_counted_as_peft_will_have_them() -> None:
+    _, plan = planned(captured("qwen3_moe"), dsl.load("moe-lora", {}))
+    assert plan.lora is not None
+    per_layer = 8 * ((64 + 64) + 2 * (64 + 32) + (64 + 64))
+    assert plan.lora.trainable == 3 * per_layer
+
+
+def test_two_equal_compilations_have_equal_plans() -> None:
+    plans = [planned(captured("deepseek_v2"), dsl.load("moe-lora", {}))[1] for _ in range(2)]
+    assert plan_json(plans[0]) == plan_json(plans[1])
