@@ -20,6 +20,7 @@ QUIET = frozenset({
     "slice_scatter", "zeros_like", "full_like", "new_empty",
 })  # fmt: skip
 _SIZES = frozenset({"size", "sizes", "shape", "split_size", "split_sizes"})
+_TOLD = frozenset({"folds", "in_features", "out_features"})  # by the picture of the region, by the types
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _LONG_FLOAT = re.compile(r"-?\d+\.\d{6,}(e[+-]?\d+)?")
 _ITEM = re.compile(r"\[\d+\]$")
@@ -71,7 +72,7 @@ def settings(node: NodeDump) -> tuple[str, ...]:
     return tuple(
         f"{printable(name, 40)}={_number_text(printable(value, 80))}"
         for name, value in node.attributes
-        if not (name in _SIZES and node.op in QUIET) and name != "folds"
+        if not (name in _SIZES and node.op in QUIET) and name not in _TOLD
     )
 
 
