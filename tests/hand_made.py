@@ -53,7 +53,7 @@ def package(checkpoint: Path) -> Package:
         class_name=type(model).__name__,
         dtype="bfloat16",
         weights=map_weights(model, open_index(checkpoint)).sources,
-        rules="moe-lora",
+        rules="moe-lora.ktr",
         settings={},
         rule_files={"moe-lora.ktr": "rule experts {}\n", "std/moe.ktr": "# patterns\n"},
         host={"isas": ["scalar"]},

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ktc import resources
 from ktc.diagnostics import InputRefused
 from ktc.link import adapter_json, check_out, rule_files
 from ktc.link.folder import write_folder
@@ -153,12 +152,10 @@ def test_a_killed_compile_leaves_nothing_at_out_and_the_next_one_cleans_up(tmp_p
 
 
 def test_rule_files_keep_their_place_and_never_their_machine_path(tmp_path: Path) -> None:
-    sources = {
-        str(resources.rules() / "std" / "moe.ktr"): "bundled",
-        str(tmp_path / "mine.ktr"): "one",
-        str(tmp_path / "sub" / "mine.ktr"): "two",
-    }
-    assert rule_files(sources) == {"std/moe.ktr": "bundled", "mine.ktr": "one", "mine_2.ktr": "two"}
+    expected = {"std/moe.ktr": "bundled", "mine.ktr": "entry", "parts/mine.ktr": "imported"}
+    for root in ("", "rules/", f"{tmp_path}/"):
+        sources = {"std/moe.ktr": "bundled", f"{root}mine.ktr": "entry", f"{root}parts/mine.ktr": "imported"}
+        assert rule_files(sources, f"{root}mine.ktr") == expected
 
 
 def test_layers_that_peft_mistakes_for_experts_are_named_by_their_weights() -> None:

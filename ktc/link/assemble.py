@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import PurePosixPath
 from typing import Any
 
 from ktc.capture import CapturedModel
@@ -37,9 +38,9 @@ def assemble(
         class_name=type(captured.model).__name__,
         dtype=str(captured.model.dtype).removeprefix("torch."),
         weights=weights.sources,
-        rules=rules.entry,
+        rules=PurePosixPath(rules.entry).name,
         settings=settings,
-        rule_files=rule_files(rules.sources),
+        rule_files=rule_files(rules.sources, rules.entry),
         host=host_json(plan.host),
         isa=plan.kernels[0].isa if plan.kernels else "scalar",
         plan=plan_json(plan),

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-
-from ktc import resources
+from pathlib import PurePosixPath
 
 
-def rule_files(sources: Mapping[str, str]) -> dict[str, str]:
-    """Bundled files keep their path below the bundled rules, the user's keep their name; a clash gets a number."""
-    named: dict[str, str] = {}
-    for file, text in sources.items():
-        path = Path(file).absolute()
-        bundled = path.is_relative_to(resources.rules())
-        name = path.relative_to(resources.rules()).as_posix() if bundled else path.name
-        stem, number = name.removesuffix(".ktr"), 1
-        while name in named:
-            number += 1
-            name = f"{stem}_{number}.ktr"
-        named[name] = text
-    return named
+def rule_files(sources: Mapping[str, str], entry: str) -> dict[str, str]:
+    """The files relative to the entry's folder, the standard ones below `std`: OUT/rules is a program that compiles.
+
+    `sources` and `entry` have the names that the rule loader shows; where the program lay on this machine is dropped.
+    """
+    root = PurePosixPath(entry).parent
+    paths = {shown: PurePosixPath(shown) for shown in sources}
+    return {
+        str(path.relative_to(root) if path.is_relative_to(root) else path): sources[shown]
+        for shown, path in paths.items()
+    }

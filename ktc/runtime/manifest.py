@@ -7,6 +7,7 @@ that says less than the schema asks for.
 from __future__ import annotations
 
 import json
+import shlex
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -56,7 +57,7 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class RulesRecord:
-    """The rule program: `name` as it was given to the compiler, its settings, its whole text and the hash of that."""
+    """The rule program: its entry file below `rules`, its settings, its whole text and the hash of that."""
 
     name: str
     settings: Mapping[str, str]
@@ -113,9 +114,10 @@ class Manifest:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def renewal(self, folder: Path) -> str:
-        """The command that compiles this model again into `folder`."""
-        settings = "".join(f" --set {key}={value}" for key, value in self.rules.settings.items())
-        return f"ktc compile {self.model.name} {self.rules.name} -o {folder}{settings} --force"
+        """The command that compiles this model again into `folder`, by the rules that the folder holds."""
+        settings = (part for key, value in self.rules.settings.items() for part in ("--set", f"{key}={value}"))
+        rules = str(folder / "rules" / self.rules.name)
+        return shlex.join(["ktc", "compile", self.model.name, rules, "-o", str(folder), *settings, "--force"])
 
 
 def read_manifest(folder: Path) -> Manifest:
