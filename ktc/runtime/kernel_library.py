@@ -112,7 +112,9 @@ def permitted_threads(threads: int) -> int:
 @functools.cache
 def _opened(path: Path, digest: str) -> _Module:
     if not path.is_file():
-        raise InputRefused(Diagnostic("L410", f"there is no kernel library at `{path}`", hint="compile the model again"))
+        raise InputRefused(
+            Diagnostic("L410", f"there is no kernel library at `{path}`", hint="compile the model again")
+        )
     found = file_digest(path)
     if found != digest:
         raise InputRefused(
@@ -122,8 +124,11 @@ def _opened(path: Path, digest: str) -> _Module:
                 hint="compile the model again; a library is code and is loaded only as it was built",
             )
         )
-    loader = importlib.machinery.ExtensionFileLoader("ktc_kernels", str(path))
-    spec = importlib.util.spec_from_file_location("ktc_kernels", path, loader=loader)
+    # Several compiled models may live in one process. pybind11 remembers an extension by its full name, and would give
+    # the first library's module for the second: the digest makes the names differ, Python asks for the last part only.
+    name = f"ktc_{digest[:16]}.ktc_kernels"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, "a spec made with a loader exists"
     try:
         module = importlib.util.module_from_spec(spec)
