@@ -5,20 +5,26 @@ Tests of loading and linking use it, so that they say something about those two 
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ktc import host
 from ktc.capture.weights import map_weights
 from ktc.checkpoint import open_index
-from ktc.link import Package, adapter_json
+from ktc.codegen.build import build
+from ktc.codegen.render import render
+from ktc.link import KernelFile, Package, adapter_json
+from ktc.plan.kernel_spec import KernelSpec
+from ktc.runtime.kernel_library import KernelLibrary
 from ktc.runtime.manifest import Rewrite
 
 ADAPTED = ("q_a_proj", "q_b_proj", "q_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
-def recipe(model: PreTrainedModel) -> tuple[Rewrite, ...]:
+def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, ...]:
     """What the rules would ask for: LoRA on attention, routed experts as one module."""
     steps = [
         Rewrite(fqn, "lora_linear", None, "cpu", {}, "attention", "moe-lora.ktr:9:3")
@@ -37,15 +43,24 @@ def recipe(model: PreTrainedModel) -> tuple[Rewrite, ...]:
                 "activations": "keep",
                 "threads": 1,
             }
-            steps.append(Rewrite(fqn, "fused_moe", None, "cpu", args, "experts", "moe-lora.ktr:5:3"))
+            steps.append(Rewrite(fqn, "fused_moe", kernel, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     return tuple(steps)
 
 
-def package(checkpoint: Path) -> Package:
+def scalar_kernel() -> tuple[KernelFile, KernelLibrary]:
+    """A kernel that every machine runs and that fits every model, from the cache or built now."""
+    spec = KernelSpec("fused_moe", None, None, None, None, "bf16", "bf16", "bf16", "scalar")
+    source = render([spec], {spec: "moe-lora.ktr:5:3"})
+    text = next(unit.text for unit in source.units if unit.name.startswith(spec.entry))
+    return KernelFile(spec.entry, asdict(spec), text), build(source, host.detect())
+
+
+def package(checkpoint: Path, kernel: tuple[KernelFile, KernelLibrary] | None = None) -> Package:
+    """The package of `checkpoint`, with its experts run by `kernel` or by their reference."""
     config = AutoConfig.from_pretrained(checkpoint)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    rewrites = recipe(model)
+    rewrites = recipe(model, kernel[0].entry if kernel else None)
     targets = [step.fqn for step in rewrites if step.module == "lora_linear"]
     return Package(
         name=str(checkpoint),
@@ -59,9 +74,9 @@ def package(checkpoint: Path) -> Package:
         host={"isas": ["scalar"]},
         isa="scalar",
         plan={"threads": 1},
-        kernels=(),
+        kernels=(kernel[0],) if kernel else (),
         bindings="",
-        library=None,
+        library=kernel[1].path if kernel else None,
         rewrites=rewrites,
         placement={"model": "cpu", "lm_head": "cpu"},
         lora=adapter_json(targets, 8, 32, 0.0, {}, {}),

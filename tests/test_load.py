@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -218,59 +216,6 @@ def test_values_that_are_not_finite_are_refused_by_name(
         load(compiled, weights=moved)
     model = load(compiled, weights=moved, allow_nonfinite=True)
     assert model.name_or_path == str(moved)
-
-
-# Memory
-
-MEASURE = """
-import sys, re
-from pathlib import Path
-from ktc.runtime import weight_store
-from ktc.runtime.load import load
-status = lambda: int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
-model_class_imported = load(sys.argv[1], weights=sys.argv[2], reference=sys.argv[4] == "reference")
-del model_class_imported
-before, peak = status(), 0
-def watch(done, total):
-    global peak
-    peak = max(peak, status())
-model = load(sys.argv[3], progress=watch, reference=sys.argv[4] == "reference")
-print(before, max(peak, status()), status())
-"""
-
-
-@pytest.mark.parametrize("style", ["per_expert", "fused"])
-def test_loading_holds_the_packed_model_and_one_piece(
-    hand_made: ModuleType, compiled: Path, checkpoint: Path, tmp_path: Path, style: str
-) -> None:
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        hidden_size=1024,
-        moe_intermediate_size=512,
-        num_experts=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-    )
-    folder = tmp_path / "big"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if style == "per_expert":
-        model.save_pretrained(folder, max_shard_size="100MB")
-    else:
-        config.dtype = torch.bfloat16
-        config.save_pretrained(folder)
-        save_file(dict(model.state_dict()), folder / "model.safetensors")
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert stored > 280e6
-    out = link(hand_made.package(folder), tmp_path / "big_out")
-    arguments = [str(compiled), str(checkpoint), str(out), "packed"]
-    done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
-    before, peak, after = map(int, done.stdout.split())
-    expert_group = 3 * 1024 * 512 * 2
-    assert after - before >= 0.95 * stored
-    assert peak - before <= stored + 2 * expert_group + (16 << 20), (before, peak, after, stored)
 
 
 def test_the_public_function_is_this_one() -> None:
