@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -57,3 +57,11 @@ def compiled(checkpoint: Path, hand_made: ModuleType, tmp_path_factory: pytest.T
     from ktc.link import link
 
     return link(hand_made.package(checkpoint), tmp_path_factory.mktemp("build") / "v2_twin")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Twins and kernels are cached for this run only: tests neither use nor touch the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KTC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
