@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from ktc.graph.typed import input_of, nodes_in, tensor_of
 from ktc.runtime.fused_moe import fused_moe_reference
 
 # Looked through by the matcher: they move, rename or cast a value without computing on it.
-TRANSPARENT = frozenset(
-    "reshape unsqueeze squeeze expand permute cast clone alias detach contiguous flatten unflatten repeat dropout".split()
-)
+TRANSPARENT = frozenset({
+    "reshape", "unsqueeze", "squeeze", "expand", "permute", "cast", "clone", "alias", "detach", "contiguous", "flatten",
+    "unflatten", "repeat", "dropout",
+})  # fmt: skip
 COMMUTATIVE = frozenset({"add", "mul"})
 # Operators whose `dim` must be the last one unless a pattern names it.
 LAST_DIM = frozenset({"softmax", "topk", "sum", "max", "mean", "gather", "cat", "split", "scatter"})
@@ -33,13 +35,13 @@ _NAMES: dict[str, str] = {
     "_to_copy": "cast", "to": "cast", "type_as": "cast", "clone": "clone", "alias": "alias", "detach": "detach",
     "contiguous": "contiguous", "lift_fresh_copy": "clone", "flatten": "flatten", "unflatten": "unflatten",
     "repeat": "repeat", "dropout": "dropout",
-    "linear": "linear", "embedding": "embedding", "layer_norm": "layer_norm", "rms_norm": "rms_norm", "_fused_rms_norm": "rms_norm",
-    "matmul": "matmul", "mm": "matmul", "bmm": "matmul",
-    "silu": "silu", "gelu": "gelu", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "softmax": "softmax", "_softmax": "softmax",
-    "softplus": "softplus", "exp": "exp", "add": "add", "mul": "mul", "sub": "sub", "div": "div", "neg": "neg",
-    "sum": "sum", "max": "max", "amax": "max", "mean": "mean", "topk": "topk", "gather": "gather", "scatter": "scatter",
-    "masked_fill": "masked_fill", "where": "select", "full_like": "full_like", "zeros_like": "zeros_like",
-    "logical_not": "logical_not", "bitwise_not": "logical_not", "one_hot": "one_hot",
+    "linear": "linear", "embedding": "embedding", "layer_norm": "layer_norm", "rms_norm": "rms_norm",
+    "_fused_rms_norm": "rms_norm", "matmul": "matmul", "mm": "matmul", "bmm": "matmul",
+    "silu": "silu", "gelu": "gelu", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "softmax": "softmax",
+    "_softmax": "softmax", "softplus": "softplus", "exp": "exp", "add": "add", "mul": "mul", "sub": "sub", "div": "div",
+    "neg": "neg", "sum": "sum", "max": "max", "amax": "max", "mean": "mean", "topk": "topk", "gather": "gather",
+    "scatter": "scatter", "masked_fill": "masked_fill", "where": "select", "full_like": "full_like",
+    "zeros_like": "zeros_like", "logical_not": "logical_not", "bitwise_not": "logical_not", "one_hot": "one_hot",
     "split": "split", "split_with_sizes": "split", "chunk": "split", "cat": "cat", "slice": "slice",
 }  # fmt: skip
 _OPERANDS = {
@@ -66,8 +68,8 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, 
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     allowed = None
     if causal or window >= 0:
-        rows, columns = query.shape[2], key.shape[2]
-        distance = torch.arange(rows, device=query.device)[:, None] - torch.arange(columns, device=query.device)[None, :]
+        row, column = (torch.arange(size, device=query.device) for size in (query.shape[2], key.shape[2]))
+        distance = row[:, None] - column[None, :]
         allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if window >= 0:
             allowed = allowed & (distance < window)
@@ -85,7 +87,7 @@ def _aten_name(target: object) -> str | None:
 
 
 def name_of(node: fx.Node) -> str:
-    """The normal-form operator of a node that has none yet in its `meta`."""
+    """The normal-form operator of a node that has none yet in its `meta`; a Python function gives its own name."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
@@ -94,8 +96,6 @@ def name_of(node: fx.Node) -> str:
         return "output"
     if node.target is python_operator.getitem:
         return "getitem"
-    if node.target in (experts, sdpa, transfer):
-        return node.target.__name__  # type: ignore[union-attr]
     aten = _aten_name(node.target)
     if aten is None:
         return str(getattr(node.target, "__name__", node.target))
@@ -133,15 +133,15 @@ def operands(node: fx.Node) -> tuple[Operand, ...]:
     """The values a pattern sees as the operands of `node`: nodes, and scalars where the operator is arithmetic."""
     name = operator(node)
     if name == "cat":
-        return tuple(node.args[0])  # type: ignore[arg-type]
+        return tuple(nodes_in(node.args[0]))
     if name == "embedding":
-        return (node.args[1],)  # type: ignore[return-value]
+        return (input_of(node, 1),)
     arithmetic = name in ("add", "sub", "mul", "div")
-    found = [
+    found: list[Operand] = [
         a for a in node.args
         if isinstance(a, fx.Node) or (arithmetic and isinstance(a, int | float) and not isinstance(a, bool))
     ]  # fmt: skip
-    return tuple(found[: _OPERANDS.get(name)])  # type: ignore[return-value]
+    return tuple(found[: _OPERANDS.get(name)])
 
 
 def attributes(node: fx.Node) -> dict[str, int | float | bool | str]:
@@ -157,15 +157,15 @@ def attributes(node: fx.Node) -> dict[str, int | float | bool | str]:
 
 def shape_of(value: object) -> tuple[Any, ...]:
     """The (possibly symbolic) shape of a node's meta tensor, () where it has none."""
-    held = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return tuple(held.shape) if isinstance(held, Tensor) else ()
+    held = tensor_of(value) if isinstance(value, fx.Node) else None
+    return () if held is None else tuple(held.shape)
 
 
 def works_along(node: fx.Node, wanted: object) -> bool:
     """Whether the operator works along dimension `wanted` alone; -1 also fits one that names no dimension."""
     dim = argument(node, "dim")
-    dims = dim if isinstance(dim, list | tuple) else [dim]
-    first = node.args[0][0] if operator(node) == "cat" else node.args[0]  # type: ignore[index]
+    dims: list[Any] = [*dim] if isinstance(dim, list | tuple) else [dim]
+    first = nodes_in(node.args[0])[0] if operator(node) == "cat" else node.args[0]
     rank = len(shape_of(first))
     if dims == [None] or not isinstance(wanted, int):
         return wanted == -1

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from torch import Tensor, fx
+from torch import fx
 
 from ktc.graph import ops
+from ktc.graph.typed import nodes_of, owner_of, tensor_of
 
 
 def verify(graph: fx.GraphModule, after: str) -> None:
-    """Asserts that the graph is well formed: fx's own lint, names that resolve, an operator and a shape on every tensor."""
+    """Asserts that `graph` is well formed after the pass `after`.
+
+    That is: fx's own lint, targets that resolve, an operator on every node, a shape on every tensor, one output.
+    """
     graph.graph.lint()
-    for node in graph.graph.nodes:
+    for node in nodes_of(graph):
         where = f"after `{after}`: `{node.name}`"
         if node.op == "call_module":
             graph.get_submodule(str(node.target))
             assert "op" in node.meta, f"{where} calls a module and has no operator name"
         if node.op == "get_attr":
-            owner, _, leaf = str(node.target).rpartition(".")
-            assert hasattr(graph.get_submodule(owner), leaf), f"{where} names no tensor"
-        if node.op != "output" and isinstance(node.meta.get("val"), Tensor):
+            assert hasattr(*owner_of(graph, str(node.target))), f"{where} names no tensor"
+        if node.op != "output" and tensor_of(node) is not None:
             assert node.meta.get("shape") is not None, f"{where} has no shape"
         assert ops.operator(node), f"{where} has no operator"
-    outputs = [n for n in graph.graph.nodes if n.op == "output"]
-    assert len(outputs) == 1, f"after `{after}`: {len(outputs)} outputs"
+    outputs = sum(node.op == "output" for node in nodes_of(graph))
+    assert outputs == 1, f"after `{after}`: {outputs} outputs"
