@@ -20,37 +20,35 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
   const std::int64_t hidden_size = routing.num_slots() * shape.padded_hidden();
   const std::int64_t activated_size = routing.num_slots() * shape.padded_intermediate();
-  const std::int64_t sums_size = arguments.tokens * shape.padded_hidden();
+  const std::int64_t sums_size = TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden());
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
   const MatrixView out_TH(static_cast<Element*>(arguments.out), arguments.tokens, shape.hidden());
   const auto* weight = static_cast<const Accumulator*>(arguments.top_k_weights);
 
   engine.exclusively([&](ThreadPool& pool, Workspace& workspace) {
     workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(activated_size) +
-                      Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(routing.num_slots()));
+                      Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(routing.num_slots()) +
+                      Workspace::bytes<Accumulator>(tiles_size<Isa>(routing) * pool.threads()));
     auto* hidden_S = workspace.take<Element>(hidden_size);
     auto* activated_S = workspace.take<Element>(activated_size);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
     auto* weight_S = workspace.take<Accumulator>(routing.num_slots());
+    auto* all_tiles = workspace.take<Accumulator>(tiles_size<Isa>(routing) * pool.threads());
     for (std::int64_t pair = 0; pair < routing.num_slots(); ++pair) weight_S[routing.slot(pair)] = weight[pair];
 
     pool.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
+      auto* tiles = all_tiles + worker.index * tiles_size<Isa>(routing);
       gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), hidden_S);
       sums.clear(share(arguments.tokens));
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(layer.format.num_gate_up_panels()), layer.gate_up_panels(arguments.packed), hidden_S,
-                 GateUpEpilogue(layer, activated_S, static_cast<Element*>(arguments.saved)));
+                 tiles, GateUpEpilogue(layer, activated_S, static_cast<Element*>(arguments.saved)));
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(layer.format.num_down_panels()), layer.down_panels(arguments.packed), activated_S,
-                 [&](const SlotGroup& group, std::int64_t panel, const Accumulator* tile) {
-                   for (int row = 0; row < group.rows; ++row) {
-                     const std::int64_t slot = group.first_slot + row;
-                     sums.add(routing.token(slot), panel, tile + row * kPanelWidth, weight_S[slot]);
-                   }
-                 });
+                 tiles, AddToTokens<Layer>(routing, sums, weight_S));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), out_TH);
     });

@@ -56,6 +56,13 @@ struct MoeLayer {
   const Element* saved_gate(const Element* saved_S, std::int64_t slot) const {
     return saved_S + slot * 2 * shape.padded_intermediate();
   }
+  void prefetch_saved(const Element* saved_S, const SlotGroup& group, std::int64_t column, std::int64_t size) const {
+    for (int row = 0; row < group.rows; ++row) {
+      const Element* gate = saved_gate(saved_S, group.first_slot + row) + column;
+      prefetch_row(gate, size);
+      prefetch_row(gate + shape.padded_intermediate(), size);
+    }
+  }
 };
 
 // 16 elements of each row of a group, written where a packed group of `contraction` elements per slot has them.
@@ -87,6 +94,10 @@ class GateUpEpilogue {
 
   GateUpEpilogue(const Layer& layer, Element* activated_S, Element* saved_S)
       : layer_(layer), activated_S_(activated_S), saved_S_(saved_S) {}
+
+  void prefetch(const SlotGroup& group, std::int64_t panel) const {
+    if (saved_S_ != nullptr) layer_.prefetch_saved(saved_S_, group, panel * kHalfPanel, kHalfPanel);
+  }
 
   void operator()(const SlotGroup& group, std::int64_t panel, Accumulator* tile) const {
     const std::int64_t padded = layer_.shape.padded_intermediate();
@@ -127,14 +138,18 @@ class TokenSums {
   using Lanes = typename Layer::Lanes;
   using Accumulator = typename Layer::Accumulator;
 
-  TokenSums(Accumulator* sums, std::int64_t padded) : sums_(sums), padded_(padded) {}
+  TokenSums(Accumulator* sums, std::int64_t padded_hidden) : sums_(sums), stride_(stride(padded_hidden)) {}
+
+  static std::int64_t size(std::int64_t tokens, std::int64_t padded_hidden) { return tokens * stride(padded_hidden); }
 
   void clear(Range tokens) const {
-    std::fill(sums_ + tokens.begin * padded_, sums_ + tokens.end * padded_, Accumulator{});
+    std::fill(sums_ + tokens.begin * stride_, sums_ + tokens.end * stride_, Accumulator{});
   }
 
+  void prefetch(std::int64_t token, std::int64_t panel) const { prefetch_row(at(token, panel), kPanelWidth); }
+
   void add(std::int64_t token, std::int64_t panel, const Accumulator* lanes, Accumulator weight) const {
-    Accumulator* target = sums_ + token * padded_ + panel * kPanelWidth;
+    Accumulator* target = at(token, panel);
     for (std::int64_t half = 0; half < kPanelWidth; half += kHalfPanel) {
       const Lanes sum = Lanes::load(target + half);
       fused_multiply_add(Lanes::load(lanes + half), Lanes(weight), sum).store(target + half);
@@ -144,7 +159,7 @@ class TokenSums {
   void write(Range tokens, const MatrixView<Element>& out) const {
     const std::int64_t whole = out.columns / kHalfPanel * kHalfPanel;
     for (std::int64_t token = tokens.begin; token < tokens.end; ++token) {
-      const Accumulator* sum = sums_ + token * padded_;
+      const Accumulator* sum = sums_ + token * stride_;
       Element* target = out.row(token);
       for (std::int64_t column = 0; column < whole; column += kHalfPanel) {
         Lanes::load(sum + column).to_elements(target + column);
@@ -154,8 +169,42 @@ class TokenSums {
   }
 
  private:
+  // A panel more than needed: rows a power of two apart would share one set of L1, and wait for each other's stores.
+  static std::int64_t stride(std::int64_t padded_hidden) { return padded_hidden + kPanelWidth; }
+
+  Accumulator* at(std::int64_t token, std::int64_t panel) const {
+    return sums_ + token * stride_ + panel * kPanelWidth;
+  }
+
   Accumulator* sums_;
-  std::int64_t padded_;
+  std::int64_t stride_;
+};
+
+// After the last product of forward or backward: add each slot, times its weight if there is one, to its token.
+template <class Layer>
+class AddToTokens {
+ public:
+  using Accumulator = typename Layer::Accumulator;
+
+  AddToTokens(const Routing& routing, const TokenSums<Layer>& sums, const Accumulator* weight_S)
+      : routing_(routing), sums_(sums), weight_S_(weight_S) {}
+
+  void prefetch(const SlotGroup& group, std::int64_t panel) const {
+    for (int row = 0; row < group.rows; ++row) sums_.prefetch(routing_.token(group.first_slot + row), panel);
+  }
+
+  void operator()(const SlotGroup& group, std::int64_t panel, const Accumulator* tile) const {
+    for (int row = 0; row < group.rows; ++row) {
+      const std::int64_t slot = group.first_slot + row;
+      const Accumulator weight = weight_S_ == nullptr ? Accumulator{1} : weight_S_[slot];
+      sums_.add(routing_.token(slot), panel, tile + row * kPanelWidth, weight);
+    }
+  }
+
+ private:
+  const Routing& routing_;
+  const TokenSums<Layer>& sums_;
+  const Accumulator* weight_S_;
 };
 
 }  // namespace ktc

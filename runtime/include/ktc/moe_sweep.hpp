@@ -26,17 +26,20 @@ struct StoredPanels {
   std::int64_t expert_stride;
   std::int64_t panel_size;
 
-  const Element* prepare(std::int64_t expert, std::int64_t panel) const {
+  std::int64_t contraction() const { return panel_size / kPanelWidth; }
+  std::int64_t chunk() const { return contraction(); }
+
+  const Element* prepare(std::int64_t expert, std::int64_t panel, std::int64_t) const {
     return first + expert * expert_stride + panel * panel_size;
   }
   PanelLocation location(std::int64_t expert, std::int64_t panel) const {
     const auto bytes = panel_size * static_cast<std::int64_t>(sizeof(Element));
-    return {reinterpret_cast<const char*>(prepare(expert, panel)), 1, bytes, bytes};
+    return {reinterpret_cast<const char*>(prepare(expert, panel, 0)), 1, bytes, bytes};
   }
-  std::int64_t contraction() const { return panel_size / kPanelWidth; }
 };
 
-// The same matrices transposed: one panel at a time is rebuilt in `scratch`, which stays in L2 while it is used.
+// The same matrices transposed. A panel is rebuilt in chunks that stay in L1 while all slots of the expert use them;
+// a whole panel would go to L2 and back, which takes longer than its shuffles.
 template <class Isa>
 struct TransposedPanels {
   using Element = typename Isa::Element;
@@ -48,10 +51,18 @@ struct TransposedPanels {
   std::int64_t num_panels;
   Element* scratch;
 
-  const Element* prepare(std::int64_t expert, std::int64_t panel) const {
+  static constexpr std::int64_t kChunkBlocks = 16;
+  static constexpr std::int64_t kScratchSize = kChunkBlocks * weight_format::kBlock;
+
+  std::int64_t contraction() const { return num_panels * kPanelWidth; }
+  std::int64_t chunk() const { return kChunkBlocks * kPanelWidth; }
+
+  const Element* prepare(std::int64_t expert, std::int64_t panel, std::int64_t first_k) const {
+    const std::int64_t first_block = first_k / kPanelWidth;
+    const std::int64_t last_block = std::min(first_block + kChunkBlocks, num_panels);
     const Element* source = block(expert, panel);
-    for (std::int64_t stored = 0; stored < num_panels; ++stored) {
-      Isa::transpose_block(source + stored * panel_size, scratch + stored * weight_format::kBlock);
+    for (std::int64_t stored = first_block; stored < last_block; ++stored) {
+      Isa::transpose_block(source + stored * panel_size, scratch + (stored - first_block) * weight_format::kBlock);
     }
     return scratch;
   }
@@ -60,7 +71,6 @@ struct TransposedPanels {
     return {reinterpret_cast<const char*>(block(expert, panel)), num_panels, weight_format::kBlock * kBytes,
             panel_size * kBytes};
   }
-  std::int64_t contraction() const { return num_panels * kPanelWidth; }
 
  private:
   const Element* block(std::int64_t expert, std::int64_t panel) const {
@@ -68,33 +78,47 @@ struct TransposedPanels {
   }
 };
 
-// For every active expert and each panel in `own`: multiply all its slots and call `epilogue(group, panel, tile)`.
-// `rows` are packed slots, `panels.contraction()` elements each (see `gather_slots`).
+// Bytes of unfinished sums that a sweep may need, in accumulators.
+template <class Isa>
+std::int64_t tiles_size(const Routing& routing) {
+  return routing.max_groups() * Isa::kMaxRows * kPanelWidth;
+}
+
+// For every active expert and each panel in `own`: multiply all its slots and call `epilogue(group, panel, tile)`,
+// announced by `epilogue.prefetch(group, panel)` before the last product. `rows` are packed slots,
+// `panels.contraction()` elements each (see `gather_slots`); `tiles` holds `tiles_size`.
 template <class Isa, class Panels, class Epilogue>
 void sweep(const Routing& routing, Range own, const Panels& panels, const typename Isa::Element* rows,
-           Epilogue&& epilogue) {
-  alignas(64) typename Isa::Accumulator tile[Isa::kMaxRows * kPanelWidth];
+           typename Isa::Accumulator* tiles, const Epilogue& epilogue) {
+  constexpr int kDepth = ElementTraits<typename Isa::Element>::kDepth;
   const std::int64_t contraction = panels.contraction();
-  const std::int64_t steps = contraction / ElementTraits<typename Isa::Element>::kDepth;
+  const std::int64_t tile_size = panels.chunk() < contraction ? Isa::kMaxRows * kPanelWidth : 0;  // else one serves all
   const auto& experts = routing.active_experts();
   if (own.begin == own.end) return;
 
   for (std::size_t i = 0; i < experts.size(); ++i) {
     const auto num_groups = static_cast<std::int64_t>(experts[i].last_group - experts[i].first_group);
-    const bool streams = Panels::kFromMemory && num_groups == 1 &&
-                         routing.groups()[experts[i].first_group].rows <= Isa::kStreamRows;
+    const auto* groups = &routing.groups()[experts[i].first_group];
+    const bool streams = Panels::kFromMemory && num_groups == 1 && groups->rows <= Isa::kStreamRows;
+    const std::int64_t prefetch_calls = num_groups * Isa::prefetch_calls(contraction / kDepth);
     for (std::int64_t panel = own.begin; panel < own.end; ++panel) {
-      const auto* packed = panels.prepare(experts[i].expert, panel);
       Prefetcher next;
       if (!streams && panel + 1 < own.end) {
-        next = Prefetcher(panels.location(experts[i].expert, panel + 1), num_groups * Isa::prefetch_calls(steps));
+        next = Prefetcher(panels.location(experts[i].expert, panel + 1), prefetch_calls);
       } else if (!streams && i + 1 < experts.size()) {
-        next = Prefetcher(panels.location(experts[i + 1].expert, own.begin), num_groups * Isa::prefetch_calls(steps));
+        next = Prefetcher(panels.location(experts[i + 1].expert, own.begin), prefetch_calls);
       }
-      for (auto group = experts[i].first_group; group < experts[i].last_group; ++group) {
-        const SlotGroup& slots = routing.groups()[group];
-        Isa::multiply(slots.rows, steps, rows + slots.first_slot * contraction, packed, tile, next);
-        epilogue(slots, panel, tile);
+      for (std::int64_t k = 0; k < contraction; k += panels.chunk()) {
+        const std::int64_t end = std::min(k + panels.chunk(), contraction);
+        const auto* packed = panels.prepare(experts[i].expert, panel, k);
+        for (std::int64_t group = 0; group < num_groups; ++group) {
+          const SlotGroup& slots = groups[group];
+          auto* tile = tiles + group * tile_size;
+          const auto* a = rows + slots.first_slot * contraction + k * slots.rows;
+          if (end == contraction) epilogue.prefetch(slots, panel);
+          Isa::multiply(slots.rows, (end - k) / kDepth, a, packed, tile, k > 0, next);
+          if (end == contraction) epilogue(slots, panel, tile);
+        }
       }
     }
   }

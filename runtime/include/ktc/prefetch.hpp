@@ -8,6 +8,16 @@ namespace ktc {
 
 inline constexpr std::int64_t kCacheLine = 64;
 
+// Bring what an epilogue will read or add to while the product before it is computed: rows of different tokens lie far
+// apart, so that no hardware prefetcher foresees them.
+template <class T>
+void prefetch_row(const T* row, std::int64_t size) {
+  const auto* begin = reinterpret_cast<const char*>(row);
+  for (const char* line = begin; line < reinterpret_cast<const char*>(row + size); line += kCacheLine) {
+    __builtin_prefetch(line, 0, 3);
+  }
+}
+
 // Where a panel lies: `chunks` stretches of `chunk_bytes`, `stride_bytes` apart. A stored panel is one long stretch; a
 // panel of the transposed weights gathers one 32 x 32 block from every stored panel.
 struct PanelLocation {

@@ -112,7 +112,7 @@ inline constexpr int kUnroll = 2;
 using Pair [[gnu::may_alias]] = std::int32_t;
 
 template <int kRows>
-[[gnu::noinline]] void multiply_half(std::int64_t steps, const bf16* a, const bf16* panel, float* tile,
+[[gnu::noinline]] void multiply_half(std::int64_t steps, const bf16* a, const bf16* panel, float* tile, bool continues,
                                      Prefetcher& next) {
   const __m256i upper_half = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   const auto even = [](__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); };
@@ -121,7 +121,11 @@ template <int kRows>
   __m256 low[kRows];
   __m256 high[kRows];
 #pragma GCC unroll 4
-  for (int row = 0; row < kRows; ++row) low[row] = high[row] = _mm256_setzero_ps();
+  for (int row = 0; row < kRows; ++row) {
+    const float* sums = tile + row * kPanelWidth;
+    low[row] = continues ? _mm256_load_ps(sums) : _mm256_setzero_ps();
+    high[row] = continues ? _mm256_load_ps(sums + 8) : _mm256_setzero_ps();
+  }
   const auto* b = reinterpret_cast<const __m256i*>(panel);
   const auto* pairs = reinterpret_cast<const Pair*>(a);
   for (std::int64_t step = 0; step < steps; step += kUnroll) {
@@ -144,8 +148,8 @@ template <int kRows>
   }
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row) {
-    _mm256_storeu_ps(tile + row * kPanelWidth, low[row]);
-    _mm256_storeu_ps(tile + row * kPanelWidth + 8, high[row]);
+    _mm256_store_ps(tile + row * kPanelWidth, low[row]);
+    _mm256_store_ps(tile + row * kPanelWidth + 8, high[row]);
   }
   next = prefetcher;
 }
@@ -157,15 +161,17 @@ struct Isa {
   static constexpr int kMaxRows = avx2::kMaxRows;
   static constexpr int kStreamRows = 0;
 
-  // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; panel aligned.
-  static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Prefetcher& next) {
-    using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, Prefetcher&);
+  // tile[row][32] = sum over k of a[k][row] * panel[k][32], added to what it holds if it `continues`; `steps` pairs of
+  // k, a multiple of 16; tile and panel aligned.
+  static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, bool continues,
+                       Prefetcher& next) {
+    using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, bool, Prefetcher&);
     static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
       return std::array<Multiply, sizeof...(row)>{&multiply_half<static_cast<int>(row) + 1>...};
     }(std::make_index_sequence<kMaxRows>{});
     const Multiply multiply_16_lanes = kByRows[static_cast<std::size_t>(rows - 1)];
-    multiply_16_lanes(steps, a, panel, tile, next);
-    multiply_16_lanes(steps, a, panel + 2 * kHalfPanel, tile + kHalfPanel, next);
+    multiply_16_lanes(steps, a, panel, tile, continues, next);
+    multiply_16_lanes(steps, a, panel + 2 * kHalfPanel, tile + kHalfPanel, continues, next);
   }
 
   // How often `multiply` moves the prefetcher on: once per unrolled step of each half.

@@ -71,7 +71,7 @@ inline constexpr int kUnroll = 4;
 using Pair [[gnu::may_alias]] = std::int32_t;
 
 template <int kRows>
-[[gnu::noinline]] void multiply_rows(std::int64_t steps, const bf16* a, const bf16* panel, float* tile,
+[[gnu::noinline]] void multiply_rows(std::int64_t steps, const bf16* a, const bf16* panel, float* tile, bool continues,
                                      Prefetcher& next) {
   constexpr int kStepBytes = 2 * 64;
   constexpr int kStreamAhead = 4096;
@@ -79,14 +79,18 @@ template <int kRows>
   __m512 left[kRows];
   __m512 right[kRows];
 #pragma GCC unroll 12
-  for (int row = 0; row < kRows; ++row) left[row] = right[row] = _mm512_setzero_ps();
+  for (int row = 0; row < kRows; ++row) {
+    const float* sums = tile + row * kPanelWidth;
+    left[row] = continues ? _mm512_load_ps(sums) : _mm512_setzero_ps();
+    right[row] = continues ? _mm512_load_ps(sums + kHalfPanel) : _mm512_setzero_ps();
+  }
 
   const auto* b = reinterpret_cast<const char*>(panel);
   const auto* pairs = reinterpret_cast<const Pair*>(a);  // one row's two neighbours, broadcast to all lanes
   for (std::int64_t step = 0; step < steps; step += kUnroll) {
     if constexpr (kRows <= kStreamRows) {
 #pragma GCC unroll 8
-      for (int line = 0; line < kUnroll * kStepBytes; line += 64) __builtin_prefetch(b + kStreamAhead + line, 0, 3);
+      for (int line = 0; line < kUnroll * kStepBytes; line += 64) __builtin_prefetch(b + kStreamAhead + line, 0, 0);
     }
     prefetcher.step();
 #pragma GCC unroll 4
@@ -111,59 +115,50 @@ template <int kRows>
   next = prefetcher;
 }
 
-// Three rounds of two-register permutations exchange the three bits of the register number with three bits of the
-// place inside it. Below, k and n are the two indices of a 16 x 16 block; before: register k/2, 16-bit place
-// (n, k%2); after: register n/2, place (k, n%2).
-struct TransposeTables {
-  alignas(64) std::array<std::array<std::uint64_t, 8>, 2> lanes;  // second round, by quad words
-  alignas(64) std::array<std::array<std::uint16_t, 32>, 2> words;  // third round, with the final order of words
-};
+// Transposing a 16 x 16 quarter of a block: k and n are its two indices; before, register k/2 holds (n, k%2) in its
+// 16-bit places, after, register n/2 holds (k, n%2). Pieces of 128 bits move by loading them where they belong, which
+// costs no shuffle; the rest is one two-register permutation per vector, of bits (k0, n0, n1) to (n0, k0, k1) of the
+// place inside a piece, where k1 chooses the register and n1 is constant.
+using WordOrder = std::array<std::uint16_t, 32>;
 
-constexpr TransposeTables make_transpose_tables() {
-  TransposeTables tables{};
-  for (unsigned upper = 0; upper < 2; ++upper) {
-    for (unsigned place = 0; place < 8; ++place) {
-      const unsigned from_register = place >> 1 & 1;
-      tables.lanes[upper][place] = (place & 0b101) | upper << 1 | from_register << 3;
-    }
-    for (unsigned place = 0; place < 32; ++place) {
-      const unsigned n0 = place & 1;
-      const unsigned k0 = place >> 1 & 1;
-      const unsigned from_register = place >> 4 & 1;
-      tables.words[upper][place] =
-          static_cast<std::uint16_t>(k0 | n0 << 1 | (place & 0b01100) | upper << 4 | from_register << 5);
-    }
+constexpr WordOrder word_order(unsigned n1) {
+  WordOrder order{};
+  for (unsigned place = 0; place < order.size(); ++place) {
+    const unsigned n0 = place & 1;
+    const unsigned k0 = place >> 1 & 1;
+    const unsigned k1 = place >> 2 & 1;
+    const unsigned piece = place >> 3;
+    order[place] = static_cast<std::uint16_t>(k0 | n0 << 1 | n1 << 2 | piece << 3 | k1 << 5);
   }
-  return tables;
+  return order;
 }
 
-inline constexpr TransposeTables kTransposeTables = make_transpose_tables();
+alignas(64) inline constexpr WordOrder kLowerWords = word_order(0);
+alignas(64) inline constexpr WordOrder kUpperWords = word_order(1);
 
-// One 16 x 16 quarter of a block: 8 vectors, every second one of the 32 of the block.
+// The 128-bit pieces at `source` of four registers, each two further along k/2.
+[[gnu::always_inline]] inline __m512i four_pieces(const bf16* source, int stride) {
+  const auto piece = [=](int index) {
+    return _mm_load_si128(reinterpret_cast<const __m128i*>(source + index * 2 * stride));
+  };
+  __m512i pieces = _mm512_broadcast_i32x4(piece(0));
+  pieces = _mm512_mask_broadcast_i32x4(pieces, 0x00f0, piece(1));
+  pieces = _mm512_mask_broadcast_i32x4(pieces, 0x0f00, piece(2));
+  return _mm512_mask_broadcast_i32x4(pieces, 0xf000, piece(3));
+}
+
 [[gnu::always_inline]] inline void transpose_quarter(const bf16* source, bf16* target) {
-  constexpr int kStride = 2 * 32;
-  __m512i v[8];
-  __m512i w[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) v[i] = _mm512_load_si512(source + i * kStride);
+  constexpr int kStride = 2 * 32;  // a quarter has every second vector of its block
+  constexpr int kPiece = 8;
+  const __m512i lower_words = _mm512_load_si512(kLowerWords.data());
+  const __m512i upper_words = _mm512_load_si512(kUpperWords.data());
 #pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) {
-    w[i] = _mm512_unpacklo_epi64(v[i], v[i + 1]);
-    w[i + 1] = _mm512_unpackhi_epi64(v[i], v[i + 1]);
-  }
-  const __m512i lanes_lower = _mm512_load_si512(kTransposeTables.lanes[0].data());
-  const __m512i lanes_upper = _mm512_load_si512(kTransposeTables.lanes[1].data());
-#pragma GCC unroll 4
-  for (const int i : {0, 1, 4, 5}) {
-    v[i] = _mm512_permutex2var_epi64(w[i], lanes_lower, w[i + 2]);
-    v[i + 2] = _mm512_permutex2var_epi64(w[i], lanes_upper, w[i + 2]);
-  }
-  const __m512i words_lower = _mm512_load_si512(kTransposeTables.words[0].data());
-  const __m512i words_upper = _mm512_load_si512(kTransposeTables.words[1].data());
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    _mm512_store_si512(target + i * kStride, _mm512_permutex2var_epi16(v[i], words_lower, v[i + 4]));
-    _mm512_store_si512(target + (i + 4) * kStride, _mm512_permutex2var_epi16(v[i], words_upper, v[i + 4]));
+  for (int piece = 0; piece < 4; ++piece) {
+    const __m512i even = four_pieces(source + piece * kPiece, kStride);
+    const __m512i odd = four_pieces(source + piece * kPiece + kStride, kStride);
+    bf16* row = target + 2 * piece * kStride;
+    _mm512_store_si512(row, _mm512_permutex2var_epi16(even, lower_words, odd));
+    _mm512_store_si512(row + kStride, _mm512_permutex2var_epi16(even, upper_words, odd));
   }
 }
 
@@ -174,13 +169,15 @@ struct Isa {
   static constexpr int kMaxRows = avx512_bf16::kMaxRows;
   static constexpr int kStreamRows = avx512_bf16::kStreamRows;
 
-  // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
-  static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Prefetcher& next) {
-    using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, Prefetcher&);
+  // tile[row][32] = sum over k of a[k][row] * panel[k][32], added to what it holds if it `continues`; `steps` pairs of
+  // k, a multiple of 16; tile and panel aligned.
+  static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, bool continues,
+                       Prefetcher& next) {
+    using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, bool, Prefetcher&);
     static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
       return std::array<Multiply, sizeof...(row)>{&multiply_rows<static_cast<int>(row) + 1>...};
     }(std::make_index_sequence<kMaxRows>{});
-    kByRows[static_cast<std::size_t>(rows - 1)](steps, a, panel, tile, next);
+    kByRows[static_cast<std::size_t>(rows - 1)](steps, a, panel, tile, continues, next);
   }
 
   // How often `multiply` moves the prefetcher on.

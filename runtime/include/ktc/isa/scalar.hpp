@@ -1,9 +1,10 @@
 // Plain C++ on any element type: the oracle the vector versions are tested against, and the one that runs anywhere.
 //
-// The interface every ISA has: `Element`, `Lanes` (half a panel of accumulators), `kMaxRows`, `kStreamRows`, `multiply`,
-// `prefetch_calls` and `transpose_block`.
+// The interface every ISA has: `Element`, `Lanes` (half a panel of accumulators), `kMaxRows`, `kStreamRows`,
+// `multiply`, `prefetch_calls` and `transpose_block`.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -80,11 +81,12 @@ struct Isa {
   static constexpr int kMaxRows = 4;
   static constexpr int kStreamRows = 0;
 
-  // tile[row][32] = sum over k of a[k][row] * panel[k][32], for `steps` groups of kDepth neighbours of k.
+  // tile[row][32] = sum over k of a[k][row] * panel[k][32], for `steps` groups of kDepth neighbours of k, added to
+  // what it holds if it `continues`.
   static void multiply(int rows, std::int64_t steps, const Element* a, const Element* panel, Accumulator* tile,
-                       Prefetcher&) {
+                       bool continues, Prefetcher&) {
     constexpr int kDepth = ElementTraits<Element>::kDepth;
-    for (int i = 0; i < rows * kPanelWidth; ++i) tile[i] = 0;
+    if (!continues) std::fill(tile, tile + rows * kPanelWidth, Accumulator{});
     for (std::int64_t step = 0; step < steps; ++step) {
       for (int row = 0; row < rows; ++row) {
         for (int k = 0; k < kDepth; ++k) {

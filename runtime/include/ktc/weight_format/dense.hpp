@@ -1,7 +1,7 @@
 // Unquantised expert weights: what is stored is what is multiplied.
 //
-// An expert is [I/16 gate-and-up panels][H/32 down panels]. A gate-and-up panel holds 16 outputs of gate and the same 16
-// of up, so that the activation of both is at hand when one product ends.
+// An expert is [I/16 gate-and-up panels][H/32 down panels]. A gate-and-up panel holds 16 outputs of gate and the same
+// 16 of up, so that the activation of both is at hand when one product ends.
 #pragma once
 
 #include <cstddef>
