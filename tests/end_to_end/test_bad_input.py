@@ -1,0 +1,195 @@
+"""What cannot be compiled is refused by name, with exit code 2, and leaves nothing at OUT."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ktc import cli, host, twin
+
+RULES = "deepseek-v2-lite-lora"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the embedded DeepSeek-V2 checkpoint, to be damaged."""
+    folder = tmp_path / "model"
+    shutil.copytree(twin.write("deepseek_v2", host.cache_dir()), folder)
+    return folder
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[str, object]]:
+    """Compiles, expects exit code 2 and nothing at OUT, and returns the first diagnostic."""
+
+    def compile_and_refuse(model: object, rules: object = RULES, out: Path | None = None, code: int = 2) -> dict[str, object]:
+        out = out or tmp_path / "place" / "compiled_here"
+        before = sorted(tmp_path.rglob("*"))
+        assert cli.main(["compile", str(model), str(rules), "-o", str(out), "--json"]) == code
+        printed = json.loads(capfd.readouterr().out)
+        assert sorted(tmp_path.rglob("*")) == before, "something was left behind"
+        return printed["diagnostics"][0]
+
+    return compile_and_refuse
+
+
+def shards(model: Path) -> list[Path]:
+    return sorted(model.glob("*.safetensors"))
+
+
+def shard_with(model: Path, ending: str) -> tuple[Path, str, dict[str, torch.Tensor]]:
+    """The shard that holds a tensor whose name ends so, the tensor's name, and everything in the shard."""
+    for path in shards(model):
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith(ending):
+                return path, name, tensors
+    raise AssertionError(ending)
+
+
+def test_a_model_that_is_no_folder(refusal: Callable[..., dict[str, object]], tmp_path: Path) -> None:
+    found = refusal(tmp_path / "nowhere")
+    assert found["code"] == "I100"
+    assert "nowhere" in str(found["message"])
+
+
+def test_a_folder_without_a_config(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    (model / "config.json").unlink()
+    assert refusal(model)["code"] == "I102"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"model_type": "no_such_model"}', '{"model_type": 7}', "\x00\x01"])
+def test_a_config_that_is_none(refusal: Callable[..., dict[str, object]], model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    assert refusal(model)["code"] == "I102"
+
+
+def test_a_config_without_routed_experts(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    dense = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 128}
+    (model / "config.json").write_text(json.dumps(dense))
+    found = refusal(model, "moe-lora")
+    assert found["code"] == "I105"
+    assert "llama" in str(found["message"])
+
+
+def test_weights_missing_altogether(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    for path in [*shards(model), model / "model.safetensors.index.json"]:
+        path.unlink()
+    assert refusal(model)["code"] == "I106"
+
+
+def test_a_truncated_shard(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    path = shards(model)[0]
+    path.write_bytes(path.read_bytes()[:-100])
+    assert path.name in str(refusal(model)["message"])
+
+
+def test_a_header_that_claims_more_than_the_file_holds(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    path = shards(model)[0]
+    path.write_bytes(struct.pack("<Q", 1 << 60) + path.read_bytes()[8:])
+    assert path.name in str(refusal(model)["message"])
+
+
+def test_a_shard_that_is_not_there(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    path = shards(model)[-1]
+    path.unlink()
+    assert path.name in str(refusal(model)["message"])
+
+
+@pytest.mark.parametrize("ending", ["experts.3.up_proj.weight", "self_attn.o_proj.weight"])
+def test_a_shard_that_lacks_a_tensor(refusal: Callable[..., dict[str, object]], model: Path, ending: str) -> None:
+    path, name, tensors = shard_with(model, ending)
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert name in str(refusal(model)["message"])
+
+
+@pytest.mark.parametrize("ending", ["experts.3.up_proj.weight", "self_attn.o_proj.weight"])
+def test_a_tensor_of_the_wrong_shape(refusal: Callable[..., dict[str, object]], model: Path, ending: str) -> None:
+    path, name, tensors = shard_with(model, ending)
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert name in str(refusal(model)["message"])
+
+
+def test_a_tensor_of_the_wrong_dtype(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    path, name, tensors = shard_with(model, "self_attn.o_proj.weight")
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert name in str(refusal(model)["message"])
+
+
+def test_a_rule_with_a_syntax_error_is_located(refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "broken.ktr"
+    rules.write_text('import "std/moe.ktr"\nrule experts {\n  match moe.block\n  => cpu_moe(\n}\n')
+    found = refusal(model, rules)
+    assert str(found["file"]).endswith("broken.ktr")
+    assert (found["line"], str(found["code"])[0]) == (5, "E")
+
+
+def test_a_rule_that_matches_nothing_is_located(refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "nothing.ktr"
+    rules.write_text('import "std/moe.ktr"\nimport "std/attention.ktr" as attn\nrule experts { match moe.block => cpu_moe() }\nrule gqa { match attn.gqa => keep(kernel) }\n')
+    found = refusal(model, rules)
+    assert (found["code"], found["line"]) == ("M060", 4)
+
+
+def test_rules_that_are_not_there(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    assert refusal(model, "moe-lroa")["code"] == "E011"
+
+
+def test_an_out_that_exists(refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "taken"
+    out.mkdir()
+    assert refusal(model, out=out)["code"] == "I142"
+
+
+@pytest.mark.parametrize("name", ["2fast", "with-dash", "class"])
+def test_an_out_that_is_no_identifier(refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path, name: str) -> None:
+    assert refusal(model, out=tmp_path / name)["code"] == "I140"
+
+
+def test_an_out_that_shadows_a_module(refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path) -> None:
+    assert refusal(model, out=tmp_path / "json")["code"] == "I141"
+
+
+def test_an_out_that_cannot_be_written(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    assert refusal(model, out=Path("/proc/compiled_here"))["code"] in ("I143", "I145")
+
+
+def test_a_disk_that_fills_up_while_out_is_written(
+    refusal: Callable[..., dict[str, object]], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    found = refusal(model)
+    assert found["code"] == "I145"
+    assert "No space left" in str(found["message"])
+
+
+def test_an_isa_that_this_host_lacks(refusal: Callable[..., dict[str, object]], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    here = host.detect()
+    monkeypatch.setattr(host, "detect", lambda probe_gpu=False: replace(here, isas=("scalar",)))
+    rules = model.parent / "wants.ktr"
+    rules.write_text('import "std/moe.ktr"\nrule experts { match moe.block => cpu_moe(isa = avx512_bf16) }\n')
+    assert refusal(model, rules, code=3)["code"] == "M064"
+
+
+def test_a_host_without_a_compiler(refusal: Callable[..., dict[str, object]], model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path.parent / "no_compiler_cache"))
+    found = refusal(model, code=3)
+    assert "g++" in str(found["hint"]) + str(found["message"])
