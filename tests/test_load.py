@@ -33,6 +33,7 @@ def tokens(folder: Path, *texts: str) -> dict[str, torch.Tensor]:
     return dict(tokenizer(list(texts), return_tensors="pt", padding=True))
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ("The router scores all of them,", "Question: how many legs has a spider?")
 
 

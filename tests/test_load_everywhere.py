@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ktc.runtime.compiled_model import CompiledModel
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ("The router scores all of them, keeps the best,", "Question: how many legs has a spider? Answer: eight.")
 
 
@@ -61,6 +62,7 @@ import sys, torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 import json
+torch.set_num_threads(1)
 base = json.load(open(sys.argv[1] + "/adapter_config.json"))["base_model_name_or_path"]
 model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, experts_implementation="eager")
 model = PeftModel.from_pretrained(model, sys.argv[1]).eval()

@@ -20,7 +20,10 @@ from ktc.host import find_compiler
 from ktc.link import link
 from ktc.runtime.load import load
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ktc import twin
 from ktc.diagnostics import InputRefused
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_shrunk_deepseek_v3_keeps_what_its_routing_can_do_wrong() -> None:
     original = AutoConfig.for_model("deepseek_v3")

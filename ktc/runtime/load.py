@@ -173,6 +173,7 @@ def _build_on_meta(
     """The stock modules without storage, each tensor in the dtype that it will have."""
     dtype = torch.float32 if reference else cast("torch.dtype", getattr(torch, manifest.model.dtype))
     config.architectures = [manifest.model.class_name]
+    vars(config).pop("auto_map", None)  # it names a file of the compiled folder; this config may be saved elsewhere
     extra: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if reference:
         extra["experts_implementation"] = "eager"  # experts that no rule rewrote add up in the stock order too
