@@ -157,9 +157,8 @@ def read_host_file(path: str | Path) -> Host:
     try:
         entries = cast("dict[str, object]", tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise InputRefused(
-            Diagnostic("H201", f"the host file is no TOML: {error}", _toml_place(path, str(error)))
-        ) from error
+        fault = Diagnostic("H201", f"the host file is no TOML: {error}", _toml_place(path, str(error)))
+        raise InputRefused(fault, sources={str(path): text}) from error
     return _HostFile(str(path), text).read(entries, detect())
 
 
@@ -178,7 +177,7 @@ class _HostFile:
         memory = self._value(entries, "memory", parse_bytes, 'a size such as "512GiB"')
         gpus = self._gpus(entries.get("gpu", []))
         if self._faults:
-            raise InputRefused(*self._faults)
+            raise InputRefused(*self._faults, sources={self._path: self._text})
         host = replace(here, gpus=gpus, memory=memory or here.memory, numa=numa or here.numa)
         if cores:
             host = replace(host, cores=cores, threads=cores)

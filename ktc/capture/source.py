@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -16,6 +15,8 @@ from ktc.capture.types import ModelSource
 from ktc.checkpoint import open_index
 from ktc.diagnostics import Diagnostic, InputRefused
 
+_WEIGHT_FILES = ("safetensors", "safetensors.index.json", "bin")
+
 
 def open_model(model: str | Path | PreTrainedModel) -> ModelSource:
     """Opens MODEL. Raises InputRefused where it is no folder, has no usable config, or its weights are damaged."""
@@ -23,28 +24,33 @@ def open_model(model: str | Path | PreTrainedModel) -> ModelSource:
         return ModelSource(model.name_or_path or type(model).__name__, None, model.config, None)
     name = str(model)
     if name.startswith("tiny:"):
-        folder = twin.write(name.removeprefix("tiny:"), host.cache_dir())
+        folder = twin.write(name.removeprefix("tiny:"), host.cache_dir() / "models")
     elif Path(name).is_dir():
         folder = Path(name).resolve()
     else:
         folder = _from_hub(name)
     config = _read_config(folder)
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")) or any(folder.glob("*.bin"))
+    has_weights = any(any(folder.glob(f"*.{kind}")) for kind in _WEIGHT_FILES)
     return ModelSource(str(folder), folder, config, open_index(folder) if has_weights else None)
 
 
 def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    looks_like_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name.split("/")[0]).exists()
+    owner = Path(name.split("/")[0])
+    looks_like_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not owner.exists()
     if not looks_like_id:
         raise InputRefused(
-            Diagnostic("I100", f"MODEL `{name}` is no folder", hint="give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`")
+            Diagnostic(
+                "I100",
+                f"MODEL `{name}` is no folder",
+                hint="give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`",
+            )
         )
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise InputRefused(
             Diagnostic(
@@ -58,14 +64,22 @@ def _from_hub(name: str) -> Path:
 def _read_config(folder: Path) -> PreTrainedConfig:
     path = folder / "config.json"
     if not path.is_file():
-        raise InputRefused(Diagnostic("I102", f"`{folder}` holds no config.json", hint="a model folder is what `save_pretrained` writes"))
+        raise InputRefused(
+            Diagnostic(
+                "I102", f"`{folder}` holds no config.json", hint="a model folder is what `save_pretrained` writes"
+            )
+        )
     try:
-        fields: Any = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
+        if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
             raise ValueError("the top level is no object")
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         words = (str(error).strip().splitlines() or [""])[0][:200]
         raise InputRefused(
-            Diagnostic("I102", f"config.json of `{folder.name}` is not usable: {words}", hint="check it against the model's own page")
+            Diagnostic(
+                "I102",
+                f"config.json of `{folder.name}` is not usable: {words}",
+                hint="check it against the model's own page",
+            )
         ) from error
+    return config
