@@ -7,4 +7,6 @@ from ktc.capture.model import capture
 from ktc.capture.source import open_model
 from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo
 
-__all__ = ["BlockGraph", "BlockSite", "CapturedModel", "ModelSource", "ModuleInfo", "TensorInfo", "capture", "open_model"]
+__all__ = [
+    "BlockGraph", "BlockSite", "CapturedModel", "ModelSource", "ModuleInfo", "TensorInfo", "capture", "open_model",
+]  # fmt: skip

@@ -17,16 +17,17 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ktc.capture.markers import semantic_function
+from ktc.graph.typed import nodes_in, owner_of
 
 # Two sizes that no model dimension shares by accident; their product is the number of tokens.
 BATCH, SEQUENCE = 3, 7
 # Composite operators that stay whole, because they are operators of the normal form.
-_KEEP = frozenset(
-    "linear silu gelu softmax sigmoid rms_norm scaled_dot_product_attention topk split split_with_sizes chunk clamp "
-    "clamp_min clamp_max one_hot embedding layer_norm masked_fill conv1d".split()
-)
+_KEEP = frozenset({
+    "linear", "silu", "gelu", "softmax", "sigmoid", "rms_norm", "scaled_dot_product_attention", "topk", "split",
+    "split_with_sizes", "chunk", "clamp", "clamp_min", "clamp_max", "one_hot", "embedding", "layer_norm", "masked_fill",
+    "conv1d",
+})  # fmt: skip
 _DROP = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"})
-
 
 Rebuild = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -40,8 +41,7 @@ class _TensorsOnly(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         args, kwargs = self._rebuild(tensors)
-        result = self.block(*args, **kwargs)
-        return result[0] if isinstance(result, tuple) else result
+        return main_output(self.block(*args, **kwargs))
 
 
 def export_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
@@ -63,8 +63,13 @@ def export_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     return _lower(program, block, names)
 
 
+def main_output(result: Tensor | tuple[Any, ...]) -> Tensor:
+    """The hidden states that a block returns: alone, or before its attention weights."""
+    return result[0] if isinstance(result, tuple) else result
+
+
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[str], tuple[Tensor, ...], Rebuild]:
-    """The tensors of a call with the names that a captured graph's placeholders have, and how to make a call of others."""
+    """The tensors of a call: their names as placeholders of the captured graph, they, and how to call with others."""
     named, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
     names = [_input_name(path) for path, leaf in named if isinstance(leaf, Tensor)]
     tensors = tuple(leaf for _, leaf in named if isinstance(leaf, Tensor))
@@ -89,7 +94,7 @@ def _input_name(path: tuple[Any, ...]) -> str:
 def _decompositions() -> dict[Any, Any]:
     table = torch.export.default_decompositions()
     for op in list(table):
-        if op._schema.name.split("::")[1] in _KEEP:
+        if op.name().split("::")[1].partition(".")[0] in _KEEP:  # "aten::softmax.int"
             table.pop(op)
     return table
 
@@ -103,16 +108,18 @@ def _lower(program: ExportedProgram, block: nn.Module, input_names: Sequence[str
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in held:
             fqn = held[node.name].removeprefix("block.")
-            _attach(root, fqn, _tensor(block, fqn))
+            _attach(root, fqn, getattr(*owner_of(block, fqn)))
             copies[node] = graph.get_attr(fqn)
         elif node.op == "placeholder" and node.name in constants:
             fqn = f"constants.{node.name}"
-            _attach(root, fqn, program.constants[constants[node.name]])
+            constant = program.constants[constants[node.name]]
+            assert isinstance(constant, Tensor), f"the constant `{node.name}` is no tensor"
+            _attach(root, fqn, constant)
             copies[node] = graph.get_attr(fqn)
         elif node.op == "placeholder":
             copies[node] = graph.placeholder(next(names))
         elif node.op == "output":
-            graph.output(copies[node.args[0][0]])
+            graph.output(copies[nodes_in(node.args[0])[0]])
             continue
         elif getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in _DROP:
             continue
@@ -134,11 +141,6 @@ def _copy_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]
     if str(copy.kwargs.get("device")) == "meta":
         copy.kwargs = {k: v for k, v in copy.kwargs.items() if k not in ("device", "pin_memory", "layout")}
     return copy
-
-
-def _tensor(block: nn.Module, fqn: str) -> Tensor:
-    owner, _, leaf = fqn.rpartition(".")
-    return getattr(block.get_submodule(owner), leaf)
 
 
 def _attach(root: nn.Module, fqn: str, tensor: Tensor) -> None:

@@ -6,7 +6,7 @@ that export cannot look into. Registered without a mask function, so that no dat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -16,10 +16,11 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from ktc.graph import ops
+from ktc.graph.typed import input_of, nodes_in
 
-_NAME = "ktc_capture"
-
-
+_NAME = "ktc_capture"  # of the operator library, and of our implementations in transformers' registers
+# Where a config keeps the names of its implementations; the public setters check names against what transformers ships.
+_CHOICES = ("_experts_implementation_internal", "_attn_implementation_internal")
 UNSUPPORTED = "unsupported: "  # begins the activation of experts whose form no kernel computes yet; the reason follows
 
 
@@ -29,16 +30,20 @@ class UnsupportedAttention(Exception):
 
 @cache
 def _library() -> torch.library.Library:
-    library = torch.library.Library("ktc_capture", "DEF")
+    library = torch.library.Library(_NAME, "DEF")
     library.define("experts(Tensor x, Tensor indices, Tensor weights, Tensor gate_up, Tensor down, str act) -> Tensor")
     library.define("sdpa(Tensor q, Tensor k, Tensor v, float scale, bool causal, int window) -> Tensor")
-    library.impl("experts", lambda x, indices, weights, gate_up, down, act: torch.empty_like(x), "Meta")
-    library.impl(
-        "sdpa",
-        lambda q, k, v, scale, causal, window: q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])),
-        "Meta",
-    )
+    library.impl("experts", _experts_on_meta, "Meta")
+    library.impl("sdpa", _sdpa_on_meta, "Meta")
     return library
+
+
+def _experts_on_meta(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _sdpa_on_meta(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]))
 
 
 def semantic_function(target: object) -> Any | None:
@@ -54,7 +59,9 @@ class _CaptureExperts:
     def __init__(self) -> None:
         self._activations: dict[nn.Module, str] = {}
 
-    def __call__(self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any) -> Tensor:
+    def __call__(
+        self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
+    ) -> Tensor:
         if module not in self._activations:
             self._activations[module] = activation_of(module)
         gate_up = module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj
@@ -92,14 +99,17 @@ def activation_of(module: nn.Module) -> str:
         def forward(self, hidden: Tensor) -> Tensor:
             return apply_gate(hidden)
 
-    sample = torch.empty(2, int(module.gate_up_proj.shape[-2]), device="meta")
+    gate_up = module.gate_up_proj
+    assert isinstance(gate_up, Tensor), f"`gate_up_proj` of `{type(module).__name__}` is no tensor"
+    sample = torch.empty(2, gate_up.shape[-2], device="meta")
     program = torch.export.export(Gate(), (sample,), strict=False)
-    result = program.graph.output_node().args[0][0]  # type: ignore[index]
+    result = nodes_in(program.graph.output_node().args[0])[0]
     recognised = next((name for name in ("silu", "gelu") if _is_gated(result, name)), None)
     return recognised or f"{UNSUPPORTED}an activation that is neither `silu(gate) * up` nor `gelu(gate) * up`"
 
 
 def _is_gated(result: fx.Node, name: str) -> bool:
+    """Whether `result` is `name(first half) * second half` of one split."""
     if ops.name_of(result) != "mul":
         return False
     for activated, up in (result.args, result.args[::-1]):
@@ -108,12 +118,12 @@ def _is_gated(result: fx.Node, name: str) -> bool:
         gate = activated.args[0]
         halves = [n for n in (gate, up) if isinstance(n, fx.Node) and ops.name_of(n) == "getitem"]
         if len(halves) == 2 and halves[0].args[0] is halves[1].args[0] and [n.args[1] for n in halves] == [0, 1]:
-            return ops.name_of(halves[0].args[0]) == "split"  # type: ignore[arg-type]
+            return ops.name_of(input_of(halves[0], 0)) == "split"
     return False
 
 
 @contextmanager
-def marked(model: PreTrainedModel) -> Iterator[None]:
+def marked(model: PreTrainedModel) -> Generator[None]:
     """While inside, the experts and the attention of `model` run as markers."""
     from transformers.integrations.moe import ExpertsInterface
     from transformers.modeling_utils import AttentionInterface
@@ -121,12 +131,12 @@ def marked(model: PreTrainedModel) -> Iterator[None]:
     _library()
     ExpertsInterface.register(_NAME, _CaptureExperts())
     AttentionInterface.register(_NAME, _capture_attention)
-    configs = [c for c in {id(c): c for c in (model.config, model.config.get_text_config())}.values()]
-    before = [(c._experts_implementation, c._attn_implementation) for c in configs]
-    for config in configs:
-        config._experts_implementation_internal = config._attn_implementation_internal = _NAME
+    configs = list({id(c): c for c in (model.config, model.config.get_text_config())}.values())
+    before = [(config, choice, getattr(config, choice)) for config in configs for choice in _CHOICES]
     try:
+        for config, choice, _ in before:
+            setattr(config, choice, _NAME)
         yield
     finally:
-        for config, (experts, attention) in zip(configs, before, strict=True):
-            config._experts_implementation_internal, config._attn_implementation_internal = experts, attention
+        for config, choice, chosen in before:
+            setattr(config, choice, chosen)

@@ -6,8 +6,8 @@ exported once. Two blocks are the same if their classes, tensors, settings and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ktc.capture.normal_form import normalise
 from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo, dtype_name
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.graph import ops
+from ktc.graph.typed import named_modules, nodes_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -56,12 +57,14 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """The stock model of `config` on meta tensors, in its own dtype, in eval mode."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
+            dtype = getattr(config, "dtype", None) or torch.float32
+            model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=dtype))
     except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
         raise InputRefused(
             Diagnostic(
                 "I103",
-                f"transformers cannot build a causal LM from this config (`model_type` = `{config.model_type}`): {_first_line(error)}",
+                f"transformers cannot build a causal LM from this config (`model_type` = `{config.model_type}`): "
+                f"{_first_line(error)}",
                 hint="check config.json against the installed transformers version",
             )
         ) from error
@@ -74,10 +77,14 @@ def _first_line(error: BaseException) -> str:
 
 def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The ModuleList that holds the most parameters: the stack of decoder layers, whatever it is called."""
-    lists = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    lists = [(fqn, m) for fqn, m in named_modules(model) if isinstance(m, nn.ModuleList) and len(m) > 0]
     if not lists:
         raise InputRefused(
-            Diagnostic("I104", f"`{type(model).__name__}` has no stack of decoder layers", hint="ktc compiles decoder-only causal LMs")
+            Diagnostic(
+                "I104",
+                f"`{type(model).__name__}` has no stack of decoder layers",
+                hint="ktc compiles decoder-only causal LMs",
+            )
         )
     return max(lists, key=lambda item: (sum(p.numel() for p in item[1].parameters()), -len(item[0])))
 
@@ -115,7 +122,7 @@ def _record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[di
 
 def _identity(block: nn.Module, call: Call, failure: str | None) -> object:
     """What makes two blocks the same graph: classes, tensor shapes, plain settings, call signature."""
-    modules = tuple((name, type(m).__name__, _settings(m)) for name, m in block.named_modules())
+    modules = tuple((name, type(m).__name__, _settings(m)) for name, m in named_modules(block))
     tensors = tuple((name, tuple(t.shape), t.dtype) for name, t in [*block.named_parameters(), *block.named_buffers()])
     leaves, spec = pytree.tree_flatten(call)
     signature = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
@@ -123,9 +130,9 @@ def _identity(block: nn.Module, call: Call, failure: str | None) -> object:
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    return tuple(
-        sorted((k, v) for k, v in vars(module).items() if isinstance(v, int | float | str) and k not in ("layer_idx", "training"))
-    )
+    """The plain attributes of a module that may change what it computes."""
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+    return tuple(sorted((name, value) for name, value in plain.items() if name not in ("layer_idx", "training")))
 
 
 def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) -> BlockGraph:
@@ -136,21 +143,28 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
         graph = normalise(export_block(block, *call))
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and says why
         return BlockGraph(key, name, None, f"{type(error).__name__}: {_first_line(error)}")
-    acts = [str(node.args[5]) for node in graph.graph.nodes if node.target is ops.experts]
+    acts = [str(node.args[5]) for node in nodes_of(graph) if node.target is ops.experts]
     unsupported = next((act for act in acts if act.startswith(UNSUPPORTED)), None)
     return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph)
 
 
 def _module_tree(model: nn.Module) -> tuple[ModuleInfo, ...]:
+    stored = model.state_dict().keys()
     return tuple(
-        ModuleInfo(fqn, type(module).__name__, tuple(_tensors(module))) for fqn, module in model.named_modules()
+        ModuleInfo(fqn, type(module).__name__, tuple(_tensors(fqn, module, stored)))
+        for fqn, module in named_modules(model)
     )
 
 
-def _tensors(module: nn.Module):  # noqa: ANN202
-    for trainable, held in ((True, module._parameters), (False, module._buffers)):
-        for name, tensor in held.items():
-            if tensor is None or (not trainable and name in module._non_persistent_buffers_set):
-                continue
-            size = tensor.numel() * tensor.element_size()
-            yield TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), size, trainable)
+def _tensors(fqn: str, module: nn.Module, stored: Collection[str]) -> Iterator[TensorInfo]:
+    """The parameters that the module holds itself, then those of its buffers that a state dict stores."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield _tensor_info(name, parameter, trainable=True)
+    for name, buffer in module.named_buffers(recurse=False):
+        if f"{fqn}.{name}".lstrip(".") in stored:
+            yield _tensor_info(name, buffer, trainable=False)
+
+
+def _tensor_info(name: str, tensor: Tensor, *, trainable: bool) -> TensorInfo:
+    size = tensor.numel() * tensor.element_size()
+    return TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), size, trainable)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -72,7 +73,10 @@ def _read_config(folder: Path) -> PreTrainedConfig:
     try:
         if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
             raise ValueError("the top level is no object")
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return cast(
+            "PreTrainedConfig",
+            AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
+        )
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         words = (str(error).strip().splitlines() or [""])[0][:200]
         raise InputRefused(
@@ -82,4 +86,3 @@ def _read_config(folder: Path) -> PreTrainedConfig:
                 hint="check it against the model's own page",
             )
         ) from error
-    return config

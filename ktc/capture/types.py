@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from ktc.checkpoint import CheckpointIndex
 
+_EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # where families write the number of experts
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -25,6 +27,8 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
+    """A parameter or a persistent buffer, by its name in the module that holds it."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -62,6 +66,8 @@ class BlockSite:
 
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
+    """A model without its weights: `sites` say which of the distinct `blocks` stands where."""
+
     source: ModelSource
     model: PreTrainedModel  # on meta tensors: names, classes and shapes only
     modules: tuple[ModuleInfo, ...]
@@ -69,26 +75,31 @@ class CapturedModel:
     sites: tuple[BlockSite, ...]
 
     def block(self, key: str) -> BlockGraph:
+        """The distinct block with this key, which must be one of the model's."""
         return next(b for b in self.blocks if b.key == key)
 
     def sites_of(self, key: str) -> tuple[BlockSite, ...]:
+        """Where the block `key` stands, in the order of the layers."""
         return tuple(s for s in self.sites if s.block == key)
 
     @property
     def facts(self) -> dict[str, Any]:
         """The facts that rules know as `model.*`."""
         config = self.source.config.get_text_config()
-        experts = next((int(n) for a in ("n_routed_experts", "num_experts", "num_local_experts") if (n := getattr(config, a, None))), 0)
+        counts = (getattr(config, name, None) for name in _EXPERT_COUNTS)
         return {
             "type": self.source.config.model_type,
             "layers": len({s.layer for s in self.sites}),
             "hidden": int(config.hidden_size),
-            "experts": experts,
+            "experts": next((int(count) for count in counts if count), 0),
             "dtype": dtype_name(self.model.dtype),
         }
 
 
-_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8_e4m3fn": "fp8", "int64": "i64"}
+_DTYPES = {
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8_e4m3fn": "fp8", "int64": "i64",
+    "complex64": "c64",
+}  # fmt: skip
 
 
 def dtype_name(dtype: object) -> str:
