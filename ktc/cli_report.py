@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ktc.rewrite import RewrittenBlock
     from ktc.runtime.kernel_library import KernelLibrary
 
-_STAGES = ("rules", "model", "capture", "weights", "match", "plan", "rewrite", "prove", "render", "build", "link")
+STAGES = ("rules", "model", "capture", "weights", "match", "plan", "rewrite", "prove", "render", "build", "link")
 
 
 class StageReport:
@@ -58,7 +58,7 @@ class StageReport:
         """While inside, the stage that is running is shown on a terminal."""
         with self._console.status("") as status:
             self._waiting = lambda stage: status.update(f"[dim]{stage}[/dim]")
-            self._waiting(_STAGES[0])
+            self._waiting(STAGES[0])
             yield
 
     def observe(self, stage: str, value: object) -> None:
@@ -70,9 +70,9 @@ class StageReport:
         line = f"{stage:8s}{self._seconds[stage]:6.1f} s  {_summary(stage, value)}"
         self._console.print(f"  {line}", markup=False, soft_wrap=True)
         self._session.note(line)
-        following = _STAGES.index(stage) + 1
-        if following < len(_STAGES):
-            self._waiting(_STAGES[following])
+        following = STAGES.index(stage) + 1
+        if following < len(STAGES):
+            self._waiting(STAGES[following])
         self._last = now
 
     def finish_check(self) -> None:
