@@ -1,0 +1,69 @@
+"""On a machine with a GPU: attention there, experts on the CPU, one model for PEFT, the Trainer and generation."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(scope="module", params=["deepseek_v2", "qwen3_moe"])
+def package(request: pytest.FixtureRequest, compiled: Callable[[str, str], Path]) -> ModuleType:
+    out = compiled(f"tiny:{request.param}", "moe-lora")
+    sys.path.insert(0, str(out.parent))
+    try:
+        return importlib.import_module(out.name)
+    finally:
+        sys.path.remove(str(out.parent))
+
+
+def tokens(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.randint(3, model.config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
+    return ids.to("cuda:0")
+
+
+def test_attention_stands_on_the_gpu_and_experts_on_the_cpu(package: ModuleType) -> None:
+    model = package.load()
+    assert {p.device.type for n, p in model.named_parameters() if "experts" not in n} == {"cuda"}
+    experts = [m for m in model.modules() if type(m).__name__ == "FusedMoe"]
+    assert experts
+    assert all(m.gate_up_proj.device.type == "cpu" for m in experts)
+
+
+def test_logits_are_as_near_to_fp32_as_those_of_stock_bf16(package: ModuleType) -> None:
+    source = json.loads((Path(str(package.__file__)).parent / "ktc.json").read_text())["model"]["folder"]
+    model = package.load()
+    ids = tokens(model)
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to("cuda:0").eval()(input_ids=ids).logits
+        stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to("cuda:0").eval()(input_ids=ids).logits
+        ours = model(input_ids=ids).logits
+    error = [float((found.float() - exact).norm() / exact.norm()) for found in (ours, stock)]
+    assert error[0] <= 1.5 * error[1]
+    assert ours.device.type == "cuda"
+
+
+def test_it_trains_and_generates_across_the_devices(package: ModuleType, tmp_path: Path) -> None:
+    model = package.load()
+    adapted = get_peft_model(model, package.lora_config())
+    rows = [{"input_ids": row.cpu(), "labels": row.cpu()} for row in tokens(model)]
+    settings = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=2, report_to=[], logging_steps=1, bf16=True,
+        learning_rate=2e-3, gradient_checkpointing=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model=adapted, args=settings, train_dataset=rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    prompt = tokens(model)[:, :8]
+    assert adapted.generate(input_ids=prompt, max_new_tokens=4, do_sample=False).shape == (2, 12)
