@@ -122,11 +122,12 @@ class Session:
         """Shows diagnostics on stderr, with the lines that they point into, and adds them to the JSON object."""
         found, sources = tuple(found), {**self.sources, **(sources or {})}
         self._result["diagnostics"] = [*self._result.get("diagnostics", []), *map(words.to_json, found)]
-        if not found:
+        shown = [each for each in found if not self.quiet or each.severity == "error"]
+        if not shown:
             return
         color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        typer.echo(words.render(found, sources, color), err=True, color=color)
-        self.note(words.render(found, sources))
+        typer.echo(words.render(shown, sources, color), err=True, color=color)
+        self.note(words.render(shown, sources))
 
     def _report(self, error: BaseException) -> None:
         if isinstance(error, typer.Exit):

@@ -30,7 +30,7 @@ def rules_table(rules: RuleSet, matches: Matches, plan: Plan) -> Table:
     for rule in rules.rules:
         found = str(len(matches.of(rule.name)))
         rows = [*_rewrites_of(rule.name, plan), *_places_of(rule.name, plan)]
-        for kind, modules, where in rows or [("", "", "another rule has these" if found != "0" else "fits nowhere")]:
+        for kind, modules, where in rows or [("another rule has these" if found != "0" else "fits nowhere", "", "")]:
             table.add_row(rule.name, found, kind, modules, where)
             found = ""
     return table
@@ -67,8 +67,8 @@ def kernels_table(plan: Plan) -> Table:
 
 
 def proofs_table(proofs: Iterable[Proof]) -> Table:
-    """One row per distinct rewrite: its worst relative errors against the original block."""
-    table = _table("proof", "rules", "forward error", "worst gradient error", "allowed", "shapes")
+    """One row per distinct rewrite: its worst relative errors against the original block, of outputs and gradients."""
+    table = _table("proof", "rules", "forward", "gradient", "allowed", "shapes")
     for proof in proofs:
         shapes = ", ".join("x".join(map(str, shape)) for shape in proof.shapes)
         errors = (f"{error:.1e}" for error in (proof.forward, proof.worst_gradient, proof.tolerance))
