@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
-from ktc import host, resources
+from ktc import host
 from ktc.codegen import build, render, toolchain
 from ktc.plan.kernel_spec import Isa, KernelSpec
 from ktc.runtime.fused_moe import FusedMoe
@@ -275,7 +275,9 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(options.isa, Path(folder))
         experts = candidates(shape, options.isa, options.threads)
-        chosen = {name: each for name, each in experts.items() if name in (options.only or ",".join(experts)).split(",")}
+        chosen = {
+            name: each for name, each in experts.items() if name in (options.only or ",".join(experts)).split(",")
+        }
         rows: list[Row] = []
         for tokens in map(int, options.tokens.split(",")):
             rounds = options.rounds or (15 if tokens <= 4 else 7 if tokens <= 64 else 3)

@@ -91,7 +91,9 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path) -> KernelLibrar
         built = _compile(source, tools, work)
         work.rename(folder)
         library = KernelLibrary(
-            folder / built.name, file_digest(folder / built.name), tuple((spec.entry, spec.dtype) for spec in source.specs)
+            folder / built.name,
+            file_digest(folder / built.name),
+            tuple((spec.entry, spec.dtype) for spec in source.specs),
         )
         for spec in source.specs:
             self_test(library.kernel(spec.entry), spec)

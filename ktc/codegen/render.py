@@ -73,7 +73,9 @@ def _unsupported(spec: KernelSpec) -> Diagnostic | None:
     formats = SUPPORTED.get(spec.isa, ())
     if spec.format_gate_up in formats and spec.format_gate_up == spec.format_down == spec.dtype:
         return None
-    stored = spec.format_gate_up if spec.format_gate_up == spec.format_down else f"{spec.format_gate_up}/{spec.format_down}"
+    stored = (
+        spec.format_gate_up if spec.format_gate_up == spec.format_down else f"{spec.format_gate_up}/{spec.format_down}"
+    )
     written = "; ".join(f"`{isa}`: {', '.join(names)}" for isa, names in SUPPORTED.items())
     return Diagnostic(
         "H220",

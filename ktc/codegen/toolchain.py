@@ -48,7 +48,7 @@ class Toolchain:
         return (self.compiler.path, "-shared", "-pthread", *map(str, objects), "-o", str(target))
 
     def flags(self, isa: Isa, unit: str) -> tuple[str, ...]:
-        """Flags of one translation unit. The bindings hold no loop, so they are compiled for size of wait, not speed."""
+        """Flags of one translation unit. The bindings hold no loop: there a short build counts, not the code."""
         optimise = "-O1" if unit == "bindings.cpp" else "-O3"
         unique = () if "clang" in Path(self.compiler.path).name else ("-fno-gnu-unique",)
         return (*_BASE_FLAGS, *unique, optimise, *_ISA_FLAGS[isa])

@@ -6,6 +6,7 @@ Tensor suffixes: T tokens, H hidden, I intermediate, E experts, K experts per to
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,8 +33,9 @@ def fused_moe_reference(
     down: Tensor,
     activation: str = "silu",
 ) -> Tensor:
-    """Routed experts: `(T, H), (T, K) int64, (T, K), (E, 2I, H), (E, H, I) -> (T, H)`; differentiable in every float input.
+    """Routed experts: `(T, H), (T, K) int64, (T, K), (E, 2I, H), (E, H, I) -> (T, H)`.
 
+    Differentiable in every float input, in any float dtype; raises `IndexError` for an expert that does not exist.
     Rows of one expert keep the order (k, token) and experts are added in ascending order, as the eager
     implementation of Hugging Face does, so that a model in fp32 generates the same tokens.
     """
@@ -41,7 +43,7 @@ def fused_moe_reference(
     act = ACTIVATIONS[activation]
     out_TH = torch.zeros_like(hidden_states)
     slots_KT = top_k_index.T
-    for expert in torch.unique(top_k_index).tolist():
+    for expert in cast("list[int]", torch.unique(top_k_index).tolist()):
         k, token = torch.where(slots_KT == expert)
         gate, up = F.linear(hidden_states[token], gate_up[expert]).chunk(2, dim=-1)
         y = F.linear(act(gate) * up, down[expert]) * top_k_weights[token, k, None]

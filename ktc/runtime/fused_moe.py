@@ -37,6 +37,9 @@ class FusedMoe(nn.Module):
         activations: `keep` saves gate and up of every slot for backward, `recompute` computes them again.
     """
 
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
     def __init__(
         self,
         num_experts: int,
@@ -58,12 +61,12 @@ class FusedMoe(nn.Module):
         self._experts = (
             PackedExperts(kernel, threads, num_experts, hidden, intermediate, top_k) if kernel is not None else None
         )
-        self._absent = {(expert, part) for expert in range(num_experts) for part in PARTS}
+        self._absent: set[tuple[int, Part]] = {(expert, part) for expert in range(num_experts) for part in PARTS}
         self._hold("gate_up_proj", (num_experts, 2 * intermediate, hidden), dtype)
         self._hold("down_proj", (num_experts, hidden, intermediate), dtype)
 
     def _hold(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Keep a weight as a plain attribute, past `nn.Module`'s registration; with a kernel, one element stands for all."""
+        """Keep a weight as a plain attribute, unregistered; with a kernel, one element stands for all."""
         tensor = torch.zeros((), dtype=dtype).expand(shape) if self._experts else torch.zeros(shape, dtype=dtype)
         self.__dict__[name] = nn.Parameter(tensor, requires_grad=False)
 
@@ -73,7 +76,7 @@ class FusedMoe(nn.Module):
         """The two weights by name, for whoever asks this module itself; a parent does not list them."""
         dot = "." if prefix else ""
         for name in ("gate_up_proj", "down_proj"):
-            yield f"{prefix}{dot}{name}", cast(nn.Parameter, self.__dict__[name])
+            yield f"{prefix}{dot}{name}", cast("nn.Parameter", self.__dict__[name])
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     @property
@@ -108,7 +111,9 @@ class FusedMoe(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self._absent:
-            raise RuntimeError(f"{len(self._absent)} expert weights were never loaded, the first is {self.missing()[0]}")
+            raise RuntimeError(
+                f"{len(self._absent)} expert weights were never loaded, the first is {self.missing()[0]}"
+            )
         self._check(hidden_states, top_k_index, top_k_weights)
         x_TH, index_TK, weights_TK = hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu()
         if self._experts:
@@ -122,7 +127,7 @@ class FusedMoe(nn.Module):
         wants_grad = torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad)
         mode = self.activations if wants_grad else "forget"
         inputs = (x_TH.to(experts.dtype), index_TK, weights_TK.to(experts.weight_dtype))
-        out_TH = cast(Tensor, _RoutedExperts.apply(*inputs, experts, mode))  # pyright: ignore[reportUnknownMemberType]
+        out_TH = cast("Tensor", _RoutedExperts.apply(*inputs, experts, mode))  # pyright: ignore[reportUnknownMemberType]
         return out_TH.to(x_TH.dtype)
 
     def _check(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
@@ -136,8 +141,8 @@ class FusedMoe(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"num_experts={self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}, top_k={self.top_k}, "
-            f"activation={self.activation}, {'packed' if self._experts else 'reference'}"
+            f"num_experts={self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}, "
+            f"top_k={self.top_k}, activation={self.activation}, {'packed' if self._experts else 'reference'}"
         )
 
 

@@ -56,7 +56,7 @@ class NativeKernel(Protocol):
 
 
 class _Module(Protocol):
-    def Engine(self, threads: int, /) -> Engine: ...  # noqa: N802 (the extension's class)
+    def Engine(self, threads: int, /) -> Engine: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Kernel:
     def instantiate(self, num_experts: int, hidden: int, intermediate: int, top_k: int) -> NativeKernel:
         """The kernel for one layer. Raises `ValueError` for a size other than the one it was built for."""
         make = getattr(_opened(self.library.path, self.library.digest), self.entry)
-        return cast(NativeKernel, make(num_experts, hidden, intermediate, top_k))
+        return cast("NativeKernel", make(num_experts, hidden, intermediate, top_k))
 
     def engine(self, threads: int) -> Engine:
         """The process's engine of that many threads, made at its first use."""
@@ -137,7 +137,7 @@ def _opened(path: Path, digest: str) -> _Module:
         raise InputRefused(
             Diagnostic("L412", f"the kernel library `{path}` cannot be loaded: {error}", hint="compile the model again")
         ) from error
-    return cast(_Module, module)
+    return cast("_Module", module)
 
 
 @functools.cache

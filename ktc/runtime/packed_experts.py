@@ -104,7 +104,9 @@ class PackedExperts:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("packed experts cannot be pickled; save the adapter, and load the base from its compiled folder")
+        raise TypeError(
+            "packed experts cannot be pickled; save the adapter, and load the base from its compiled folder"
+        )
 
 
 def _huge_pages(size: int) -> Tensor:
