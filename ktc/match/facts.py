@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import fx
 
 from ktc.capture import CapturedModel
 from ktc.dsl.ruleset import Value
 from ktc.graph import ops
+from ktc.graph.typed import nodes_of
 from ktc.host import Host
 from ktc.match.types import Binding, Match, NodeRef, SubMatch
 
@@ -38,9 +38,10 @@ class Facts:
 
     @cached_property
     def _nodes(self) -> dict[tuple[str, str], fx.Node]:
-        return {(b.key, n.name): n for b in self.captured.blocks if b.graph is not None for n in b.graph.graph.nodes}
+        return {(b.key, n.name): n for b in self.captured.blocks if b.graph is not None for n in nodes_of(b.graph)}
 
     def node(self, block: str, name: str) -> fx.Node:
+        """A node of a block's graph, by their names."""
         return self._nodes[block, name]
 
     def path_of(self, match: Match, binding: Binding) -> str:
@@ -53,9 +54,9 @@ class Facts:
 
     def about(self, what: str, attribute: str) -> Value:
         """`host.isa`, `gpu.count`, `model.layers`."""
-        gpus = self.host.gpus
-        tables: dict[str, dict[str, Any]] = {
-            "host": {"isa": self.host.isas, "cores": self.host.cores, "numa": self.host.numa, "memory": self.host.memory},
+        host, gpus = self.host, self.host.gpus
+        tables: dict[str, dict[str, Value]] = {
+            "host": {"isa": host.isas, "cores": host.cores, "numa": host.numa, "memory": host.memory},
             "gpu": {"count": len(gpus), "memory": min((g.memory for g in gpus), default=None)},
             "model": self.captured.facts,
         }
@@ -77,11 +78,13 @@ class Facts:
                 return self.captured.facts["dtype"]
             case "intensity":
                 return self._intensity(match, binding)
-        if isinstance(binding, NodeRef):
-            return ops.attributes(self.node(match.block, binding.node)).get(name)
-        return self._of_role(match, binding, name) if isinstance(binding, SubMatch) else None
+            case _ if isinstance(binding, NodeRef):
+                return ops.attributes(self.node(match.block, binding.node)).get(name)
+            case _:
+                return self._of_role(match, binding, name) if isinstance(binding, SubMatch) else None
 
     def _of_role(self, match: Match, sub: SubMatch, name: str) -> Value:
+        """An attribute that patterns of a role have (`moe`, `attention`), read from what the pattern bound."""
         nodes = [self.node(match.block, n) for n in _leaves(sub)]
 
         def first(op: str, attribute: str) -> Value:
@@ -108,7 +111,8 @@ class Facts:
             case "nope_dim":
                 head, rope = self._of_core(match, sub, "head_dim"), self._of_role(match, sub, "rope_dim")
                 return head - rope if isinstance(head, int) and isinstance(rope, int) else None
-        return None
+            case _:
+                return None
 
     def top_k(self, match: Match) -> int | None:
         """Experts per token: the width of the indices that reach the experts."""
@@ -123,7 +127,8 @@ class Facts:
         if not isinstance(core, NodeRef):
             return None
         query, key, value = (ops.shape_of(a) for a in self.node(match.block, core.node).args[:3])
-        return {"heads": int(query[1]), "kv_heads": int(key[1]), "head_dim": int(query[-1]), "v_dim": int(value[-1])}[name]
+        sizes = {"heads": query[1], "kv_heads": key[1], "head_dim": query[-1], "v_dim": value[-1]}
+        return int(sizes[name])
 
     def _intensity(self, match: Match, binding: Binding) -> float | None:
         """FLOPs per weight byte: two per weight and token; a routed expert sees its share of the tokens."""

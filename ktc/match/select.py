@@ -11,16 +11,18 @@ from dataclasses import replace
 from torch import fx
 
 from ktc.capture import BlockGraph, CapturedModel, ModuleInfo
-from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.dsl import globs, syntax
+from ktc.diagnostics import InputRefused
+from ktc.dsl import globs
 from ktc.dsl.evaluate import evaluate
 from ktc.dsl.ruleset import RuleDefinition, RuleSet, Value
 from ktc.graph import ops
 from ktc.graph.fold import tensor_inputs
+from ktc.graph.typed import nodes_of
 from ktc.host import Host
+from ktc.match.expectations import Counts, unmet_expectation, unmet_requirements
 from ktc.match.facts import Facts, common_path
 from ktc.match.term import Attempt, BudgetExceeded, TermMatcher
-from ktc.match.types import Match, Matches, NearMiss, NodeRef
+from ktc.match.types import Match, Matches, NearMiss, NodeRef, SubMatch
 
 DEFAULT_TOKENS = 512
 NEAR = 4  # nodes that an attempt must have matched to be told as a near miss; fewer agree by accident
@@ -33,7 +35,7 @@ def match(captured: CapturedModel, rules: RuleSet, host: Host) -> Matches:
     """Finds what every rule selects. Raises InputRefused with all unmet `require` and `expect` of the program."""
     tokens = rules.plan.get("tokens")
     facts = Facts(captured, host, tokens if isinstance(tokens, int) else DEFAULT_TOKENS)
-    found, misses, problems = list[Match](), list[NearMiss](), _unmet(rules, facts)
+    found, misses, problems = list[Match](), list[NearMiss](), unmet_requirements(rules, facts)
     if problems:
         raise InputRefused(*problems)
     for rule in rules.rules:
@@ -42,32 +44,12 @@ def match(captured: CapturedModel, rules: RuleSet, host: Host) -> Matches:
         selected = [m for m in by_path if _condition(rule, rules, facts, m)]
         misses += nearest if not selected else []
         found += selected
-        wrong = _count_mismatch(rule, rules, facts, len(selected))
-        if wrong:
-            problems.append(_unexpected(rule, wrong, (len(candidates), len(by_path), len(selected)), nearest))
+        counts = Counts(len(candidates), len(by_path), len(selected))
+        problem = unmet_expectation(rule, rules, facts, counts, nearest)
+        problems += [] if problem is None else [problem]
     if problems:
         raise InputRefused(*problems)
     return Matches(tuple(found), tuple(misses), rules.warnings)
-
-
-# requirements --------------------------------------------------------------------------------------------------------
-def _unmet(rules: RuleSet, facts: Facts) -> list[Diagnostic]:
-    problems: list[Diagnostic] = []
-    for unit, require in rules.requires:
-        if evaluate(require.condition, rules.units[unit].params, lambda parts: facts.about(parts[0], parts[1])) is not True:
-            reason = f": {require.message.value}" if require.message else ""
-            shown = ", ".join(f"`{'.'.join(p)}` is `{facts.about(*p)}`" for p in _references(require.condition))
-            problems.append(Diagnostic("M063", f"requirement not met{reason}", require.condition.span, label=shown))
-    return problems
-
-
-def _references(expression: object) -> list[tuple[str, str]]:
-    """The facts that an expression asks for, in order."""
-    if isinstance(expression, syntax.Reference):
-        return [(expression.parts[0], expression.parts[1])] if len(expression.parts) == 2 else []
-    inner = (getattr(expression, slot) for slot in getattr(expression, "__dataclass_fields__", ()))
-    parts = [p for value in inner for p in (value if isinstance(value, tuple) else (value,))]
-    return list(dict.fromkeys(r for part in parts for r in _references(part)))
 
 
 # candidates ----------------------------------------------------------------------------------------------------------
@@ -80,7 +62,7 @@ def _candidates(rule: RuleDefinition, rules: RuleSet, captured: CapturedModel) -
         if block.graph is None:
             continue
         if pattern is None:
-            local = [_leaf(rule, block, n.name) for n in block.graph.graph.nodes if ops.operator(n) == rule.root]
+            local = [_leaf(rule, block, n.name) for n in nodes_of(block.graph) if ops.operator(n) == rule.root]
         else:
             matcher = TermMatcher(rules)
             local = list(_pattern_matches(rule, rules, block, matcher))
@@ -90,7 +72,9 @@ def _candidates(rule: RuleDefinition, rules: RuleSet, captured: CapturedModel) -
             found += [_at_site(m, site.fqn, site.layer, captured) for m in local]
     leaf_class = _LEAF_CLASSES.get(rule.root)
     inside = {site.fqn for site in captured.sites}
-    outside = [m for m in captured.modules if m.class_name == leaf_class and not any(m.fqn.startswith(f + ".") for f in inside)]
+    outside = [
+        m for m in captured.modules if m.class_name == leaf_class and not any(m.fqn.startswith(f + ".") for f in inside)
+    ]
     return [*found, *(_module_match(rule, m) for m in outside)], sorted(misses, key=lambda m: -m.matched)
 
 
@@ -110,8 +94,8 @@ def _leaf(rule: RuleDefinition, block: BlockGraph, node: str) -> Match:
 def _pattern_matches(rule: RuleDefinition, rules: RuleSet, block: BlockGraph, matcher: TermMatcher) -> Iterator[Match]:
     """The matches of one block; of two where one's nodes strictly contain the other's, the larger."""
     assert block.graph is not None
-    pattern, found = rules.patterns[rule.root], []
-    for root in block.graph.graph.nodes:
+    pattern, found = rules.patterns[rule.root], list[tuple[SubMatch, frozenset[fx.Node]]]()
+    for root in nodes_of(block.graph):
         if ops.operator(root) in ("input", "weight", "output", "getitem") or ops.operator(root) in ops.TRANSPARENT:
             continue
         try:
@@ -121,7 +105,7 @@ def _pattern_matches(rule: RuleDefinition, rules: RuleSet, block: BlockGraph, ma
         if result is not None:
             found.append(result)
     computing = {n for n in _on_data(block.graph) if ops.operator(n) not in _STRUCTURE}
-    order = {n: i for i, n in enumerate(block.graph.graph.nodes)}
+    order = {n: i for i, n in enumerate(nodes_of(block.graph))}
     for sub, nodes in found:
         if any(nodes < other for _, other in found):
             continue
@@ -132,8 +116,8 @@ def _pattern_matches(rule: RuleDefinition, rules: RuleSet, block: BlockGraph, ma
 
 def _on_data(graph: fx.GraphModule) -> set[fx.Node]:
     """The nodes that the hidden states flow into: what only prepares positions is not for a pattern to explain."""
-    reached = {n for n in graph.graph.nodes if n.op == "placeholder" and n.name == "hidden_states"}
-    for node in graph.graph.nodes:
+    reached = {n for n in nodes_of(graph) if n.op == "placeholder" and n.name == "hidden_states"}
+    for node in nodes_of(graph):
         if any(source in reached for source in tensor_inputs(node)):
             reached.add(node)
     return reached
@@ -142,7 +126,9 @@ def _on_data(graph: fx.GraphModule) -> set[fx.Node]:
 def _at_site(found: Match, site: str, layer: int, captured: CapturedModel) -> Match:
     graph = captured.block(found.block).graph
     assert graph is not None
-    fqns = [str(n.meta["fqn"]) for n in graph.graph.nodes if n.name in found.nodes and n.op != "get_attr" and "fqn" in n.meta]
+    fqns = [
+        str(n.meta["fqn"]) for n in nodes_of(graph) if n.name in found.nodes and n.op != "get_attr" and "fqn" in n.meta
+    ]
     path = common_path(site, fqns)
     class_name = next((m.class_name for m in captured.modules if m.fqn == path), "")
     return replace(found, path=path, layer=layer, site=site, class_name=class_name)
@@ -177,40 +163,3 @@ def _condition(rule: RuleDefinition, rules: RuleSet, facts: Facts, candidate: Ma
         return None if binding is None else facts.attribute(candidate, binding, parts[-1])
 
     return evaluate(where, rules.units[rule.unit].params, resolve) is True
-
-
-def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: int) -> str:
-    """What was expected instead of `count`, "" where it is as expected."""
-    expect = rule.declaration.expect
-    if expect is None:
-        return "" if count >= 1 else "at least 1"
-    wanted = evaluate(expect.count, rules.units[rule.unit].params, lambda parts: facts.about(parts[0], parts[1]))
-    if isinstance(wanted, range):
-        return "" if count in wanted else f"{wanted.start}..{wanted.stop - 1}"
-    if not isinstance(wanted, int):
-        return "a number that this model or host does not tell"
-    holds = {
-        "==": count == wanted, "!=": count != wanted, "<": count < wanted,
-        "<=": count <= wanted, ">": count > wanted, ">=": count >= wanted,
-    }[expect.operator]  # fmt: skip
-    spoken = {"==": f"{wanted}", "!=": f"other than {wanted}", "<": f"fewer than {wanted}", "<=": f"at most {wanted}"}
-    return "" if holds else spoken.get(expect.operator, f"at least {wanted + (expect.operator == '>')}")
-
-
-    structural: int
-    by_path: int
-    selected: int
-
-
-def _unexpected(rule: RuleDefinition, wanted: str, counts: tuple[int, int, int], nearest: list[NearMiss]) -> Diagnostic:
-    structural, by_path, selected = counts
-    if structural:
-        label = f"{structural} match structurally; {structural - by_path} rejected by path, {by_path - selected} by `where`"
-        hint = "look at the paths with `ktc graph MODEL`"
-    else:
-        label = f"`{rule.root}` matches nothing in this model"
-        hint = f"closest: {nearest[0]}" if nearest else "look at the blocks with `ktc graph MODEL`; `expect >= 0` makes a rule optional"
-    span = rule.declaration.expect.span if rule.declaration.expect else rule.declaration.name.span
-    return Diagnostic("M060", f"rule `{rule.name}` matched {selected}, expected {wanted}", span, label=label, hint=hint)
-
-

@@ -6,7 +6,7 @@ argument that no pattern mentions must have its default, and reductions must run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -16,40 +16,14 @@ from ktc.diagnostics import Span
 from ktc.dsl import syntax
 from ktc.dsl.ruleset import PatternDefinition, RuleSet
 from ktc.graph import ops
-from ktc.match.types import Binding, NodeRef, SubMatch
+from ktc.match.state import EMPTY, State, Sub, Value, freeze, look, settle
+from ktc.match.types import SubMatch
 
 STEP_BUDGET = 20_000  # per root; a pattern that needs more is refused as too ambiguous to be meant
 
 
 class BudgetExceeded(Exception):
     """A pattern took more than STEP_BUDGET steps at one root."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """One result of a node, seen after looking through layout, or a scalar."""
-
-    node: fx.Node | None
-    index: int = 0
-    scalar: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What is bound so far: values by name, members of sub-patterns awaiting them, and the nodes used."""
-
-    names: Mapping[str, Value | Sub]
-    pending: Mapping[tuple[str, str], Value]
-    nodes: frozenset[fx.Node]
-
-    def bind(self, name: str, value: Value | Sub) -> State:
-        return replace(self, names={**self.names, name: value})
-
-
-@dataclass(frozen=True, slots=True)
-class Sub:
-    pattern: str
-    state: State
 
 
 @dataclass(slots=True)
@@ -61,27 +35,6 @@ class Attempt:
     found: str = ""
     wanted: str = ""
     span: Span = syntax.NOWHERE
-
-
-EMPTY = State({}, {}, frozenset())
-
-
-def look(operand: ops.Operand, passed: set[fx.Node] | None = None) -> Value:
-    """The value behind layout operators, casts and `getitem`; what was passed is added to `passed`."""
-    if not isinstance(operand, fx.Node):
-        return Value(None, 0, float(operand))
-    node, index = operand, 0
-    while True:
-        name = ops.operator(node)
-        if name == "getitem":
-            index = int(node.args[1])  # type: ignore[arg-type]
-        elif name not in ops.TRANSPARENT:
-            return Value(node, index)
-        elif index != 0:
-            return Value(node, index)
-        if passed is not None:
-            passed.add(node)
-        node = node.args[0]  # type: ignore[assignment]
 
 
 class TermMatcher:
@@ -96,7 +49,7 @@ class TermMatcher:
         """The first match of `pattern` whose first output is `root`, with its nodes. Raises BudgetExceeded."""
         self._steps = 0
         for sub in self._enter(pattern, Value(root)):
-            return _freeze(sub), sub.state.nodes
+            return freeze(sub), sub.state.nodes
         return None
 
     # patterns --------------------------------------------------------------------------------------------------------
@@ -169,7 +122,7 @@ class TermMatcher:
                 yield replace(state, pending={**state.pending, (name, member): value})
                 return
             for outer, sub in self._call(pattern, binding.term, callee, value, state):
-                yield from _settle(outer.bind(name, sub), name, sub)
+                yield from settle(outer.bind(name, sub), name, sub)
         else:
             for inner in self._term(pattern, binding.term, value, state):
                 yield inner.bind(name, value)
@@ -235,7 +188,8 @@ class TermMatcher:
         if value.node is None:
             node, found = "", f"the constant {value.scalar:g}"
         else:
-            node, found = value.node.name, f"`{ops.operator(value.node)}`" + (f" (result {value.index})" if value.index else "")
+            result = f" (result {value.index})" if value.index else ""
+            node, found = value.node.name, f"`{ops.operator(value.node)}`{result}"
         self.best = Attempt(len(state.nodes), node, found, wanted, term.span)
 
 
@@ -245,13 +199,6 @@ def _binding_of(declaration: syntax.Pattern, name: str) -> syntax.Binding | None
 
 def _first_output(rules: RuleSet, sub: Sub) -> Value | Sub | None:
     return sub.state.names.get(rules.patterns[sub.pattern].declaration.outputs[0].text)
-
-
-def _settle(state: State, name: str, sub: Sub) -> Iterator[State]:
-    """Compares the members of `name` that were met before its first output; yields nothing where one differs."""
-    waiting = {member: value for (owner, member), value in state.pending.items() if owner == name}
-    if all(sub.state.names.get(member) == value for member, value in waiting.items()):
-        yield replace(state, pending={key: v for key, v in state.pending.items() if key[0] != name})
 
 
 def _attribute_mismatch(node: fx.Node, call: syntax.Call) -> str:
@@ -269,16 +216,12 @@ def _attribute_mismatch(node: fx.Node, call: syntax.Call) -> str:
 
 def _constant(value: syntax.Expression) -> object:
     """What an attribute of a pattern asks for: a literal, or the text of an enum constant."""
-    if isinstance(value, syntax.Unary) and isinstance(value.operand, syntax.Literal):
-        return -value.operand.value  # type: ignore[operator]
-    return value.value if isinstance(value, syntax.Literal) else ".".join(getattr(value, "parts", ()))
-
-
-def _freeze(sub: Sub) -> SubMatch:
-    frozen: dict[str, Binding] = {}
-    for name, value in sub.state.names.items():
-        if isinstance(value, Sub):
-            frozen[name] = _freeze(value)
-        else:
-            frozen[name] = value.scalar if value.node is None else NodeRef(value.node.name, value.index)
-    return SubMatch(sub.pattern, frozen)
+    match value:
+        case syntax.Literal():
+            return value.value
+        case syntax.Unary(operand=syntax.Literal(value=int() | float() as positive)):
+            return -positive
+        case syntax.Reference():
+            return ".".join(value.parts)
+        case _:
+            return ""

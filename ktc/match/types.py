@@ -42,7 +42,7 @@ class Match:
     site: str
     block: str
     class_name: str
-    bindings: Mapping[str, Binding] = field(default_factory=dict)
+    bindings: Mapping[str, Binding] = field(default_factory=dict[str, Binding])
     nodes: tuple[str, ...] = ()
     coverage: float = 1.0
 
@@ -72,17 +72,19 @@ class NearMiss:
     span: Span
 
     def __str__(self) -> str:
-        return (
-            f"{self.matched} node{'s' * (self.matched != 1)} of `{self.pattern}` matched in {self.site}, then at `{self.node}` "
-            f"wanted {self.wanted}, found {self.found} ({self.span})"
-        )
+        nodes = f"{self.matched} node{'s' * (self.matched != 1)} of `{self.pattern}`"
+        stop = f"wanted {self.wanted}, found {self.found} ({self.span})"
+        return f"{nodes} matched in {self.site}, then at `{self.node}` {stop}"
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
+    """All matches in the order of the rules, and what came near where a rule selected nothing."""
+
     matches: tuple[Match, ...]
     near_misses: tuple[NearMiss, ...]
     warnings: tuple[Diagnostic, ...] = ()
 
     def of(self, rule: str) -> tuple[Match, ...]:
+        """What the rule `rule` selected."""
         return tuple(m for m in self.matches if m.rule == rule)

@@ -1,0 +1,97 @@
+"""What a program demands of a model and a host: every `require` must hold, every rule match as often as it expects.
+
+In: the rule set, the facts and how many places each rule selected. Out: one diagnostic per demand that is not met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ktc.diagnostics import Diagnostic
+from ktc.dsl import syntax
+from ktc.dsl.evaluate import Result, evaluate
+from ktc.dsl.ruleset import RuleDefinition, RuleSet
+from ktc.match.facts import Facts
+from ktc.match.types import NearMiss
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many places fit a rule's root, how many of them its paths too, and how many also its `where`."""
+
+    structural: int
+    by_path: int
+    selected: int
+
+
+def unmet_requirements(rules: RuleSet, facts: Facts) -> list[Diagnostic]:
+    """One diagnostic (M063) per `require` that does not hold, with the facts it asks for as they are."""
+    problems: list[Diagnostic] = []
+    for unit, require in rules.requires:
+        if _value(require.condition, unit, rules, facts) is not True:
+            reason = f": {require.message.value}" if require.message else ""
+            asked = dict.fromkeys(_references(require.condition))
+            shown = ", ".join(f"`{'.'.join(fact)}` is `{facts.about(*fact)}`" for fact in asked)
+            problems.append(Diagnostic("M063", f"requirement not met{reason}", require.condition.span, label=shown))
+    return problems
+
+
+def unmet_expectation(
+    rule: RuleDefinition, rules: RuleSet, facts: Facts, counts: Counts, nearest: Sequence[NearMiss]
+) -> Diagnostic | None:
+    """The diagnostic (M060) for a rule that selects more or fewer places than it expects, with the nearest miss."""
+    wanted = _count_mismatch(rule, rules, facts, counts.selected)
+    if not wanted:
+        return None
+    if counts.structural:
+        by_path, by_where = counts.structural - counts.by_path, counts.by_path - counts.selected
+        label = f"{counts.structural} match structurally; {by_path} rejected by path, {by_where} by `where`"
+        hint = "look at the paths with `ktc graph MODEL`"
+    else:
+        label = f"`{rule.root}` matches nothing in this model"
+        hint = "look at the blocks with `ktc graph MODEL`; `expect >= 0` makes a rule optional"
+        hint = f"closest: {nearest[0]}" if nearest else hint
+    span = rule.declaration.expect.span if rule.declaration.expect else rule.declaration.name.span
+    message = f"rule `{rule.name}` matched {counts.selected}, expected {wanted}"
+    return Diagnostic("M060", message, span, label=label, hint=hint)
+
+
+def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: int) -> str:
+    """What was expected instead of `count`, "" where it is as expected."""
+    expect = rule.declaration.expect
+    if expect is None:
+        return "" if count >= 1 else "at least 1"
+    wanted = _value(expect.count, rule.unit, rules, facts)
+    if isinstance(wanted, range):
+        return "" if count in wanted else f"{wanted.start}..{wanted.stop - 1}"
+    if not isinstance(wanted, int):
+        return "a number that this model or host does not tell"
+    holds = {
+        "==": count == wanted, "!=": count != wanted, "<": count < wanted,
+        "<=": count <= wanted, ">": count > wanted, ">=": count >= wanted,
+    }[expect.operator]  # fmt: skip
+    spoken = {"==": f"{wanted}", "!=": f"other than {wanted}", "<": f"fewer than {wanted}", "<=": f"at most {wanted}"}
+    return "" if holds else spoken.get(expect.operator, f"at least {wanted + (expect.operator == '>')}")
+
+
+def _value(expression: syntax.Expression, unit: int, rules: RuleSet, facts: Facts) -> Result:
+    """The value of an expression that asks about model and host alone."""
+    return evaluate(expression, rules.units[unit].params, lambda parts: facts.about(parts[0], parts[1]))
+
+
+def _references(expression: syntax.Expression) -> Iterator[tuple[str, str]]:
+    """The facts that an expression asks for, in order."""
+    match expression:
+        case syntax.Reference(parts=(what, attribute)):
+            yield what, attribute
+        case syntax.ListExpression(items=inner):
+            for item in inner:
+                yield from _references(item)
+        case syntax.RangeExpression(low=left, high=right) | syntax.Binary(left=left, right=right):
+            yield from _references(left)
+            yield from _references(right)
+        case syntax.Unary(operand=inner) | syntax.Has(subject=inner):
+            yield from _references(inner)
+        case syntax.Literal() | syntax.Reference() | syntax.ParamReference():
+            return

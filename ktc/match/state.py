@@ -1,0 +1,85 @@
+"""What is bound while a pattern is matched: frozen values, so that backtracking is forgetting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ktc.graph import ops
+from ktc.graph.typed import input_of
+from ktc.match.types import Binding, NodeRef, SubMatch
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One result of a node, seen after looking through layout, or a scalar."""
+
+    node: fx.Node | None
+    index: int = 0
+    scalar: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is bound so far: values by name, members of sub-patterns awaiting them, and the nodes used."""
+
+    names: Mapping[str, Value | Sub]
+    pending: Mapping[tuple[str, str], Value]
+    nodes: frozenset[fx.Node]
+
+    def bind(self, name: str, value: Value | Sub) -> State:
+        """This state with one more name bound."""
+        return replace(self, names={**self.names, name: value})
+
+
+@dataclass(frozen=True, slots=True)
+class Sub:
+    """A sub-pattern that was entered: its name and what it bound."""
+
+    pattern: str
+    state: State
+
+
+EMPTY = State({}, {}, frozenset())
+
+
+def look(operand: ops.Operand, passed: set[fx.Node] | None = None) -> Value:
+    """The value behind layout operators, casts and `getitem`; what was passed is added to `passed`."""
+    if not isinstance(operand, fx.Node):
+        return Value(None, 0, float(operand))
+    node, index = operand, 0
+    while True:
+        name = ops.operator(node)
+        if name == "getitem":
+            index = _result_index(node)
+        elif name not in ops.TRANSPARENT or index != 0:
+            return Value(node, index)
+        if passed is not None:
+            passed.add(node)
+        node = input_of(node, 0)
+
+
+def _result_index(getitem: fx.Node) -> int:
+    index = getitem.args[1]
+    assert isinstance(index, int), f"`{getitem.name}` takes no single result"
+    return index
+
+
+def settle(state: State, name: str, sub: Sub) -> Iterator[State]:
+    """Compares the members of `name` that were met before its first output; yields nothing where one differs."""
+    waiting = {member: value for (owner, member), value in state.pending.items() if owner == name}
+    if all(sub.state.names.get(member) == value for member, value in waiting.items()):
+        yield replace(state, pending={key: v for key, v in state.pending.items() if key[0] != name})
+
+
+def freeze(sub: Sub) -> SubMatch:
+    """What a sub-pattern bound, by the names of nodes."""
+    frozen: dict[str, Binding] = {}
+    for name, value in sub.state.names.items():
+        if isinstance(value, Sub):
+            frozen[name] = freeze(value)
+        else:
+            frozen[name] = value.scalar if value.node is None else NodeRef(value.node.name, value.index)
+    return SubMatch(sub.pattern, frozen)
