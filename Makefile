@@ -6,6 +6,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 BIN := .venv/bin
 READY := .venv/ready
+CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp')
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
@@ -26,6 +27,7 @@ demo: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 
@@ -38,7 +40,7 @@ test-all: check
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find runtime tests -name '*.hpp' -o -name '*.cpp')
+	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .import_linter_cache
