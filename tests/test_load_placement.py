@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -38,16 +40,62 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         check_devices({"model": "cpu", "lm_head": "cuda:77"})
 
 
-def test_activations_follow_the_modules() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2, device="meta")
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.mlp = nn.Linear(3, 3), nn.Linear(3, 3)
 
-        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x) * scale)
+    def forward(self, x: torch.Tensor, *, scale: tuple[torch.Tensor, object]) -> torch.Tensor:
+        return x + self.mlp(self.mixer(x) * scale[0])
 
-    block = Block()
-    follow(block, {"": "cpu", "first": "cpu", "second": "meta"})
-    out = block(torch.ones(4, 3), scale=torch.ones(()))
-    assert (out.device.type, out.shape) == ("meta", (4, 2))
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Linear(3, 3), nn.ModuleList(Layer() for _ in range(3)), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        states = [self.embed(x)]
+        for layer in self.layers:
+            states.append(layer(states[-1], scale=(torch.ones(()), self)))
+        return [*states, self.head(states[-1])]
+
+
+def place(model: nn.Module, placement: dict[str, str]) -> None:
+    for name, parameter in list(model.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to(device_of(name, placement))))
+    follow(model, placement)
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices"),
+    [
+        ({"layers.1": "meta"}, "cpu cpu meta cpu cpu"),
+        ({"layers": "meta"}, "cpu meta meta meta cpu"),
+        ({"layers.1": "meta", "head": "meta"}, "cpu cpu meta cpu meta"),
+        ({"": "meta"}, "meta meta meta meta meta"),
+        ({"embed": "meta", "layers": "meta", "layers.2.mlp": "cpu", "head": "meta"}, "meta meta meta meta meta"),
+        ({"layers.2.mlp": "meta"}, "cpu cpu cpu cpu cpu"),
+    ],
+)
+def test_activations_follow_the_modules(
+    placement: dict[str, str], devices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The meta device stands for a GPU; a move back from it has no values, so a made-up tensor stands for them.
+    to = torch.Tensor.to
+
+    def moved(tensor: torch.Tensor, *where: Any, **options: Any) -> torch.Tensor:
+        back = tensor.is_meta and where == (torch.device("cpu"),)
+        return torch.zeros(tensor.shape) if back else to(tensor, *where, **options)
+
+    model = Stack()
+    place(model, placement)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    assert " ".join(state.device.type for state in model(torch.ones(4, 3))) == devices
+
+
+def test_a_model_on_the_cpu_gets_no_hooks() -> None:
+    model = Stack()
+    follow(model, {"": "cpu", "layers.1": "cpu"})
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -1,17 +1,17 @@
 """Where each tensor of a compiled model lies, and how activations follow: module names to devices.
 
-The entry of the nearest ancestor counts. A module that the placement names receives its inputs on its own device,
-wherever the module before it stands.
+The entry of the nearest ancestor counts. A module receives its inputs on its own device, wherever the one before it
+stands.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ktc.diagnostics import Diagnostic, HostLacks
 
@@ -19,7 +19,7 @@ from ktc.diagnostics import Diagnostic, HostLacks
 def device_of(fqn: str, placement: Mapping[str, str]) -> torch.device:
     """The device of the module or tensor `fqn`: the entry of itself or of its nearest ancestor, else the CPU."""
     while fqn not in placement and fqn:
-        fqn = fqn.rpartition(".")[0]
+        fqn = _parent(fqn)
     return torch.device(placement.get(fqn, "cpu"))
 
 
@@ -38,23 +38,75 @@ def check_devices(placement: Mapping[str, str]) -> None:
 
 
 def follow(model: nn.Module, placement: Mapping[str, str]) -> None:
-    """Move activations along: inputs of a placed module go to its device. Nothing to do where all is on one device."""
-    if len(set(placement.values()) | {"cpu"}) == 1:
+    """Move activations along. The largest modules that stand on one device receive their inputs there.
+
+    Decoder layers hand their output on from where they are; a part of a layer gives its output back to where its input
+    came from, since the layer adds the two. Routed experts see to themselves. Nothing to do where all is on the CPU.
+    """
+    if set(placement.values()) <= {"cpu"}:
         return
     modules = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
-    for fqn in placement:
-        if fqn in modules and fqn:
-            modules[fqn].register_forward_pre_hook(_Mover(device_of(fqn, placement)), with_kwargs=True)
+    devices = _devices_below(model, placement)
+    for fqn, module in modules.items():
+        if not fqn or isinstance(module, nn.ModuleList):  # a list is never called
+            continue
+        around = [name for name in _ancestors(fqn) if not isinstance(modules[name], nn.ModuleList)]
+        largest = len(devices[fqn]) == 1 and (around[0] == "" or len(devices[around[0]]) > 1)
+        if not largest and fqn not in placement:
+            continue
+        part_of_layer = any(isinstance(modules[name], nn.ModuleList) for name in _ancestors(_parent(fqn)))
+        mover = _Mover(device_of(fqn, placement), gives_back=part_of_layer)
+        module.register_forward_pre_hook(mover.inputs, with_kwargs=True)
+        module.register_forward_hook(mover.output)
+
+
+def _devices_below(model: nn.Module, placement: Mapping[str, str]) -> Mapping[str, set[torch.device]]:
+    """For every module the devices of the tensors in it."""
+    below: defaultdict[str, set[torch.device]] = defaultdict(set)
+    tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    for name, _ in tensors:
+        device = device_of(name, placement)
+        for module in _ancestors(name):
+            below[module].add(device)
+    return below
+
+
+def _ancestors(fqn: str) -> Iterator[str]:
+    """The names of the modules around `fqn`, the model's own (empty) last."""
+    while fqn:
+        fqn = _parent(fqn)
+        yield fqn
+
+
+def _parent(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
 
 
 class _Mover:
-    """A forward pre-hook that brings tensors to `device`; a cache stays where its layers keep it."""
+    """The hooks of one module: its tensors come to `device`; a cache stays where its layers keep it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, gives_back: bool) -> None:
+        self._device, self._gives_back = device, gives_back
+        self._home = device
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
+    def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        self._home = tensors[0].device if tensors and self._gives_back else self._device
+        return _moved(args, self._device), _moved(kwargs, self._device)
+
+    def output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _moved(output, self._home)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The tensors in plain containers, moved; a cache or an output object is handed on as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) in (tuple, list):
+        return type(value)(_moved(item, device) for item in value)
+    if type(value) is dict:
+        return {key: _moved(item, device) for key, item in cast("dict[str, Any]", value).items()}
+    return value
 
 
 def device_map(placement: Mapping[str, str]) -> dict[str, str | int] | None:
