@@ -1,12 +1,13 @@
 """`make demo`: the main job from nothing. A small DeepSeek-V2 learns some facts, is compiled, tuned and asked again.
 
-Everything goes to build/demo: the checkpoint `model`, the compiled package `tuned_v2`, the adapter, and graph.html.
+Everything goes to build/demo: the checkpoint `model`, the package `tuned_v2`, the adapter, graph.html, a cache.
 The model is tiny (0.5 million parameters) so that two cores are enough; the commands are those for the real one.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -168,6 +169,7 @@ def ktc(*arguments: str | Path) -> None:
 
 def main() -> None:
     started = time.perf_counter()
+    os.environ.setdefault("KTC_CACHE_DIR", str(OUT / "cache"))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
