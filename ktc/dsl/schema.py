@@ -1,7 +1,7 @@
 """The closed world that rule programs are checked against: operators, roles, rewrite targets, settings and facts.
 
 A new rewrite is a row here plus its pass; the grammar does not change. A target that is designed but not built yet has
-`available = False` and is refused by name, so that a program never silently loses a rewrite.
+`available = False`: programs that use it are checked and planned like any other, and `compile` refuses them by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     ),
     "isa": ("auto", "scalar", "avx2", "avx512", "avx512_bf16", "amx"),
     "activations": ("keep", "recompute"),
-    "kernel": ("torch", "marlin", "fp8", "q8", "w8a8", "ipex"),
+    "kernel": ("torch", "marlin", "fp8", "q8", "w8a8", "ipex", "llamafile"),
     "moe_kernel": ("torch", "grouped_mm", "marlin"),
     "expert_part": ("gate", "up", "down"),
     "attn": ("sdpa", "flash", "flashinfer", "eager"),
@@ -192,7 +192,7 @@ class Target:
     """A rewrite. `facet` is `None` where the setting `facet` names it; the first setting may be positional.
 
     `accepts` lists roles and kinds (`*` any); `absorbs` the captures that stop being nodes of their own;
-    `pins` the captures that it forces onto a device.
+    `pins` the captures that it forces onto a device; `hosts` the targets that it carries out itself on what it absorbs.
     """
 
     facet: Facet | None
@@ -200,6 +200,7 @@ class Target:
     settings: Mapping[str, SettingSpec]
     absorbs: tuple[str, ...] = ()
     pins: Mapping[str, str] = field(default_factory=dict[str, str])
+    hosts: tuple[str, ...] = ()
     available: bool = False
 
 
@@ -216,6 +217,7 @@ _QUANTISATION = {
     "pack": _setting("pack", "none"),
 }
 _QUANTISABLE = ("linear", "experts", "moe", "mlp")
+_IN_EXPERTS = ("lora_experts", "fake_quant", "quantize")
 
 TARGETS: Mapping[str, Target] = {
     "lora_linear": Target(
@@ -242,10 +244,15 @@ TARGETS: Mapping[str, Target] = {
         },
         absorbs=("experts",),
         pins={"experts": "cpu"},
+        hosts=_IN_EXPERTS,
         available=True,
     ),
     "gpu_moe": Target(
-        "kernel", ("moe", "experts"), {"kernel": _setting("moe_kernel", required=True)}, absorbs=("experts",)
+        "kernel",
+        ("moe", "experts"),
+        {"kernel": _setting("moe_kernel", required=True)},
+        absorbs=("experts",),
+        hosts=_IN_EXPERTS,
     ),
     "mla_absorbed": Target(
         "kernel",
@@ -282,6 +289,18 @@ TARGETS: Mapping[str, Target] = {
     "keep": Target(None, ("*",), {"facet": _setting("facet", required=True)}, available=True),
 }
 
+# What goes with what -------------------------------------------------------------------------------------------------
+# Kernels without a backward pass, whatever setting names them.
+INFERENCE_ONLY = frozenset({"marlin", "fp8", "q8", "w8a8", "ipex", "llamafile", "flashinfer"})
+# Formats of `cpu_moe` that would quantise once more what a `quant` rewrite has quantised, and so the only one they can
+# host. `stored` is decided when the checkpoint is known; floating-point formats host every quantisation.
+REQUANTISING: Mapping[str, str | None] = {
+    **{name: name for name in ("int8", "int4", "fp8")},
+    **dict.fromkeys(("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4")),
+}
+# Layouts of packed weights that hold one format only.
+PACK_FORMATS: Mapping[str, str] = {"int32x8": "int4", "gguf_q4_k": "int4"}
+
 # Blocks, facts, limits -----------------------------------------------------------------------------------------------
 # `plan` also takes a size under each device: its budget.
 BLOCKS: Mapping[str, Mapping[str, Type]] = {
@@ -304,5 +323,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "group": (8, 4096),
     "threads": (1, 4096),
     "tokens": (1, 2**24),
+    "layerwise_prefill": (0, 2**24),
+    **dict.fromkeys(("topk", "block"), (1, 2**20)),
+    **dict.fromkeys(("window", "sink", "min_context"), (0, 2**24)),
 }
 PARAM_TYPES = (*SCALARS, *ENUMS)

@@ -1,4 +1,4 @@
-"""The rewrites of a rule: known and available targets, complete settings, and captures of a kind the target accepts."""
+"""The rewrites of a rule: known targets, complete settings, and captures of a kind the target accepts."""
 
 from __future__ import annotations
 
@@ -44,14 +44,9 @@ def check_action(
 def _target(action: syntax.Action, report: Report) -> Target | None:
     name = action.target.text
     target = TARGETS.get(name)
-    available = [known for known, row in TARGETS.items() if row.available]
     if target is None:
-        hint = suggest(name, TARGETS) or f"targets: {listing(available)}"
+        hint = suggest(name, TARGETS) or f"targets: {listing(TARGETS, 20)}"
         report.error("E024", f"unknown rewrite target `{name}`", action.target.span, hint=hint)
-    elif not target.available:
-        message = f"the rewrite `{name}` is not available in this version"
-        report.error("E029", message, action.target.span, hint=f"available: {listing(available)}")
-        return None
     return target
 
 
