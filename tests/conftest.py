@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,8 +10,6 @@ from types import ModuleType
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
-# Built kernels and tiny models stay in the checkout and are there for the next run.
-os.environ.setdefault("KTC_CACHE_DIR", str(Path(__file__).parent.parent / "build" / "test_cache"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,6 +17,7 @@ from ktc import cli
 from ktc.cli_report import STAGES
 
 Run = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("one_thread")
 MODEL, RULES = "tiny:deepseek_v2", "deepseek-v2-lite-lora"
 
 
