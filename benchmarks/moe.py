@@ -30,7 +30,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Exper
 
 from ktc import host
 from ktc.codegen import build, render, toolchain
-from ktc.plan.kernel_spec import Isa, KernelSpec
+from ktc.host import Isa
+from ktc.plan.kernel_spec import KernelSpec
 from ktc.runtime.fused_moe import FusedMoe
 
 SHAPES: Final = {"v2lite": (2048, 1408, 64, 6), "qwen3": (2048, 768, 128, 8)}

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ktc import host
 from ktc.codegen.render import SUPPORTED
-from ktc.plan.kernel_spec import Activation, Isa, KernelSpec
+from ktc.host import Isa
+from ktc.plan.kernel_spec import Activation, KernelSpec
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.fused_moe import FusedMoe
 

@@ -14,7 +14,8 @@ import jinja2
 
 from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.plan.kernel_spec import Isa, KernelSpec
+from ktc.host import Isa
+from ktc.plan.kernel_spec import KernelSpec
 
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
 _WEIGHT_FORMATS: Final = {"bf16": "Bf16", "fp32": "Fp32", "fp64": "Fp64"}

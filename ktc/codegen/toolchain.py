@@ -16,8 +16,7 @@ import pybind11
 
 from ktc import resources
 from ktc.diagnostics import Diagnostic, HostLacks, KtcError
-from ktc.host import Compiler, Host
-from ktc.plan.kernel_spec import Isa
+from ktc.host import Compiler, Host, Isa
 
 # Strict C++ (no contraction of a * b + c, no fast math): what is written is what is computed.
 # Unique symbols are off so that two loaded libraries never share a variable.

@@ -9,7 +9,8 @@ import pytest
 import torch
 from kernel_layers import CONSTANT, ISAS, Layer, Load, error, random_layer, run, spec_of
 
-from ktc.plan.kernel_spec import Activation, Isa
+from ktc.host import Isa
+from ktc.plan.kernel_spec import Activation
 from ktc.runtime.fused_moe import PARTS
 
 # Hidden, intermediate, experts, experts per token, tokens, and how many experts get any.

@@ -36,6 +36,10 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
     auto* all_tiles = workspace.take<Accumulator>(tiles_size<Isa>(routing) * pool.threads());
     for (std::int64_t pair = 0; pair < routing.num_slots(); ++pair) weight_S[routing.slot(pair)] = weight[pair];
 
+    if (arguments.saved != nullptr) {
+      prefer_huge_pages(arguments.saved, static_cast<std::size_t>(2 * activated_size) * sizeof(Element));
+    }
+
     pool.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       auto* tiles = all_tiles + worker.index * tiles_size<Isa>(routing);

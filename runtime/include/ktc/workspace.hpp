@@ -10,15 +10,26 @@
 
 namespace ktc {
 
+inline constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+// Ask for huge pages where memory will be touched for the first time: 17 MB of saved activations are 9 page faults
+// then, not 4200, which took 5 ms. It is advice: where it is refused nothing changes.
+inline void prefer_huge_pages(void* begin, std::size_t bytes) {
+  const auto address = reinterpret_cast<std::uintptr_t>(begin);
+  const auto first = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const auto last = (address + bytes) / kHugePage * kHugePage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
 // Zeroed anonymous memory on 2 MB pages where the system grants them: 20-23 GB/s become 30 for one reading thread.
 class HugePages {
  public:
   HugePages() = default;
-  explicit HugePages(std::size_t bytes) : mapped_(bytes + kPage) {
+  explicit HugePages(std::size_t bytes) : mapped_(bytes + kHugePage) {
     void* base = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base == MAP_FAILED) throw std::bad_alloc();
     base_ = static_cast<std::byte*>(base);
-    madvise(data(), bytes, MADV_HUGEPAGE);  // advice: where it is refused the memory is only slower
+    prefer_huge_pages(base, mapped_);
   }
   HugePages(HugePages&& other) noexcept
       : base_(std::exchange(other.base_, nullptr)), mapped_(std::exchange(other.mapped_, 0)) {}
@@ -33,12 +44,11 @@ class HugePages {
 
   std::byte* data() const {
     const auto address = reinterpret_cast<std::uintptr_t>(base_);
-    return base_ + (kPage - address % kPage) % kPage;
+    return base_ + (kHugePage - address % kHugePage) % kHugePage;
   }
-  std::size_t size() const { return mapped_ == 0 ? 0 : mapped_ - kPage; }
+  std::size_t size() const { return mapped_ == 0 ? 0 : mapped_ - kHugePage; }
 
  private:
-  static constexpr std::size_t kPage = std::size_t{2} << 20;
   std::byte* base_ = nullptr;
   std::size_t mapped_ = 0;
 };
