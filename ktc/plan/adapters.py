@@ -13,7 +13,7 @@ DEFAULT_DROPOUT = 0.0
 
 
 def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) -> LoraPlan | None:
-    """The adapter of the program, None without `lora_linear`. Raises InputRefused for a target that is no linear layer."""
+    """The adapter of the program, None without `lora_linear`. Raises InputRefused for targets that are no `Linear`."""
     chosen = [claim for claim in claims if claim.target == "lora_linear"]
     if not chosen:
         return None
@@ -21,7 +21,8 @@ def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) 
     wrong = [c for c in chosen if c.path not in modules or modules[c.path].class_name != "Linear"]
     if wrong:
         by_place = {c.span: c for c in reversed(wrong)}  # one diagnostic per action, for the first of its layers
-        raise InputRefused(*(_no_linear(c, modules[c.path].class_name if c.path in modules else "no module") for c in by_place.values()))
+        classes = {c.path: modules[c.path].class_name if c.path in modules else "no module" for c in wrong}
+        raise InputRefused(*(_no_linear(claim, classes[claim.path]) for claim in by_place.values()))
     r, alpha = int(_setting(chosen[0], rules, "rank")), float(_setting(chosen[0], rules, "alpha"))
     ranks = {c.path: int(_setting(c, rules, "rank")) for c in chosen}
     alphas = {c.path: float(_setting(c, rules, "alpha")) for c in chosen}
@@ -57,10 +58,9 @@ def _dropout(claims: Sequence[Claim], rules: RuleSet) -> float:
     default = rules.lora.get("dropout")
     values = values or {float(default) if isinstance(default, int | float) else DEFAULT_DROPOUT}
     if len(values) > 1:
-        raise InputRefused(
-            Diagnostic("M072", f"`lora_linear` asks for several dropouts ({', '.join(map(str, sorted(values)))})", claims[0].span,
-                       hint="an adapter has one dropout; set it in the `lora` block")
-        )  # fmt: skip
+        message = f"`lora_linear` asks for several dropouts ({', '.join(map(str, sorted(values)))})"
+        hint = "an adapter has one dropout; set it in the `lora` block"
+        raise InputRefused(Diagnostic("M072", message, claims[0].span, hint=hint))
     return values.pop()
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import get_args
 
 from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, InputRefused, Related
-from ktc.dsl.ruleset import RuleAction, RuleDefinition, RuleSet
+from ktc.dsl.ruleset import Facet, RuleAction, RuleDefinition, RuleSet
 from ktc.dsl.schema import TARGETS
 from ktc.graph import ops
+from ktc.graph.typed import nodes_by_name
 from ktc.match import Binding, Match, Matches, NodeRef, SubMatch
 from ktc.plan.types import Claim
 
 Slot = tuple[str, str, str]  # facet, site or module path, node
+FACETS: tuple[Facet, ...] = get_args(Facet)
 
 
 def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) -> tuple[Claim, ...]:
@@ -49,14 +52,19 @@ def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) ->
 def _claims_of(captured: CapturedModel, found: Match, rule: RuleDefinition) -> Iterable[list[Claim]]:
     """One non-empty list of claims per action of the rule."""
     for action in rule.actions:
-        facet = str(action.settings["facet"]) if action.target == "keep" else action.facet
-        claims: list[Claim] = []
-        for path, node in _claimed(captured, found, action):
-            claims.append(
-                Claim(facet, path, node, rule.name, action.target, action.settings, action.span, found.site, found.block)  # type: ignore[arg-type]
-            )
+        facet, done = _facet(action), (rule.name, action.target, action.settings, action.span)
+        claims = [
+            Claim(facet, path, node, *done, found.site, found.block) for path, node in _claimed(captured, found, action)
+        ]
         if claims:
             yield claims
+
+
+def _facet(action: RuleAction) -> Facet:
+    """The slot an action fills; `keep` holds the one it names."""
+    if action.target != "keep":
+        return action.facet
+    return next(facet for facet in FACETS if facet == action.settings["facet"])
 
 
 def _claimed(captured: CapturedModel, found: Match, action: RuleAction) -> list[tuple[str, str]]:
@@ -65,7 +73,7 @@ def _claimed(captured: CapturedModel, found: Match, action: RuleAction) -> list[
         return [(found.path, "")]
     graph = captured.block(found.block).graph
     assert graph is not None
-    nodes = {n.name: n for n in graph.graph.nodes}
+    nodes = nodes_by_name(graph)
     if action.on:
         bindings = [b for path in action.on if (b := found.capture(path)) is not None]
     else:
@@ -94,10 +102,11 @@ def _conflict_diagnostics(
 ) -> Iterable[Diagnostic]:
     for (first, second, facet), slots in conflicts.items():
         where = f"{slots[0][1]}" + (f" (`{slots[0][2]}`)" if slots[0][2] else "")
+        nodes = f"{len(slots)} node{'s' * (len(slots) != 1)}"
         a, b = by_rule[first].declaration, by_rule[second].declaration
         yield Diagnostic(
             "M061",
-            f"rules `{first}` and `{second}` both claim facet `{facet}` of {len(slots)} node{'s' * (len(slots) != 1)}, e.g. {where}",
+            f"rules `{first}` and `{second}` both claim facet `{facet}` of {nodes}, e.g. {where}",
             b.name.span,
             hint=f"narrow one of them, or write `rule {second} overrides {first}`",
             related=(Related(a.name.span, "also claimed here"),),

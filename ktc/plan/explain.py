@@ -7,11 +7,16 @@ from collections.abc import Iterable, Sequence
 from ktc.capture import BlockSite, CapturedModel
 from ktc.host import Host
 from ktc.match import Matches
+from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.types import BlockRewrite, NodeAction, Placement, Reason
 
 
 def explain(
-    captured: CapturedModel, matches: Matches, rewrites: Sequence[BlockRewrite], placements: Sequence[Placement], host: Host
+    captured: CapturedModel,
+    matches: Matches,
+    rewrites: Sequence[BlockRewrite],
+    placements: Sequence[Placement],
+    host: Host,
 ) -> tuple[Reason, ...]:
     """The reasons in the order of the model: rewrites, placements, then what stays as it is and why."""
     return (
@@ -37,11 +42,17 @@ def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     if action.kernel is None:
         return f"takes LoRA, on {rewrite.device}: {where}"
     spec = action.kernel
-    better = [isa for isa in host.isas[: host.isas.index(spec.isa)]] if spec.isa in host.isas else []
-    passed_over = f"; {', '.join(better)}: no kernel in this version" if better and action.settings["isa"] == "auto" else ""
-    chosen = "asked for" if action.settings["isa"] != "auto" else "the best this host can run" + passed_over
+    automatic = action.settings["isa"] == "auto"
+    chosen = f"the best this host can run{_passed_over(spec, host)}" if automatic else "asked for"
     moved = "" if rewrite.device == "cpu" else f", hidden states move {rewrite.device} -> cpu -> {rewrite.device}"
-    return f"routed experts as one node on cpu ({spec.format_down} weights, {spec.isa} kernel, {chosen}){moved}: {where}"
+    how = f"{spec.format_down} weights, {spec.isa} kernel, {chosen}"
+    return f"routed experts as one node on cpu ({how}){moved}: {where}"
+
+
+def _passed_over(spec: KernelSpec, host: Host) -> str:
+    """The host's better ISAs, for which ktc has no kernel yet."""
+    better = host.isas[: host.isas.index(spec.isa)] if spec.isa in host.isas else ()
+    return f"; {', '.join(better)}: no kernel in this version" if better else ""
 
 
 def _of_placement(placement: Placement) -> Reason:
@@ -55,7 +66,9 @@ def _untouched(captured: CapturedModel, matches: Matches, rewrites: Sequence[Blo
         if not sites:
             continue
         if block.graph is None:
-            yield Reason(collapse(sites), f"stays as it is: `{block.class_name}` could not be captured ({block.opaque})")
+            yield Reason(
+                collapse(sites), f"stays as it is: `{block.class_name}` could not be captured ({block.opaque})"
+            )
             continue
         nearest = max((m for m in matches.near_misses if m.block == block.key), key=lambda m: m.matched, default=None)
         why = f"closest: {nearest}" if nearest is not None else "no rule names it"

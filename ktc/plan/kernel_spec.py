@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Isa = Literal["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
-WeightFormat = Literal["bf16", "fp16", "fp32", "fp64", "int8", "int4", "fp8", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"]
+from ktc.host import Isa
+
+WeightFormat = Literal[
+    "bf16", "fp16", "fp32", "fp64", "int8", "int4", "fp8", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"
+]
 Activation = Literal["silu", "gelu"]
 
 
@@ -36,5 +39,5 @@ class KernelSpec:
             f"{letter}{'n' if size is None else size}"
             for letter, size in zip("HIEk", (self.hidden, self.intermediate, self.num_experts, self.top_k), strict=True)
         )
-        formats = self.format_gate_up if self.format_gate_up == self.format_down else f"{self.format_gate_up}_{self.format_down}"
+        formats = "_".join(dict.fromkeys((self.format_gate_up, self.format_down)))
         return f"FusedMoe_{dims}_{self.dtype}_{formats}_{self.isa}_{self.activation}"

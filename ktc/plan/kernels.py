@@ -1,23 +1,26 @@
-"""Choosing a kernel: a `cpu_moe` action, the experts it stands on and the host -> a KernelSpec, or why there is none."""
+"""Choosing a kernel: a `cpu_moe` claim, the experts it stands on and the host -> a KernelSpec, or why there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from torch import fx
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
 from ktc.graph import ops
-from ktc.host import Host
-from ktc.plan.kernel_spec import Isa, KernelSpec
+from ktc.host import Host, Isa
+from ktc.plan.kernel_spec import Activation, KernelSpec, WeightFormat
 from ktc.plan.types import Claim
 
 # What templates/fused_moe.cpp.j2 can instantiate in this version.
 ISAS: tuple[Isa, ...] = ("avx512_bf16", "avx2", "scalar")
-FORMATS = ("bf16",)
-ACTIVATIONS = ("silu", "gelu")
+FORMATS: tuple[WeightFormat, ...] = ("bf16",)
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu")
 _STORED = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "fp8": "fp8"}
+
+Name = TypeVar("Name")
 
 
 def choose_kernel(claim: Claim, node: fx.Node, stored: str, host: Host) -> KernelSpec:
@@ -27,8 +30,10 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: str, host: Host) -> Kerne
     """
     about = ops.attributes(node)
     weight_format = _format(claim, stored)
-    if about["act"] not in ACTIVATIONS:
-        raise InputRefused(Diagnostic("M067", f"no kernel computes the activation `{about['act']}` of `{claim.path}`", claim.span))
+    activation = _one_of(ACTIVATIONS, about["act"])
+    if activation is None:
+        message = f"no kernel computes the activation `{about['act']}` of `{claim.path}`"
+        raise InputRefused(Diagnostic("M067", message, claim.span))
     return KernelSpec(
         op="fused_moe",
         hidden=int(about["hidden"]),
@@ -36,43 +41,42 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: str, host: Host) -> Kerne
         num_experts=int(about["num_experts"]),
         top_k=int(ops.shape_of(node.args[1])[-1]),
         dtype="bf16",
-        format_gate_up=weight_format,  # type: ignore[arg-type]
-        format_down=weight_format,  # type: ignore[arg-type]
+        format_gate_up=weight_format,
+        format_down=weight_format,
         isa=_isa(claim, host),
-        activation=about["act"],  # type: ignore[arg-type]
+        activation=activation,
     )
 
 
-def _format(claim: Claim, stored: str) -> str:
+def _format(claim: Claim, stored: str) -> WeightFormat:
     asked = str(claim.settings["format"])
     wanted = _STORED.get(stored, stored) if asked == "stored" else asked
-    if wanted in FORMATS:
-        return wanted
+    found = _one_of(FORMATS, wanted)
+    if found is not None:
+        return found
     shown = f"`stored`, which is `{wanted}` in this checkpoint" if asked == "stored" else f"`{wanted}`"
-    raise InputRefused(
-        Diagnostic(
-            "M068",
-            f"`cpu_moe` has no kernel for the format {shown}",
-            claim.span,
-            hint=f"write `cpu_moe(format = {FORMATS[0]})`, or pass `--set format={FORMATS[0]}` if the program has that parameter",
-        )
+    hint = (
+        f"write `cpu_moe(format = {FORMATS[0]})`, or pass `--set format={FORMATS[0]}` if the program has that parameter"
     )
+    raise InputRefused(Diagnostic("M068", f"`cpu_moe` has no kernel for the format {shown}", claim.span, hint=hint))
 
 
 def _isa(claim: Claim, host: Host) -> Isa:
     asked = str(claim.settings["isa"])
     built = [isa for isa in host.isas if isa in ISAS]
-    if asked == "auto" and built:
-        return built[0]
-    if asked in built:
-        return asked  # type: ignore[return-value]
+    best = next(iter(built), None) if asked == "auto" else _one_of(built, asked)
+    if best is not None:
+        return best
     if asked != "auto" and asked not in ISAS:
-        raise InputRefused(
-            Diagnostic("M066", f"isa `{asked}` is not available in this version", claim.span, hint=f"available now: {', '.join(ISAS)}")
-        )
-    raise HostLacks(
-        Diagnostic("M064", f"this host cannot run isa `{asked}`", claim.span, hint=f"this host can run: {', '.join(built)}; or write `isa = auto`")
-    )
+        hint = f"available now: {', '.join(ISAS)}"
+        raise InputRefused(Diagnostic("M066", f"isa `{asked}` is not available in this version", claim.span, hint=hint))
+    hint = f"this host can run: {', '.join(built)}; or write `isa = auto`"
+    raise HostLacks(Diagnostic("M064", f"this host cannot run isa `{asked}`", claim.span, hint=hint))
+
+
+def _one_of(options: Iterable[Name], wanted: object) -> Name | None:
+    """The option that `wanted` is, None if it is none."""
+    return next((option for option in options if option == wanted), None)
 
 
 def thread_count(settings: Mapping[str, Value], host: Host) -> int:

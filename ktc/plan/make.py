@@ -10,6 +10,7 @@ from ktc.capture import BlockSite, CapturedModel
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.dsl.ruleset import RuleSet
 from ktc.graph import ops
+from ktc.graph.typed import nodes_by_name, nodes_of
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.adapters import plan_lora
@@ -70,7 +71,7 @@ def _kernels(
 def _node(captured: CapturedModel, claim: Claim) -> fx.Node:
     graph = captured.block(claim.block).graph
     assert graph is not None
-    return next(n for n in graph.graph.nodes if n.name == claim.node)
+    return nodes_by_name(graph)[claim.node]
 
 
 def _stored_dtype(captured: CapturedModel, path: str) -> str:
@@ -78,14 +79,19 @@ def _stored_dtype(captured: CapturedModel, path: str) -> str:
     index = captured.source.index
     if index is not None:
         prefix = path + "."
-        stored = {entry.dtype for name, entry in index.tensors.items() if name.startswith(prefix) and len(entry.shape) >= 2}
+        stored = {
+            entry.dtype for name, entry in index.tensors.items() if name.startswith(prefix) and len(entry.shape) >= 2
+        }
         if len(stored) == 1:
             return stored.pop()
     return str(captured.facts["dtype"])
 
 
 def _group(
-    captured: CapturedModel, claims: Sequence[Claim], kernels: Mapping[tuple[str, str, str], KernelSpec], devices: Mapping[str, str]
+    captured: CapturedModel,
+    claims: Sequence[Claim],
+    kernels: Mapping[tuple[str, str, str], KernelSpec],
+    devices: Mapping[str, str],
 ) -> tuple[BlockRewrite, ...]:
     """Sites of one block with the same actions on the same devices are one rewrite."""
     by_site: dict[str, list[Claim]] = {}
@@ -97,10 +103,10 @@ def _group(
         held = by_site.get(site.fqn)
         if not held:
             continue
-        actions = tuple(_action(captured, claim, kernels.get((claim.site, claim.node, claim.rule))) for claim in held)
+        actions = tuple(_action(claim, kernels.get((claim.site, claim.node, claim.rule))) for claim in held)
         device = device_of(site.fqn, devices)
-        identity = (site.block, device, repr([(a.node, a.target, sorted(a.settings.items()), a.kernel) for a in actions]))
-        groups.setdefault(identity, ([], actions))[0].append(site)
+        done = repr([(a.node, a.target, sorted(a.settings.items()), a.kernel) for a in actions])
+        groups.setdefault((site.block, device, done), ([], actions))[0].append(site)
     counts: dict[str, int] = {}
     rewrites: list[BlockRewrite] = []
     for sites, actions in groups.values():
@@ -112,14 +118,14 @@ def _group(
     return tuple(rewrites)
 
 
-def _action(captured: CapturedModel, claim: Claim, kernel: KernelSpec | None) -> NodeAction:
+def _action(claim: Claim, kernel: KernelSpec | None) -> NodeAction:
     fqn = claim.path.removeprefix(claim.site).lstrip(".")
     return NodeAction(claim.node, fqn, claim.target, claim.settings, claim.rule, claim.span, kernel)
 
 
 def _nothing_to_rewrite(captured: CapturedModel, matches: Matches) -> Diagnostic:
     has_experts = any(
-        ops.operator(n) == "experts" for b in captured.blocks if b.graph is not None for n in b.graph.graph.nodes
+        ops.operator(n) == "experts" for b in captured.blocks if b.graph is not None for n in nodes_of(b.graph)
     )
     opaque = next((b for b in captured.blocks if b.graph is None), None)
     nearest = max(matches.near_misses, key=lambda m: m.matched, default=None)

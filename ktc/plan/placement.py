@@ -30,7 +30,9 @@ def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placemen
         device = resolve_device(str(claim.settings["device"]), host)
         if device.startswith("cuda:") and int(device.removeprefix("cuda:")) >= len(host.gpus):
             hint = "use `device = auto` or `cpu`, or describe the target machine with `--host FILE`"
-            missing.append(Diagnostic("M069", f"`place({device})`: this host has {len(host.gpus)} GPUs", claim.span, hint=hint))
+            missing.append(
+                Diagnostic("M069", f"`place({device})`: this host has {len(host.gpus)} GPUs", claim.span, hint=hint)
+            )
         placed.append(Placement(claim.path, device, claim.rule, claim.span))
     if missing:
         raise HostLacks(*missing)
@@ -52,7 +54,11 @@ def device_of(path: str, placements: Mapping[str, str]) -> str:
 
 
 def device_loads(
-    captured: CapturedModel, placements: Mapping[str, str], kernels: Mapping[str, KernelSpec], rules: RuleSet, host: Host
+    captured: CapturedModel,
+    placements: Mapping[str, str],
+    kernels: Mapping[str, KernelSpec],
+    rules: RuleSet,
+    host: Host,
 ) -> tuple[DeviceLoad, ...]:
     """Bytes of weights per device. `kernels` maps the FQN of experts to the kernel that packs them (on the CPU)."""
     totals: dict[str, int] = {}
@@ -64,7 +70,9 @@ def device_loads(
                 bits = _FORMAT_BITS[spec.format_down if tensor.name.startswith("down") else spec.format_gate_up]
                 device, size = "cpu", tensor.shape[0] * tensor.shape[1] * tensor.shape[2] * bits // 8
             totals[device] = totals.get(device, 0) + size
-    return tuple(DeviceLoad(d, totals[d], _budget(d, rules, host)) for d in sorted(totals, key=lambda d: (d == "cpu", d)))
+    return tuple(
+        DeviceLoad(d, totals[d], _budget(d, rules, host)) for d in sorted(totals, key=lambda d: (d == "cpu", d))
+    )
 
 
 def _budget(device: str, rules: RuleSet, host: Host) -> int | None:

@@ -30,9 +30,14 @@ def _rewrite(rewrite: BlockRewrite) -> dict[str, Any]:
         "device": rewrite.device,
         "actions": [
             {
-                "node": a.node, "fqn": a.fqn, "target": a.target, "rule": a.rule, "settings": dict(a.settings),
-                "kernel": a.kernel.entry if a.kernel else None, "device": rewrite.node_devices.get(a.node, rewrite.device),
+                "node": action.node,
+                "fqn": action.fqn,
+                "target": action.target,
+                "rule": action.rule,
+                "settings": dict(action.settings),
+                "kernel": action.kernel.entry if action.kernel else None,
+                "device": rewrite.node_devices.get(action.node, rewrite.device),
             }
-            for a in rewrite.actions
+            for action in rewrite.actions
         ],
-    }  # fmt: skip
+    }

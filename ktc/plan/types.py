@@ -37,11 +37,16 @@ class BlockRewrite:
     sites: tuple[BlockSite, ...]
     actions: tuple[NodeAction, ...]
     device: str
-    node_devices: Mapping[str, str] = field(default_factory=dict)
+    node_devices: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
+    """Where a module and everything below it stands, unless a placement further down says otherwise.
+
+    `rule` is empty and `span` None for the root, which stands where the program puts what no rule places.
+    """
+
     fqn: str
     device: str
     rule: str
@@ -80,6 +85,8 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """Everything that rewrite, codegen and link carry out. `over_budget` names the devices that hold too little."""
+
     host: Host
     mode: str  # train | infer
     threads: int
