@@ -6,15 +6,17 @@ routing weights (the experts' third input) and of every parameter that the rewri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from ktc.capture.export import flatten_call
+from ktc.capture.export import flatten_call, main_output
+from ktc.graph.typed import input_names, named_modules
 from ktc.runtime.fused_moe import FusedMoe
 
 # Witnesses run in fp32 and routers cast to fp32 themselves; measured errors of right rewrites stay below 1e-6, those of
@@ -45,6 +47,7 @@ class Proof:
 
     @property
     def worst_gradient(self) -> float:
+        """The largest error of all gradients."""
         return max(self.gradients.values(), default=0.0)
 
     @property
@@ -53,6 +56,7 @@ class Proof:
         return all(error <= self.tolerance for error in (self.forward, *self.gradients.values()))
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values, with the verdict as `holds`."""
         return {
             "rewrite": self.rewrite, "block": self.block, "rules": list(self.rules), "forward": self.forward,
             "gradients": dict(self.gradients), "shapes": [list(s) for s in self.shapes], "seed": self.seed,
@@ -60,7 +64,9 @@ class Proof:
         }  # fmt: skip
 
 
-def compare(original: nn.Module, rewritten: fx.GraphModule, calls: Sequence[Call], seed: int) -> tuple[float, dict[str, float]]:
+def compare(
+    original: nn.Module, rewritten: fx.GraphModule, calls: Sequence[Call], seed: int
+) -> tuple[float, dict[str, float]]:
     """The worst forward error and the worst error of each gradient over `calls`.
 
     `rewritten` must hold the same tensors as `original` under the same block-relative FQNs; its frozen experts are fed
@@ -85,8 +91,12 @@ def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
         return 0.0 if actual is None or not bool(actual.any()) else float("inf")
     if actual is None:
         return float("inf")
-    difference = (actual.double() - expected.double()).norm() / expected.double().norm()
-    return float("inf") if difference.isnan() else float(difference)
+    relative = float(_norm(actual.double() - expected.double()) / _norm(expected.double()))
+    return float("inf") if math.isnan(relative) else relative
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return cast("Tensor", tensor.norm())
 
 
 def _run(
@@ -99,17 +109,14 @@ def _run(
     hidden = torch.randn(tensors[names.index("hidden_states")].shape, generator=generator).requires_grad_(True)
     inputs = {**dict(zip(names, tensors, strict=True)), "hidden_states": hidden}
     module = original if use_original else rewritten
-    frozen = {name for name, child in rewritten.named_modules() if isinstance(child, FusedMoe)}
-    parameters = {
-        name: p for name, p in module.named_parameters() if not any(name.startswith(f + ".") for f in frozen)
-    }
+    frozen = {name for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)}
+    parameters = {name: p for name, p in module.named_parameters() if not any(name.startswith(f + ".") for f in frozen)}
     with _routing_weights(module, frozen) as routing:
         if use_original:
             args, kwargs = rebuild([inputs[n] for n in names])
-            output = module(*args, **kwargs)
-            output = output[0] if isinstance(output, tuple) else output
+            output = main_output(module(*args, **kwargs))
         else:
-            output = module(*(inputs[n.name] for n in rewritten.graph.nodes if n.op == "placeholder"))
+            output = main_output(module(*(inputs[name] for name in input_names(rewritten))))
     direction = torch.randn(output.shape, generator=generator)
     wanted = {"hidden_states": hidden, **{f"routing_weights of {n}": w for n, w in routing.items()}, **parameters}
     gradients = torch.autograd.grad(output, list(wanted.values()), direction, allow_unused=True)
@@ -117,11 +124,11 @@ def _run(
 
 
 @contextmanager
-def _routing_weights(module: nn.Module, experts: set[str]) -> Iterator[dict[str, Tensor]]:
+def _routing_weights(module: nn.Module, experts: set[str]) -> Generator[dict[str, Tensor]]:
     """Collects the routing weights that reach each experts module while inside."""
     seen: dict[str, Tensor] = {}
 
-    def remember(name: str):  # noqa: ANN202
+    def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             seen[name] = args[2]
 

@@ -6,7 +6,8 @@ of the witness stands for a block of the model only if their normal forms are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import fx, nn
 from transformers import PreTrainedModel
 
 from ktc import twin
-from ktc.capture import CapturedModel, ModelSource, capture
+from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.diagnostics import Diagnostic, ProofFailed
 from ktc.graph import ops
-from ktc.plan import BlockRewrite, NodeAction
+from ktc.graph.typed import input_of, named_modules, nodes_of, owner_of
+from ktc.plan import BlockRewrite
 from ktc.prove.compare import Call, Proof, compare
 from ktc.rewrite import RewrittenBlock, rewrite_block
 from ktc.runtime.fused_moe import FusedMoe
@@ -44,19 +46,20 @@ def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> tuple[Pr
 
 
 def _prove_block(
-    captured: CapturedModel, block: RewrittenBlock, witness: CapturedModel, model: PreTrainedModel, calls: dict[str, list[Call]]
+    captured: CapturedModel,
+    block: RewrittenBlock,
+    witness: CapturedModel,
+    model: PreTrainedModel,
+    calls: dict[str, list[Call]],
 ) -> Proof:
     full = captured.block(block.rewrite.block)
     assert full.graph is not None
     shape_free = signature(full.graph)
     small = next((b for b in witness.blocks if b.graph is not None and signature(b.graph) == shape_free), None)
     if small is None or small.graph is None:
-        raise ProofFailed(
-            Diagnostic("P301", f"the shrunk witness has no block like `{full.key}` (`{full.class_name}`), so the rewrite cannot be proven",
-                       hint="please report this model's config: the witness builder needs to learn it")
-        )  # fmt: skip
+        raise ProofFailed(_no_witness(full))
     renamed = dict(zip(significant(full.graph), significant(small.graph), strict=True))
-    actions = tuple(_on_witness(action, renamed) for action in block.rewrite.actions)
+    actions = tuple(replace(action, node=renamed[action.node]) for action in block.rewrite.actions)
     site = witness.sites_of(small.key)[0]
     # The witness lives on the CPU; the transfers of the plan's placement carry values and change none.
     graph = rewrite_block(small.graph, BlockRewrite(block.rewrite.key, small.key, (site,), actions, "cpu"))
@@ -67,26 +70,33 @@ def _prove_block(
     return Proof(block.rewrite.key, full.class_name, rules, forward, gradients, SHAPES, SEED)
 
 
-def _on_witness(action: NodeAction, renamed: dict[str, str]) -> NodeAction:
-    return NodeAction(
-        renamed[action.node], action.fqn, action.target, action.settings, action.rule, action.span, action.kernel
+def _no_witness(block: BlockGraph) -> Diagnostic:
+    return Diagnostic(
+        "P301",
+        f"the shrunk witness has no block like `{block.key}` (`{block.class_name}`), so the rewrite cannot be proven",
+        hint="please report this model's config: the witness builder needs to learn it",
     )
 
 
 def significant(graph: fx.GraphModule) -> list[str]:
     """The names of the nodes that compute on data, in order."""
-    return [n.name for n in graph.graph.nodes if _is_significant(n)]
+    return [n.name for n in nodes_of(graph) if _is_significant(n)]
 
 
 def signature(graph: fx.GraphModule) -> tuple[object, ...]:
     """A graph without its sizes: operators, how they are connected, and the parameters they use."""
     numbers = {name: i for i, name in enumerate(significant(graph))}
     rows: list[object] = []
-    for node in graph.graph.nodes:
+    for node in nodes_of(graph):
         if _is_significant(node):
-            sources = [_behind(s) for s in node.all_input_nodes if "shape" in s.meta or s.name in numbers or ops.operator(s) == "getitem"]
-            rows.append((ops.operator(node), node.meta.get("fqn"), tuple(numbers.get(s.name, str(s.target)) for s in sources)))
+            data = (s for s in node.all_input_nodes if s.name in numbers or _carries_data(s))
+            sources = tuple(numbers.get(source.name, str(source.target)) for source in map(_behind, data))
+            rows.append((ops.operator(node), node.meta.get("fqn"), sources))
     return tuple(rows)
+
+
+def _carries_data(node: fx.Node) -> bool:
+    return "shape" in node.meta or ops.operator(node) == "getitem"
 
 
 def _is_significant(node: fx.Node) -> bool:
@@ -96,39 +106,40 @@ def _is_significant(node: fx.Node) -> bool:
 
 
 def _behind(node: fx.Node) -> fx.Node:
+    """The node whose result `node` only reshapes, casts or picks from."""
     while ops.operator(node) in ops.TRANSPARENT or ops.operator(node) == "getitem":
-        node = node.args[0]  # type: ignore[assignment]
+        node = input_of(node, 0)
     return node
 
 
 def bind(graph: fx.GraphModule, original: nn.Module) -> None:
     """Gives a rewritten graph the tensors of the block it stands for: experts are loaded, everything else is shared."""
-    for name, module in graph.named_modules():
+    for name, module in named_modules(graph):
         if isinstance(module, FusedMoe):
-            replacement = FusedMoe(
-                module.num_experts, module.hidden, module.intermediate, module.top_k, module.activation, dtype=torch.float32
-            )
-            _load_experts(replacement, original.get_submodule(name))
+            sizes = (module.num_experts, module.hidden, module.intermediate, module.top_k)
+            replacement = FusedMoe(*sizes, module.activation, dtype=torch.float32)
+            load_experts(replacement, original.get_submodule(name))
             graph.set_submodule(name, replacement)
     tensors = {**dict(original.named_parameters()), **dict(original.named_buffers())}
     for name in [n for n, _ in [*graph.named_parameters(), *graph.named_buffers()] if n in tensors]:
-        owner, _, leaf = name.rpartition(".")
-        setattr(graph.get_submodule(owner), leaf, tensors[name])
+        setattr(*owner_of(graph, name), tensors[name])
 
 
-def _load_experts(module: FusedMoe, experts: nn.Module) -> None:
-    gate_up, down = experts.gate_up_proj, experts.down_proj
+def load_experts(module: FusedMoe, experts: nn.Module) -> None:
+    """Gives `module` the weights of a stock experts module: gate_up_proj (E, 2I, H) and down_proj (E, H, I)."""
+    gate_up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
     for expert in range(module.num_experts):
-        gate, up = gate_up[expert].chunk(2, 0)  # type: ignore[index]
-        for part, tensor in (("gate", gate), ("up", up), ("down", down[expert])):  # type: ignore[index]
-            module.load_expert(expert, part, tensor)  # type: ignore[arg-type]
+        gate, up = gate_up[expert].chunk(2, 0)
+        module.load_expert(expert, "gate", gate)
+        module.load_expert(expert, "up", up)
+        module.load_expert(expert, "down", down[expert])
 
 
 def record_calls(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
     """The calls of every block in one forward of the witness per shape."""
     calls: dict[str, list[Call]] = {fqn: [] for fqn in fqns}
 
-    def remember(fqn: str):  # noqa: ANN202
+    def remember(fqn: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls[fqn].append(Call(args, kwargs))
 
@@ -148,10 +159,11 @@ def record_calls(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]
 def _failure(proof: Proof, block: RewrittenBlock) -> Diagnostic:
     worst = max(proof.gradients, key=lambda name: proof.gradients[name], default="")
     errors = f"forward {proof.forward:.1e}, worst gradient {proof.worst_gradient:.1e} ({worst})"
+    errors += f", allowed {proof.tolerance:.0e}"
     span = block.rewrite.actions[0].span
     return Diagnostic(
         "P300",
-        f"the rewrite of `{proof.block}` does not compute what the original does: {errors}, allowed {proof.tolerance:.0e}",
+        f"the rewrite of `{proof.block}` does not compute what the original does: {errors}",
         span,
         hint="this is a bug in a pattern or a pass, not in the rule file; please report it with the model's config",
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ktc.capture import CapturedModel
+from ktc.graph.typed import nodes_of
 from ktc.graph.verify import verify
 from ktc.plan import BlockRewrite, Plan
 from ktc.rewrite import fused_moe, lora_linear, place
@@ -63,7 +64,7 @@ def _copy(graph: fx.GraphModule) -> fx.GraphModule:
     for name, module in modules.items():
         holder.add_module(name, module)
     new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.graph.nodes:
+    for node in nodes_of(graph):
         copies[node] = new.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
     for name, tensor in [*graph.named_parameters(recurse=False), *graph.named_buffers(recurse=False)]:

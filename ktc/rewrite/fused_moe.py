@@ -9,12 +9,14 @@ import torch
 from torch import fx
 
 from ktc.graph import ops
+from ktc.graph.typed import nodes_by_name
 from ktc.plan import BlockRewrite
 from ktc.runtime.fused_moe import FusedMoe
 
 
 def apply(graph: fx.GraphModule, rewrite: BlockRewrite) -> None:
-    nodes = {node.name: node for node in graph.graph.nodes}
+    """Replaces the experts nodes that `cpu_moe` actions name. The new module has no weights yet."""
+    nodes = nodes_by_name(graph)
     for action in rewrite.actions:
         if action.target != "cpu_moe":
             continue

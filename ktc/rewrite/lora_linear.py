@@ -9,12 +9,14 @@ import torch
 from torch import fx, nn
 
 from ktc.graph import ops
+from ktc.graph.typed import nodes_by_name
 from ktc.plan import BlockRewrite
 from ktc.runtime.lora_linear import KTLinear
 
 
 def apply(graph: fx.GraphModule, rewrite: BlockRewrite) -> None:
-    nodes = {node.name: node for node in graph.graph.nodes}
+    """Replaces the linear nodes that `lora_linear` actions name."""
+    nodes = nodes_by_name(graph)
     for action in rewrite.actions:
         if action.target != "lora_linear":
             continue
@@ -28,7 +30,7 @@ def apply(graph: fx.GraphModule, rewrite: BlockRewrite) -> None:
         attributes = ops.attributes(node)
         graph.set_submodule(action.fqn, linear)
         with graph.graph.inserting_before(node):
-            call = graph.graph.call_module(action.fqn, (node.args[0],))
+            call = graph.graph.call_module(action.fqn, node.args[:1])
         call.meta = {**node.meta, "op": "lora_linear", "attributes": attributes, "fqn": action.fqn}
         call.meta |= {"rule": action.rule, "span": str(action.span)}
         node.replace_all_uses_with(call)
