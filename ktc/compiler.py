@@ -13,19 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ktc import dsl
 from ktc.capture import CapturedModel, capture, open_model
 from ktc.capture.weights import map_weights
+from ktc.checkpoint import CheckpointIndex
 from ktc.codegen.build import build
 from ktc.codegen.render import render
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, to_json
 from ktc.graph import ops
+from ktc.graph.typed import nodes_of
 from ktc.host import Host, detect
 from ktc.link import assemble, check_out, dump_stage, link
 from ktc.match import Match, Matches, NearMiss, match
 from ktc.plan import Plan, make_plan
+from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.report import plan_json
 from ktc.prove import Proof, prove
 from ktc.rewrite import RewrittenBlock, rewrite
@@ -37,17 +40,23 @@ if TYPE_CHECKING:
 
 Observe = Callable[[str, object], None]
 Value = TypeVar("Value")
-Model = "str | Path | PreTrainedModel"
+Model: TypeAlias = "str | Path | PreTrainedModel"  # a folder, a hub id, `tiny:NAME`, or a model object
 
 
 def _unobserved(stage: str, value: object) -> None:
     """Nobody is watching."""
 
 
-def compile(  # noqa: A001 - the public name; `ktc.compile` is what users write
-    model: str | Path | PreTrainedModel, rules: str | Path, out: str | Path, *,
-    settings: Mapping[str, str] | None = None, host: Host | None = None, force: bool = False, observe: Observe = _unobserved,
-) -> Path:  # fmt: skip
+def compile(
+    model: Model,
+    rules: str | Path,
+    out: str | Path,
+    *,
+    settings: Mapping[str, str] | None = None,
+    host: Host | None = None,
+    force: bool = False,
+    observe: Observe = _unobserved,
+) -> Path:
     """Compiles `model` by `rules` into the package `out` and returns its path.
 
     Raises InputRefused, HostLacks or ProofFailed; whatever it raises, nothing is left at `out`.
@@ -81,8 +90,11 @@ class Report:
     blocks: tuple[RewrittenBlock, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """The report without graphs."""
         return {
-            "matches": [{"rule": m.rule, "pattern": m.root, "path": m.path, "coverage": m.coverage} for m in self.matches],
+            "matches": [
+                {"rule": m.rule, "pattern": m.root, "path": m.path, "coverage": m.coverage} for m in self.matches
+            ],
             "near_misses": [str(miss) for miss in self.near_misses],
             "proofs": [proof.to_json() for proof in self.proofs],
             "plan": plan_json(self.plan),
@@ -91,7 +103,7 @@ class Report:
 
 
 def inspect(
-    model: str | Path | PreTrainedModel, rules: str | Path, *,
+    model: Model, rules: str | Path, *,
     settings: Mapping[str, str] | None = None, host: Host | None = None, observe: Observe = _unobserved,
 ) -> Report:  # fmt: skip
     """Runs the stages up to the proof; a config.json is enough and nothing is written. Raises as `compile` does."""
@@ -102,10 +114,13 @@ def inspect(
 
 
 def check(
-    rules: str | Path, model: str | Path | PreTrainedModel | None = None, *,
+    rules: str | Path, model: Model | None = None, *,
     settings: Mapping[str, str] | None = None, host: Host | None = None, observe: Observe = _unobserved,
 ) -> tuple[Diagnostic, ...]:  # fmt: skip
-    """Everything there is to say about `rules`, with `model` also about their fit. Empty means good; never raises on bad rules."""
+    """Everything there is to say about `rules`, with `model` also about their fit; empty means good.
+
+    Never raises on bad rules or a bad model: their diagnostics are returned.
+    """
     try:
         if model is None:
             return _seen(observe)("rules", dsl.load(rules, settings or {})).warnings
@@ -115,9 +130,7 @@ def check(
     return (*plan.warnings, *plan.over_budget)
 
 
-def dumps(
-    model: str | Path | PreTrainedModel, rules: str | Path, stages: Sequence[Stage], *, host: Host | None = None
-) -> list[ModelDump]:
+def dumps(model: Model, rules: str | Path, stages: Sequence[Stage], *, host: Host | None = None) -> list[ModelDump]:
     """The graphs of `model` at some stages, for inspection. The stage `captured` alone needs no rule to match."""
     if tuple(stages) == ("captured",):
         return [dump_stage("captured", capture(open_model(model)), None, None)]
@@ -126,7 +139,7 @@ def dumps(
 
 
 def analyse(
-    model: str | Path | PreTrainedModel, rules: str | Path, settings: Mapping[str, str], host: Host | None, observe: Observe
+    model: Model, rules: str | Path, settings: Mapping[str, str], host: Host | None, observe: Observe
 ) -> tuple[CapturedModel, Matches, Plan, tuple[RewrittenBlock, ...]]:
     """The stages that need no weights and no compiler. Raises as `compile` does, but for a plan over budget."""
     see, host = _seen(observe), host or detect(probe_gpu=True)
@@ -148,21 +161,20 @@ def _seen(observe: Observe) -> Callable[[str, Value], Value]:
 
 
 def _with_experts(captured: CapturedModel) -> CapturedModel:
+    """Refuses a dense model; a block that could not be captured may hold experts, so the plan says more about it."""
     graphs = [block.graph for block in captured.blocks if block.graph is not None]
-    opaque = any(block.graph is None for block in captured.blocks)
-    if not opaque and not any(ops.operator(node) == "experts" for graph in graphs for node in graph.graph.nodes):
-        kind = captured.source.config.model_type
-        raise InputRefused(
-            Diagnostic("I105", f"this `{kind}` model has no routed experts", hint="ktc compiles mixture-of-experts models; `ktc graph MODEL` shows its blocks")
-        )
+    found = any(ops.operator(node) == "experts" for graph in graphs for node in nodes_of(graph))
+    if len(graphs) == len(captured.blocks) and not found:
+        message = f"this `{captured.source.config.model_type}` model has no routed experts"
+        hint = "ktc compiles mixture-of-experts models; `ktc graph MODEL` shows its blocks"
+        raise InputRefused(Diagnostic("I105", message, hint=hint))
     return captured
 
 
-def _index(captured: CapturedModel) -> Any:
+def _index(captured: CapturedModel) -> CheckpointIndex:
     if captured.source.index is None or captured.source.folder is None:
-        raise InputRefused(
-            Diagnostic("I106", f"`{captured.source.name}` has no weights to compile", hint="`ktc check RULES MODEL` needs only config.json")
-        )
+        message = f"`{captured.source.name}` has no weights to compile"
+        raise InputRefused(Diagnostic("I106", message, hint="`ktc check RULES MODEL` needs only config.json"))
     return captured.source.index
 
 
@@ -172,9 +184,9 @@ def _fitting(plan: Plan) -> Plan:
     return plan
 
 
-def _origins(plan: Plan) -> dict[Any, str]:
+def _origins(plan: Plan) -> dict[KernelSpec, str]:
     """The place in the rules that asked for each kernel."""
     return {a.kernel: str(a.span) for rewrite in plan.rewrites for a in rewrite.actions if a.kernel is not None}
 
 
-__all__: Sequence[str] = ("KtcError", "Report", "check", "compile", "dumps", "inspect")
+__all__ = ["KtcError", "Model", "Report", "check", "compile", "dumps", "inspect"]

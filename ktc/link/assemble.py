@@ -25,9 +25,16 @@ from ktc.runtime.kernel_library import KernelLibrary
 
 
 def assemble(
-    captured: CapturedModel, rules: RuleSet, settings: Mapping[str, str], weights: WeightMap, matches: Matches, plan: Plan,
-    blocks: Sequence[RewrittenBlock], source: KernelSource, library: KernelLibrary | None,
-) -> Package:  # fmt: skip
+    captured: CapturedModel,
+    rules: RuleSet,
+    settings: Mapping[str, str],
+    weights: WeightMap,
+    matches: Matches,
+    plan: Plan,
+    blocks: Sequence[RewrittenBlock],
+    source: KernelSource,
+    library: KernelLibrary | None,
+) -> Package:
     """Everything that goes into OUT, as text and plain values."""
     assert captured.source.folder is not None, "only a model with a folder is compiled"
     units = {unit.name.removesuffix(".cpp"): unit for unit in source.units}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -32,7 +33,7 @@ def dump_stage(
         ModuleDump(
             module.fqn,
             module.class_name,
-            sum(_count(t.shape) for t in module.tensors if t.trainable),
+            sum(math.prod(t.shape) for t in module.tensors if t.trainable),
             sum(t.bytes for t in module.tensors),
             device_of(module.fqn, placements) if placements else "",
             rules.get(module.fqn, "") if stage == "rewritten" else "",
@@ -50,13 +51,6 @@ def dump_stage(
         SCHEMA, stage, captured.source.config.model_type, str(captured.facts["dtype"]), modules, tuple(shown),
         tuple(_match(m) for m in seen.matches) if seen else (), tuple(map(str, seen.near_misses)) if seen else (),
     )  # fmt: skip
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _module_rules(blocks: Sequence[RewrittenBlock]) -> dict[str, str]:
