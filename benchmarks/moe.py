@@ -33,6 +33,7 @@ from ktc.codegen import build, render, toolchain
 from ktc.host import Isa
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.packed_experts import huge_pages
 
 SHAPES: Final = {"v2lite": (2048, 1408, 64, 6), "qwen3": (2048, 768, 128, 8)}
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -98,18 +99,17 @@ class Machine:
         toolchain.run(tools.link_command((built,), library))
         self._native = ctypes.CDLL(str(library))
         self._native.multiply_in_registers.restype = ctypes.c_int64
-        self._memory = torch.zeros(1 << 29, dtype=torch.uint8)
+        self._memory = huge_pages(1 << 29).fill_(1)
 
     def gflops(self) -> float:
         begin = time.process_time()
         flops = self._native.multiply_in_registers(ctypes.c_int64(2_000_000))
         return flops / (time.process_time() - begin) / 1e9
 
-    def gbps(self, packed: tuple[int, int] | None = None) -> float:
-        address, size = packed or (self._memory.data_ptr(), self._memory.numel())
+    def gbps(self) -> float:
         begin = time.process_time()
-        self._native.read_in_order(ctypes.c_void_p(address), ctypes.c_size_t(size // 512 * 512))
-        return size / (time.process_time() - begin) / 1e9
+        self._native.read_in_order(ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_size_t(self._memory.numel()))
+        return self._memory.numel() / (time.process_time() - begin) / 1e9
 
 
 class Dense(nn.Module):

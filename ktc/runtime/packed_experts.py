@@ -33,7 +33,7 @@ class PackedExperts:
         self._hidden, self._intermediate = hidden, intermediate
         self.dtype = DTYPES[kernel.dtype]
         self.weight_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self._storage = _huge_pages(self._native.packed_bytes)
+        self._storage = huge_pages(self._native.packed_bytes)
         self._packed = self._storage.data_ptr()
 
     @property
@@ -109,7 +109,7 @@ class PackedExperts:
         )
 
 
-def _huge_pages(size: int) -> Tensor:
+def huge_pages(size: int) -> Tensor:
     """Zeroed bytes that begin on a huge page. Memory is taken when it is written, not here."""
     mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
