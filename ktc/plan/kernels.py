@@ -63,7 +63,7 @@ def _format(claim: Claim, stored: str) -> WeightFormat:
 
 def _isa(claim: Claim, host: Host) -> Isa:
     asked = str(claim.settings["isa"])
-    built = [isa for isa in host.isas if isa in ISAS]
+    built: list[Isa] = [isa for isa in host.isas if isa in ISAS]
     best = next(iter(built), None) if asked == "auto" else _one_of(built, asked)
     if best is not None:
         return best
