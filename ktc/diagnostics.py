@@ -7,9 +7,9 @@ the command line's contract: 1 internal error or a failed proof, 2 input refused
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
@@ -84,10 +84,37 @@ class ProofFailed(KtcError):
 
 
 # Wording -------------------------------------------------------------------------------------------------------------
+_LONGEST_WORD = 48  # beyond it nobody has mistyped a name
+
+
 def suggest(word: str, options: Iterable[str]) -> str:
-    """A hint "did you mean `x`?" if one of the options is close to the word, else an empty text."""
-    close = difflib.get_close_matches(word, sorted(options), n=1, cutoff=0.6)
-    return f"did you mean `{close[0]}`?" if close else ""
+    """A hint "did you mean `x`?" if one of the options is a few slips of the keyboard away, else an empty text."""
+    found, fewest = "", max(1, len(word) // 3) + 1
+    for option in sorted(set(options)) if 1 < len(word) <= _LONGEST_WORD else ():
+        if abs(len(option) - len(word)) < fewest and len(_letters(option) ^ _letters(word)) <= 2 * fewest:
+            slips = _slips(word.casefold(), option.casefold(), fewest)
+            found, fewest = (option, slips) if slips < fewest else (found, fewest)
+    return f"did you mean `{found}`?" if found else ""
+
+
+@lru_cache(maxsize=4096)
+def _letters(word: str) -> frozenset[str]:
+    return frozenset(word.casefold())
+
+
+def _slips(word: str, option: str, limit: int) -> int:
+    """Letters to insert, drop, replace or swap with their neighbour; anything from `limit` on is just too many."""
+    before, row = list[int](), list(range(len(option) + 1))
+    for i, letter in enumerate(word, start=1):
+        before, last, row = row, before, [i]
+        for j, other in enumerate(option, start=1):
+            slips = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == option[j - 2] and other == word[i - 2]:
+                slips = min(slips, last[j - 2] + 1)
+            row.append(slips)
+        if min(row) >= limit:
+            return limit
+    return row[-1]
 
 
 def listing(options: Iterable[str], limit: int = 12) -> str:

@@ -13,6 +13,7 @@ from ktc.dsl.ruleset import Value
 
 Resolve = Callable[[tuple[str, ...]], Value]
 Result = Value | range
+_LARGEST = 2**63 - 1
 
 
 def evaluate(expression: syntax.Expression, params: Mapping[str, Value], resolve: Resolve) -> Result:
@@ -90,15 +91,23 @@ def _binary(operator: str, left: Result, right: Result) -> Value:
     if operator in ("==", "!="):
         return (left == right) == (operator == "==")
     if operator in ("in", "not in"):
-        return (left in right) == (operator == "in") if isinstance(right, range | tuple) else None
+        return _holds(right, left) == (operator == "in") if isinstance(right, range | tuple) else None
     if not isinstance(left, int | float) or not isinstance(right, int | float):
         return None
     if operator in ("<", "<=", ">", ">="):
         return _ordered(operator, left, right)
     try:
-        return _arithmetic(operator, left, right)
+        result = _arithmetic(operator, left, right)
     except (ZeroDivisionError, OverflowError):
         return None
+    return result if -_LARGEST <= result <= _LARGEST else None
+
+
+def _holds(container: range | tuple[Value, ...], value: Result) -> bool:
+    """`a..b` holds every number between its ends; Python's own test would walk through it for a float."""
+    if isinstance(container, range) and isinstance(value, int | float):
+        return container.start <= value <= container.stop - 1
+    return value in container
 
 
 def _ordered(operator: str, left: float, right: float) -> bool:

@@ -6,11 +6,15 @@ the place in the text.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from math import prod
 
 MAX_LENGTH = 512
 MAX_SEGMENTS = 32
+MAX_CHOICES = 64  # that the `{a,b}` of one segment multiply to
 MAX_STARS = 4  # in one segment: keeps its regular expression cheap on any input
 _INTEGERS = re.compile(r"\[([0-9]{1,9})\.\.([0-9]{0,9})\]")
 _PIECES = re.compile(r"(\{[^{}]*\}|\*)")
@@ -50,6 +54,17 @@ class Words:
     text: str
     regex: re.Pattern[str]
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is one fixed word."""
+        return not ("*" in self.text or "{" in self.text)
+
+    @property
+    def spellings(self) -> Iterator[str]:
+        """The words it stands for with its choices written out, `*` left as it is."""
+        parts = [piece[1:-1].split(",") if piece.startswith("{") else [piece] for piece in _PIECES.split(self.text)]
+        return ("".join(map(str.strip, choice)) for choice in product(*parts))
+
     def accepts(self, segment: str) -> bool:
         return self.regex.fullmatch(segment) is not None
 
@@ -63,34 +78,51 @@ class Glob:
 
     def matches(self, path: str) -> bool:
         """Whether the whole dotted path is matched; the empty path has no segments."""
-        states = self._skip_any_depth({0})
+        positions = self.start
         for part in path.split(".") if path else ():
-            states = self._step(states, part)
-        return len(self.segments) in states
+            positions = self.step(positions, part)
+        return self.accepts(positions)
 
-    def _step(self, states: set[int], part: str) -> set[int]:
+    @property
+    def start(self) -> frozenset[int]:
+        """The positions, numbers of segments passed, before anything is read."""
+        return self._skip_any_depth({0})
+
+    def step(self, positions: frozenset[int], part: str) -> frozenset[int]:
+        """The positions after one more segment of a path; none if the glob cannot match any more."""
         following: set[int] = set()
-        for state in states:
-            if state == len(self.segments):
-                continue
-            segment = self.segments[state]
+        for position in positions - {len(self.segments)}:
+            segment = self.segments[position]
             if isinstance(segment, AnyDepth):
-                following.add(state)
+                following.add(position)
             elif segment.accepts(part):
-                following.add(state + 1)
+                following.add(position + 1)
         return self._skip_any_depth(following)
 
-    def _skip_any_depth(self, states: set[int]) -> set[int]:
+    def accepts(self, positions: frozenset[int]) -> bool:
+        """Whether a path that led here is matched."""
+        return len(self.segments) in positions
+
+    def _skip_any_depth(self, positions: set[int]) -> frozenset[int]:
         """`**` may stand for no segment at all."""
-        for state in range(len(self.segments)):
-            if state in states and isinstance(self.segments[state], AnyDepth):
-                states.add(state + 1)
-        return states
+        for position, segment in enumerate(self.segments):
+            if position in positions and isinstance(segment, AnyDepth):
+                positions.add(position + 1)
+        return frozenset(positions)
 
 
 def matches(glob: str, path: str) -> bool:
     """Whether the glob matches the dotted path. Raises GlobError for a malformed glob."""
     return compile_glob(glob).matches(path)
+
+
+def is_glob(text: str) -> bool:
+    """Whether the text can be read as a glob."""
+    try:
+        compile_glob(text)
+    except GlobError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=4096)
@@ -136,6 +168,10 @@ def _segment(text: str, offset: int) -> Segment:
     return Words(text, re.compile("".join(_regex(piece) for piece in _PIECES.split(text))))
 
 
+def _choices(text: str) -> int:
+    return prod(piece.count(",") + 1 for piece in _PIECES.split(text) if piece.startswith("{"))
+
+
 def _refuse(text: str, offset: int) -> None:
     if not text:
         raise GlobError("a path segment is empty", offset, 1)
@@ -147,6 +183,8 @@ def _refuse(text: str, offset: int) -> None:
         raise GlobError("an integer range is a whole segment such as [3..60]", offset, len(text))
     if text.count("*") > MAX_STARS:
         raise GlobError(f"a segment has at most {MAX_STARS} `*`", offset, len(text))
+    if _choices(text) > MAX_CHOICES:
+        raise GlobError(f"a segment has at most {MAX_CHOICES} choices", offset, len(text))
     if wrong := re.search(r"[^\w*{},\-]", text):
         raise GlobError(f"unexpected `{wrong[0]}`", offset + wrong.start(), 1)
 

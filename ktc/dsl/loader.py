@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing, suggest
 from ktc.dsl import parser, syntax
+from ktc.dsl.source_text import count_words
 
 MAX_FILES = 64
 MAX_IMPORT_DEPTH = 16
@@ -86,6 +87,7 @@ class _Loader:
         self.entry = entry.resolve()
         self.entry_shown = shown
         self.loaded: dict[Path, int | None] = {}
+        self.words = 0
 
     def load(self, path: Path, prefix: str, chain: tuple[Path, ...]) -> int | None:
         """The unit's index, `None` if the file cannot be used (which has been reported)."""
@@ -110,6 +112,10 @@ class _Loader:
         if text is None:
             return None
         self.program.sources[shown] = text
+        self.words += count_words(text)
+        if self.words > parser.MAX_WORDS:
+            self._refuse("E013", f"a program has at most {parser.MAX_WORDS} words", Span(shown, 1, 1, 1, 1))
+            return None
         try:
             return parser.parse(text, shown)
         except InputRefused as error:

@@ -14,11 +14,12 @@ from lark.exceptions import UnexpectedInput
 from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.dsl import syntax
-from ktc.dsl.source_text import SourceText
+from ktc.dsl.source_text import SourceText, count_words
 from ktc.dsl.syntax_errors import explain
 from ktc.dsl.tree_builder import TreeBuilder
 
 MAX_BYTES = 2**20
+MAX_WORDS = 30_000  # of a program: about 1,500 rules, which are checked within a second
 MAX_DECLARATIONS = 2000
 MAX_NESTING = 64  # of brackets
 MAX_DEPTH = 192  # of the tree: chains such as `a and b and ...` count, parentheses alone do not
@@ -110,6 +111,8 @@ def _declarations(root: Tree[Token], source: SourceText) -> tuple[list[Tree[Toke
 def _over_limits(source: SourceText) -> Diagnostic | None:
     if len(source.text.encode()) > MAX_BYTES:
         return Diagnostic("E013", f"a file has at most {MAX_BYTES} bytes", Span(source.file, 1, 1, 1, 1))
+    if count_words(source.text) > MAX_WORDS:
+        return Diagnostic("E013", f"a program has at most {MAX_WORDS} words", Span(source.file, 1, 1, 1, 1))
     if span := source.too_deep(MAX_NESTING):
         return Diagnostic("E013", f"brackets are nested deeper than {MAX_NESTING}", span)
     return None

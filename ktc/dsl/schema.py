@@ -42,6 +42,7 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     "facet": ("kernel", "adapter", "quant", "place"),
     "device": ("auto", "cpu"),  # besides the literals cuda:0, xpu:1, npu:0, hip:0
 }
+DEVICE_FAMILIES = ("cuda", "xpu", "npu", "hip")
 SCALARS = ("int", "float", "bool", "string", "size")
 
 

@@ -14,9 +14,10 @@ from ktc.dsl.checker.blocks import check_blocks
 from ktc.dsl.checker.conflicts import check_conflicts
 from ktc.dsl.checker.expressions import Expressions
 from ktc.dsl.checker.names import UnitNames, collect
+from ktc.dsl.checker.overlap import check_overlaps
 from ktc.dsl.checker.params import bind_params
 from ktc.dsl.checker.patterns import Patterns
-from ktc.dsl.checker.report import Report, in_order
+from ktc.dsl.checker.report import Report, TooManyErrors, in_order
 from ktc.dsl.checker.rules import check_rules
 from ktc.dsl.checker.unused import warn_unused
 from ktc.dsl.loader import Program
@@ -26,6 +27,13 @@ from ktc.dsl.ruleset import PatternDefinition, RuleSet, Unit
 def check(program: Program, settings: Mapping[str, str]) -> RuleSet:
     """The checked program. Raises InputRefused with the diagnostics of all files, those of the loader included."""
     report = Report(program.diagnostics)
+    try:
+        return _check(program, settings, report)
+    except TooManyErrors:
+        raise InputRefused(*in_order(report.errors), sources=program.sources) from None
+
+
+def _check(program: Program, settings: Mapping[str, str], report: Report) -> RuleSet:
     units = [collect(source, report) for source in program.units]
     bind_params(units, settings, report)
     patterns = Patterns(units, report)
@@ -33,18 +41,17 @@ def check(program: Program, settings: Mapping[str, str]) -> RuleSet:
     blocks = check_blocks(units, report)
     requires = _check_requires(units, report)
     rules = check_rules(units, patterns, blocks["lora"], report)
-    check_conflicts(rules, blocks["plan"], report)
+    known = {pattern.name: pattern for pattern in patterns.checked.values() if pattern}
+    outputs = {name: pattern.declaration.outputs[0].text for name, pattern in known.items()}
+    check_conflicts(rules, outputs, blocks["plan"], report)
+    check_overlaps(rules, known, units, report)
     if report.errors:
         raise InputRefused(*in_order(report.errors), sources=program.sources)
-    warn_unused(units, report)
+    warn_unused(units, rules, blocks, report)
     return RuleSet(
         entry=units[0].source.module.file,
         units=tuple(Unit(unit.source.module, unit.source.prefix, unit.source.imports, unit.params) for unit in units),
-        patterns={
-            pattern.name: PatternDefinition(pattern.name, pattern.unit, pattern.declaration)
-            for pattern in patterns.checked.values()
-            if pattern
-        },
+        patterns={name: PatternDefinition(name, pattern.unit, pattern.declaration) for name, pattern in known.items()},
         rules=tuple(rules),
         requires=requires,
         plan=blocks["plan"].values,

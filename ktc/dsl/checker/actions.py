@@ -10,10 +10,8 @@ from ktc.dsl.checker.blocks import CheckedBlock, check_bounds
 from ktc.dsl.checker.expressions import Expressions
 from ktc.dsl.checker.names import Capture, UnitNames, find_capture
 from ktc.dsl.checker.report import Report
-from ktc.dsl.evaluate import constant
 from ktc.dsl.ruleset import Facet, RuleAction, Value
 from ktc.dsl.schema import ENUMS, TARGETS, SettingSpec, Target
-from ktc.dsl.types import UNKNOWN, convert
 
 _FACETS: Mapping[str, Facet] = {"kernel": "kernel", "adapter": "adapter", "quant": "quant", "place": "place"}
 
@@ -88,9 +86,7 @@ def _given(action: syntax.Action, target: Target, unit: UnitNames, report: Repor
         elif name in values:
             report.error("E020", f"`{name}` is given twice", argument.span)
         else:
-            checked = expressions.check(argument.value, spec.type) != UNKNOWN
-            result = constant(argument.value, unit.params) if checked else None
-            values[name] = None if isinstance(result, range) else convert(result, spec.type)
+            values[name] = expressions.value(argument.value, spec.type)
             check_bounds(name, values[name], argument.value.span, report)
     return values
 

@@ -10,10 +10,9 @@ from ktc.dsl import syntax
 from ktc.dsl.checker.expressions import Expressions
 from ktc.dsl.checker.names import UnitNames
 from ktc.dsl.checker.report import Report
-from ktc.dsl.evaluate import constant
 from ktc.dsl.ruleset import Value
-from ktc.dsl.schema import BLOCKS, BOUNDS
-from ktc.dsl.types import SIZE, UNKNOWN, Type, convert
+from ktc.dsl.schema import BLOCKS, BOUNDS, DEVICE_FAMILIES
+from ktc.dsl.types import SIZE, Type
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +58,18 @@ def _check_block(unit: UnitNames, block: syntax.Block, report: Report) -> Checke
         if wanted is None:
             keys = [*BLOCKS[block.kind], *(("cpu", "cuda:0") if block.kind == "plan" else ())]
             hint = suggest(key, keys) or f"keys: {listing(keys, 20)}"
+            if key in DEVICE_FAMILIES:
+                hint = f"a budget belongs to one device: `{key}:0`"
             report.error("E025", f"`{block.kind}` has no key `{key}`", setting.key.span, hint=hint)
         elif key in spans:
             related = (Related(spans[key], "first value"),)
             report.error("E020", f"`{key}` is given twice", setting.key.span, related=related)
         else:
             spans[key] = setting.key.span
-            if expressions.check(setting.value, wanted) != UNKNOWN:
-                result = constant(setting.value, unit.params)
-                values[key] = None if isinstance(result, range) else convert(result, wanted)
-                check_bounds(key, values[key], setting.value.span, report)
+            value = expressions.value(setting.value, wanted)
+            if value is not None:
+                values[key] = value
+                check_bounds(key, value, setting.value.span, report)
     return CheckedBlock(values, spans, unit.source.index, block.span)
 
 

@@ -1,42 +1,53 @@
-"""Contradictions that the rules show without a model: double claims, absorbed captures and placements within one rule.
+"""Contradictions that a program shows without a model, inside each rule and between a rule and the plan.
 
-Conflicts between rules are decided exactly where the matches are known, by the plan.
+Two rules at one node are the business of `overlap`, and exactly so of the plan, where the matches are known.
 """
 
 from __future__ import annotations
 
-from ktc.diagnostics import Related, listing
+from collections.abc import Iterable, Mapping
+
+from ktc.diagnostics import Related
 from ktc.dsl.checker.blocks import CheckedBlock
+from ktc.dsl.checker.contracts import Fault, Path, claims, contradictions, inference_only
 from ktc.dsl.checker.report import Report
 from ktc.dsl.ruleset import RuleAction, RuleDefinition
-from ktc.dsl.schema import TARGETS
-
-_Path = tuple[str, ...]
+from ktc.dsl.schema import PACK_FORMATS
 
 
-def check_conflicts(rules: list[RuleDefinition], plan: CheckedBlock, report: Report) -> None:
+def check_conflicts(
+    rules: Iterable[RuleDefinition], outputs: Mapping[str, str], plan: CheckedBlock, report: Report
+) -> None:
+    """Reports double claims, broken contracts and rewrites that the plan forbids. `outputs`: patterns' first."""
     for rule in rules:
-        _check_double_claims(rule, report)
-        for absorbing in rule.actions:
+        output = outputs.get(rule.root, "")
+        _check_double_claims(rule, output, report)
+        for one in rule.actions:
             for other in rule.actions:
-                if other is not absorbing:
-                    _check_absorbed(absorbing, other, report)
-                    _check_pinned(absorbing, other, report)
-        if plan.values.get("mode") == "infer":
-            _check_inference(rule, plan, report)
+                if other is not one:
+                    report_faults(contradictions(one, other, rule.root, output), one, other, report)
+            _check_packing(one, report)
+            _check_mode(one, plan, report)
+            _check_budget(one, plan, report)
 
 
-def claims(action: RuleAction) -> tuple[_Path, ...]:
-    """The captures that an action claims: those it names, else those its target absorbs, else the match, `()`."""
-    return action.on or tuple((name,) for name in TARGETS[action.target].absorbs) or ((),)
+def report_faults(
+    faults: Iterable[Fault], one: RuleAction, other: RuleAction, report: Report, example: str = ""
+) -> None:
+    """Puts contradictions between two actions at the later one's place; `example` is a path where they meet."""
+    for fault in faults:
+        label = "; ".join(filter(None, (fault.label, example)))
+        related = (Related(one.span, fault.reason),)
+        report.error(fault.code, fault.message, other.span, label=label, hint=fault.hint, related=related)
 
 
-def _check_double_claims(rule: RuleDefinition, report: Report) -> None:
-    claimed: dict[tuple[str, _Path], RuleAction] = {}
+def _check_double_claims(rule: RuleDefinition, output: str, report: Report) -> None:
+    claimed: dict[tuple[str, Path], RuleAction] = {}
     for action in rule.actions:
-        for path in claims(action):
+        paths = claims(action, rule.root, output)
+        for path in paths:
             first = claimed.setdefault((action.facet, path), action)
-            if first is not action or action.on.count(path) > 1:
+            if first is not action or paths.count(path) > 1:
                 what = f"`{'.'.join(path)}`" if path else "the match"
                 message = f"rule `{rule.name}` claims the {action.facet} of {what} twice"
                 related = (Related(first.span, "first claim"),) if first is not action else ()
@@ -44,32 +55,30 @@ def _check_double_claims(rule: RuleDefinition, report: Report) -> None:
                 break
 
 
-def _check_absorbed(absorbing: RuleAction, other: RuleAction, report: Report) -> None:
-    """An adapter needs its capture to be a node of its own, which an absorbed capture no longer is."""
-    absorbed = TARGETS[absorbing.target].absorbs
-    if absorbing.on or other.facet != "adapter" or other.target == "keep":
+def _check_packing(action: RuleAction, report: Report) -> None:
+    pack = action.settings.get("pack")
+    only = PACK_FORMATS.get(str(pack))
+    if only is not None and action.settings.get("format") not in (None, only):
+        message = f"`pack = {pack}` holds {only}, the format is {action.settings['format']}"
+        report.error("E044", message, action.span, hint=f"write `format = {only}`, or choose another `pack`")
+
+
+def _check_mode(action: RuleAction, plan: CheckedBlock, report: Report) -> None:
+    mode = plan.values.get("mode")
+    if mode is None or action.target == "keep":
         return
-    for path in other.on:
-        if len(path) == 1 and path[0] in absorbed:
-            message = f"`{other.target}` on `{path[0]}`, but `{absorbing.target}` absorbs it"
-            related = (Related(absorbing.span, f"`{absorbing.target}` absorbs {listing(absorbed)}"),)
-            report.error("E042", message, other.span, label=f"`{path[0]}` is no longer a node", related=related)
+    related = (Related(plan.spans["mode"], "said here"),)
+    if mode == "infer" and action.facet == "adapter":
+        message = f"`{action.target}` trains, but the plan says `mode = infer`"
+        report.error("E044", message, action.span, related=related)
+    if mode == "train" and (kernel := inference_only(action)):
+        message = f"`{kernel}` has no backward pass, but the plan says `mode = train`"
+        report.error("E044", message, action.span, hint="choose a kernel that can be trained through", related=related)
 
 
-def _check_pinned(pinning: RuleAction, other: RuleAction, report: Report) -> None:
-    pins = TARGETS[pinning.target].pins
-    if other.target != "place":
-        return
-    for path in other.on:
-        device = pins.get(path[0]) if len(path) == 1 else None
-        if device is not None and other.settings.get("device") not in (None, device):
-            message = f"`{pinning.target}` runs `{path[0]}` on {device}, this places it on {other.settings['device']}"
-            related = (Related(pinning.span, f"pinned to {device} here"),)
-            report.error("E041", message, other.span, related=related)
-
-
-def _check_inference(rule: RuleDefinition, plan: CheckedBlock, report: Report) -> None:
-    for action in rule.actions:
-        if action.facet == "adapter" and action.target != "keep":
-            message = f"`{action.target}` trains, but the plan says `mode = infer`"
-            report.error("E044", message, action.span, related=(Related(plan.spans["mode"], "said here"),))
+def _check_budget(action: RuleAction, plan: CheckedBlock, report: Report) -> None:
+    """A device without a budget takes what fits; one whose budget is nothing takes nothing."""
+    device = str(action.settings.get("device"))
+    if action.target == "place" and plan.values.get(device) == 0:
+        message = f"this places on {device}, to which the plan gives no memory"
+        report.error("E041", message, action.span, related=(Related(plan.spans[device], "its budget"),))

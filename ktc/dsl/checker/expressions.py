@@ -14,8 +14,9 @@ from ktc.dsl import syntax
 from ktc.dsl.checker.names import Capture, UnitNames, find_capture
 from ktc.dsl.checker.report import Report
 from ktc.dsl.evaluate import constant
+from ktc.dsl.ruleset import Value
 from ktc.dsl.schema import ENUMS, FACTS
-from ktc.dsl.types import BOOL, EMPTY_LIST, FLOAT, INT, RANGE, SIZE, STRING, UNKNOWN, Type, fits
+from ktc.dsl.types import BOOL, EMPTY_LIST, FLOAT, INT, RANGE, SIZE, STRING, UNKNOWN, Type, convert, fits
 
 _ORDERINGS = ("<", "<=", ">", ">=")
 _Guard = tuple[str, ...]
@@ -49,6 +50,18 @@ class Expressions:
             "E030", f"expected {shown}, found {found}", expression.span, label=f"this is {found}", hint=hint
         )
         return UNKNOWN
+
+    def value(self, expression: syntax.Expression, wanted: Type) -> Value:
+        """What a constant expression stands for, in the form of its type; `None` after a report."""
+        if self.check(expression, wanted) == UNKNOWN:
+            return None
+        result = constant(expression, self.unit.params)
+        value = None if isinstance(result, range) else convert(result, wanted)
+        undefined = value is None or (isinstance(value, tuple) and None in value)
+        if undefined and None not in self.unit.params.values():  # else the parameter's fault has been reported
+            hint = "it divides by zero, or leaves the range of 64-bit numbers"
+            self.report.error("E032", "this expression has no value", expression.span, hint=hint)
+        return None if undefined else value
 
     def infer(self, expression: syntax.Expression, wanted: Type | None = None) -> Type:
         """The expression's type; `wanted` only tells what its bare words mean."""

@@ -12,11 +12,11 @@ from ktc.dsl import syntax
 from ktc.dsl.checker.expressions import Expressions
 from ktc.dsl.checker.names import UnitNames
 from ktc.dsl.checker.report import Report
-from ktc.dsl.evaluate import Result, constant
+from ktc.dsl.evaluate import constant
 from ktc.dsl.parser import parse_value
 from ktc.dsl.ruleset import Value
 from ktc.dsl.schema import PARAM_TYPES
-from ktc.dsl.types import RANGE, STRING, UNKNOWN, Type, convert
+from ktc.dsl.types import RANGE, STRING, UNKNOWN, Type
 
 
 def bind_params(units: list[UnitNames], settings: Mapping[str, str], report: Report) -> None:
@@ -60,22 +60,19 @@ class _Binding:
         self.unit.params[self.name] = value
 
     def _constant(self, expression: syntax.Expression, unit: UnitNames) -> Value:
-        if Expressions(self.report, unit, {}).check(expression, self.type) == UNKNOWN:
-            return None
-        return _plain(constant(expression, unit.params), self.type)
+        return Expressions(self.report, unit, {}).value(expression, self.type)
 
     def _from_setting(self, text: str) -> Value:
         if self.type == STRING:
             return text
         attempt = Report()
         try:
-            expression = parse_value(text, "--set")
-            Expressions(attempt, self.unit, {}).check(expression, self.type)
+            value = Expressions(attempt, self.unit, {}).value(parse_value(text, "--set"), self.type)
         except InputRefused as error:
             attempt.errors += error.diagnostics
         else:
             if not attempt.errors:
-                return _plain(constant(expression, self.unit.params), self.type)
+                return value
         self._refuse_setting(text, attempt.errors[0])
         return None
 
@@ -123,10 +120,6 @@ def declared_type(declared: syntax.TypeName, report: Report) -> Type:
         report.error("E030", f"unknown type `{inner.text}`", inner.span, hint=hint)
         return UNKNOWN
     return Type(inner.text, "list" if element is not None else "one")
-
-
-def _plain(result: Result, wanted: Type) -> Value:
-    return None if isinstance(result, range) else convert(result, wanted)
 
 
 def _refuse_unknown_arguments(unit: UnitNames, report: Report) -> None:

@@ -160,8 +160,9 @@ class _PatternCheck:
                 needs = [self._needs(choice) for choice in term.choices]
                 certain = set[str](needs[0][1]).intersection(*(every for _, every in needs))
                 return union(some for some, _ in needs), frozenset(certain)
-            case syntax.Maybe(term=syntax.Call(operands=(first, *_)) as call):
-                return self._needs(call)[0], self._needs(first)[1]
+            case syntax.Maybe(term=syntax.Call(operands=(first, *others))):
+                some, every = self._needs(first)
+                return union([some, *(self._needs(operand)[0] for operand in others)]), every
             case syntax.Maybe():
                 return self._needs(term.term)
 

@@ -1,8 +1,14 @@
-"""Where the checker's parts put what they find; nothing stops at the first error."""
+"""Where the checker's parts put what they find; nothing stops at the first error, only at far too many."""
 
 from __future__ import annotations
 
 from ktc.diagnostics import Diagnostic, Related, Span
+
+MAX_ERRORS = 200  # of a program: more help nobody, and explaining each costs time
+
+
+class TooManyErrors(Exception):
+    """Stops a check that has found `MAX_ERRORS` errors; never leaves the checker."""
 
 
 class Report:
@@ -21,6 +27,8 @@ class Report:
         related: tuple[Related, ...] = (),
     ) -> None:
         self.errors.append(Diagnostic(code, message, span, label, hint, related))
+        if len(self.errors) >= MAX_ERRORS:
+            raise TooManyErrors
 
     def warning(self, code: str, message: str, span: Span, *, label: str = "", hint: str = "") -> None:
         self.warnings.append(Diagnostic(code, message, span, label, hint, severity="warning"))

@@ -1,15 +1,41 @@
-"""Warnings for what a program declares in its entry file and never uses."""
+"""Warnings for what a program declares and never uses: names of its entry file, adapter defaults, budgets."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ktc.dsl import syntax
+from ktc.dsl.checker.blocks import CheckedBlock
 from ktc.dsl.checker.names import UnitNames
 from ktc.dsl.checker.report import Report
 from ktc.dsl.loader import alias_of
+from ktc.dsl.ruleset import RuleDefinition
 
 
-def warn_unused(units: list[UnitNames], report: Report) -> None:
-    """W050 pattern (a file without rules is a library, where that is no fault), W051 parameter, W052 import."""
+def warn_unused(
+    units: list[UnitNames], rules: list[RuleDefinition], blocks: Mapping[str, CheckedBlock], report: Report
+) -> None:
+    """W050 pattern (a file without rules is a library, where that is no fault), W051 parameter, W052 import,
+    W056 a `lora` block without an adapter, W057 a budget of a device on which nothing can be."""
+    _warn_names(units, report)
+    lora = blocks["lora"].span
+    if lora is not None and rules and not any(a.facet == "adapter" for rule in rules for a in rule.actions):
+        report.warning("W056", "this `lora` block is never used: no rule adds an adapter", lora)
+    _warn_budgets(rules, blocks["plan"], report)
+
+
+def _warn_budgets(rules: list[RuleDefinition], plan: CheckedBlock, report: Report) -> None:
+    """The cpu takes what nothing places; an automatic plan may use any device, and `auto` is the first GPU."""
+    if plan.values.get("auto", "none") != "none":
+        return
+    named = {action.settings.get(key) for rule in rules for action in rule.actions for key in ("device", "prefill")}
+    named |= {plan.values.get("unplaced"), plan.values.get("grads")}
+    for key, span in plan.spans.items():
+        if ":" in key and key not in named and not ("auto" in named and key == "cuda:0"):
+            report.warning("W057", f"the plan has a budget for {key}, but nothing is placed there", span)
+
+
+def _warn_names(units: list[UnitNames], report: Report) -> None:
     entry = units[0]
     for name, pattern in entry.patterns.items():
         if entry.rules and f"pattern {name}" not in entry.used:
