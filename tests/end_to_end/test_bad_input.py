@@ -31,7 +31,9 @@ def model(tmp_path: Path) -> Path:
 def refusal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[str, object]]:
     """Compiles, expects exit code 2 and nothing at OUT, and returns the first diagnostic."""
 
-    def compile_and_refuse(model: object, rules: object = RULES, out: Path | None = None, code: int = 2) -> dict[str, object]:
+    def compile_and_refuse(
+        model: object, rules: object = RULES, out: Path | None = None, code: int = 2
+    ) -> dict[str, object]:
         out = out or tmp_path / "place" / "compiled_here"
         before = sorted(tmp_path.rglob("*"))
         assert cli.main(["compile", str(model), str(rules), "-o", str(out), "--json"]) == code
@@ -74,7 +76,14 @@ def test_a_config_that_is_none(refusal: Callable[..., dict[str, object]], model:
 
 
 def test_a_config_without_routed_experts(refusal: Callable[..., dict[str, object]], model: Path) -> None:
-    dense = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 128}
+    dense = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 128,
+    }
     (model / "config.json").write_text(json.dumps(dense))
     found = refusal(model, "moe-lora")
     assert found["code"] == "I105"
@@ -128,7 +137,9 @@ def test_a_tensor_of_the_wrong_dtype(refusal: Callable[..., dict[str, object]], 
     assert name in str(refusal(model)["message"])
 
 
-def test_a_rule_with_a_syntax_error_is_located(refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path) -> None:
+def test_a_rule_with_a_syntax_error_is_located(
+    refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path
+) -> None:
     rules = tmp_path / "broken.ktr"
     rules.write_text('import "std/moe.ktr"\nrule experts {\n  match moe.block\n  => cpu_moe(\n}\n')
     found = refusal(model, rules)
@@ -136,9 +147,14 @@ def test_a_rule_with_a_syntax_error_is_located(refusal: Callable[..., dict[str, 
     assert (found["line"], str(found["code"])[0]) == (5, "E")
 
 
-def test_a_rule_that_matches_nothing_is_located(refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path) -> None:
+def test_a_rule_that_matches_nothing_is_located(
+    refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path
+) -> None:
     rules = tmp_path / "nothing.ktr"
-    rules.write_text('import "std/moe.ktr"\nimport "std/attention.ktr" as attn\nrule experts { match moe.block => cpu_moe() }\nrule gqa { match attn.gqa => keep(kernel) }\n')
+    rules.write_text(
+        'import "std/moe.ktr"\nimport "std/attention.ktr" as attn\n'
+        "rule experts { match moe.block => cpu_moe() }\nrule gqa { match attn.gqa => keep(kernel) }\n"
+    )
     found = refusal(model, rules)
     assert (found["code"], found["line"]) == ("M060", 4)
 
@@ -154,7 +170,9 @@ def test_an_out_that_exists(refusal: Callable[..., dict[str, object]], model: Pa
 
 
 @pytest.mark.parametrize("name", ["2fast", "with-dash", "class"])
-def test_an_out_that_is_no_identifier(refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path, name: str) -> None:
+def test_an_out_that_is_no_identifier(
+    refusal: Callable[..., dict[str, object]], model: Path, tmp_path: Path, name: str
+) -> None:
     assert refusal(model, out=tmp_path / name)["code"] == "I140"
 
 
@@ -178,7 +196,9 @@ def test_a_disk_that_fills_up_while_out_is_written(
     assert "No space left" in str(found["message"])
 
 
-def test_an_isa_that_this_host_lacks(refusal: Callable[..., dict[str, object]], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_isa_that_this_host_lacks(
+    refusal: Callable[..., dict[str, object]], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dataclasses import replace
 
     here = host.detect()
@@ -188,7 +208,9 @@ def test_an_isa_that_this_host_lacks(refusal: Callable[..., dict[str, object]], 
     assert refusal(model, rules, code=3)["code"] == "M064"
 
 
-def test_a_host_without_a_compiler(refusal: Callable[..., dict[str, object]], model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_host_without_a_compiler(
+    refusal: Callable[..., dict[str, object]], model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path.parent / "no_compiler_cache"))
     found = refusal(model, code=3)

@@ -105,7 +105,9 @@ def test_losses_of_lora_steps_follow_the_stock_model(package: ModuleType) -> Non
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 0.03
 
 
-def test_in_reference_mode_losses_equal_and_the_adapter_works_in_the_stock_model(package: ModuleType, tmp_path: Path) -> None:
+def test_in_reference_mode_losses_equal_and_the_adapter_works_in_the_stock_model(
+    package: ModuleType, tmp_path: Path
+) -> None:
     adapted, ours = tune(package, package.load(reference=True))
     _, theirs = tune(package, stock(package, torch.float32))
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 1e-5
@@ -120,7 +122,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 folder = sys.argv[1]
 base = json.load(open(folder + "/adapter/adapter_config.json"))["base_model_name_or_path"]
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder + "/adapter").eval()
+stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+model = PeftModel.from_pretrained(stock, folder + "/adapter").eval()
 expected = torch.load(folder + "/expected.pt", weights_only=True)
 with torch.no_grad():
     found = model(input_ids=expected["ids"]).logits
@@ -136,8 +139,8 @@ def test_the_trainer_takes_the_folder_as_a_hugging_face_model(package: ModuleTyp
     adapted = get_peft_model(model, package.lora_config())
     rows = [{"input_ids": row, "labels": row} for row in tokens(model, 4, 24)]
     settings = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
-        logging_steps=1, learning_rate=1e-3, use_cpu=True, gradient_checkpointing=True, disable_tqdm=True,
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        report_to=[], logging_steps=1, learning_rate=1e-3, use_cpu=True, gradient_checkpointing=True, disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(model=adapted, args=settings, train_dataset=rows)
     trainer.train()

@@ -45,8 +45,12 @@ def test_logits_are_as_near_to_fp32_as_those_of_stock_bf16(package: ModuleType) 
     model = package.load()
     ids = tokens(model)
     with torch.no_grad():
-        exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to("cuda:0").eval()(input_ids=ids).logits
-        stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to("cuda:0").eval()(input_ids=ids).logits
+        exact = (
+            AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to("cuda:0").eval()(input_ids=ids).logits
+        )
+        stock = (
+            AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to("cuda:0").eval()(input_ids=ids).logits
+        )
         ours = model(input_ids=ids).logits
     error = [float((found.float() - exact).norm() / exact.norm()) for found in (ours, stock)]
     assert error[0] <= 1.5 * error[1]
