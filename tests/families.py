@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from torch import Tensor, fx, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc import dsl
 from ktc.capture import CapturedModel, ModelSource, capture
+from ktc.capture.export import flatten_call, main_output
+from ktc.graph.typed import input_names
 from ktc.host import Host
 from ktc.match import Matches, match
 from ktc.plan import Plan, make_plan
 
-COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 512}
-MLA = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
-MOE = {"intermediate_size": 96, "moe_intermediate_size": 48, "n_routed_experts": 16, "num_experts_per_tok": 4}
-GROUPS = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
-GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+COMMON: dict[str, object] = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 512,
+}  # fmt: skip
+MLA: dict[str, object] = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 12,
+}  # fmt: skip
+MOE: dict[str, object] = {
+    "intermediate_size": 96, "moe_intermediate_size": 48, "n_routed_experts": 16, "num_experts_per_tok": 4,
+}  # fmt: skip
+GROUPS: dict[str, object] = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+GQA: dict[str, object] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 FAMILIES: dict[str, dict[str, object]] = {
-    "deepseek_v2": {**COMMON, **MLA, **MOE, **GROUPS, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "group_limited_greedy"},
+    "deepseek_v2": {
+        **COMMON, **MLA, **MOE, **GROUPS, "q_lora_rank": None, "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+    },
     "deepseek_v3": {**COMMON, **MLA, **MOE, **GROUPS, "q_lora_rank": 24, "n_shared_experts": 1},
+    "gpt_oss": {**COMMON, **GQA, "intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {
-        **COMMON, **GQA, "intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2,
-        "norm_topk_prob": True, "decoder_sparse_step": 1,
+        **COMMON, **GQA, "intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 8,
+        "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1,
     },
     "llama": {**COMMON, **GQA, "intermediate_size": 96},
 }  # fmt: skip
@@ -33,7 +50,7 @@ CPU = Host(
 )  # fmt: skip
 
 
-def config_of(family: str, dtype: torch.dtype = torch.bfloat16, **overrides: object) -> PretrainedConfig:
+def config_of(family: str, dtype: torch.dtype = torch.bfloat16, **overrides: object) -> PreTrainedConfig:
     config = AutoConfig.for_model(family, **{**FAMILIES[family], **overrides})
     config.dtype = dtype
     return config
@@ -53,3 +70,38 @@ def rules(text: str, folder: Path, settings: dict[str, str] | None = None) -> ds
 def planned(model: CapturedModel, program: dsl.RuleSet, host: Host = CPU) -> tuple[Matches, Plan]:
     matches = match(model, program, host)
     return matches, make_plan(model, matches, program, host)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A call of a block within a forward of its model, and the hidden states that it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+
+    def replay(self, graph: fx.GraphModule) -> Tensor:
+        """The hidden states that a graph of the block returns for the same inputs."""
+        names, tensors, _ = flatten_call(self.args, self.kwargs)
+        given = dict(zip(names, tensors, strict=True))
+        with torch.no_grad():
+            return main_output(graph(*(given[name] for name in input_names(graph))))
+
+
+def forward_seen(model: PreTrainedModel, fqns: Iterable[str], shape: tuple[int, int]) -> dict[str, Seen]:
+    """The calls of the blocks `fqns` in one forward of `shape` (batch, length), with stock attention and experts."""
+    seen: dict[str, Seen] = {}
+    model.set_attn_implementation("sdpa")
+    model.set_experts_implementation("eager")
+
+    def remember(fqn: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            seen[fqn] = Seen(args, kwargs, main_output(result))
+
+        return hook
+
+    for fqn in fqns:
+        model.get_submodule(fqn).register_forward_hook(remember(fqn), with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids=torch.arange(shape[0] * shape[1]).reshape(shape) % 100, use_cache=False)
+    return seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from families import CPU, captured, rules
 
 from ktc.diagnostics import InputRefused
@@ -19,13 +20,18 @@ rule grouped { match attn.gqa        expect >= 0 => keep(kernel) }
 
 @pytest.mark.parametrize(
     ("family", "q_lora", "experts", "latent", "grouped"),
-    [("deepseek_v2", None, 2, 3, 0), ("deepseek_v2", 24, 2, 3, 0), ("deepseek_v3", 24, 2, 3, 0), ("qwen3_moe", None, 3, 0, 3)],
+    [
+        ("deepseek_v2", None, 2, 3, 0),
+        ("deepseek_v2", 24, 2, 3, 0),
+        ("deepseek_v3", 24, 2, 3, 0),
+        ("qwen3_moe", None, 3, 0, 3),
+    ],
 )
 def test_std_patterns_find_every_block_and_explain_all_of_it(
     tmp_path: Path, family: str, q_lora: int | None, experts: int, latent: int, grouped: int
 ) -> None:
-    overrides = {} if family == "qwen3_moe" else {"q_lora_rank": q_lora}
-    found = match(captured(family, **overrides), rules(EVERYTHING, tmp_path), CPU)
+    overrides: dict[str, object] = {} if family == "qwen3_moe" else {"q_lora_rank": q_lora}
+    found = match(captured(family, torch.bfloat16, **overrides), rules(EVERYTHING, tmp_path), CPU)
     assert (len(found.of("experts")), len(found.of("latent")), len(found.of("grouped"))) == (experts, latent, grouped)
     assert {m.coverage for m in found.matches} == {1.0}
 
@@ -33,11 +39,13 @@ def test_std_patterns_find_every_block_and_explain_all_of_it(
 def test_a_match_names_what_it_bound(tmp_path: Path) -> None:
     model = captured("deepseek_v2")
     (first, _) = match(model, rules(EVERYTHING, tmp_path), CPU).of("experts")
-    assert first.path == "model.layers.1.mlp" and first.layer == 1
+    assert first.path == "model.layers.1.mlp"
+    assert first.layer == 1
     assert first.capture(("experts",)) == NodeRef("experts")
     router = first.capture(("router",))
     assert isinstance(router, SubMatch)
-    assert isinstance(router.bindings["gate"], NodeRef) and "bias" not in router.bindings
+    assert isinstance(router.bindings["gate"], NodeRef)
+    assert "bias" not in router.bindings
     assert isinstance(first.capture(("shared", "down")), NodeRef)
 
 
@@ -49,8 +57,10 @@ def test_an_optional_part_is_absent_where_the_model_has_none(tmp_path: Path) -> 
 
 def test_where_reads_attributes_of_roles_and_captures(tmp_path: Path) -> None:
     text = """
-    rule a { match moe.block as m where m.top_k == 4 and m.num_experts == 16 and m has shared and m.layer > 1 => cpu_moe() }
-    rule b { match attn.mla as a where a.kv_rank == 16 and a.rope_dim == 8 and a.nope_dim == 16 and a.heads == 4 and a.v_dim == 12
+    rule a { match moe.block as m
+             where m.top_k == 4 and m.num_experts == 16 and m has shared and m.layer > 1 => cpu_moe() }
+    rule b { match attn.mla as a
+             where a.kv_rank == 16 and a.rope_dim == 8 and a.nope_dim == 16 and a.heads == 4 and a.v_dim == 12
              => keep(kernel) }
     rule c { match linear as l at "**.o_proj" where l.in_features == 48 => lora_linear(rank = 4) }
     """
@@ -60,7 +70,9 @@ def test_where_reads_attributes_of_roles_and_captures(tmp_path: Path) -> None:
 
 
 def test_globs_select_paths_and_except_removes_them(tmp_path: Path) -> None:
-    text = 'rule a { match linear at "model.layers.[1..2].self_attn.*" except "**.{o,q}_proj" => lora_linear(rank = 4) }'
+    text = (
+        'rule a { match linear at "model.layers.[1..2].self_attn.*" except "**.{o,q}_proj" => lora_linear(rank = 4) }'
+    )
     found = match(captured("qwen3_moe"), rules(text, tmp_path), CPU)
     assert sorted(m.path.rpartition(".")[2] for m in found.matches) == ["k_proj", "k_proj", "v_proj", "v_proj"]
 
@@ -75,9 +87,12 @@ def test_a_rule_that_matches_nothing_is_refused_with_its_nearest_miss(tmp_path: 
     with pytest.raises(InputRefused) as refused:
         match(captured("qwen3_moe"), rules("rule latent { match attn.mla => keep(kernel) }", tmp_path), CPU)
     (problem,) = refused.value.diagnostics
-    assert problem.code == "M060" and problem.message == "rule `latent` matched 0, expected at least 1"
-    assert "model.layers.0.self_attn" in problem.hint and "std/attention.ktr" in problem.hint
-    assert problem.span is not None and problem.span.file.endswith("program.ktr")
+    assert problem.code == "M060"
+    assert problem.message == "rule `latent` matched 0, expected at least 1"
+    assert "model.layers.0.self_attn" in problem.hint
+    assert "std/attention.ktr" in problem.hint
+    assert problem.span is not None
+    assert problem.span.file.endswith("program.ktr")
 
 
 def test_all_unmet_expectations_are_told_together(tmp_path: Path) -> None:
@@ -87,7 +102,10 @@ def test_all_unmet_expectations_are_told_together(tmp_path: Path) -> None:
     """
     with pytest.raises(InputRefused) as refused:
         match(captured("deepseek_v2"), rules(text, tmp_path), CPU)
-    assert [d.message for d in refused.value.diagnostics] == ["rule `a` matched 2, expected 7", "rule `b` matched 3, expected 1..2"]
+    assert [d.message for d in refused.value.diagnostics] == [
+        "rule `a` matched 2, expected 7",
+        "rule `b` matched 3, expected 1..2",
+    ]
 
 
 def test_an_unmet_requirement_shows_what_was_found(tmp_path: Path) -> None:

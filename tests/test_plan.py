@@ -33,8 +33,10 @@ def test_an_overridden_rule_loses_its_claim_and_keeps_its_others(tmp_path: Path)
     rule last overrides all_linears { match linear at "model.layers.2.self_attn.*" => lora_linear(rank = 16) }
     """
     _, plan = planned(captured("qwen3_moe"), rules(text, tmp_path))
-    assert plan.lora is not None and len(plan.lora.targets) == 12
-    assert plan.lora.r == 4 and set(plan.lora.rank_pattern.values()) == {16}
+    assert plan.lora is not None
+    assert len(plan.lora.targets) == 12
+    assert plan.lora.r == 4
+    assert set(plan.lora.rank_pattern.values()) == {16}
     assert all(".2." in path for path in plan.lora.rank_pattern)
     assert [len(r.sites) for r in plan.rewrites] == [2, 1]
 
@@ -58,32 +60,46 @@ def test_an_isa_that_the_host_lacks_is_refused(tmp_path: Path) -> None:
     program = rules("rule experts { match moe.block => cpu_moe(isa = avx512_bf16) }", tmp_path)
     with pytest.raises(HostLacks) as error:
         planned(captured("deepseek_v2"), program, replace(CPU, isas=("avx2", "scalar")))
-    assert error.value.diagnostics[0].code == "M064" and error.value.diagnostics[0].span is not None
+    assert error.value.diagnostics[0].code == "M064"
+    assert error.value.diagnostics[0].span is not None
 
 
 def test_a_stored_format_without_a_kernel_is_refused_not_converted(tmp_path: Path) -> None:
     with pytest.raises(InputRefused) as error:
         planned(captured("deepseek_v2", torch.float32), rules(EXPERTS, tmp_path))
-    assert error.value.diagnostics[0].code == "M068" and "format = bf16" in error.value.diagnostics[0].hint
-    _, plan = planned(captured("deepseek_v2", torch.float32), rules("rule e { match moe.block => cpu_moe(format = bf16) }", tmp_path))
+    assert error.value.diagnostics[0].code == "M068"
+    assert "format = bf16" in error.value.diagnostics[0].hint
+    _, plan = planned(
+        captured("deepseek_v2", torch.float32), rules("rule e { match moe.block => cpu_moe(format = bf16) }", tmp_path)
+    )
     assert plan.kernels[0].format_down == "bf16"
 
 
 def test_placement_is_inherited_and_experts_stay_on_the_cpu(tmp_path: Path) -> None:
-    text = EXPERTS + """
+    text = (
+        EXPERTS
+        + """
     param device : device = auto
     rule all   { match module at "model", "lm_head" => place($device) }
     rule table { match embedding => place(cpu) }
     """
+    )
     gpu = replace(CPU, gpus=(Gpu("test", 24 << 30),))
     _, plan = planned(captured("deepseek_v2"), rules(text, tmp_path), gpu)
-    assert {p.fqn: p.device for p in plan.placements} == {"": "cpu", "model": "cuda:0", "lm_head": "cuda:0", "model.embed_tokens": "cpu"}
+    assert {p.fqn: p.device for p in plan.placements} == {
+        "": "cpu",
+        "model": "cuda:0",
+        "lm_head": "cuda:0",
+        "model.embed_tokens": "cpu",
+    }
     loads = {load.device: load.weights for load in plan.devices}
     experts, table = 2 * 16 * 3 * 64 * 48 * 2, 128 * 64 * 2
     total = sum(t.bytes for m in captured("deepseek_v2").modules for t in m.tensors)
-    assert loads["cpu"] == experts + table and loads["cuda:0"] == total - experts - table
+    assert loads["cpu"] == experts + table
+    assert loads["cuda:0"] == total - experts - table
     (rewrite,) = plan.rewrites
-    assert rewrite.device == "cuda:0" and set(rewrite.node_devices.values()) == {"cpu"}
+    assert rewrite.device == "cuda:0"
+    assert set(rewrite.node_devices.values()) == {"cpu"}
 
 
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -99,9 +115,14 @@ def test_a_device_that_cannot_hold_its_weights_is_told(tmp_path: Path) -> None:
 
 
 def test_shipped_programs_plan_both_embedded_families() -> None:
-    for family, name in (("deepseek_v2", "deepseek-v2-lite-lora"), ("deepseek_v2", "moe-lora"), ("qwen3_moe", "moe-lora")):
+    for family, name in (
+        ("deepseek_v2", "deepseek-v2-lite-lora"),
+        ("deepseek_v2", "moe-lora"),
+        ("qwen3_moe", "moe-lora"),
+    ):
         _, plan = planned(captured(family), dsl.load(name, {}))
-        assert plan.mode == "train" and plan.lora is not None
+        assert plan.mode == "train"
+        assert plan.lora is not None
         assert (plan.lora.r, plan.lora.lora_alpha, plan.lora.lora_dropout) == (8, 32.0, 0.1)
         assert len(plan.lora.targets) == 12
 

@@ -13,6 +13,7 @@ from torch import fx
 from ktc import dsl, twin
 from ktc.diagnostics import ProofFailed
 from ktc.graph import ops
+from ktc.graph.typed import input_of, nodes_of
 from ktc.prove import compare, prove
 from ktc.prove.compare import TOLERANCE, Call, relative_error
 from ktc.prove.run import bind, record_calls
@@ -20,14 +21,18 @@ from ktc.rewrite import apply, rewrite
 from ktc.runtime.fused_moe import FusedMoe
 
 
-@pytest.mark.parametrize(("family", "overrides"), [("deepseek_v2", {}), ("deepseek_v2", {"q_lora_rank": 24}), ("qwen3_moe", {})])
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("deepseek_v2", {}), ("deepseek_v2", {"q_lora_rank": 24}), ("qwen3_moe", {})]
+)
 def test_the_shipped_rewrites_hold(family: str, overrides: dict[str, object]) -> None:
-    model = captured(family, **overrides)
+    model = captured(family, torch.bfloat16, **overrides)
     _, plan = planned(model, dsl.load("moe-lora", {}))
     proofs = prove(model, rewrite(model, plan))
     assert len(proofs) == len(plan.rewrites) == 2
     for proof in proofs:
-        assert proof.holds and proof.forward < 1e-6 and proof.worst_gradient < 1e-6
+        assert proof.holds
+        assert proof.forward < 1e-6
+        assert proof.worst_gradient < 1e-6
     experts = next(p for p in proofs if p.block.endswith(("Moe", "MoeBlock")))
     assert {"hidden_states", "routing_weights of experts", "gate.weight"} <= experts.gradients.keys()
 
@@ -44,7 +49,8 @@ def _witness() -> tuple[torch.nn.Module, tuple[Call, ...]]:
 
 def _rewritten() -> fx.GraphModule:
     config = twin.shrink(config_of("deepseek_v3", torch.float32))
-    model = captured("deepseek_v3", torch.float32, **{k: getattr(config, k) for k in ("hidden_size", "moe_intermediate_size", "kv_lora_rank")})
+    widths = {name: getattr(config, name) for name in ("hidden_size", "moe_intermediate_size", "kv_lora_rank")}
+    model = captured("deepseek_v3", torch.float32, **widths)
     _, plan = planned(model, dsl.load("moe-lora", {"format": "bf16"}))
     (block,) = [b for b in rewrite(model, plan) if b.rewrite.block == "mlp_1"]
     bind(block.graph, _witness()[0])
@@ -53,8 +59,8 @@ def _rewritten() -> fx.GraphModule:
 
 def _bypass(graph: fx.GraphModule, op: str, pick: Callable[[fx.Node], bool] = lambda n: True) -> None:
     """Replaces the last node of operator `op` by its first operand."""
-    node = next(n for n in reversed(list(graph.graph.nodes)) if ops.operator(n) == op and pick(n))
-    node.replace_all_uses_with(node.args[0])
+    node = next(n for n in reversed(nodes_of(graph)) if ops.operator(n) == op and pick(n))
+    node.replace_all_uses_with(input_of(node, 0))
 
 
 def missing_scaling(graph: fx.GraphModule) -> None:
@@ -62,8 +68,10 @@ def missing_scaling(graph: fx.GraphModule) -> None:
 
 
 def wrong_scale(graph: fx.GraphModule) -> None:
-    node = next(n for n in graph.graph.nodes if ops.operator(n) == "mul" and isinstance(n.args[1], float))
-    node.args = (node.args[0], node.args[1] * 1.01)
+    node = next(n for n in nodes_of(graph) if ops.operator(n) == "mul" and isinstance(n.args[1], float))
+    scale = node.args[1]
+    assert isinstance(scale, float)
+    node.args = (node.args[0], scale * 1.01)
 
 
 def missing_renormalisation(graph: fx.GraphModule) -> None:
@@ -78,18 +86,21 @@ def swapped_gate_and_up(graph: fx.GraphModule) -> None:
     experts = graph.get_submodule("experts")
     assert isinstance(experts, FusedMoe)
     for expert in range(experts.num_experts):
-        gate, up = experts.gate_up_proj[expert].clone().chunk(2, 0)
+        gate, up = experts.expert(expert, "gate"), experts.expert(expert, "up")
         experts.load_expert(expert, "gate", up)
         experts.load_expert(expert, "up", gate)
 
 
 def wrong_activation(graph: fx.GraphModule) -> None:
-    graph.get_submodule("experts").activation = "gelu"
+    experts = graph.get_submodule("experts")
+    assert isinstance(experts, FusedMoe)
+    experts.activation = "gelu"
 
 
 def dropped_correction_bias(graph: fx.GraphModule) -> None:
-    node = next(n for n in graph.graph.nodes if ops.operator(n) == "add" and any(a.op == "get_attr" or "bias" in a.name for a in n.all_input_nodes))
-    node.replace_all_uses_with(node.args[0])
+    sums = [n for n in nodes_of(graph) if ops.operator(n) == "add"]
+    node = next(n for n in sums if any(a.op == "get_attr" or "bias" in a.name for a in n.all_input_nodes))
+    node.replace_all_uses_with(input_of(node, 0))
 
 
 def dropped_group_limit(graph: fx.GraphModule) -> None:
@@ -97,7 +108,7 @@ def dropped_group_limit(graph: fx.GraphModule) -> None:
 
 
 def weights_from_other_tokens(graph: fx.GraphModule) -> None:
-    (node,) = [n for n in graph.graph.nodes if ops.operator(n) == "cpu_moe"]
+    (node,) = [n for n in nodes_of(graph) if ops.operator(n) == "cpu_moe"]
     with graph.graph.inserting_before(node):
         rolled = graph.graph.call_function(torch.roll, (node.args[2], 1, 0))
     node.args = (*node.args[:2], rolled)
@@ -130,7 +141,7 @@ def test_a_wrong_rewrite_is_caught(mutant: Callable[[fx.GraphModule], None]) -> 
 
 def test_a_wrong_pass_stops_the_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     def drop_shared(graph: fx.GraphModule, rewrite_of_block: object) -> None:
-        if any(ops.operator(n) == "cpu_moe" for n in graph.graph.nodes):
+        if any(ops.operator(n) == "cpu_moe" for n in nodes_of(graph)):
             dropped_shared_expert(graph)
 
     monkeypatch.setattr(apply, "PASSES", (*apply.PASSES, ("wrong", drop_shared)))
@@ -139,7 +150,9 @@ def test_a_wrong_pass_stops_the_compilation(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ProofFailed) as failed:
         prove(model, rewrite(model, plan))
     (problem,) = failed.value.diagnostics
-    assert problem.code == "P300" and "DeepseekV2Moe" in problem.message and problem.span is not None
+    assert problem.code == "P300"
+    assert "DeepseekV2Moe" in problem.message
+    assert problem.span is not None
     assert failed.value.exit_code == 1
 
 
