@@ -78,6 +78,21 @@ def _bundled(name: str) -> Path:
     raise InputRefused(Diagnostic("E011", f"there is no bundled rule program `{name}`", hint=hint))
 
 
+def read_text(path: Path, shown: str) -> str:
+    """The text of a rule file. Raises InputRefused for what is no UTF-8, too large, or cannot be read."""
+    start = Span(shown, 1, 1, 1, 1)
+    try:
+        with path.open("rb") as file:
+            content = file.read(parser.MAX_BYTES + 1)
+        if len(content) <= parser.MAX_BYTES:
+            return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputRefused(Diagnostic("E013", f"this file is not UTF-8 (byte {error.start})", start)) from error
+    except OSError as error:
+        raise InputRefused(Diagnostic("E011", f"this file cannot be read: {error.strerror}", start)) from error
+    raise InputRefused(Diagnostic("E013", f"a file has at most {parser.MAX_BYTES} bytes", start))
+
+
 class _Loader:
     def __init__(self, entry: Path, shown: str) -> None:
         self.program = Program()
@@ -108,8 +123,10 @@ class _Loader:
 
     def _parse(self, real: Path) -> syntax.Module | None:
         shown = self._shown(real)
-        text = self._read(real, shown)
-        if text is None:
+        try:
+            text = read_text(real, shown)
+        except InputRefused as error:
+            self.program.diagnostics += error.diagnostics
             return None
         self.program.sources[shown] = text
         self.words += count_words(text)
@@ -121,20 +138,6 @@ class _Loader:
         except InputRefused as error:
             self.program.diagnostics += error.diagnostics
             return None
-
-    def _read(self, real: Path, shown: str) -> str | None:
-        start = Span(shown, 1, 1, 1, 1)
-        try:
-            with real.open("rb") as file:
-                content = file.read(parser.MAX_BYTES + 1)
-            if len(content) <= parser.MAX_BYTES:
-                return content.decode("utf-8-sig")
-            self._refuse("E013", f"a file has at most {parser.MAX_BYTES} bytes", start)
-        except UnicodeDecodeError as error:
-            self._refuse("E013", f"this file is not UTF-8 (byte {error.start})", start)
-        except OSError as error:
-            self._refuse("E011", f"this file cannot be read: {error.strerror}", start)
-        return None
 
     def _import(self, declaration: syntax.Import, unit: SourceUnit, chain: tuple[Path, ...]) -> None:
         alias = alias_of(declaration)

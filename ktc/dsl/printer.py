@@ -5,10 +5,11 @@ Comments of the module stand before the item that they stood before, or at the e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import groupby
 
 from ktc.dsl import syntax
 from ktc.dsl.schema import INFIX
+from ktc.dsl.trivia import Line, with_comments
 
 _BINARY_LEVELS = {"or": 1, "and": 2, "+": 6, "-": 6, "*": 7, "/": 7, "%": 7}
 _COMPARISON, _RANGE, _SUM, _NEGATIVE = 4, 5, 6, 8
@@ -16,24 +17,19 @@ _ALTERNATIVES, _TERM_SUM, _TERM_PRODUCT, _POSTFIX, _FACTOR = range(1, 6)
 _TERM_LEVELS = {"add": _TERM_SUM, "sub": _TERM_SUM, "mul": _TERM_PRODUCT, "div": _TERM_PRODUCT}
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _INDENT = "  "
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    text: str
-    source: int  # line of the file that this came from, 0 if it came from none
+_ALIGNED = 12  # longer names do not push the others to the right
+_ARGUMENT = " " * 7  # below the target's name
 
 
 def print_module(module: syntax.Module) -> str:
     """The module's text, ending in a newline; empty for an empty module."""
-    lines: list[_Line] = []
-    previous: syntax.Declaration | None = None
-    for declaration in module.declarations:
-        if previous is not None and not _belong_together(previous, declaration):
-            lines.append(_Line("", 0))
-        lines += _declaration(declaration)
-        previous = declaration
-    return "".join(f"{text}\n" for text in _with_comments(lines, module.comments))
+    lines: list[Line] = []
+    for _, run in groupby(module.declarations, key=_kind_of_line):
+        group = tuple(run)
+        if lines:
+            lines.append(Line("", 0))
+        lines += _params(group) if isinstance(group[0], syntax.Param) else _declarations(group)
+    return "".join(f"{text}\n" for text in with_comments(lines, module.comments))
 
 
 def print_expression(expression: syntax.Expression) -> str:
@@ -41,18 +37,23 @@ def print_expression(expression: syntax.Expression) -> str:
     return _expression(expression, 0)
 
 
-def _belong_together(previous: syntax.Declaration, following: syntax.Declaration) -> bool:
-    one_line = syntax.Import | syntax.Param | syntax.Require
-    return isinstance(following, one_line) and type(previous) is type(following)
+def _kind_of_line(declaration: syntax.Declaration) -> object:
+    """What declarations of one line have in common to stand together; anything else stands alone."""
+    one_line = isinstance(declaration, syntax.Import | syntax.Param | syntax.Require)
+    return type(declaration) if one_line else id(declaration)
 
 
 # Declarations --------------------------------------------------------------------------------------------------------
-def _declaration(declaration: syntax.Declaration) -> list[_Line]:
+def _declarations(group: tuple[syntax.Declaration, ...]) -> list[Line]:
+    return [line for declaration in group for line in _declaration(declaration)]
+
+
+def _declaration(declaration: syntax.Declaration) -> list[Line]:
     match declaration:
         case syntax.Import():
             return [_line(declaration, _import(declaration))]
         case syntax.Param():
-            return [_line(declaration, _param(declaration))]
+            return _params((declaration,))
         case syntax.Require():
             otherwise = f" else {_text(declaration.message)}" if declaration.message else ""
             return [_line(declaration, f"require {print_expression(declaration.condition)}{otherwise}")]
@@ -70,17 +71,30 @@ def _import(declaration: syntax.Import) -> str:
     return f"import {_text(declaration.path)}{alias}{arguments}"
 
 
-def _param(declaration: syntax.Param) -> str:
-    element = f"[{declaration.type.element.text}]" if declaration.type.element else ""
-    domain = f" in {_expression(declaration.domain, _RANGE)}" if declaration.domain else ""
-    default = _expression(declaration.default, _RANGE)
-    return f"param {declaration.name.text} : {declaration.type.name.text}{element} = {default}{domain}"
+def _params(group: tuple[syntax.Declaration, ...]) -> list[Line]:
+    """Parameters that stand together, their types and values below each other."""
+    params = [declaration for declaration in group if isinstance(declaration, syntax.Param)]
+    name = max(len(param.name.text) for param in params)
+    type_ = max(len(_type(param.type)) for param in params)
+    return [
+        _line(param, f"param {param.name.text:<{name}} : {_type(param.type):<{type_}} = {_value(param)}")
+        for param in params
+    ]
 
 
-def _pattern(declaration: syntax.Pattern) -> list[_Line]:
+def _type(type_: syntax.TypeName) -> str:
+    return f"{type_.name.text}[{type_.element.text}]" if type_.element else type_.name.text
+
+
+def _value(param: syntax.Param) -> str:
+    domain = f" in {_expression(param.domain, _RANGE)}" if param.domain else ""
+    return f"{_expression(param.default, _RANGE)}{domain}"
+
+
+def _pattern(declaration: syntax.Pattern) -> list[Line]:
     role = f" is {declaration.role.text}" if declaration.role else ""
     head = f"pattern {declaration.name.text}({_names(declaration.inputs)}) -> {_names(declaration.outputs)}{role} {{"
-    width = max(len(_names(binding.names)) for binding in declaration.bindings)
+    width = max((width for b in declaration.bindings if (width := len(_names(b.names))) <= _ALIGNED), default=0)
     body = [
         _line(binding, f"{_INDENT}{_names(binding.names).ljust(width)} = {_term(binding.term, 0)}")
         for binding in declaration.bindings
@@ -88,7 +102,7 @@ def _pattern(declaration: syntax.Pattern) -> list[_Line]:
     return [_line(declaration, head), *body, _closing(declaration)]
 
 
-def _rule(declaration: syntax.Rule) -> list[_Line]:
+def _rule(declaration: syntax.Rule) -> list[Line]:
     overrides = f" overrides {_list(declaration.overrides)}" if declaration.overrides else ""
     lines = [_line(declaration, f"rule {declaration.name.text}{overrides} {{")]
     lines.append(_line(declaration.root, f"{_INDENT}match {_selector(declaration)}"))
@@ -98,7 +112,7 @@ def _rule(declaration: syntax.Rule) -> list[_Line]:
         operator = "" if declaration.expect.operator == "==" else f"{declaration.expect.operator} "
         count = _expression(declaration.expect.count, _RANGE)
         lines.append(_line(declaration.expect, f"{_INDENT}expect {operator}{count}"))
-    lines += [_line(action, f"{_INDENT}=> {_action(action)}") for action in declaration.actions]
+    lines += [line for action in declaration.actions for line in _action(action)]
     return [*lines, _closing(declaration)]
 
 
@@ -109,13 +123,23 @@ def _selector(rule: syntax.Rule) -> str:
     return f"{rule.root}{alias}{at}{except_}"
 
 
-def _action(action: syntax.Action) -> str:
-    arguments = _arguments(action.arguments) if action.arguments else ""
+def _action(action: syntax.Action) -> list[Line]:
+    """On one line, or with a setting on each where the author has broken it."""
     on = f" on {_list(action.on)}" if action.on else ""
-    return f"{action.target.text}{arguments}{on}"
+    if all(argument.span.line == action.span.line for argument in action.arguments):
+        arguments = _arguments(action.arguments) if action.arguments else ""
+        return [_line(action, f"{_INDENT}=> {action.target.text}{arguments}{on}")]
+    width = max(len(argument.name or "") for argument in action.arguments)
+    last = action.arguments[-1]
+    lines = [_line(action, f"{_INDENT}=> {action.target.text}(")]
+    for argument in action.arguments:
+        name = f"{argument.name:<{width}} = " if argument.name else ""
+        end = f"){on}" if argument is last else ","
+        lines.append(_line(argument, f"{_ARGUMENT}{name}{print_expression(argument.value)}{end}"))
+    return lines
 
 
-def _block(declaration: syntax.Block) -> list[_Line]:
+def _block(declaration: syntax.Block) -> list[Line]:
     width = max((len(setting.key.text) for setting in declaration.settings), default=0)
     body = [
         _line(setting, f"{_INDENT}{setting.key.text.ljust(width)} = {print_expression(setting.value)}")
@@ -161,7 +185,7 @@ def _expression(expression: syntax.Expression, level: int) -> str:
             text = f"{_expression(expression.low, _SUM)}..{_expression(expression.high, _SUM)}"
             return _enclose(text, _RANGE, level)
         case syntax.Unary(operator="not"):
-            return _enclose(f"not {_expression(expression.operand, 3)}", 3, level)
+            return _enclose(f"not {_expression(expression.operand, _RANGE)}", 3, level)
         case syntax.Unary():
             return _enclose(f"-{_expression(expression.operand, _NEGATIVE)}", _NEGATIVE, level)
         case syntax.Has():
@@ -227,28 +251,9 @@ def _quote(text: str) -> str:
     return f'"{escaped}"'
 
 
-# Comments ------------------------------------------------------------------------------------------------------------
-def _line(node: syntax.Node, text: str) -> _Line:
-    return _Line(text, node.span.line)
+def _line(node: syntax.Node, text: str) -> Line:
+    return Line(text, node.span.line)
 
 
-def _closing(declaration: syntax.Declaration) -> _Line:
-    return _Line("}", declaration.span.end_line)
-
-
-def _with_comments(lines: list[_Line], comments: tuple[syntax.Comment, ...]) -> list[str]:
-    """Each comment goes behind the line whose source line it ended, or before the next line of the source."""
-    texts: list[str] = []
-    waiting = sorted(comments, key=lambda comment: comment.span.line)
-    for line in lines:
-        while waiting and line.source and waiting[0].span.line < line.source:
-            texts.append(f"{_indentation(line.text)}{waiting.pop(0).text}")
-        text = line.text
-        while waiting and line.source and waiting[0].span.line == line.source:
-            text += f"  {waiting.pop(0).text}"
-        texts.append(text)
-    return texts + [comment.text for comment in waiting]
-
-
-def _indentation(text: str) -> str:
-    return _INDENT if text.startswith(_INDENT) or text == "}" else ""
+def _closing(declaration: syntax.Declaration) -> Line:
+    return Line("}", declaration.span.end_line)

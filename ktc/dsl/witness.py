@@ -82,10 +82,8 @@ class _Search:
             tuple(glob.start for glob in self.unwanted),
             False,
         )
-        seen, waiting = (
-            {first},
-            deque([(first, ())]) if not self.layers.empty else deque[tuple[_State, tuple[str, ...]]](),
-        )
+        seen = {first}
+        waiting = deque[tuple[_State, tuple[str, ...]]]([] if self.layers.empty else [(first, ())])
         while waiting:
             state, path = waiting.popleft()
             for segment in self._segments(path):
@@ -124,7 +122,7 @@ class _Search:
             for globs, positions in zip(self.wanted, state.wanted, strict=True)
         )
         refused = any(glob.accepts(at) for glob, at in zip(self.unwanted, state.unwanted, strict=True))
-        return reached and not refused and (state.numbered or self.layers.without_number)
+        return reached and not refused and (state.numbered or self.layers.without_number is True)
 
 
 # Segments that can be told apart -------------------------------------------------------------------------------------

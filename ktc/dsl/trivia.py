@@ -1,0 +1,62 @@
+"""What a canonical text keeps of the author's own: comments, and the empty lines that set a comment apart.
+
+In come the printed lines, each with the line of the source that it came from, and the comments; out come the lines of
+the text. A comment stays behind the line that it ended, or before the line that it stood before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ktc.dsl.syntax import Comment
+
+_COLUMN = 50  # where comments behind a line begin, if the line is shorter
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    text: str
+    source: int  # line of the file that this came from, 0 if it came from none
+
+
+def with_comments(lines: Iterable[Line], comments: Iterable[Comment]) -> list[str]:
+    """The lines with every comment at its place."""
+    texts: list[str] = []
+    waiting = deque(sorted(comments, key=lambda comment: comment.span.line))
+    for line in lines:
+        if line.source:
+            texts += _before(line, waiting)
+        text = line.text
+        while line.source and waiting and waiting[0].span.line == line.source:
+            text = f"{text}  {_text(waiting.popleft())}" if "#" in text else _behind(text, waiting.popleft())
+        texts.append(text)
+    last = next((line.source for line in reversed([*lines]) if line.source), 0)
+    for comment in waiting:
+        if texts and comment.span.line > last + 1:
+            texts.append("")
+        texts.append(_text(comment))
+        last = comment.span.line
+    return texts
+
+
+def _before(line: Line, waiting: deque[Comment]) -> list[str]:
+    """The comments that stand before a line, and at top level the empty lines below them."""
+    texts: list[str] = []
+    indentation = " " * (len(line.text) - len(line.text.lstrip())) if line.text != "}" else "  "
+    while waiting and waiting[0].span.line < line.source:
+        comment = waiting.popleft()
+        texts.append(indentation + _text(comment))
+        following = min(waiting[0].span.line, line.source) if waiting else line.source
+        if not indentation and following > comment.span.line + 1:
+            texts.append("")
+    return texts
+
+
+def _behind(text: str, comment: Comment) -> str:
+    return f"{text:<{_COLUMN}}{_text(comment)}" if len(text) <= _COLUMN - 2 else f"{text}  {_text(comment)}"
+
+
+def _text(comment: Comment) -> str:
+    return comment.text.rstrip()
