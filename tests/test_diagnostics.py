@@ -76,7 +76,11 @@ def test_json_has_every_field_and_survives_serialisation() -> None:
     assert (found["line"], found["column"], found["end_line"], found["end_column"]) == (5, 2, 5, 31)
     assert found["related"][1] == {
         "message": "`kv_b` is bound here",
-        "file": "std/attention.ktr", "line": 24, "column": 3, "end_line": 24, "end_column": 40,
+        "file": "std/attention.ktr",
+        "line": 24,
+        "column": 3,
+        "end_line": 24,
+        "end_column": 40,
     }
     assert to_json(UNPLACED)["line"] is None
 

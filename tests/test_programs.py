@@ -22,25 +22,27 @@ REAL: dict[str, tuple[str, dict[str, object]]] = {
     "deepseek-v2-lite": (
         "deepseek_v2",
         {
-            "hidden_size": 2048, "num_hidden_layers": 27, "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 102400,
-            "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": None,
-            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "num_attention_heads": 16,
-            "num_key_value_heads": 16, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+            "hidden_size": 2048, "num_hidden_layers": 27, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+            "vocab_size": 102400, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2,
+            "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128, "v_head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 16,
+            "topk_method": "greedy", "n_group": 1, "topk_group": 1,
         },
     ),
     "deepseek-v3": ("deepseek_v3", {}),
     "kimi-k2": (
         "deepseek_v3",
         {
-            "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1, "topk_group": 1,
-            "first_k_dense_replace": 1, "vocab_size": 163840, "routed_scaling_factor": 2.827,
+            "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 163840, "routed_scaling_factor": 2.827,
         },
     ),
     "qwen3-30b-a3b": (
         "qwen3_moe",
         {
-            "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-            "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
+            "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "norm_topk_prob": True, "vocab_size": 151936,
         },
     ),
 }  # fmt: skip
