@@ -153,6 +153,29 @@ def graph_command(
         session.emit(cli_graph.render(request), output)
 
 
+@app.command("import-kt-yaml")
+def import_kt_yaml_command(
+    file: Annotated[Path, typer.Argument(help="A YAML file of KTransformers optimize rules.")],
+    model: Model,
+    output: Output = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Turn the optimize rules in FILE into a rule file for MODEL, verified module by module."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        from ktc.kt_yaml import import_kt_yaml
+
+        found = import_kt_yaml(file, model)
+        session.diagnose(found.warnings, found.sources)
+        session.result(found.to_json())
+        if output is not None or not as_json:
+            session.emit(found.program, output)
+        if not quiet:
+            typer.echo(str(found.report), err=True, nl=False)
+
+
 @app.command("doctor")
 def doctor_command(as_json: Json = False) -> None:
     """Say what of this machine works for ktc, what is missing and how to get it."""

@@ -1,0 +1,81 @@
+"""KTransformers' optimize rules (YAML) as a rule program for one model.
+
+The file is read without running anything that it names, replayed with first-match semantics on the module tree of the
+model, emitted as facet rules, and the emitted program is verified module by module against the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktc.capture import CapturedModel, capture, open_model
+from ktc.diagnostics import Diagnostic, KtcError
+from ktc.dsl.printer import print_module
+from ktc.kt_yaml import document
+from ktc.kt_yaml.effects import outcomes
+from ktc.kt_yaml.emit import emit, trains
+from ktc.kt_yaml.reach import find_reach
+from ktc.kt_yaml.replay import replay
+from ktc.kt_yaml.report import Report, make_report
+from ktc.kt_yaml.rules import KtRule, read_rules
+from ktc.kt_yaml.verify import verify
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Imported", "Report", "import_for", "import_kt_yaml"]
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """`program` is the text of the `.ktr` file; `sources` holds the text that the warnings point into."""
+
+    program: str
+    report: Report
+    warnings: tuple[Diagnostic, ...]
+    sources: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"program": self.program, "report": self.report.to_json()}
+
+
+def import_kt_yaml(path: Path, model: str | Path | PreTrainedModel) -> Imported:
+    """Raises InputRefused with all that is wrong with the file or the model, ProofFailed where verification fails."""
+    text = document.read_text(path)
+    shown = _printable(path.name)
+    root = document.parse(text, shown)
+    rules = read_rules(root, shown, text)  # before the model, which takes seconds
+    del root, rules
+    return import_for(text, shown, capture(open_model(model)))
+
+
+def import_for(text: str, file: str, captured: CapturedModel) -> Imported:
+    """The same for a text and a model that is captured already. `file` is the name that places carry."""
+    read = read_rules(document.parse(text, file), file, text)
+    try:
+        replayed = replay(read.rules, captured.modules)
+        found = outcomes(replayed.visits, find_reach(captured))
+        header = _header(file, read.rules, str(captured.facts["type"]))
+        emitted = emit(found, captured, "imported.ktr", header)
+        verified = verify(emitted.module, found, captured)
+    except KtcError as error:
+        raise type(error)(*error.diagnostics, sources={**error.sources, file: text}) from error
+    report = make_report(file, read.rules, read.warnings, replayed, found, emitted.became, verified, captured)
+    return Imported(print_module(emitted.module), report, read.warnings, {file: text})
+
+
+def _header(file: str, rules: Sequence[KtRule], model_type: str) -> tuple[str, ...]:
+    count = f"{len(rules)} rule{'s' * (len(rules) != 1)}"
+    lines = (
+        f"Imported from {file}: {count} of KTransformers, replayed on a {model_type} model.",
+        "Numbers and lines below are those of that file.",
+    )
+    adapters = "It names no adapters: add a rule with `lora_linear` and a `lora` block."
+    return (*lines, adapters) if trains(rules) else lines
+
+
+def _printable(name: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in name)

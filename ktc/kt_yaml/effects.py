@@ -1,0 +1,154 @@
+"""What a rule of KTransformers does to a module, in terms of ktc: a device, a prefill device, a rewrite or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ktc.kt_yaml import names
+from ktc.kt_yaml.names import Defaults
+from ktc.kt_yaml.replay import Visit
+from ktc.kt_yaml.rules import KtRule
+
+UNMATCHED_DEVICE = "cuda:0"  # KTransformers' `default_device`
+MLA, GQA = "attn.mla", "attn.gqa"
+_IMPLIED = {
+    "block": "nothing of its own: the experts' rewrite implies it",
+    "rope": "nothing: buffers are made on their node's device",
+    "model": "nothing of its own: transfers follow from placement",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A rewrite of the kernel facet: what `match` takes, the target, and the settings that the file decides."""
+
+    root: str
+    target: str
+    settings: tuple[tuple[str, str | bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one module ends up with. `lost` says why a rewrite that the file asks for is not possible here."""
+
+    path: str
+    rule: KtRule | None
+    device: str
+    prefill: str
+    kernel: Kernel | None = None
+    lost: str = ""
+    located: bool = False  # it holds tensors, or the file says where it is
+    inside: bool = False  # part of the replacement of a module above it
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the rewrite itself decides the device."""
+        return self.kernel is not None and self.kernel.target == "cpu_moe"
+
+
+Reach = Mapping[str, frozenset[str]]  # what `match` takes -> the paths where ktc finds it
+
+
+def outcomes(visits: Sequence[Visit], reach: Reach) -> tuple[Outcome, ...]:
+    """One outcome per module, in the order of the visits."""
+    return tuple(_outcome(visit, reach) for visit in visits)
+
+
+def implied(rule: KtRule) -> str:
+    """Why a rule that fires needs nothing in the program, "" where it does."""
+    return _IMPLIED.get(rule.kind, "")
+
+
+def _outcome(visit: Visit, reach: Reach) -> Outcome:
+    path, rule = visit.module.fqn, visit.rule
+    holds = bool(visit.module.tensors)
+    if rule is None:
+        return Outcome(path, None, UNMATCHED_DEVICE, UNMATCHED_DEVICE, located=holds)
+    device, prefill = _devices(rule)
+    kernel = _kernel(rule, path, reach) if visit.inside is None else None
+    lost = _lost(kernel, path, reach)
+    kept = None if lost else kernel
+    if kept is not None and kept.target == "cpu_moe":
+        device = "cpu"
+    located = holds or rule.kind == "rope"
+    return Outcome(path, rule, device, prefill, kept, lost, located, visit.inside is not None)
+
+
+def _devices(rule: KtRule) -> tuple[str, str]:
+    defaults = names.DEFAULTS.get(rule.kind)
+    device = str(rule.settings.get("generate_device") or _full((defaults or Defaults()).generate_device))
+    if defaults is None:  # only linears and experts have anything that runs elsewhere during prefill
+        return device, str(rule.settings.get("prefill_device") or device)
+    if _operation(rule, "prefill_op") is None:
+        return device, device
+    return device, str(rule.settings.get("prefill_device") or _full(defaults.prefill_device))
+
+
+def _full(device: str) -> str:
+    return device if device == "cpu" or ":" in device else f"{device}:0"
+
+
+def _operation(rule: KtRule, key: str) -> str | None:
+    """The operation of a phase: what the rule says, `null` included, else what the constructor assumes."""
+    if key in rule.settings:
+        found = rule.settings[key]
+        return str(found) if found is not None else None
+    defaults = names.DEFAULTS[rule.kind]
+    return defaults.generate_op if key == "generate_op" else defaults.prefill_op
+
+
+def operations(rule: KtRule) -> tuple[str, ...]:
+    """The operations that a rule names or implies."""
+    if rule.kind not in names.DEFAULTS:
+        return ()
+    found = (_operation(rule, "generate_op"), _operation(rule, "prefill_op"))
+    return tuple(operation for operation in found if operation)
+
+
+def _kernel(rule: KtRule, path: str, reach: Reach) -> Kernel | None:
+    match rule.kind:
+        case "linear":
+            return _linear(rule)
+        case "experts":
+            return _experts(rule)
+        case "attention":
+            return _attention(rule, path, reach)
+        case "fused":
+            return Kernel("module", "fused", ())
+        case _:
+            return None
+
+
+def _linear(rule: KtRule) -> Kernel | None:
+    generate, prefill = _operation(rule, "generate_op"), _operation(rule, "prefill_op")
+    kernel = names.LINEAR_KERNELS[generate] if generate else None
+    during = names.LINEAR_KERNELS[prefill] if prefill else None
+    main = kernel or during
+    if main is None:
+        return None
+    other = (("prefill", during),) if during and during != main else ()
+    return Kernel("linear", "kt_linear", (("kernel", main), *other))
+
+
+def _experts(rule: KtRule) -> Kernel | None:
+    operation = _operation(rule, "generate_op")
+    if operation in names.CPU_EXPERTS:
+        form, isa = names.BACKENDS[str(rule.settings.get("backend") or "llamafile")]
+        return Kernel("experts", "cpu_moe", (("format", form), ("isa", isa)))
+    return Kernel("experts", "gpu_moe", (("kernel", names.GPU_EXPERTS[operation]),)) if operation else None
+
+
+def _attention(rule: KtRule, path: str, reach: Reach) -> Kernel:
+    core = names.attention_kernel(rule.replacement)
+    if path in reach[GQA]:
+        return Kernel(GQA, "fused_attention", (("kernel", core),))
+    absorb = "always" if rule.settings.get("absorb_for_prefill") else "decode"
+    return Kernel(MLA, "mla_absorbed", (("absorb", absorb), ("kernel", core)))
+
+
+def _lost(kernel: Kernel | None, path: str, reach: Reach) -> str:
+    if kernel is None or kernel.root == "module" or path in reach[kernel.root]:
+        return ""
+    what = {MLA: "attention", GQA: "attention"}.get(kernel.root, f"`{kernel.root}`")
+    return f"ktc finds no {what} at `{path}` that `{kernel.target}` could rewrite"

@@ -1,0 +1,57 @@
+"""Where ktc finds what KTransformers' replacements stand for: linears, experts and attention, by path.
+
+A small program that only claims, run through the same loader and matcher as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ktc import dsl, host
+from ktc.capture import CapturedModel
+from ktc.dsl import syntax
+from ktc.dsl.printer import print_module
+from ktc.dsl.ruleset import RuleSet
+from ktc.kt_yaml.effects import GQA, MLA, Reach
+from ktc.match import Matches, match
+
+_ROOTS = ("linear", "experts", MLA, GQA)
+
+
+def find_reach(captured: CapturedModel) -> Reach:
+    """The paths of everything that a rule for KTransformers' modules could rewrite."""
+    rules = tuple(_claim(f"find_{number}", root) for number, root in enumerate(_ROOTS))
+    _, matches = run_program(syntax.Module("reach.ktr", (import_attention(), *rules)), captured)
+    found = {rule.name.text: rule.root for rule in rules}
+    return {
+        str(root): frozenset(match.path for match in matches.matches if match.rule == name)
+        for name, root in found.items()
+    }
+
+
+def run_program(module: syntax.Module, captured: CapturedModel) -> tuple[RuleSet, Matches]:
+    """The module, printed, loaded and matched. Raises InputRefused as loader and matcher do."""
+    with TemporaryDirectory(prefix="ktc-import-") as folder:
+        path = Path(folder) / module.file
+        path.write_text(print_module(module), encoding="utf-8")
+        ruleset = dsl.load(path)
+    return ruleset, match(captured, ruleset, host.detect())
+
+
+def import_attention() -> syntax.Import:
+    return syntax.Import(syntax.Text("std/attention.ktr"), syntax.Name("attn"), ())
+
+
+def rewrite_rule(
+    name: str, root: str, at: Sequence[str], action: syntax.Action, expect: syntax.Expect | None
+) -> syntax.Rule:
+    globs = tuple(syntax.Text(glob) for glob in at)
+    matched = syntax.QualifiedName(tuple(root.split(".")))
+    return syntax.Rule(syntax.Name(name), (), matched, None, globs, (), None, expect, (action,))
+
+
+def _claim(name: str, root: str) -> syntax.Rule:
+    keep = syntax.Action(syntax.Name("keep"), (syntax.Argument(None, syntax.Reference(("kernel",))),), ())
+    return rewrite_rule(name, root, (), keep, syntax.Expect(">=", syntax.Literal("int", 0)))

@@ -1,0 +1,92 @@
+"""KTransformers' rules replayed on a module tree, as it would walk it: every module takes the first rule that matches.
+
+A name is searched anywhere in the module's path, a class must be the module's own; a rule that is not recursive leaves
+everything below its modules to the replacement. Modules that no rule matches stay on the default device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ktc.capture import ModuleInfo
+from ktc.diagnostics import Diagnostic, InputRefused, suggest
+from ktc.kt_yaml import names
+from ktc.kt_yaml.expression import ExpressionError
+from ktc.kt_yaml.rules import KtRule
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What became of one module. `rule` is None where none matched; `inside` is the module that was replaced whole."""
+
+    module: ModuleInfo
+    rule: KtRule | None
+    inside: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """`dead` says of every rule that never fires, by number, why."""
+
+    visits: tuple[Visit, ...]
+    fired: Mapping[int, int]
+    dead: Mapping[int, str]
+
+
+def replay(rules: Sequence[KtRule], modules: Sequence[ModuleInfo]) -> Replay:
+    """Raises InputRefused (K009) for an expression that takes too long on a module's path."""
+    visits: list[Visit] = []
+    closed: dict[str, KtRule] = {}  # paths of modules whose insides belong to their replacement
+    for module in modules:
+        above = _ancestor(module.fqn, closed)
+        if above is not None:
+            visits.append(Visit(module, closed[above], above))
+            continue
+        rule = next((rule for rule in rules if _fits(rule, module)), None)
+        visits.append(Visit(module, rule))
+        if rule is not None and not rule.recursive:
+            closed[module.fqn] = rule
+    fired = Counter(visit.rule.number for visit in visits if visit.rule is not None and visit.inside is None)
+    dead = {rule.number: _why_dead(rule, visits) for rule in rules if not fired[rule.number]}
+    return Replay(tuple(visits), fired, dead)
+
+
+def _ancestor(path: str, closed: Mapping[str, KtRule]) -> str | None:
+    while path:
+        path = path.rpartition(".")[0]
+        if path in closed:
+            return path
+    return None
+
+
+def _fits(rule: KtRule, module: ModuleInfo) -> bool:
+    return _class_fits(rule, module) and _name_fits(rule, module)
+
+
+def _class_fits(rule: KtRule, module: ModuleInfo) -> bool:
+    return rule.class_ is None or names.spelling(rule.class_) in names.answers_to(module.class_name)
+
+
+def _name_fits(rule: KtRule, module: ModuleInfo) -> bool:
+    try:
+        return rule.name is None or rule.name.found_in(module.fqn)
+    except ExpressionError as error:
+        raise InputRefused(Diagnostic("K009", f"rule {rule.number} is too much work: {error}", rule.span)) from error
+
+
+def _why_dead(rule: KtRule, visits: Sequence[Visit]) -> str:
+    of_class = [visit for visit in visits if _class_fits(rule, visit.module)]
+    if not of_class:
+        assert rule.class_ is not None
+        short = rule.class_.rpartition(".")[2]
+        hint = suggest(short, {visit.module.class_name for visit in visits})
+        return f"this model has no module of the class `{short}`" + (f"; {hint}" if hint else "")
+    both = [visit for visit in of_class if _name_fits(rule, visit.module)]
+    if not both:
+        where = f" of the class `{rule.class_.rpartition('.')[2]}`" if rule.class_ else ""
+        return f"its name fits no module{where}, for example not `{of_class[-1].module.fqn}`"
+    winners = Counter(visit.rule.number for visit in both if visit.rule is not None)
+    listed = ", ".join(str(number) for number in sorted(winners))
+    return f"every module that it fits is taken by rule {listed}"
