@@ -96,7 +96,7 @@ class StageReport:
         rules = cast("RuleSet", self._values["rules"])
         weights = cast("WeightMap | None", self._values.get("weights"))
         plan = cast("Plan | None", self._values.get("plan"))
-        found = (*rules.warnings, *(weights.warnings if weights else ()), *(plan.warnings if plan else ()))
+        found = (*rules.warnings, *(weights.warnings if weights else ()), *(plan.unavailable if plan else ()))
         over_budget = plan.over_budget if plan else ()
         self._session.diagnose((*found, *over_budget))
         if over_budget:

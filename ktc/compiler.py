@@ -11,7 +11,7 @@ say, and is reported to `observe(stage, value)` when it is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -109,7 +109,7 @@ def inspect(
     """Runs the stages up to the proof; a config.json is enough and nothing is written. Raises as `compile` does."""
     captured, matches, plan, blocks = analyse(model, rules, settings or {}, host, observe)
     proofs = _seen(observe)("prove", prove(captured, blocks))
-    diagnostics = (*plan.warnings, *plan.over_budget)
+    diagnostics = (*plan.warnings, *plan.unavailable, *plan.over_budget)
     return Report(matches.matches, matches.near_misses, proofs, plan, diagnostics, captured, blocks)
 
 
@@ -127,7 +127,7 @@ def check(
         _, _, plan, _ = analyse(model, rules, settings or {}, host, observe)
     except (InputRefused, HostLacks) as error:
         return error.diagnostics
-    return (*plan.warnings, *plan.over_budget)
+    return (*plan.warnings, *plan.unavailable, *plan.over_budget)
 
 
 def dumps(model: Model, rules: str | Path, stages: Sequence[Stage], *, host: Host | None = None) -> list[ModelDump]:
@@ -179,6 +179,9 @@ def _index(captured: CapturedModel) -> CheckpointIndex:
 
 
 def _fitting(plan: Plan) -> Plan:
+    """The plan, if this version and its host can carry it out."""
+    if plan.unavailable:
+        raise InputRefused(*(replace(problem, severity="error") for problem in plan.unavailable))
     if plan.over_budget:
         raise HostLacks(*plan.over_budget)
     return plan

@@ -64,34 +64,47 @@ def test_an_isa_that_the_host_lacks_is_refused(tmp_path: Path) -> None:
     assert error.value.diagnostics[0].span is not None
 
 
-def test_a_stored_format_without_a_kernel_is_refused_not_converted(tmp_path: Path) -> None:
-    with pytest.raises(InputRefused) as error:
-        planned(captured("deepseek_v2", torch.float32), rules(EXPERTS, tmp_path))
-    assert error.value.diagnostics[0].code == "M068"
-    assert "format = bf16" in error.value.diagnostics[0].hint
-    _, plan = planned(
-        captured("deepseek_v2", torch.float32), rules("rule e { match moe.block => cpu_moe(format = bf16) }", tmp_path)
-    )
+def test_a_stored_format_without_a_kernel_is_told_not_converted(tmp_path: Path) -> None:
+    _, plan = planned(captured("deepseek_v2", torch.float32), rules(EXPERTS, tmp_path))
+    (missing,) = plan.unavailable
+    assert missing.code == "M066"
+    assert "`fp32` weights (the checkpoint's own)" in missing.message
+    assert "format = bf16" in missing.hint
+    program = rules("rule e { match moe.block => cpu_moe(format = bf16) }", tmp_path)
+    _, plan = planned(captured("deepseek_v2", torch.float32), program)
     assert plan.kernels[0].format_down == "bf16"
+    assert plan.unavailable == ()
+
+
+def test_everything_that_is_not_built_is_planned_and_told_once(tmp_path: Path) -> None:
+    text = """
+    rule experts { match moe.block => cpu_moe(format = int8) }
+    rule absorb  { match attn.mla  => mla_absorbed() }
+    rule all     { match module at "model" => place(cpu, prefill = cpu) }
+    plan { mode = infer  cuda_graph = decode  auto = intensity }
+    """
+    _, plan = planned(captured("deepseek_v2"), rules(text, tmp_path))
+    told = sorted(d.message.partition(" is not")[0] for d in plan.unavailable)
+    assert told == [
+        "`mla_absorbed`", "`place(prefill = cpu)`", "`plan { auto = intensity }`", "`plan { cuda_graph = decode }`",
+        "a kernel for `int8` weights",
+    ]  # fmt: skip
+    assert all(d.span is not None and d.severity == "warning" for d in plan.unavailable)
+    assert any("planned, not available" in r.text for r in plan.reasons)
+    (load,) = plan.devices
+    assert load.weights < sum(t.bytes for m in captured("deepseek_v2").modules for t in m.tensors)
 
 
 def test_placement_is_inherited_and_experts_stay_on_the_cpu(tmp_path: Path) -> None:
-    text = (
-        EXPERTS
-        + """
+    text = """
     param device : device = auto
     rule all   { match module at "model", "lm_head" => place($device) }
     rule table { match embedding => place(cpu) }
     """
-    )
     gpu = replace(CPU, gpus=(Gpu("test", 24 << 30),))
-    _, plan = planned(captured("deepseek_v2"), rules(text, tmp_path), gpu)
-    assert {p.fqn: p.device for p in plan.placements} == {
-        "": "cpu",
-        "model": "cuda:0",
-        "lm_head": "cuda:0",
-        "model.embed_tokens": "cpu",
-    }
+    _, plan = planned(captured("deepseek_v2"), rules(EXPERTS + text, tmp_path), gpu)
+    placed = {"": "cpu", "model": "cuda:0", "lm_head": "cuda:0", "model.embed_tokens": "cpu"}
+    assert {p.fqn: p.device for p in plan.placements} == placed
     loads = {load.device: load.weights for load in plan.devices}
     experts, table = 2 * 16 * 3 * 64 * 48 * 2, 128 * 64 * 2
     total = sum(t.bytes for m in captured("deepseek_v2").modules for t in m.tensors)
@@ -115,11 +128,8 @@ def test_a_device_that_cannot_hold_its_weights_is_told(tmp_path: Path) -> None:
 
 
 def test_shipped_programs_plan_both_embedded_families() -> None:
-    for family, name in (
-        ("deepseek_v2", "deepseek-v2-lite-lora"),
-        ("deepseek_v2", "moe-lora"),
-        ("qwen3_moe", "moe-lora"),
-    ):
+    programs = [("deepseek_v2", "deepseek-v2-lite-lora"), ("deepseek_v2", "moe-lora"), ("qwen3_moe", "moe-lora")]
+    for family, name in programs:
         _, plan = planned(captured(family), dsl.load(name, {}))
         assert plan.mode == "train"
         assert plan.lora is not None

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ktc.capture import BlockSite, CapturedModel
+from ktc.dsl.schema import TARGETS
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.types import BlockRewrite, NodeAction, Placement, Reason
+from ktc.plan.types import BlockRewrite, Claim, NodeAction, Placement, Reason
 
 
 def explain(
     captured: CapturedModel,
     matches: Matches,
+    claims: Sequence[Claim],
     rewrites: Sequence[BlockRewrite],
     placements: Sequence[Placement],
     host: Host,
@@ -21,6 +23,7 @@ def explain(
     """The reasons in the order of the model: rewrites, placements, then what stays as it is and why."""
     return (
         *(reason for rewrite in rewrites for reason in _of_rewrite(rewrite, host)),
+        *_not_built(captured, claims),
         *(_of_placement(p) for p in placements if p.rule),
         *_untouched(captured, matches, rewrites),
     )
@@ -53,6 +56,18 @@ def _passed_over(spec: KernelSpec, host: Host) -> str:
     """The host's better ISAs, for which ktc has no kernel yet."""
     better = host.isas[: host.isas.index(spec.isa)] if spec.isa in host.isas else ()
     return f"; {', '.join(better)}: no kernel in this version" if better else ""
+
+
+def _not_built(captured: CapturedModel, claims: Sequence[Claim]) -> Iterable[Reason]:
+    groups: dict[tuple[str, str], dict[str, Claim]] = {}
+    for claim in claims:
+        if not TARGETS[claim.target].available:
+            groups.setdefault((claim.rule, claim.target), {})[claim.site or claim.path] = claim
+    for (rule, target), by_site in groups.items():
+        sites = [site for site in captured.sites if site.fqn in by_site]
+        first = next(iter(by_site.values()))
+        path = collapse(sites) if sites else first.path
+        yield Reason(path, f"`{target}`: planned, not available in this version: rule `{rule}` ({first.span})")
 
 
 def _of_placement(placement: Placement) -> Reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,11 @@ WeightFormat = Literal[
     "bf16", "fp16", "fp32", "fp64", "int8", "int4", "fp8", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"
 ]
 Activation = Literal["silu", "gelu"]
+# Scales included: int4 has one bf16 scale per 32 weights, the GGUF formats their own blocks.
+BITS_PER_WEIGHT: Mapping[WeightFormat, float] = {
+    "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64, "int8": 8, "int4": 4.5, "fp8": 8,
+    "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625, "mxfp4": 4.25,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

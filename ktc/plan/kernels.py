@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from torch import fx
 
@@ -26,7 +26,8 @@ Name = TypeVar("Name")
 def choose_kernel(claim: Claim, node: fx.Node, stored: str, host: Host) -> KernelSpec:
     """The kernel for the experts node `node`, whose weights the checkpoint stores as `stored` (a dtype name).
 
-    Raises InputRefused where no kernel computes this format or activation, HostLacks where the host lacks the ISA.
+    The format and the ISA may be ones that this version does not build; `availability` tells. Raises InputRefused where
+    no kernel could compute this activation or read what is stored, HostLacks where the host lacks the ISA.
     """
     about = ops.attributes(node)
     weight_format = _format(claim, stored)
@@ -51,27 +52,29 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: str, host: Host) -> Kerne
 def _format(claim: Claim, stored: str) -> WeightFormat:
     asked = str(claim.settings["format"])
     wanted = _STORED.get(stored, stored) if asked == "stored" else asked
-    found = _one_of(FORMATS, wanted)
-    if found is not None:
-        return found
-    shown = f"`stored`, which is `{wanted}` in this checkpoint" if asked == "stored" else f"`{wanted}`"
-    hint = (
-        f"write `cpu_moe(format = {FORMATS[0]})`, or pass `--set format={FORMATS[0]}` if the program has that parameter"
-    )
-    raise InputRefused(Diagnostic("M068", f"`cpu_moe` has no kernel for the format {shown}", claim.span, hint=hint))
+    found = _one_of(get_args(WeightFormat), wanted)
+    if found is None:
+        hint = f"write `format = {FORMATS[0]}`, or `--set format={FORMATS[0]}` if the program has that parameter"
+        raise InputRefused(
+            Diagnostic(
+                "M068",
+                f"the checkpoint stores these experts as `{wanted}`, which no kernel reads",
+                claim.span,
+                hint=hint,
+            )
+        )
+    return found
 
 
 def _isa(claim: Claim, host: Host) -> Isa:
     asked = str(claim.settings["isa"])
-    built: list[Isa] = [isa for isa in host.isas if isa in ISAS]
-    best = next(iter(built), None) if asked == "auto" else _one_of(built, asked)
-    if best is not None:
-        return best
-    if asked != "auto" and asked not in ISAS:
-        hint = f"available now: {', '.join(ISAS)}"
-        raise InputRefused(Diagnostic("M066", f"isa `{asked}` is not available in this version", claim.span, hint=hint))
-    hint = f"this host can run: {', '.join(built)}; or write `isa = auto`"
-    raise HostLacks(Diagnostic("M064", f"this host cannot run isa `{asked}`", claim.span, hint=hint))
+    if asked == "auto":
+        return next(isa for isa in host.isas if isa in ISAS)
+    found = _one_of(host.isas, asked)
+    if found is None:
+        hint = f"this host can run: {', '.join(host.isas)}; or write `isa = auto`"
+        raise HostLacks(Diagnostic("M064", f"this host cannot run isa `{asked}`", claim.span, hint=hint))
+    return found
 
 
 def _one_of(options: Iterable[Name], wanted: object) -> Name | None:

@@ -14,6 +14,7 @@ from ktc.graph.typed import nodes_by_name, nodes_of
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.adapters import plan_lora
+from ktc.plan.availability import not_built
 from ktc.plan.claims import resolve_claims
 from ktc.plan.explain import explain
 from ktc.plan.kernel_spec import KernelSpec
@@ -27,15 +28,16 @@ REWRITING = ("lora_linear", "cpu_moe")  # targets that change nodes; `place` mov
 def make_plan(captured: CapturedModel, matches: Matches, rules: RuleSet, host: Host) -> Plan:
     """Decides everything that later stages carry out.
 
-    Raises InputRefused for conflicts, targets not available, and a program that rewrites nothing; HostLacks for an ISA
-    or a GPU that the host has not. A plan over budget is returned with `over_budget` set.
+    Raises InputRefused for conflicts and for a program that rewrites nothing; HostLacks for an ISA or a GPU that the
+    host has not. A plan that is over budget or asks for what is not built is returned with that said in it.
     """
     claims = resolve_claims(captured, matches, rules)
     placements = place(claims, rules, host)
     devices = {p.fqn: p.device for p in placements}
     kernels, specs = _kernels(captured, claims, host)
     rewrites = _group(captured, claims, kernels, devices)
-    if not rewrites:
+    unavailable = not_built(claims, [(c, specs[c.path]) for c in claims if c.target == "cpu_moe"], rules)
+    if not rewrites and not unavailable:
         raise InputRefused(_nothing_to_rewrite(captured, matches))
     loads = device_loads(captured, devices, specs, rules, host)
     threads = max((thread_count(c.settings, host) for c in claims if c.target == "cpu_moe"), default=1)
@@ -49,9 +51,10 @@ def make_plan(captured: CapturedModel, matches: Matches, rules: RuleSet, host: H
         kernels=tuple(dict.fromkeys(kernels.values())),
         lora=lora,
         devices=loads,
-        reasons=explain(captured, matches, rewrites, placements, host),
+        reasons=explain(captured, matches, claims, rewrites, placements, host),
         warnings=matches.warnings,
         over_budget=over_budget(loads),
+        unavailable=unavailable,
     )
 
 

@@ -7,16 +7,16 @@ kernel runs. What no rule places goes to `plan.unplaced`, the host's memory if t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.dsl.ruleset import RuleSet
 from ktc.host import Host
-from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.kernel_spec import BITS_PER_WEIGHT, KernelSpec
 from ktc.plan.types import Claim, DeviceLoad, Placement
 
 BUDGET_SHARE = 0.9  # of a device's memory, where the program sets no budget
-_FORMAT_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64, "int8": 8, "fp8": 8}
 
 
 def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placement, ...]:
@@ -67,8 +67,8 @@ def device_loads(
         for tensor in module.tensors:
             device, size = device_of(module.fqn, placements), tensor.bytes
             if spec is not None and len(tensor.shape) == 3:
-                bits = _FORMAT_BITS[spec.format_down if tensor.name.startswith("down") else spec.format_gate_up]
-                device, size = "cpu", tensor.shape[0] * tensor.shape[1] * tensor.shape[2] * bits // 8
+                bits = BITS_PER_WEIGHT[spec.format_down if tensor.name.startswith("down") else spec.format_gate_up]
+                device, size = "cpu", int(prod(tensor.shape) * bits / 8)
             totals[device] = totals.get(device, 0) + size
     return tuple(
         DeviceLoad(d, totals[d], _budget(d, rules, host)) for d in sorted(totals, key=lambda d: (d == "cpu", d))

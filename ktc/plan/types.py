@@ -98,6 +98,7 @@ class Plan:
     reasons: tuple[Reason, ...]
     warnings: tuple[Diagnostic, ...] = ()
     over_budget: tuple[Diagnostic, ...] = ()
+    unavailable: tuple[Diagnostic, ...] = ()  # planned, but not built in this version
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,83 @@
+"""What a program asks for and this version does not build: planned and told by `check`, refused by `compile`.
+
+Nothing that a program says is ignored. Where a later version builds one of these, its line here goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ktc.diagnostics import Diagnostic
+from ktc.dsl import syntax
+from ktc.dsl.ruleset import RuleSet
+from ktc.dsl.schema import TARGETS
+from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.kernels import FORMATS, ISAS
+from ktc.plan.types import Claim
+
+# Settings that no stage carries out yet, with the values that ask for nothing.
+_SETTINGS: dict[tuple[str, str], tuple[object, ...]] = {
+    ("place", "prefill"): (None,),
+    ("lora_linear", "dtype"): (None,),
+    ("cpu_moe", "numa"): (None, "none", "shard"),  # on one NUMA node sharding is nothing to do
+}
+_PLAN_KEYS: dict[str, tuple[object, ...]] = {
+    "auto": ("none",),
+    "grads": (),
+    "cuda_graph": ("never",),
+    "weights": ("safetensors",),
+    "layerwise_prefill": (),
+    "recompute": ("none",),
+}
+
+
+def not_built(
+    claims: Sequence[Claim], kernels: Sequence[tuple[Claim, KernelSpec]], rules: RuleSet
+) -> tuple[Diagnostic, ...]:
+    """One warning per place of the program that asks for what this version does not build (M066)."""
+    found = [*_targets(claims), *_settings(claims), *_kernels(kernels), *_plan_keys(rules)]
+    return tuple({(d.span, d.message): d for d in found}.values())
+
+
+def _targets(claims: Sequence[Claim]) -> Iterator[Diagnostic]:
+    available = ", ".join(f"`{name}`" for name, target in TARGETS.items() if target.available)
+    for claim in claims:
+        if not TARGETS[claim.target].available:
+            yield _missing(f"`{claim.target}`", claim, f"available: {available}")
+
+
+def _settings(claims: Sequence[Claim]) -> Iterator[Diagnostic]:
+    for claim in claims:
+        for name, value in claim.settings.items():
+            idle = _SETTINGS.get((claim.target, name))
+            if idle is not None and value not in idle:
+                yield _missing(f"`{claim.target}({name} = {value})`", claim, f"leave `{name}` out")
+
+
+def _kernels(kernels: Sequence[tuple[Claim, KernelSpec]]) -> Iterator[Diagnostic]:
+    for claim, spec in kernels:
+        for weight_format in dict.fromkeys((spec.format_gate_up, spec.format_down)):
+            if weight_format not in FORMATS:
+                stored = " (the checkpoint's own)" if claim.settings["format"] == "stored" else ""
+                hint = (
+                    f"write `format = {FORMATS[0]}`, or `--set format={FORMATS[0]}` if the program has that parameter"
+                )
+                yield _missing(f"a kernel for `{weight_format}` weights{stored}", claim, hint)
+        if spec.isa not in ISAS:
+            yield _missing(f"a kernel for isa `{spec.isa}`", claim, f"available: {', '.join(ISAS)}")
+
+
+def _plan_keys(rules: RuleSet) -> Iterator[Diagnostic]:
+    for unit in rules.units:
+        for block in unit.module.declarations:
+            if not isinstance(block, syntax.Block) or block.kind != "plan":
+                continue
+            for setting in block.settings:
+                key, value = setting.key.text, rules.plan.get(setting.key.text)
+                if key in _PLAN_KEYS and value not in _PLAN_KEYS[key]:
+                    message = f"`plan {{ {key} = {value} }}` is not available in this version"
+                    yield Diagnostic("M066", message, setting.span, hint=f"leave `{key}` out", severity="warning")
+
+
+def _missing(what: str, claim: Claim, hint: str) -> Diagnostic:
+    return Diagnostic("M066", f"{what} is not available in this version", claim.span, hint=hint, severity="warning")
