@@ -5,6 +5,7 @@
 // other axis than forward's, so each panel is transposed into a scratch first and then multiplied as in forward.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "ktc/moe_kernel.hpp"
@@ -86,7 +87,8 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
   const std::int64_t hidden_size = slots * shape.padded_hidden();
   const std::int64_t gate_up_size = slots * 2 * shape.padded_intermediate();
   const std::int64_t sums_size = TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden());
-  constexpr std::int64_t kScratchSize = TransposedPanels<Isa>::kScratchSize;
+  const std::int64_t scratch_size =
+      TransposedPanels<Isa>::scratch_size(std::max(layer.format.num_down_panels(), layer.format.num_gate_up_panels()));
   const MatrixView grad_out_TH(static_cast<const Element*>(arguments.grad_out), arguments.tokens, shape.hidden());
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
   const MatrixView grad_hidden_TH(static_cast<Element*>(arguments.grad_hidden_states), arguments.tokens,
@@ -99,31 +101,27 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
                       Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(slots) +
                       Workspace::bytes<Accumulator>(slots * num_i_panels) +
                       Workspace::bytes<Element>(recompute ? gate_up_size : 0) +
-                      Workspace::bytes<Element>(kScratchSize * pool.threads()) +
-                      Workspace::bytes<Accumulator>(tiles_size<Isa>(routing) * pool.threads()));
+                      Workspace::bytes<Element>(scratch_size * pool.threads()));
     auto* packed_TH = workspace.take<Element>(hidden_size);  // hidden states where recomputed, then dY
     auto* d_gate_up_S = workspace.take<Element>(gate_up_size);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
     auto* weight_S = workspace.take<Accumulator>(slots);
     auto* partial_S = workspace.take<Accumulator>(slots * num_i_panels);
     auto* recomputed_S = workspace.take<Element>(recompute ? gate_up_size : 0);
-    auto* scratch = workspace.take<Element>(kScratchSize * pool.threads());
-    auto* all_tiles = workspace.take<Accumulator>(tiles_size<Isa>(routing) * pool.threads());
+    auto* scratch = workspace.take<Element>(scratch_size * pool.threads());
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
     const Element* saved_S = recompute ? recomputed_S : static_cast<const Element*>(arguments.saved);
 
     pool.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       const auto transposed = [&](const StoredPanels<Isa>& stored, std::int64_t num_panels) {
-        return TransposedPanels<Isa>{stored.first, stored.expert_stride, stored.panel_size, num_panels,
-                                     scratch + worker.index * kScratchSize};
+        return TransposedPanels<Isa>(stored, num_panels, scratch + worker.index * scratch_size);
       };
-      auto* tiles = all_tiles + worker.index * tiles_size<Isa>(routing);
       if (recompute) {
         gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), packed_TH);
         worker.barrier.arrive_and_wait();
         sweep<Isa>(routing, share(layer.format.num_gate_up_panels()), layer.gate_up_panels(arguments.packed), packed_TH,
-                   tiles, GateUpEpilogue<Layer>(layer, nullptr, recomputed_S));
+                   GateUpEpilogue<Layer>(layer, nullptr, recomputed_S));
         worker.barrier.arrive_and_wait();
       }
       gather_slots<Isa>(routing, grad_out_TH, shape.padded_hidden(), share(num_groups), packed_TH);
@@ -131,13 +129,13 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(num_i_panels),
-                 transposed(layer.down_panels(arguments.packed), layer.format.num_down_panels()), packed_TH, tiles,
+                 transposed(layer.down_panels(arguments.packed), layer.format.num_down_panels()), packed_TH,
                  ActivationGradient<Layer>(layer, saved_S, weight_S, d_gate_up_S, partial_S));
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(layer.format.num_down_panels()),
                  transposed(layer.gate_up_panels(arguments.packed), layer.format.num_gate_up_panels()), d_gate_up_S,
-                 tiles, AddToTokens<Layer>(routing, sums, nullptr));
+                 AddToTokens<Layer>(routing, sums, nullptr));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), grad_hidden_TH);
       const Range pairs = share(slots);

@@ -27,13 +27,11 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
 
   engine.exclusively([&](ThreadPool& pool, Workspace& workspace) {
     workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(activated_size) +
-                      Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(routing.num_slots()) +
-                      Workspace::bytes<Accumulator>(tiles_size<Isa>(routing) * pool.threads()));
+                      Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(routing.num_slots()));
     auto* hidden_S = workspace.take<Element>(hidden_size);
     auto* activated_S = workspace.take<Element>(activated_size);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
     auto* weight_S = workspace.take<Accumulator>(routing.num_slots());
-    auto* all_tiles = workspace.take<Accumulator>(tiles_size<Isa>(routing) * pool.threads());
     for (std::int64_t pair = 0; pair < routing.num_slots(); ++pair) weight_S[routing.slot(pair)] = weight[pair];
 
     if (arguments.saved != nullptr) {
@@ -42,17 +40,16 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
 
     pool.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
-      auto* tiles = all_tiles + worker.index * tiles_size<Isa>(routing);
       gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), hidden_S);
       sums.clear(share(arguments.tokens));
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(layer.format.num_gate_up_panels()), layer.gate_up_panels(arguments.packed), hidden_S,
-                 tiles, GateUpEpilogue(layer, activated_S, static_cast<Element*>(arguments.saved)));
+                 GateUpEpilogue(layer, activated_S, static_cast<Element*>(arguments.saved)));
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(layer.format.num_down_panels()), layer.down_panels(arguments.packed), activated_S,
-                 tiles, AddToTokens<Layer>(routing, sums, weight_S));
+                 AddToTokens<Layer>(routing, sums, weight_S));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), out_TH);
     });

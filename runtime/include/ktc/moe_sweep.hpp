@@ -5,122 +5,78 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
-#include "ktc/prefetch.hpp"
+#include "ktc/panel_source.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
-#include "ktc/weight_format/panel.hpp"
 
 namespace ktc {
 
-// One matrix per expert, as it is packed.
-template <class Isa>
-struct StoredPanels {
-  using Element = typename Isa::Element;
-  static constexpr bool kFromMemory = true;
+// The panels of a sweep in its order: all of one active expert, then those of the next.
+class SweepOrder {
+ public:
+  SweepOrder(const Routing& routing, Range own) : experts_(&routing.active_experts()), own_(own), panel_(own.begin) {}
 
-  const Element* first;
-  std::int64_t expert_stride;
-  std::int64_t panel_size;
+  bool done() const { return own_.begin == own_.end || active_ == experts_->size(); }
+  const ActiveExpert& active() const { return (*experts_)[active_]; }
+  PanelIndex index() const { return {active().expert, panel_}; }
 
-  std::int64_t contraction() const { return panel_size / kPanelWidth; }
-  std::int64_t chunk() const { return contraction(); }
-
-  const Element* prepare(std::int64_t expert, std::int64_t panel, std::int64_t) const {
-    return first + expert * expert_stride + panel * panel_size;
-  }
-  PanelLocation location(std::int64_t expert, std::int64_t panel) const {
-    const auto bytes = panel_size * static_cast<std::int64_t>(sizeof(Element));
-    return {reinterpret_cast<const char*>(prepare(expert, panel, 0)), 1, bytes, bytes};
-  }
-};
-
-// The same matrices transposed. A panel is rebuilt in chunks that stay in L1 while all slots of the expert use them;
-// a whole panel would go to L2 and back, which takes longer than its shuffles.
-template <class Isa>
-struct TransposedPanels {
-  using Element = typename Isa::Element;
-  static constexpr bool kFromMemory = false;
-
-  const Element* first;
-  std::int64_t expert_stride;
-  std::int64_t panel_size;
-  std::int64_t num_panels;
-  Element* scratch;
-
-  static constexpr std::int64_t kChunkBlocks = 16;
-  static constexpr std::int64_t kScratchSize = kChunkBlocks * weight_format::kBlock;
-
-  std::int64_t contraction() const { return num_panels * kPanelWidth; }
-  std::int64_t chunk() const { return kChunkBlocks * kPanelWidth; }
-
-  const Element* prepare(std::int64_t expert, std::int64_t panel, std::int64_t first_k) const {
-    const std::int64_t first_block = first_k / kPanelWidth;
-    const std::int64_t last_block = std::min(first_block + kChunkBlocks, num_panels);
-    const Element* source = block(expert, panel);
-    for (std::int64_t stored = first_block; stored < last_block; ++stored) {
-      Isa::transpose_block(source + stored * panel_size, scratch + (stored - first_block) * weight_format::kBlock);
+  SweepOrder next() const {
+    SweepOrder result = *this;
+    if (++result.panel_ == own_.end) {
+      result.panel_ = own_.begin;
+      ++result.active_;
     }
-    return scratch;
-  }
-  PanelLocation location(std::int64_t expert, std::int64_t panel) const {
-    constexpr auto kBytes = static_cast<std::int64_t>(sizeof(Element));
-    return {reinterpret_cast<const char*>(block(expert, panel)), num_panels, weight_format::kBlock * kBytes,
-            panel_size * kBytes};
+    return result;
   }
 
  private:
-  const Element* block(std::int64_t expert, std::int64_t panel) const {
-    return first + expert * expert_stride + panel * weight_format::kBlock;
-  }
+  const std::vector<ActiveExpert>* experts_;
+  Range own_;
+  std::size_t active_ = 0;
+  std::int64_t panel_;
 };
 
-// Bytes of unfinished sums that a sweep may need, in accumulators.
-template <class Isa>
-std::int64_t tiles_size(const Routing& routing) {
-  return routing.max_groups() * Isa::kMaxRows * kPanelWidth;
+// What to do beside the products of one panel: get the next one ready, and nothing after the last.
+template <class Panels>
+typename Panels::Ahead work_ahead(const Panels& panels, const SweepOrder& here, std::int64_t calls) {
+  const SweepOrder next = here.next();
+  if (next.done()) return {};
+  const SweepOrder after_next = next.next();
+  return panels.ahead(next.index(), after_next.done() ? next.index() : after_next.index(), calls);
 }
 
 // For every active expert and each panel in `own`: multiply all its slots and call `epilogue(group, panel, tile)`,
-// announced by `epilogue.prefetch(group, panel)` before the last product. `rows` are packed slots,
-// `panels.contraction()` elements each (see `gather_slots`); `tiles` holds `tiles_size`.
+// announced by `epilogue.prefetch(group, panel)`. `rows` are packed slots, `panels.contraction()` elements each (see
+// `gather_slots`).
 template <class Isa, class Panels, class Epilogue>
-void sweep(const Routing& routing, Range own, const Panels& panels, const typename Isa::Element* rows,
-           typename Isa::Accumulator* tiles, const Epilogue& epilogue) {
-  constexpr int kDepth = ElementTraits<typename Isa::Element>::kDepth;
+void sweep(const Routing& routing, Range own, Panels panels, const typename Isa::Element* rows,
+           const Epilogue& epilogue) {
+  alignas(64) typename Isa::Accumulator tile[Isa::kMaxRows * kPanelWidth];
   const std::int64_t contraction = panels.contraction();
-  const std::int64_t tile_size = panels.chunk() < contraction ? Isa::kMaxRows * kPanelWidth : 0;  // else one serves all
-  const auto& experts = routing.active_experts();
-  if (own.begin == own.end) return;
+  const std::int64_t steps = contraction / ElementTraits<typename Isa::Element>::kDepth;
+  SweepOrder here(routing, own);
+  if (!here.done()) panels.start(here.index());
 
-  for (std::size_t i = 0; i < experts.size(); ++i) {
-    const auto num_groups = static_cast<std::int64_t>(experts[i].last_group - experts[i].first_group);
-    const auto* groups = &routing.groups()[experts[i].first_group];
-    const bool streams = Panels::kFromMemory && num_groups == 1 && groups->rows <= Isa::kStreamRows;
-    const std::int64_t prefetch_calls = num_groups * Isa::prefetch_calls(contraction / kDepth);
-    for (std::int64_t panel = own.begin; panel < own.end; ++panel) {
-      Prefetcher next;
-      if (!streams && panel + 1 < own.end) {
-        next = Prefetcher(panels.location(experts[i].expert, panel + 1), prefetch_calls);
-      } else if (!streams && i + 1 < experts.size()) {
-        next = Prefetcher(panels.location(experts[i + 1].expert, own.begin), prefetch_calls);
-      }
-      for (std::int64_t k = 0; k < contraction; k += panels.chunk()) {
-        const std::int64_t end = std::min(k + panels.chunk(), contraction);
-        const auto* packed = panels.prepare(experts[i].expert, panel, k);
-        for (std::int64_t group = 0; group < num_groups; ++group) {
-          const SlotGroup& slots = groups[group];
-          auto* tile = tiles + group * tile_size;
-          const auto* a = rows + slots.first_slot * contraction + k * slots.rows;
-          if (end == contraction) epilogue.prefetch(slots, panel);
-          Isa::multiply(slots.rows, (end - k) / kDepth, a, packed, tile, k > 0, next);
-          if (end == contraction) epilogue(slots, panel, tile);
-        }
-      }
+  for (; !here.done(); here = here.next()) {
+    const auto* group = &routing.groups()[here.active().first_group];
+    const auto* last_group = &routing.groups()[here.active().last_group - 1];
+    const std::int64_t num_groups = last_group - group + 1;
+    const bool streams = Panels::kFromMemory && num_groups == 1 && group->rows <= Isa::kStreamRows;
+    auto ahead = streams ? typename Panels::Ahead{} : work_ahead(panels, here, num_groups * Isa::steps_ahead(steps));
+    const auto* packed = panels.current(here.index());
+    for (; group <= last_group; ++group) {
+      epilogue.prefetch(*group, here.index().panel);
+      Isa::multiply(group->rows, steps, rows + group->first_slot * contraction, packed, tile, ahead);
+      epilogue(*group, here.index().panel, tile);
     }
+    ahead.finish();
+    panels.advance();
   }
 }
 

@@ -1,4 +1,4 @@
-// Bring the next weight panel into L2 while the current one is multiplied.
+// What runs beside a product, a little at each of the micro-kernel's steps, so that the next one finds its data near.
 #pragma once
 
 #include <algorithm>
@@ -18,46 +18,25 @@ void prefetch_row(const T* row, std::int64_t size) {
   }
 }
 
-// Where a panel lies: `chunks` stretches of `chunk_bytes`, `stride_bytes` apart. A stored panel is one long stretch; a
-// panel of the transposed weights gathers one 32 x 32 block from every stored panel.
-struct PanelLocation {
-  const char* base = nullptr;
-  std::int64_t chunks = 0;
-  std::int64_t chunk_bytes = 0;
-  std::int64_t stride_bytes = 0;
-};
-
-// Walks a panel's cache lines evenly: `lines_per_step` at each of the micro-kernel's steps.
-class Prefetcher {
+// Brings a stored panel into L2, evenly over `calls` of `step`.
+class FetchAhead {
  public:
-  Prefetcher() = default;
-  Prefetcher(const PanelLocation& panel, std::int64_t steps)
-      : line_(panel.base),
-        chunk_end_(panel.base + panel.chunk_bytes),
-        lines_left_(panel.chunks * panel.chunk_bytes / kCacheLine),
-        gap_(panel.stride_bytes - panel.chunk_bytes),
-        chunk_bytes_(panel.chunk_bytes),
-        lines_per_step_((lines_left_ + steps - 1) / steps) {}
+  FetchAhead() = default;
+  FetchAhead(const void* panel, std::int64_t bytes, std::int64_t calls)
+      : line_(static_cast<const char*>(panel)),
+        lines_left_(bytes / kCacheLine),
+        lines_per_step_((lines_left_ + calls - 1) / calls) {}
 
   [[gnu::always_inline]] void step() {
     const std::int64_t lines = std::min(lines_per_step_, lines_left_);
     lines_left_ -= lines;
-    for (std::int64_t line = 0; line < lines; ++line) {
-      __builtin_prefetch(line_, 0, 2);
-      line_ += kCacheLine;
-      if (line_ == chunk_end_) {
-        line_ += gap_;
-        chunk_end_ = line_ + chunk_bytes_;
-      }
-    }
+    for (std::int64_t line = 0; line < lines; ++line, line_ += kCacheLine) __builtin_prefetch(line_, 0, 2);
   }
+  void finish() const {}  // a panel that was not fetched whole is only slower to read
 
  private:
   const char* line_ = nullptr;
-  const char* chunk_end_ = nullptr;
   std::int64_t lines_left_ = 0;
-  std::int64_t gap_ = 0;
-  std::int64_t chunk_bytes_ = 0;
   std::int64_t lines_per_step_ = 0;
 };
 

@@ -1,7 +1,6 @@
 // The router's choice, sorted by expert: a slot is one (token, k) pair, and each expert owns a contiguous run of slots.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -40,7 +39,6 @@ class Routing {
   std::int64_t token(std::int64_t slot) const { return token_[slot]; }
   std::int64_t slot(std::int64_t pair) const { return slot_[pair]; }
   const std::vector<SlotGroup>& groups() const { return groups_; }
-  std::int64_t max_groups() const { return max_groups_; }
   const std::vector<ActiveExpert>& active_experts() const { return active_; }
 
  private:
@@ -64,7 +62,6 @@ class Routing {
       const std::int64_t rows = first_slot[expert + 1] - first_slot[expert];
       if (rows == 0) continue;
       const std::int64_t count = (rows + max_rows - 1) / max_rows;
-      max_groups_ = std::max(max_groups_, count);
       active_.push_back({expert, groups_.size(), groups_.size() + count});
       std::int64_t slot = first_slot[expert];
       for (std::int64_t group = 0; group < count; ++group) {
@@ -79,7 +76,6 @@ class Routing {
   std::vector<std::int64_t> slot_;   // by (token, k) pair
   std::vector<SlotGroup> groups_;
   std::vector<ActiveExpert> active_;
-  std::int64_t max_groups_ = 0;  // of one expert
 };
 
 }  // namespace ktc

@@ -9,7 +9,6 @@
 
 #include "ktc/element.hpp"
 #include "ktc/math.hpp"
-#include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc::avx2 {
@@ -111,25 +110,20 @@ inline constexpr int kUnroll = 2;
 // Two bf16 read as one integer, which the type rules would otherwise forbid.
 using Pair [[gnu::may_alias]] = std::int32_t;
 
-template <int kRows>
-[[gnu::noinline]] void multiply_half(std::int64_t steps, const bf16* a, const bf16* panel, float* tile, bool continues,
-                                     Prefetcher& next) {
+template <int kRows, class Ahead>
+[[gnu::noinline]] void multiply_half(std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& next) {
   const __m256i upper_half = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   const auto even = [](__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); };
   const auto odd = [=](__m256i pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, upper_half)); };
-  Prefetcher prefetcher = next;
+  Ahead ahead = next;
   __m256 low[kRows];
   __m256 high[kRows];
 #pragma GCC unroll 4
-  for (int row = 0; row < kRows; ++row) {
-    const float* sums = tile + row * kPanelWidth;
-    low[row] = continues ? _mm256_load_ps(sums) : _mm256_setzero_ps();
-    high[row] = continues ? _mm256_load_ps(sums + 8) : _mm256_setzero_ps();
-  }
+  for (int row = 0; row < kRows; ++row) low[row] = high[row] = _mm256_setzero_ps();
   const auto* b = reinterpret_cast<const __m256i*>(panel);
   const auto* pairs = reinterpret_cast<const Pair*>(a);
   for (std::int64_t step = 0; step < steps; step += kUnroll) {
-    prefetcher.step();
+    ahead.step();
 #pragma GCC unroll 2
     for (int k = 0; k < kUnroll; ++k) {
       const __m256i b_low = _mm256_load_si256(b);
@@ -151,7 +145,7 @@ template <int kRows>
     _mm256_store_ps(tile + row * kPanelWidth, low[row]);
     _mm256_store_ps(tile + row * kPanelWidth + 8, high[row]);
   }
-  next = prefetcher;
+  next = ahead;
 }
 
 struct Isa {
@@ -161,33 +155,32 @@ struct Isa {
   static constexpr int kMaxRows = avx2::kMaxRows;
   static constexpr int kStreamRows = 0;
 
-  // tile[row][32] = sum over k of a[k][row] * panel[k][32], added to what it holds if it `continues`; `steps` pairs of
-  // k, a multiple of 16; tile and panel aligned.
-  static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, bool continues,
-                       Prefetcher& next) {
-    using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, bool, Prefetcher&);
+  // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
+  template <class Ahead>
+  static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
+    using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, Ahead&);
     static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
-      return std::array<Multiply, sizeof...(row)>{&multiply_half<static_cast<int>(row) + 1>...};
+      return std::array<Multiply, sizeof...(row)>{&multiply_half<static_cast<int>(row) + 1, Ahead>...};
     }(std::make_index_sequence<kMaxRows>{});
     const Multiply multiply_16_lanes = kByRows[static_cast<std::size_t>(rows - 1)];
-    multiply_16_lanes(steps, a, panel, tile, continues, next);
-    multiply_16_lanes(steps, a, panel + 2 * kHalfPanel, tile + kHalfPanel, continues, next);
+    multiply_16_lanes(steps, a, panel, tile, ahead);
+    multiply_16_lanes(steps, a, panel + 2 * kHalfPanel, tile + kHalfPanel, ahead);
   }
 
-  // How often `multiply` moves the prefetcher on: once per unrolled step of each half.
-  static constexpr std::int64_t prefetch_calls(std::int64_t steps) { return 2 * steps / kUnroll; }
+  // How often `multiply` calls `ahead.step()`: once per unrolled step of each half.
+  static constexpr std::int64_t steps_ahead(std::int64_t steps) { return 2 * steps / kUnroll; }
 
-  // Rebuild one packed 32 x 32 block with outputs and contraction exchanged, 2 x 2 elements at a time.
-  static void transpose_block(const bf16* source, bf16* target) {
-    for (int k = 0; k < kPanelWidth; k += 2) {
-      for (int lane = 0; lane < kPanelWidth; lane += 2) {
-        const bf16* from = source + k * kPanelWidth + lane * 2;
-        bf16* to = target + lane * kPanelWidth + k * 2;
-        to[0] = from[0];  // (lane, k)
-        to[1] = from[2];  // (lane + 1, k)
-        to[2] = from[1];  // (lane, k + 1)
-        to[3] = from[3];
-      }
+  // One pair of k of all outputs, 2 x 2 elements at a time.
+  static void transpose_piece(const bf16* source, bf16* target, int piece) {
+    const bf16* from = source + piece * 2 * kPanelWidth;
+    bf16* to = target + piece * 2 * 2;
+    for (int lane = 0; lane < kPanelWidth; lane += 2) {
+      to[0] = from[0];  // (lane, k)
+      to[1] = from[2];  // (lane + 1, k)
+      to[2] = from[1];  // (lane, k + 1)
+      to[3] = from[3];
+      from += 2 * 2;
+      to += 2 * kPanelWidth;
     }
   }
 };

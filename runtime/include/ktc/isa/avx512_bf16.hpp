@@ -11,7 +11,6 @@
 
 #include "ktc/element.hpp"
 #include "ktc/math.hpp"
-#include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc::avx512_bf16 {
@@ -70,20 +69,15 @@ inline constexpr int kUnroll = 4;
 // Two bf16 read as one integer, which the type rules would otherwise forbid.
 using Pair [[gnu::may_alias]] = std::int32_t;
 
-template <int kRows>
-[[gnu::noinline]] void multiply_rows(std::int64_t steps, const bf16* a, const bf16* panel, float* tile, bool continues,
-                                     Prefetcher& next) {
+template <int kRows, class Ahead>
+[[gnu::noinline]] void multiply_rows(std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& next) {
   constexpr int kStepBytes = 2 * 64;
   constexpr int kStreamAhead = 4096;
-  Prefetcher prefetcher = next;  // by value: the stores to `tile` must not force it back to memory
+  Ahead ahead = next;  // by value: the stores to `tile` must not force it back to memory
   __m512 left[kRows];
   __m512 right[kRows];
 #pragma GCC unroll 12
-  for (int row = 0; row < kRows; ++row) {
-    const float* sums = tile + row * kPanelWidth;
-    left[row] = continues ? _mm512_load_ps(sums) : _mm512_setzero_ps();
-    right[row] = continues ? _mm512_load_ps(sums + kHalfPanel) : _mm512_setzero_ps();
-  }
+  for (int row = 0; row < kRows; ++row) left[row] = right[row] = _mm512_setzero_ps();
 
   const auto* b = reinterpret_cast<const char*>(panel);
   const auto* pairs = reinterpret_cast<const Pair*>(a);  // one row's two neighbours, broadcast to all lanes
@@ -92,7 +86,7 @@ template <int kRows>
 #pragma GCC unroll 8
       for (int line = 0; line < kUnroll * kStepBytes; line += 64) __builtin_prefetch(b + kStreamAhead + line, 0, 0);
     }
-    prefetcher.step();
+    ahead.step();
 #pragma GCC unroll 4
     for (int k = 0; k < kUnroll; ++k) {
       const auto b_left = std::bit_cast<__m512bh>(_mm512_load_si512(b + k * kStepBytes));
@@ -112,7 +106,7 @@ template <int kRows>
     _mm512_store_ps(tile + row * kPanelWidth, left[row]);
     _mm512_store_ps(tile + row * kPanelWidth + kHalfPanel, right[row]);
   }
-  next = prefetcher;
+  next = ahead;
 }
 
 // Transposing a 16 x 16 quarter of a block: k and n are its two indices; before, register k/2 holds (n, k%2) in its
@@ -147,21 +141,6 @@ alignas(64) inline constexpr WordOrder kUpperWords = word_order(1);
   return _mm512_mask_broadcast_i32x4(pieces, 0xf000, piece(3));
 }
 
-[[gnu::always_inline]] inline void transpose_quarter(const bf16* source, bf16* target) {
-  constexpr int kStride = 2 * 32;  // a quarter has every second vector of its block
-  constexpr int kPiece = 8;
-  const __m512i lower_words = _mm512_load_si512(kLowerWords.data());
-  const __m512i upper_words = _mm512_load_si512(kUpperWords.data());
-#pragma GCC unroll 4
-  for (int piece = 0; piece < 4; ++piece) {
-    const __m512i even = four_pieces(source + piece * kPiece, kStride);
-    const __m512i odd = four_pieces(source + piece * kPiece + kStride, kStride);
-    bf16* row = target + 2 * piece * kStride;
-    _mm512_store_si512(row, _mm512_permutex2var_epi16(even, lower_words, odd));
-    _mm512_store_si512(row + kStride, _mm512_permutex2var_epi16(even, upper_words, odd));
-  }
-}
-
 struct Isa {
   using Element = bf16;
   using Accumulator = float;
@@ -169,27 +148,32 @@ struct Isa {
   static constexpr int kMaxRows = avx512_bf16::kMaxRows;
   static constexpr int kStreamRows = avx512_bf16::kStreamRows;
 
-  // tile[row][32] = sum over k of a[k][row] * panel[k][32], added to what it holds if it `continues`; `steps` pairs of
-  // k, a multiple of 16; tile and panel aligned.
-  static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, bool continues,
-                       Prefetcher& next) {
-    using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, bool, Prefetcher&);
+  // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
+  template <class Ahead>
+  static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
+    using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, Ahead&);
     static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
-      return std::array<Multiply, sizeof...(row)>{&multiply_rows<static_cast<int>(row) + 1>...};
+      return std::array<Multiply, sizeof...(row)>{&multiply_rows<static_cast<int>(row) + 1, Ahead>...};
     }(std::make_index_sequence<kMaxRows>{});
-    kByRows[static_cast<std::size_t>(rows - 1)](steps, a, panel, tile, continues, next);
+    kByRows[static_cast<std::size_t>(rows - 1)](steps, a, panel, tile, ahead);
   }
 
-  // How often `multiply` moves the prefetcher on.
-  static constexpr std::int64_t prefetch_calls(std::int64_t steps) { return steps / kUnroll; }
+  // How often `multiply` calls `ahead.step()`.
+  static constexpr std::int64_t steps_ahead(std::int64_t steps) { return steps / kUnroll; }
 
-  static void transpose_block(const bf16* source, bf16* target) {
+  // Of the four 16 x 16 quarters of a block, piece by piece: two of the rebuilt vectors.
+  [[gnu::always_inline]] static void transpose_piece(const bf16* source, bf16* target, int piece) {
+    constexpr int kStride = 2 * 32;          // a quarter has every second vector of its block
     constexpr int kSecondHalf = 8 * 2 * 32;  // 16 further along k
     constexpr int kRightLanes = 32;          // 16 further along n
-    transpose_quarter(source, target);
-    transpose_quarter(source + kRightLanes, target + kSecondHalf);
-    transpose_quarter(source + kSecondHalf, target + kRightLanes);
-    transpose_quarter(source + kSecondHalf + kRightLanes, target + kSecondHalf + kRightLanes);
+    const int right = piece / 4 % 2;
+    const int lower = piece / 8;
+    const bf16* from = source + right * kRightLanes + lower * kSecondHalf + piece % 4 * 8;
+    bf16* to = target + right * kSecondHalf + lower * kRightLanes + piece % 4 * 2 * kStride;
+    const __m512i even = four_pieces(from, kStride);
+    const __m512i odd = four_pieces(from + kStride, kStride);
+    _mm512_store_si512(to, _mm512_permutex2var_epi16(even, _mm512_load_si512(kLowerWords.data()), odd));
+    _mm512_store_si512(to + kStride, _mm512_permutex2var_epi16(even, _mm512_load_si512(kUpperWords.data()), odd));
   }
 };
 

@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "ktc/element.hpp"
-#include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/weight_format/panel.hpp"
 
 namespace ktc::scalar {
 
@@ -81,12 +81,13 @@ struct Isa {
   static constexpr int kMaxRows = 4;
   static constexpr int kStreamRows = 0;
 
-  // tile[row][32] = sum over k of a[k][row] * panel[k][32], for `steps` groups of kDepth neighbours of k, added to
-  // what it holds if it `continues`.
+  // tile[row][32] = sum over k of a[k][row] * panel[k][32], for `steps` groups of kDepth neighbours of k.
+  template <class Ahead>
   static void multiply(int rows, std::int64_t steps, const Element* a, const Element* panel, Accumulator* tile,
-                       bool continues, Prefetcher&) {
+                       Ahead& ahead) {
+    ahead.step();
     constexpr int kDepth = ElementTraits<Element>::kDepth;
-    if (!continues) std::fill(tile, tile + rows * kPanelWidth, Accumulator{});
+    std::fill(tile, tile + rows * kPanelWidth, Accumulator{});
     for (std::int64_t step = 0; step < steps; ++step) {
       for (int row = 0; row < rows; ++row) {
         for (int k = 0; k < kDepth; ++k) {
@@ -101,16 +102,16 @@ struct Isa {
     }
   }
 
-  static constexpr std::int64_t prefetch_calls(std::int64_t) { return 1; }
+  // How often `multiply` calls `ahead.step()`.
+  static constexpr std::int64_t steps_ahead(std::int64_t) { return 1; }
 
-  // Rebuild one packed 32 x 32 block with outputs and contraction exchanged.
-  static void transpose_block(const Element* source, Element* target) {
-    constexpr int kDepth = ElementTraits<Element>::kDepth;
-    const auto offset = [](std::int64_t lane, std::int64_t k) {
-      return (k / kDepth * kPanelWidth + lane) * kDepth + k % kDepth;
-    };
-    for (int k = 0; k < kPanelWidth; ++k) {
-      for (int lane = 0; lane < kPanelWidth; ++lane) target[offset(k, lane)] = source[offset(lane, k)];
+  // One of the `kBlockPieces` pieces of a packed 32 x 32 block, rebuilt with outputs and contraction exchanged.
+  static void transpose_piece(const Element* source, Element* target, int piece) {
+    constexpr int kRows = kPanelWidth / weight_format::kBlockPieces;
+    for (std::int64_t k = piece * kRows; k < (piece + 1) * kRows; ++k) {
+      for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
+        target[weight_format::panel_offset<Element>(k, lane)] = source[weight_format::panel_offset<Element>(lane, k)];
+      }
     }
   }
 };

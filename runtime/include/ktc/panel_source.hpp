@@ -1,0 +1,134 @@
+// Where a product gets its weight panels from: as they are stored, or transposed.
+//
+// Both are asked for one panel after the other, in the order of a sweep, and prepare the next one while the current one
+// is multiplied. `Ahead` is what the micro-kernel calls for that at each of its steps.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "ktc/prefetch.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/weight_format/panel.hpp"
+
+namespace ktc {
+
+struct PanelIndex {
+  std::int64_t expert;
+  std::int64_t panel;
+};
+
+// One matrix per expert, as it is packed.
+template <class Isa>
+struct StoredPanels {
+  using Element = typename Isa::Element;
+  using Ahead = FetchAhead;
+  static constexpr bool kFromMemory = true;
+
+  const Element* first;
+  std::int64_t expert_stride;
+  std::int64_t panel_size;
+
+  std::int64_t contraction() const { return panel_size / kPanelWidth; }
+
+  void start(PanelIndex) const {}
+  const Element* current(PanelIndex index) const { return at(index); }
+  Ahead ahead(PanelIndex next, PanelIndex, std::int64_t calls) const {
+    return Ahead(at(next), panel_size * static_cast<std::int64_t>(sizeof(Element)), calls);
+  }
+  void advance() const {}
+
+ private:
+  const Element* at(PanelIndex index) const { return first + index.expert * expert_stride + index.panel * panel_size; }
+};
+
+// Rebuilds a panel of the transposed weights, piece by piece, over `calls` of `step`, and fetches the one after it.
+// Done between the products it would wait for memory, which at few tokens per expert takes most of the time.
+template <class Isa>
+class TransposeAhead {
+ public:
+  using Element = typename Isa::Element;
+
+  TransposeAhead() = default;
+  // The panel gathers one block from each of `blocks` stored panels, `stride` elements apart; the same blocks of the
+  // panel after it lie `after` bytes further.
+  TransposeAhead(const Element* source, std::int64_t stride, std::int64_t blocks, std::int64_t after, Element* target,
+                 std::int64_t calls)
+      : source_(source),
+        target_(target),
+        stride_(stride),
+        after_(after),
+        pieces_left_(blocks * weight_format::kBlockPieces),
+        pieces_per_step_((pieces_left_ + calls - 1) / calls) {}
+
+  [[gnu::always_inline]] void step() {
+    const std::int64_t pieces = std::min(pieces_per_step_, pieces_left_);
+    pieces_left_ -= pieces;
+    for (std::int64_t i = 0; i < pieces; ++i) transpose_piece();
+  }
+  void finish() {
+    for (; pieces_left_ > 0; --pieces_left_) transpose_piece();
+  }
+
+ private:
+  static constexpr std::int64_t kPieceBytes = weight_format::kBlock * sizeof(Element) / weight_format::kBlockPieces;
+
+  [[gnu::always_inline]] void transpose_piece() {
+    const char* later = reinterpret_cast<const char*>(source_) + after_ + piece_ * kPieceBytes;
+    for (std::int64_t line = 0; line < kPieceBytes; line += kCacheLine) __builtin_prefetch(later + line, 0, 2);
+    Isa::transpose_piece(source_, target_, piece_);
+    if (++piece_ < weight_format::kBlockPieces) return;
+    piece_ = 0;
+    source_ += stride_;
+    target_ += weight_format::kBlock;
+  }
+
+  const Element* source_ = nullptr;
+  Element* target_ = nullptr;
+  std::int64_t stride_ = 0;
+  std::int64_t after_ = 0;
+  std::int64_t pieces_left_ = 0;
+  std::int64_t pieces_per_step_ = 0;
+  int piece_ = 0;
+};
+
+// The same matrices transposed, in two scratch panels that stay in L2: one is read, the other written.
+template <class Isa>
+class TransposedPanels {
+ public:
+  using Element = typename Isa::Element;
+  using Ahead = TransposeAhead<Isa>;
+  static constexpr bool kFromMemory = false;
+
+  // `scratch` holds `scratch_size(num_panels)` elements.
+  TransposedPanels(const StoredPanels<Isa>& stored, std::int64_t num_panels, Element* scratch)
+      : stored_(stored),
+        num_panels_(num_panels),
+        read_(scratch),
+        written_(scratch + num_panels * weight_format::kBlock) {}
+
+  static constexpr std::int64_t scratch_size(std::int64_t num_panels) { return 2 * num_panels * weight_format::kBlock; }
+
+  std::int64_t contraction() const { return num_panels_ * kPanelWidth; }
+
+  void start(PanelIndex index) { Ahead(at(index), stored_.panel_size, num_panels_, 0, read_, 1).finish(); }
+  const Element* current(PanelIndex) const { return read_; }
+  Ahead ahead(PanelIndex next, PanelIndex after_next, std::int64_t calls) const {
+    const std::int64_t after = (at(after_next) - at(next)) * static_cast<std::int64_t>(sizeof(Element));
+    return Ahead(at(next), stored_.panel_size, num_panels_, after, written_, calls);
+  }
+  void advance() { std::swap(read_, written_); }
+
+ private:
+  const Element* at(PanelIndex index) const {
+    return stored_.first + index.expert * stored_.expert_stride + index.panel * weight_format::kBlock;
+  }
+
+  StoredPanels<Isa> stored_;
+  std::int64_t num_panels_;
+  Element* read_;
+  Element* written_;
+};
+
+}  // namespace ktc
