@@ -176,6 +176,33 @@ def import_kt_yaml_command(
             typer.echo(str(found.report), err=True, nl=False)
 
 
+@app.command("fmt")
+def fmt_command(
+    files: Annotated[list[Path], typer.Argument(help="Rule files, or folders of them.")],
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if a file is not laid out so.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Lay rule files out canonically; comments stay where they are."""
+    with Session(quiet=quiet) as session:
+        from ktc.dsl import formatter
+
+        for path in formatter.rule_files(files):
+            if formatter.format_file(path, write=not check):
+                session.console.print(f"{path}: " + ("is not laid out canonically" if check else "rewritten"))
+                session.exit_code = 1 if check else 0
+
+
+@app.command("explain")
+def explain_command(
+    code: Annotated[str, typer.Argument(help="A code as messages show it, for example E042.")],
+) -> None:
+    """Say what the code of a message means, with a bad and a good example."""
+    with Session() as session:
+        from ktc.dsl.explain import explain
+
+        session.emit(str(explain(code)), None)
+
+
 @app.command("doctor")
 def doctor_command(as_json: Json = False) -> None:
     """Say what of this machine works for ktc, what is missing and how to get it."""

@@ -125,8 +125,12 @@ def listing(options: Iterable[str], limit: int = 12) -> str:
 
 
 # JSON ----------------------------------------------------------------------------------------------------------------
-def to_json(diagnostic: Diagnostic) -> dict[str, object]:
-    """The object that `--json` prints for one diagnostic; the place is null where there is none."""
+def to_json(diagnostic: Diagnostic, sources: Mapping[str, str] | None = None) -> dict[str, object]:
+    """The object that `--json` prints for one diagnostic; the place is null where there is none.
+
+    `lsp` is the same in the shape of the language server protocol: lines and UTF-16 units from 0, numbered severities.
+    Its columns are exact where `sources` has the file's text.
+    """
     return {
         "code": diagnostic.code,
         "severity": diagnostic.severity,
@@ -134,6 +138,7 @@ def to_json(diagnostic: Diagnostic) -> dict[str, object]:
         **_place(diagnostic.span),
         "hint": diagnostic.hint,
         "related": [{"message": related.message, **_place(related.span)} for related in diagnostic.related],
+        "lsp": _lsp(diagnostic, {file: text.split("\n") for file, text in (sources or {}).items()}),
     }
 
 
@@ -147,6 +152,44 @@ def _place(span: Span | None) -> dict[str, object]:
         "end_line": span.end_line,
         "end_column": span.end_column,
     }
+
+
+_LSP_SEVERITIES: Mapping[Severity, int] = {"error": 1, "warning": 2, "note": 3}
+
+
+def _lsp(diagnostic: Diagnostic, texts: Mapping[str, list[str]]) -> dict[str, object]:
+    message = ". ".join(filter(None, (diagnostic.message, diagnostic.label, diagnostic.hint)))
+    return {
+        "range": _lsp_range(diagnostic.span, texts),
+        "severity": _LSP_SEVERITIES[diagnostic.severity],
+        "code": diagnostic.code,
+        "source": "ktc",
+        "message": message,
+        "relatedInformation": [
+            {
+                "location": {"uri": related.span.file, "range": _lsp_range(related.span, texts)},
+                "message": related.message,
+            }
+            for related in diagnostic.related
+        ],
+    }
+
+
+def _lsp_range(span: Span | None, texts: Mapping[str, list[str]]) -> dict[str, object]:
+    """An empty range at the start of the file where there is no place."""
+    if span is None:
+        span = Span("", 1, 1, 1, 1)
+    lines = texts.get(span.file, [])
+    return {
+        "start": _lsp_position(span.line, span.column, lines),
+        "end": _lsp_position(span.end_line, span.end_column, lines),
+    }
+
+
+def _lsp_position(line: int, column: int, lines: list[str]) -> dict[str, int]:
+    before = lines[line - 1][: column - 1] if line <= len(lines) else ""
+    beyond = sum(ord(character) > 0xFFFF for character in before)  # each takes two units of UTF-16
+    return {"line": line - 1, "character": column - 1 + beyond}
 
 
 # Text ----------------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_a_place_outside_the_text_does_no_harm() -> None:
 def test_json_has_every_field_and_survives_serialisation() -> None:
     found = json.loads(json.dumps(to_json(ABSORBED)))
     assert list(found) == [
-        *("code", "severity", "message", "file", "line", "column", "end_line", "end_column", "hint", "related")
+        *("code", "severity", "message", "file", "line", "column", "end_line", "end_column", "hint", "related", "lsp")
     ]
     assert (found["code"], found["severity"], found["file"]) == ("E042", "error", "v2.ktr")
     assert (found["line"], found["column"], found["end_line"], found["end_column"]) == (5, 2, 5, 31)
@@ -83,6 +83,18 @@ def test_json_has_every_field_and_survives_serialisation() -> None:
         "end_column": 40,
     }
     assert to_json(UNPLACED)["line"] is None
+
+
+def test_json_has_the_shape_of_the_language_server_protocol() -> None:
+    found = json.loads(json.dumps(to_json(ABSORBED)["lsp"]))
+    assert found["range"] == {"start": {"line": 4, "character": 1}, "end": {"line": 4, "character": 30}}
+    assert (found["severity"], found["code"], found["source"]) == (1, "E042", "ktc")
+    assert found["message"].startswith("`lora_linear` on `kv_b`, but `mla_absorbed` absorbs it. `kv_b` is no longer")
+    assert found["relatedInformation"][0]["location"]["range"]["start"] == {"line": 3, "character": 2}
+    assert [to_json(d)["lsp"]["severity"] for d in (WARNING, UNPLACED)] == [2, 1]  # type: ignore[index]
+    text = "\U0001f600\u00e9 x"
+    beyond = to_json(Diagnostic("E001", "unexpected", Span("a.ktr", 1, 4, 1, 5)), {"a.ktr": text})["lsp"]
+    assert beyond["range"]["start"] == {"line": 0, "character": 4}  # type: ignore[index]
 
 
 def test_suggestions_are_close_or_absent() -> None:

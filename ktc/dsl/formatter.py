@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
-from ktc.dsl.loader import read_text
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.dsl.loader import SUFFIX, read_text
 from ktc.dsl.parser import parse
 from ktc.dsl.printer import print_module
 
@@ -16,13 +18,26 @@ def format_text(text: str, file: str) -> str:
     return print_module(parse(text, file))
 
 
+def rule_files(paths: Iterable[Path]) -> list[Path]:
+    """The files themselves and the `.ktr` files below the folders. Raises InputRefused (E011) for what is neither."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise InputRefused(Diagnostic("E011", f"the rule file `{path}` does not exist"))
+        found += sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    return found
+
+
 def format_file(path: Path, *, write: bool) -> bool:
     """Whether the file is not laid out canonically; if so and asked to, it is replaced at once or not at all.
 
     Raises InputRefused (E011, E013, syntax errors) and leaves the file alone.
     """
     text = read_text(path, str(path))
-    wanted = format_text(text, str(path))
+    try:
+        wanted = format_text(text, str(path))
+    except InputRefused as error:
+        raise InputRefused(*error.diagnostics, sources={str(path): text}) from error
     if wanted == text:
         return False
     if write:
