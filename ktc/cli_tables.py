@@ -29,11 +29,17 @@ def rules_table(rules: RuleSet, matches: Matches, plan: Plan) -> Table:
     table = _table("rule", "matches", "becomes", "modules", "where")
     for rule in rules.rules:
         found = str(len(matches.of(rule.name)))
-        rows = [*_rewrites_of(rule.name, plan), *_places_of(rule.name, plan)]
+        rows = [*_rewrites_of(rule.name, plan), *_places_of(rule.name, plan), *_planned_of(rule.name, plan)]
         for kind, modules, where in rows or [("another rule has these" if found != "0" else "fits nowhere", "", "")]:
             table.add_row(rule.name, found, kind, modules, where)
             found = ""
     return table
+
+
+def _planned_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
+    for planned in plan.planned_only:
+        if planned.rule == rule:
+            yield planned.target, str(len(planned.paths)), "not built yet"
 
 
 def devices_table(plan: Plan) -> Table:
@@ -123,12 +129,12 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def size(number: float) -> str:
-    """Bytes in the unit that fits: `512.0 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    """Bytes in the unit that fits, GiB at most: `512.0 MiB`, `1,219.7 GiB`; memory is bought in those."""
+    for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1024
-    return f"{number:.1f} TiB"
+    return f"{number:,.1f} GiB"
 
 
 def relative(path: Path) -> Path:

@@ -13,7 +13,7 @@ from ktc.dsl.ruleset import RuleSet
 from ktc.dsl.schema import TARGETS
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import FORMATS, ISAS
-from ktc.plan.types import Claim
+from ktc.plan.types import Claim, PlannedOnly
 
 # Settings that no stage carries out yet, with the values that ask for nothing.
 _SETTINGS: dict[tuple[str, str], tuple[object, ...]] = {
@@ -37,6 +37,17 @@ def not_built(
     """One warning per place of the program that asks for what this version does not build (M066)."""
     found = [*_targets(claims), *_settings(claims), *_kernels(kernels), *_plan_keys(rules)]
     return tuple({(d.span, d.message): d for d in found}.values())
+
+
+def planned_only(claims: Sequence[Claim]) -> tuple[PlannedOnly, ...]:
+    """The targets that are not built, by rule, with the modules they stand on."""
+    paths: dict[tuple[str, str], list[str]] = {}
+    for claim in claims:
+        if not TARGETS[claim.target].available:
+            held = paths.setdefault((claim.rule, claim.target), [])
+            held += [path for path in (claim.site or claim.path,) if path not in held]
+    spans = {(claim.rule, claim.target): claim.span for claim in claims}
+    return tuple(PlannedOnly(*key, tuple(held), spans[key]) for key, held in paths.items())
 
 
 def _targets(claims: Sequence[Claim]) -> Iterator[Diagnostic]:

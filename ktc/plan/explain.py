@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ktc.capture import BlockSite, CapturedModel
-from ktc.dsl.schema import TARGETS
+from ktc.capture import CapturedModel
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.types import BlockRewrite, Claim, NodeAction, Placement, Reason
+from ktc.plan.types import BlockRewrite, NodeAction, Placement, PlannedOnly, Reason
 
 
 def explain(
     captured: CapturedModel,
     matches: Matches,
-    claims: Sequence[Claim],
     rewrites: Sequence[BlockRewrite],
+    planned: Sequence[PlannedOnly],
     placements: Sequence[Placement],
     host: Host,
 ) -> tuple[Reason, ...]:
     """The reasons in the order of the model: rewrites, placements, then what stays as it is and why."""
     return (
         *(reason for rewrite in rewrites for reason in _of_rewrite(rewrite, host)),
-        *_not_built(captured, claims),
-        *(_of_placement(p) for p in placements if p.rule),
-        *_untouched(captured, matches, rewrites),
+        *(_of_planned(p) for p in planned),
+        *_of_placements(placements),
+        *_untouched(captured, matches, rewrites, planned),
     )
 
 
@@ -37,7 +36,7 @@ def _of_rewrite(rewrite: BlockRewrite, host: Host) -> Iterable[Reason]:
     for actions in groups.values():
         names = [a.fqn for a in actions]
         tail = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
-        yield Reason(f"{collapse(rewrite.sites)}.{tail}", _of_action(actions[0], rewrite, host))
+        yield Reason(f"{collapse([site.fqn for site in rewrite.sites])}.{tail}", _of_action(actions[0], rewrite, host))
 
 
 def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
@@ -58,26 +57,27 @@ def _passed_over(spec: KernelSpec, host: Host) -> str:
     return f"; {', '.join(better)}: no kernel in this version" if better else ""
 
 
-def _not_built(captured: CapturedModel, claims: Sequence[Claim]) -> Iterable[Reason]:
-    groups: dict[tuple[str, str], dict[str, Claim]] = {}
-    for claim in claims:
-        if not TARGETS[claim.target].available:
-            groups.setdefault((claim.rule, claim.target), {})[claim.site or claim.path] = claim
-    for (rule, target), by_site in groups.items():
-        sites = [site for site in captured.sites if site.fqn in by_site]
-        first = next(iter(by_site.values()))
-        path = collapse(sites) if sites else first.path
-        yield Reason(path, f"`{target}`: planned, not available in this version: rule `{rule}` ({first.span})")
+def _of_planned(planned: PlannedOnly) -> Reason:
+    why = f"`{planned.target}`: planned, not available in this version: rule `{planned.rule}` ({planned.span})"
+    return Reason(collapse(planned.paths), why)
 
 
-def _of_placement(placement: Placement) -> Reason:
-    return Reason(placement.fqn, f"on {placement.device}: rule `{placement.rule}` ({placement.span})")
+def _of_placements(placements: Sequence[Placement]) -> Iterable[Reason]:
+    """One reason per rule, device and kind of path."""
+    groups: dict[tuple[str, str, str], list[Placement]] = {}
+    for placement in placements:
+        if placement.rule:
+            groups.setdefault((placement.rule, placement.device, _split(placement.fqn)[0]), []).append(placement)
+    for (rule, device, _), held in groups.items():
+        yield Reason(collapse([p.fqn for p in held]), f"on {device}: rule `{rule}` ({held[0].span})")
 
 
-def _untouched(captured: CapturedModel, matches: Matches, rewrites: Sequence[BlockRewrite]) -> Iterable[Reason]:
-    touched = {site.fqn for rewrite in rewrites for site in rewrite.sites}
+def _untouched(
+    captured: CapturedModel, matches: Matches, rewrites: Sequence[BlockRewrite], planned: Sequence[PlannedOnly]
+) -> Iterable[Reason]:
+    touched = {site.fqn for rewrite in rewrites for site in rewrite.sites} | {path for p in planned for path in p.paths}
     for block in captured.blocks:
-        sites = [s for s in captured.sites_of(block.key) if s.fqn not in touched]
+        sites = [s.fqn for s in captured.sites_of(block.key) if s.fqn not in touched]
         if not sites:
             continue
         if block.graph is None:
@@ -90,17 +90,23 @@ def _untouched(captured: CapturedModel, matches: Matches, rewrites: Sequence[Blo
         yield Reason(collapse(sites), f"stays as it is: {why}")
 
 
-def collapse(sites: Sequence[BlockSite]) -> str:
-    """`model.layers.[1..26].mlp` for sites that differ only in their layer."""
-    layers = sorted(site.layer for site in sites)
-    if len(layers) == 1:
-        return sites[0].fqn
+def collapse(paths: Sequence[str]) -> str:
+    """`model.layers.[1..26].mlp` for paths that differ only in their first number."""
+    numbers = sorted(number for _, number in map(_split, paths) if number is not None)
+    if len(paths) == 1 or not numbers:
+        return paths[0]
     runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([layer])
+            runs.append([number])
     shown = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
-    before, _, after = sites[0].fqn.partition(f".{sites[0].layer}.")
-    return f"{before}.[{shown}].{after}"
+    return _split(paths[0])[0].replace("*", f"[{shown}]")
+
+
+def _split(path: str) -> tuple[str, int | None]:
+    """A path with its first number as `*`, and that number."""
+    parts = path.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return (path, None) if at is None else (".".join([*parts[:at], "*", *parts[at + 1 :]]), int(parts[at]))

@@ -14,7 +14,7 @@ from ktc.graph.typed import nodes_by_name, nodes_of
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.adapters import plan_lora
-from ktc.plan.availability import not_built
+from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
 from ktc.plan.explain import explain
 from ktc.plan.kernel_spec import KernelSpec
@@ -51,10 +51,11 @@ def make_plan(captured: CapturedModel, matches: Matches, rules: RuleSet, host: H
         kernels=tuple(dict.fromkeys(kernels.values())),
         lora=lora,
         devices=loads,
-        reasons=explain(captured, matches, claims, rewrites, placements, host),
+        reasons=explain(captured, matches, rewrites, planned_only(claims), placements, host),
         warnings=matches.warnings,
         over_budget=over_budget(loads),
         unavailable=unavailable,
+        planned_only=planned_only(claims),
     )
 
 

@@ -76,6 +76,16 @@ class DeviceLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedOnly:
+    """A target of a rule that this version does not build, and the modules it would rewrite."""
+
+    rule: str
+    target: str
+    paths: tuple[str, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
 class Reason:
     """Why something is as it is, for one module path or pattern of paths."""
 
@@ -99,6 +109,7 @@ class Plan:
     warnings: tuple[Diagnostic, ...] = ()
     over_budget: tuple[Diagnostic, ...] = ()
     unavailable: tuple[Diagnostic, ...] = ()  # planned, but not built in this version
+    planned_only: tuple[PlannedOnly, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
