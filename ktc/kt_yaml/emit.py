@@ -21,7 +21,7 @@ from ktc.kt_yaml.path_globs import globs_of
 from ktc.kt_yaml.reach import import_attention, rewrite_rule
 from ktc.kt_yaml.rules import KtRule
 
-_NAMES = {"linear": "linears", "experts": "experts", "module": "fused"}
+_NAMES = {"kt_linear": "linears", "cpu_moe": "experts", "gpu_moe": "gpu_experts", "fused": "fused"}
 _LINES = 10  # of the synthetic places: the comment of a declaration stands one line before it
 
 
@@ -81,9 +81,15 @@ def _kernels(found: Sequence[Outcome]) -> list[_Group]:
         if outcome.kernel is not None:
             members[outcome.kernel].append(outcome)
     return [
-        _group(_NAMES.get(kernel.root, "attention"), kernel.root, _action(kernel), outcomes, len(outcomes))
+        _group(_stem(kernel), kernel.root, _action(kernel), outcomes, len(outcomes))
         for kernel, outcomes in members.items()
     ]
+
+
+def _stem(kernel: Kernel) -> str:
+    """`linears_marlin`, `experts`, `attention`: the name of a rewrite's rule."""
+    stem = _NAMES.get(kernel.target, "attention")
+    return f"{stem}_{dict(kernel.settings)['kernel']}" if kernel.root == "linear" else stem
 
 
 def _action(kernel: Kernel) -> syntax.Action:
