@@ -90,7 +90,7 @@ class TransposeAhead {
   std::int64_t after_ = 0;
   std::int64_t pieces_left_ = 0;
   std::int64_t pieces_per_step_ = 0;
-  int piece_ = 0;
+  unsigned piece_ = 0;
 };
 
 // The same matrices transposed, in two scratch panels that stay in L2: one is read, the other written.

@@ -171,7 +171,7 @@ struct Isa {
   static constexpr std::int64_t steps_ahead(std::int64_t steps) { return 2 * steps / kUnroll; }
 
   // One pair of k of all outputs, 2 x 2 elements at a time.
-  static void transpose_piece(const bf16* source, bf16* target, int piece) {
+  static void transpose_piece(const bf16* source, bf16* target, unsigned piece) {
     const bf16* from = source + piece * 2 * kPanelWidth;
     bf16* to = target + piece * 2 * 2;
     for (int lane = 0; lane < kPanelWidth; lane += 2) {

@@ -162,12 +162,12 @@ struct Isa {
   static constexpr std::int64_t steps_ahead(std::int64_t steps) { return steps / kUnroll; }
 
   // Of the four 16 x 16 quarters of a block, piece by piece: two of the rebuilt vectors.
-  [[gnu::always_inline]] static void transpose_piece(const bf16* source, bf16* target, int piece) {
+  [[gnu::always_inline]] static void transpose_piece(const bf16* source, bf16* target, unsigned piece) {
     constexpr int kStride = 2 * 32;          // a quarter has every second vector of its block
     constexpr int kSecondHalf = 8 * 2 * 32;  // 16 further along k
     constexpr int kRightLanes = 32;          // 16 further along n
-    const int right = piece / 4 % 2;
-    const int lower = piece / 8;
+    const unsigned right = piece / 4 % 2;
+    const unsigned lower = piece / 8;
     const bf16* from = source + right * kRightLanes + lower * kSecondHalf + piece % 4 * 8;
     bf16* to = target + right * kSecondHalf + lower * kRightLanes + piece % 4 * 2 * kStride;
     const __m512i even = four_pieces(from, kStride);

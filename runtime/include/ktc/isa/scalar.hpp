@@ -106,7 +106,7 @@ struct Isa {
   static constexpr std::int64_t steps_ahead(std::int64_t) { return 1; }
 
   // One of the `kBlockPieces` pieces of a packed 32 x 32 block, rebuilt with outputs and contraction exchanged.
-  static void transpose_piece(const Element* source, Element* target, int piece) {
+  static void transpose_piece(const Element* source, Element* target, unsigned piece) {
     constexpr int kRows = kPanelWidth / weight_format::kBlockPieces;
     for (std::int64_t k = piece * kRows; k < (piece + 1) * kRows; ++k) {
       for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {

@@ -17,7 +17,7 @@ namespace ktc::weight_format {
 
 inline constexpr std::int64_t kBlock = kPanelWidth * kPanelWidth;
 // Every ISA transposes a block in so many pieces, which together are the whole.
-inline constexpr int kBlockPieces = 16;
+inline constexpr unsigned kBlockPieces = 16;
 
 // Where element (lane, k) of a panel lies.
 template <class Element>
