@@ -340,7 +340,7 @@ def test_expressions_find_what_re_finds() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["(a|a)*$", "(a+)+$", "(?:(?:a{100}){100}){100}", ".*.*.*.*.*.*.*.*x", "(?=(?=(?=.*a).*a).*a)b"]
+    "text", ["(a|a)*$", "(a+)+$", "(?:(?:a{100}){100}){100}", ".*.*.*.*.*.*.*.*x", "(?=.*(?=.*(?=.*x)))"]
 )
 def test_no_expression_takes_long(text: str) -> None:
     expression = compile_expression(text)
@@ -351,6 +351,6 @@ def test_no_expression_takes_long(text: str) -> None:
 
 
 def test_an_expression_that_is_too_much_work_names_its_rule() -> None:
-    deep = "(?!" * 30 + ".*a" + ")" * 30
+    rules = rules_of(rule('name: "(?=.*(?=.*(?=.*x)))"'))
     with pytest.raises(KtcError, match="K009: rule 1 is too much work"):
-        replay(rules_of(rule(f'name: "{deep}"')), (ModuleInfo("model." + "a" * 200, "Linear", ()),))
+        replay(rules, (ModuleInfo("model.layers.10.self_attn.kv_a_proj_with_mqa", "Linear", ()),))

@@ -84,6 +84,8 @@ def _why_dead(rule: KtRule, visits: Sequence[Visit]) -> str:
         hint = suggest(short, {visit.module.class_name for visit in visits})
         return f"this model has no module of the class `{short}`" + (f"; {hint}" if hint else "")
     both = [visit for visit in of_class if _name_fits(rule, visit.module)]
+    if not both and rule.kind == "rope":
+        return f"this model has one rotary embedding for all layers, `{of_class[-1].module.fqn}`"
     if not both:
         where = f" of the class `{rule.class_.rpartition('.')[2]}`" if rule.class_ else ""
         return f"its name fits no module{where}, for example not `{of_class[-1].module.fqn}`"
