@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sysconfig
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from ktc.codegen import toolchain
 from ktc.codegen.render import KernelSource
 from ktc.codegen.self_test import self_test
 from ktc.codegen.toolchain import Toolchain
+from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.host import Host
 from ktc.runtime.kernel_library import KernelLibrary, file_digest
 
@@ -36,7 +36,8 @@ _RECORD: Final = "library.json"
 def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> KernelLibrary:
     """The library of these kernels, from the cache or built now. `cache_dir` is `kernels` under ktc's cache by default.
 
-    Raises `HostLacks` (H221-H223), `KtcError` (H224 the compiler failed, H225 a kernel is wrong).
+    Raises `HostLacks` (H221-H223 of `toolchain`, H226 the cache cannot be written) and `KtcError` (H224 the compiler
+    failed, H225 a kernel is wrong).
     """
     toolchain.require_isas((unit.isa for unit in source.units), host)
     tools = toolchain.find(host)
@@ -44,9 +45,13 @@ def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> Ke
     folder = cache / cache_key(source, tools)
     if library := _cached(folder):
         return library
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        return _cached(folder) or _build(source, tools, folder)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            return _cached(folder) or _build(source, tools, folder, host.threads)
+    except OSError as error:
+        hint = "free some space, or name another folder with `KTC_CACHE_DIR`"
+        raise HostLacks(Diagnostic("H226", f"cannot write the kernel cache `{cache}`: {error}", hint=hint)) from error
 
 
 def cache_key(source: KernelSource, tools: Toolchain) -> str:
@@ -82,13 +87,13 @@ def _cached(folder: Path) -> KernelLibrary | None:
     return library if library.path.is_file() and file_digest(library.path) == library.digest else None
 
 
-def _build(source: KernelSource, tools: Toolchain, folder: Path) -> KernelLibrary:
+def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> KernelLibrary:
     shutil.rmtree(folder, ignore_errors=True)  # an altered library, or one whose builder was killed
     work = folder.with_suffix(".building")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        built = _compile(source, tools, work)
+        built = _compile(source, tools, work, jobs)
         work.rename(folder)
         library = KernelLibrary(
             folder / built.name,
@@ -105,7 +110,7 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path) -> KernelLibrar
     return library
 
 
-def _compile(source: KernelSource, tools: Toolchain, work: Path) -> Path:
+def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> Path:
     """Compile each unit with the flags of its instruction set, and link them. Objects are not kept."""
     for unit in source.units:
         (work / unit.name).write_text(unit.text, encoding="utf-8")
@@ -114,7 +119,7 @@ def _compile(source: KernelSource, tools: Toolchain, work: Path) -> Path:
         tools.compile_command(work / unit.name, target, unit.isa)
         for unit, target in zip(source.units, objects, strict=True)
     )
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
         list(pool.map(toolchain.run, commands))
     library = work / f"ktc_kernels.{_abi()}.so"
     toolchain.run(tools.link_command(objects, library))

@@ -6,6 +6,7 @@ instruction set and weight format for which no kernel is written.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
@@ -20,6 +21,7 @@ from ktc.plan.kernel_spec import KernelSpec
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
 _WEIGHT_FORMATS: Final = {"bf16": "Bf16", "fp32": "Fp32", "fp64": "Fp64"}
 _ACTIVATIONS: Final = {"silu": "Silu", "gelu": "Gelu"}
+_COMMENT_WIDTH: Final = 117
 # Which weight formats each instruction set multiplies.
 SUPPORTED: Final[Mapping[Isa, tuple[str, ...]]] = {
     "scalar": ("bf16", "fp32", "fp64"),
@@ -92,7 +94,7 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
     isa = f"ktc::{spec.isa}::Isa"
     return {
         "spec": spec,
-        "spec_text": f"KernelSpec: {text}",
+        "spec_lines": textwrap.wrap(f"KernelSpec: {text}", _COMMENT_WIDTH),
         "origin": origin,
         "dims": ["ktc::kDynamic" if size is None else size for size in constants],
         "isa": f"{isa}<{_ELEMENTS[spec.dtype]}>" if spec.isa == "scalar" else isa,

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -172,6 +173,15 @@ def test_the_output_outlives_the_module(load: Load) -> None:
     del module
     gc.collect()
     assert torch.equal(torch.autograd.grad(out, x, layer.grad.bfloat16())[0], expected)
+
+
+def test_two_python_threads_share_one_engine(load: Load) -> None:
+    layer = random_layer(64, 96, 4, 2, 33)
+    module = load(layer, SPEC, threads=2)
+    alone = run(module, layer)
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda _: run(module, layer), range(8)))
+    assert all(all(map(torch.equal, found, alone)) for found in together)
 
 
 def test_a_forked_child_computes_with_threads_of_its_own(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ def test_a_rendered_kernel_says_where_it_comes_from() -> None:
     assert unit.text.startswith(
         "// Rule: rules/moe-lora.ktr:31:3\n// KernelSpec: op=fused_moe, hidden=70, intermediate=None,"
     )
+    assert max(map(len, unit.text.splitlines())) <= 120
     assert "using Shape = ktc::MoeShape<70, ktc::kDynamic, 5, 2>;" in unit.text
 
 
@@ -163,6 +164,13 @@ def test_an_altered_library_is_built_again(kernel_source: KernelSource, quick_ho
     altered.write_bytes(library.path.read_bytes() + b"x")
     altered.rename(library.path)
     assert build(kernel_source, quick_host, tmp_path / "cache") == library
+
+
+def test_a_cache_that_cannot_be_written_is_named(kernel_source: KernelSource, quick_host: Host, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(HostLacks, match=r"cannot write the kernel cache `.*file/cache`") as lacks:
+        build(kernel_source, quick_host, tmp_path / "file" / "cache")
+    assert lacks.value.diagnostics[0].code == "H226"
 
 
 def test_text_that_does_not_compile_leaves_nothing(tmp_path: Path) -> None:

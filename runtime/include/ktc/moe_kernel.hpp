@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "ktc/engine.hpp"
+#include "ktc/shape.hpp"
 #include "ktc/weight_format/dense.hpp"
 
 namespace ktc {
@@ -54,5 +56,17 @@ class MoeKernel {
   virtual void forward(Engine& engine, const ForwardArguments& arguments) const = 0;
   virtual void backward(Engine& engine, const BackwardArguments& arguments) const = 0;
 };
+
+// How a library lists a kernel: what it is called there, and what makes one for a layer (throws std::invalid_argument
+// for sizes it was not built for).
+struct KernelEntry {
+  const char* name;
+  std::unique_ptr<MoeKernel> (*make)(const MoeSizes&);
+};
+
+template <class Kernel>
+std::unique_ptr<MoeKernel> make_kernel(const MoeSizes& sizes) {
+  return std::make_unique<Kernel>(sizes);
+}
 
 }  // namespace ktc
