@@ -1,4 +1,4 @@
-"""What is written about the language is true: the examples of its reference, its tables, and the grammar for editors."""
+"""What is written of the language is true: its reference with examples and tables, and the grammar for editors."""
 
 from __future__ import annotations
 

@@ -103,6 +103,23 @@ class Has(Node):
 Expression = Literal | Reference | ParamReference | ListExpression | RangeExpression | Unary | Binary | Has
 
 
+def operands(expression: Expression) -> tuple[Expression, ...]:
+    """The expressions that an expression is made of, none for a leaf."""
+    match expression:
+        case ListExpression():
+            return expression.items
+        case RangeExpression():
+            return (expression.low, expression.high)
+        case Unary():
+            return (expression.operand,)
+        case Binary():
+            return (expression.left, expression.right)
+        case Has():
+            return (expression.subject,)
+        case _:
+            return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Argument(Node):
     """`value` or `name = value`."""

@@ -45,7 +45,7 @@ def check_bounds(key: str, value: Value, span: Span, report: Report) -> None:
     """Reports a number outside the bounds that the schema sets for its key."""
     if key in BOUNDS and isinstance(value, int | float) and not BOUNDS[key][0] <= value <= BOUNDS[key][1]:
         low, high = BOUNDS[key]
-        report.error("E032", f"`{key}` = {value} is outside {low:g}..{high:g}", span)
+        report.error("E032", f"`{key}` = {value} is outside {low:.0f}..{high:.0f}", span)
 
 
 def _check_block(unit: UnitNames, block: syntax.Block, report: Report) -> CheckedBlock:

@@ -58,10 +58,16 @@ class Expressions:
         result = constant(expression, self.unit.params)
         value = None if isinstance(result, range) else convert(result, wanted)
         undefined = value is None or (isinstance(value, tuple) and None in value)
-        if undefined and None not in self.unit.params.values():  # else the parameter's fault has been reported
+        if undefined and not self._needs_faulty(expression):
             hint = "it divides by zero, or leaves the range of 64-bit numbers"
             self.report.error("E032", "this expression has no value", expression.span, hint=hint)
         return None if undefined else value
+
+    def _needs_faulty(self, expression: syntax.Expression) -> bool:
+        """Whether a parameter has no value, whose fault has been reported."""
+        if isinstance(expression, syntax.ParamReference):
+            return self.unit.params.get(expression.name) is None
+        return any(map(self._needs_faulty, syntax.operands(expression)))
 
     def infer(self, expression: syntax.Expression, wanted: Type | None = None) -> Type:
         """The expression's type; `wanted` only tells what its bare words mean."""
@@ -292,12 +298,6 @@ class Expressions:
 
 def _guards(expression: syntax.Expression) -> list[_Guard]:
     """Every `m has x` in a condition, as the path `(m, x)`."""
-    match expression:
-        case syntax.Has(subject=syntax.Reference(parts=parts)):
-            return [(*parts, expression.name)]
-        case syntax.Unary():
-            return _guards(expression.operand)
-        case syntax.Binary():
-            return _guards(expression.left) + _guards(expression.right)
-        case _:
-            return []
+    if isinstance(expression, syntax.Has) and isinstance(expression.subject, syntax.Reference):
+        return [(*expression.subject.parts, expression.name)]
+    return [guard for operand in syntax.operands(expression) for guard in _guards(operand)]

@@ -62,7 +62,10 @@ class _Pairs:
         self.report = report
 
     def check(self, first: RuleDefinition, at_first: Selection, second: RuleDefinition, at_second: Selection) -> None:
+        """The later rule is told, of two files the importing one: it can name the other in `overrides`."""
         self.budget.spend()
+        if first.unit < second.unit:
+            first, at_first, second, at_second = second, at_second, first, at_first
         shared = self._shared_claims(first, second)
         contracts = self._contracts(first, second)
         if not shared and not contracts:

@@ -91,18 +91,5 @@ def _ordered(operator: str, value: float) -> Layers:
 
 
 def _asks_the_model(expression: syntax.Expression) -> bool:
-    match expression:
-        case syntax.Reference():
-            return len(expression.parts) > 1
-        case syntax.Has():
-            return True
-        case syntax.Binary():
-            return _asks_the_model(expression.left) or _asks_the_model(expression.right)
-        case syntax.Unary():
-            return _asks_the_model(expression.operand)
-        case syntax.ListExpression():
-            return any(map(_asks_the_model, expression.items))
-        case syntax.RangeExpression():
-            return _asks_the_model(expression.low) or _asks_the_model(expression.high)
-        case _:
-            return False
+    asks = isinstance(expression, syntax.Reference) and len(expression.parts) > 1
+    return asks or any(map(_asks_the_model, syntax.operands(expression)))
