@@ -6,6 +6,7 @@ instruction set and weight format for which no kernel is written.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,6 +23,8 @@ _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
 _WEIGHT_FORMATS: Final = {"bf16": "Bf16", "fp32": "Fp32", "fp64": "Fp64"}
 _ACTIVATIONS: Final = {"silu": "Silu", "gelu": "Gelu"}
 _COMMENT_WIDTH: Final = 117
+# A rule file may be called anything; in a comment of C++ only what cannot end it may stand.
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_./: +-]")
 # Which weight formats each instruction set multiplies.
 SUPPORTED: Final[Mapping[Isa, tuple[str, ...]]] = {
     "scalar": ("bf16", "fp32", "fp64"),
@@ -95,7 +98,7 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
     return {
         "spec": spec,
         "spec_lines": textwrap.wrap(f"KernelSpec: {text}", _COMMENT_WIDTH),
-        "origin": origin,
+        "origin": _UNSAFE.sub("_", origin),
         "dims": ["ktc::kDynamic" if size is None else size for size in constants],
         "isa": f"{isa}<{_ELEMENTS[spec.dtype]}>" if spec.isa == "scalar" else isa,
         "weight_format": _WEIGHT_FORMATS[spec.format_gate_up],
