@@ -286,7 +286,7 @@ def main(arguments: list[str]) -> None:
         }
         rows: list[Row] = []
         for tokens in map(int, options.tokens.split(",")):
-            rounds = options.rounds or (15 if tokens <= 4 else 7 if tokens <= 64 else 3)
+            rounds = options.rounds or (15 if tokens <= 4 else 7 if tokens <= 64 else 5)
             rows.extend(measure(shape, tokens, rounds, chosen, machine, clock))
         peak = statistics.median(machine.gflops() for _ in range(5))
         bandwidth = statistics.median(machine.gbps() for _ in range(5))
