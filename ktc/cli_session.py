@@ -121,7 +121,10 @@ class Session:
     def diagnose(self, found: Iterable[Diagnostic], sources: Mapping[str, str] | None = None) -> None:
         """Shows diagnostics on stderr, with the lines that they point into, and adds them to the JSON object."""
         found, sources = tuple(found), {**self.sources, **(sources or {})}
-        self._result["diagnostics"] = [*self._result.get("diagnostics", []), *(words.to_json(each, sources) for each in found)]
+        self._result["diagnostics"] = [
+            *self._result.get("diagnostics", []),
+            *(words.to_json(each, sources) for each in found),
+        ]
         shown = [each for each in found if not self.quiet or each.severity == "error"]
         if not shown:
             return
