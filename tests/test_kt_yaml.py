@@ -22,14 +22,14 @@ from ktc.capture import CapturedModel, ModuleInfo
 from ktc.diagnostics import InputRefused, KtcError, ProofFailed
 from ktc.dsl import syntax
 from ktc.dsl.globs import matches
-from ktc.kt_yaml import Imported, document, import_for
+from ktc.kt_yaml import Imported, Source, document, import_for
 from ktc.kt_yaml.effects import outcomes
 from ktc.kt_yaml.emit import emit
 from ktc.kt_yaml.expression import ExpressionError, compile_expression
 from ktc.kt_yaml.path_globs import globs_of
 from ktc.kt_yaml.reach import find_reach
 from ktc.kt_yaml.replay import replay
-from ktc.kt_yaml.rules import KtRule, read_rules
+from ktc.kt_yaml.rules import KtRule
 from ktc.kt_yaml.verify import verify
 
 FILES = Path(__file__).parent / "kt_yaml"
@@ -48,11 +48,16 @@ def model(family: str) -> CapturedModel:
 @cache
 def imported(case: str) -> Imported:
     family = next(name for name in LAYERS if case.startswith(name))
-    return import_for((FILES / f"{case}.yaml").read_text(encoding="utf-8"), f"{case}.yaml", model(family))
+    return imported_text((FILES / f"{case}.yaml").read_text(encoding="utf-8"), family, f"{case}.yaml")
+
+
+def imported_text(text: str, family: str, name: str = "f.yaml") -> Imported:
+    source = Source(name, text)
+    return import_for(source, source.rules(), model(family))
 
 
 def rules_of(text: str) -> tuple[KtRule, ...]:
-    return read_rules(document.parse(text, "f.yaml"), "f.yaml", text).rules
+    return Source("f.yaml", text).rules().rules
 
 
 def rule(match: str, replace: str = "class: default", rest: str = "") -> str:
@@ -83,12 +88,15 @@ def test_every_fired_rule_is_told_and_every_dead_one_explained() -> None:
 
 def test_the_report_is_plain_json() -> None:
     report = json.loads(json.dumps(imported("qwen3_moe").to_json()))["report"]
-    assert report["rules"][14]["state"] == "dead"
-    assert {note["line"] for note in report["left_out"]} == {17, 66, 86}
+    assert report["rules"][15]["state"] == "dead"
+    assert {note["line"] for note in report["left_out"]} == {66, 68, 92}
     assert report["verified_modules"] == len(model("qwen3_moe").modules)
 
 
-def test_the_command_writes_the_program_and_says_the_rest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_program_and_says_the_rest(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktc.kt_yaml.capture", lambda source: model("deepseek_v2"))
     out = tmp_path / "out.ktr"
     arguments = ["import-kt-yaml", str(FILES / "deepseek_v2.yaml"), "tiny:deepseek_v2", "-o", str(out), "--json"]
     assert cli.main(arguments) == 0
@@ -205,18 +213,61 @@ def test_verification_sees_a_changed_setting() -> None:
 
 def test_what_ktc_cannot_rewrite_is_refused_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     there = model("deepseek_v2")
-    reach = {**find_reach(there), "experts": frozenset[str]()}
+    reach = find_reach(there)
+    reach = replace(reach, found={**reach.found, "experts": frozenset[str]()})
     monkeypatch.setattr("ktc.kt_yaml.find_reach", lambda captured: reach)
-    found = import_for((FILES / "deepseek_v2.yaml").read_text(encoding="utf-8"), "f.yaml", there)
+    found = imported_text((FILES / "deepseek_v2.yaml").read_text(encoding="utf-8"), "deepseek_v2")
     told = found.report.rules[5]
     assert told.state == "refused"
     assert told.why == "ktc finds no `experts` at `model.layers.1.mlp.experts` that `cpu_moe` could rewrite"
     assert "cpu_moe" not in found.program
 
 
+PATHS = [
+    "experts$", "[.]mlp$", "self_attn", "self_attn$", "layers[.][0-1][.]", "embed", "norm", "^model$", "proj", "act_fn",
+    "rotary", "^$", "",
+]  # fmt: skip
+CLASSES = ["torch.nn.Linear", "m.DeepseekV2Attention", "m.Qwen3MoeAttention", "torch.nn.ModuleList", "m.DeepseekV2MoE"]
+OPERATORS = {  # and what `generate_op` may be
+    "linear.KTransformersLinear": ["KLinearTorch", "KLinearFP8", "~"],
+    "experts.KTransformersExperts": ["KExpertsCPU", "KExpertsMarlin", "KSFTExpertsCPU", "~"],
+    "experts.KDeepseekV2MoE": [],
+    "attention.KDeepseekV2Attention": [],
+    "gate.KMoEGate": [],
+    "RoPE.RotaryEmbedding": [],
+    "models.KDeepseekV2Model": [],
+}
+DEVICES = ["cpu", "cuda", "xpu", "'cuda:1'"]
+
+
+def random_rule(chosen: random.Random) -> str:
+    """A rule that need make no sense, over the paths, classes and operators of real ones."""
+
+    def maybe(share: float, text: str) -> list[str]:
+        return [text] if chosen.random() < share else []
+
+    operator, operations = chosen.choice([*OPERATORS.items()])
+    settings = [f"generate_op: {chosen.choice(operations)}"] if operations else []
+    for key in ("generate_device", "prefill_device"):
+        settings += maybe(0.6, f"{key}: {chosen.choice(DEVICES)}")
+    match = [f'name: "{chosen.choice(PATHS)}"', *maybe(0.3, f"class: {chosen.choice(CLASSES)}")]
+    replaced = f"class: ktransformers.operators.{operator}, kwargs: {{{', '.join(settings)}}}"
+    default = f"kwargs: {{generate_device: {chosen.choice(DEVICES)}}}"
+    rest = maybe(0.2, "  recursive: False\n")
+    return rule(", ".join(match), replaced if chosen.random() < 0.7 else default, "".join(rest))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_a_file_says_its_program_does_the_same(seed: int) -> None:
+    chosen = random.Random(seed)
+    text = "".join(random_rule(chosen) for _ in range(chosen.randint(1, 10)))
+    family = chosen.choice(["deepseek_v2", "qwen3_moe"])
+    assert imported_text(text, family).report.verified_modules == len(model(family).modules)
+
+
 def test_nothing_of_the_file_reaches_the_program_but_numbers() -> None:
     text = rule(r'name: "^lm_head$|evil\\nrule evil"') + rule('name: "\\u2028 }"')
-    program = import_for(text, "f.yaml", model("deepseek_v2")).program
+    program = imported_text(text, "deepseek_v2").program
     assert "evil" not in program
     assert "\u2028" not in program
 
@@ -243,6 +294,7 @@ REFUSED = {
     "no replace": ("- match: {name: x}\n", "K006", "1:3"),
     "an empty match": (rule("nmae: x"), "K006", "1:10"),
     "a name that is a number": (rule("name: 7"), "K006", "1:17"),
+    "a class that is no name": (rule("class: 'a b'"), "K006", "1:18"),
     "recursive that is a text": (rule("name: x", rest="  recursive: maybe\n"), "K006", "3:14"),
     "kwargs that are a list": (rule("name: x", f"{LINEAR}, kwargs: [a]"), "K006", "2:80"),
     "a broken expression": (rule('name: "(a"'), "K008", "1:17"),

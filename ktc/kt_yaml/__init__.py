@@ -15,18 +15,18 @@ from ktc.capture import CapturedModel, capture, open_model
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.dsl.printer import print_module
 from ktc.kt_yaml import document
-from ktc.kt_yaml.effects import outcomes
-from ktc.kt_yaml.emit import emit, trains
+from ktc.kt_yaml.effects import outcomes, trains
+from ktc.kt_yaml.emit import emit
 from ktc.kt_yaml.reach import find_reach
 from ktc.kt_yaml.replay import replay
 from ktc.kt_yaml.report import Report, make_report
-from ktc.kt_yaml.rules import KtRule, read_rules
+from ktc.kt_yaml.rules import KtRule, KtRules, read_rules
 from ktc.kt_yaml.verify import verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Imported", "Report", "import_for", "import_kt_yaml"]
+__all__ = ["Imported", "Report", "Source", "import_for", "import_kt_yaml"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +44,35 @@ class Imported:
 
 def import_kt_yaml(path: Path, model: str | Path | PreTrainedModel) -> Imported:
     """Raises InputRefused with all that is wrong with the file or the model, ProofFailed where verification fails."""
-    text = document.read_text(path)
-    shown = _printable(path.name)
-    root = document.parse(text, shown)
-    rules = read_rules(root, shown, text)  # before the model, which takes seconds
-    del root, rules
-    return import_for(text, shown, capture(open_model(model)))
+    source = Source(_printable(path.name), document.read_text(path))
+    read = source.rules()  # before the model, which takes seconds
+    return import_for(source, read, capture(open_model(model)))
 
 
-def import_for(text: str, file: str, captured: CapturedModel) -> Imported:
-    """The same for a text and a model that is captured already. `file` is the name that places carry."""
-    read = read_rules(document.parse(text, file), file, text)
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file's text, and the name that places in it carry."""
+
+    name: str
+    text: str
+
+    def rules(self) -> KtRules:
+        """Raises InputRefused with every fault of the file."""
+        return read_rules(document.parse(self.text, self.name), self.name, self.text)
+
+
+def import_for(source: Source, read: KtRules, captured: CapturedModel) -> Imported:
+    """The rules of `source` as a program for a captured model. Raises as `import_kt_yaml` does."""
     try:
         replayed = replay(read.rules, captured.modules)
         found = outcomes(replayed.visits, find_reach(captured))
-        header = _header(file, read.rules, str(captured.facts["type"]))
+        header = _header(source.name, read.rules, str(captured.facts["type"]))
         emitted = emit(found, captured, "imported.ktr", header)
         verified = verify(emitted.module, found, captured)
     except KtcError as error:
-        raise type(error)(*error.diagnostics, sources={**error.sources, file: text}) from error
-    report = make_report(file, read.rules, read.warnings, replayed, found, emitted.became, verified, captured)
-    return Imported(print_module(emitted.module), report, read.warnings, {file: text})
+        raise type(error)(*error.diagnostics, sources={**error.sources, source.name: source.text}) from error
+    report = make_report(source.name, read.rules, read.warnings, replayed, found, emitted.became, verified, captured)
+    return Imported(print_module(emitted.module), report, read.warnings, {source.name: source.text})
 
 
 def _header(file: str, rules: Sequence[KtRule], model_type: str) -> tuple[str, ...]:

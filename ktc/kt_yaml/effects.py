@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from ktc.dsl.schema import INFERENCE_ONLY
 from ktc.kt_yaml import names
 from ktc.kt_yaml.names import Defaults
 from ktc.kt_yaml.replay import Visit
@@ -47,12 +48,42 @@ class Outcome:
         return self.kernel is not None and self.kernel.target == "cpu_moe"
 
 
-Reach = Mapping[str, frozenset[str]]  # what `match` takes -> the paths where ktc finds it
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Where ktc finds what `match` takes, by path, and the linears that a rewritten latent attention absorbs."""
+
+    found: Mapping[str, frozenset[str]]
+    absorbed: frozenset[str]
 
 
 def outcomes(visits: Sequence[Visit], reach: Reach) -> tuple[Outcome, ...]:
     """One outcome per module, in the order of the visits."""
-    return tuple(_outcome(visit, reach) for visit in visits)
+    training = trains(visit.rule for visit in visits)
+    found = [_outcome(visit, reach, training) for visit in visits]
+    pinned = frozenset(outcome.path for outcome in found if outcome.pinned)
+    latent = frozenset(o.path for o in found if o.kernel is not None and o.kernel.target == "mla_absorbed")
+    return tuple(_settled(outcome, pinned, latent, reach) for outcome in found)
+
+
+def trains(rules: Iterable[KtRule | None]) -> bool:
+    """Whether any rule puts experts that are made for training."""
+    return any(rule is not None and rule.settings.get("generate_op") == names.TRAINING_EXPERTS for rule in rules)
+
+
+def _settled(outcome: Outcome, pinned: frozenset[str], latent: frozenset[str], reach: Reach) -> Outcome:
+    """The outcome of a module that a rewrite above it takes in."""
+    above = _ancestors(outcome.path)
+    if pinned & above:
+        return replace(outcome, kernel=None, located=False, inside=True)
+    if outcome.kernel is not None and outcome.path in reach.absorbed and latent & above:
+        lost = f"`mla_absorbed` absorbs `{outcome.path}`, which so has no kernel of its own"
+        return replace(outcome, kernel=None, lost=lost)
+    return outcome
+
+
+def _ancestors(path: str) -> set[str]:
+    parts = path.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
 def implied(rule: KtRule) -> str:
@@ -60,18 +91,18 @@ def implied(rule: KtRule) -> str:
     return _IMPLIED.get(rule.kind, "")
 
 
-def _outcome(visit: Visit, reach: Reach) -> Outcome:
+def _outcome(visit: Visit, reach: Reach, training: bool) -> Outcome:
     path, rule = visit.module.fqn, visit.rule
-    holds = bool(visit.module.tensors)
+    holds = bool(visit.module.tensors) and path != ""
     if rule is None:
         return Outcome(path, None, UNMATCHED_DEVICE, UNMATCHED_DEVICE, located=holds)
     device, prefill = _devices(rule)
-    kernel = _kernel(rule, path, reach) if visit.inside is None else None
-    lost = _lost(kernel, path, reach)
+    kernel = _kernel(rule, path, reach, training) if visit.inside is None else None
+    lost = _lost(kernel, path, reach, training)
     kept = None if lost else kernel
     if kept is not None and kept.target == "cpu_moe":
         device = "cpu"
-    located = holds or rule.kind == "rope"
+    located = holds or (rule.kind == "rope" and path != "")
     return Outcome(path, rule, device, prefill, kept, lost, located, visit.inside is not None)
 
 
@@ -106,8 +137,10 @@ def operations(rule: KtRule) -> tuple[str, ...]:
     return tuple(operation for operation in found if operation)
 
 
-def _kernel(rule: KtRule, path: str, reach: Reach) -> Kernel | None:
+def _kernel(rule: KtRule, path: str, reach: Reach, training: bool) -> Kernel | None:
     match rule.kind:
+        case "linear" if training:
+            return Kernel("linear", "kt_linear", (("kernel", "torch"),)) if operations(rule) else None
         case "linear":
             return _linear(rule)
         case "experts":
@@ -141,14 +174,22 @@ def _experts(rule: KtRule) -> Kernel | None:
 
 def _attention(rule: KtRule, path: str, reach: Reach) -> Kernel:
     core = names.attention_kernel(rule.replacement)
-    if path in reach[GQA]:
+    if path in reach.found[GQA]:
         return Kernel(GQA, "fused_attention", (("kernel", core),))
     absorb = "always" if rule.settings.get("absorb_for_prefill") else "decode"
     return Kernel(MLA, "mla_absorbed", (("absorb", absorb), ("kernel", core)))
 
 
-def _lost(kernel: Kernel | None, path: str, reach: Reach) -> str:
-    if kernel is None or kernel.root == "module" or path in reach[kernel.root]:
+def _lost(kernel: Kernel | None, path: str, reach: Reach, training: bool) -> str:
+    """Why ktc cannot rewrite this module so, "" where it can."""
+    if kernel is None:
+        return ""
+    if not path:
+        return "the model as a whole is no module that a rule can name"
+    own = dict(kernel.settings).get("kernel")
+    if training and own in INFERENCE_ONLY:
+        return f"`{own}` has no backward pass, and other rules of the file are for training"
+    if kernel.root == "module" or path in reach.found[kernel.root]:
         return ""
     what = {MLA: "attention", GQA: "attention"}.get(kernel.root, f"`{kernel.root}`")
     return f"ktc finds no {what} at `{path}` that `{kernel.target}` could rewrite"

@@ -15,8 +15,7 @@ from ktc.capture import CapturedModel
 from ktc.diagnostics import Span
 from ktc.dsl import syntax
 from ktc.dsl.schema import TARGETS
-from ktc.kt_yaml import names
-from ktc.kt_yaml.effects import UNMATCHED_DEVICE, Kernel, Outcome
+from ktc.kt_yaml.effects import UNMATCHED_DEVICE, Kernel, Outcome, trains
 from ktc.kt_yaml.path_globs import globs_of
 from ktc.kt_yaml.reach import import_attention, rewrite_rule
 from ktc.kt_yaml.rules import KtRule
@@ -207,11 +206,6 @@ def _plan(found: Sequence[Outcome]) -> syntax.Block:
     if threshold:
         settings.append(syntax.Setting(syntax.Name("layerwise_prefill"), syntax.Literal("int", threshold)))
     return syntax.Block("plan", tuple(settings))
-
-
-def trains(rules: Sequence[KtRule]) -> bool:
-    """Whether any rule puts experts that can be trained through."""
-    return any(rule.settings.get("generate_op") == names.TRAINING_EXPERTS for rule in rules)
 
 
 def prefill_threshold(rule: KtRule) -> int:

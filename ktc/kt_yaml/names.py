@@ -56,7 +56,7 @@ LINEAR_KERNELS: Mapping[str, str] = {
     "KLinearQ8": "q8",
     "KLinearIPEXLLM": "ipex",
     "KLinearTorchW8A8A2": "w8a8",
-    "KLinearCPUInfer": "torch",
+    "KLinearCPUInfer": "llamafile",
 }
 CPU_EXPERTS = ("KExpertsCPU", "KSFTExpertsCPU", "KExpertsCPUW8A8")
 TRAINING_EXPERTS = "KSFTExpertsCPU"
@@ -69,7 +69,6 @@ BACKENDS: Mapping[str, tuple[str, str]] = {
     "AMXInt4": ("int4", "amx"),
 }
 LOSSES: Mapping[str, str] = {
-    "KLinearCPUInfer": "ktc has no llamafile kernel for single linears: they stay PyTorch's, on the CPU",
     "KExpertsCPUW8A8": "the experts keep their stored format",
 }
 

@@ -5,7 +5,7 @@ A small program that only claims, run through the same loader and matcher as any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,8 +14,10 @@ from ktc.capture import CapturedModel
 from ktc.dsl import syntax
 from ktc.dsl.printer import print_module
 from ktc.dsl.ruleset import RuleSet
+from ktc.dsl.schema import TARGETS
+from ktc.graph.typed import nodes_of
 from ktc.kt_yaml.effects import GQA, MLA, Reach
-from ktc.match import Matches, match
+from ktc.match import Match, Matches, NodeRef, match
 
 _ROOTS = ("linear", "experts", MLA, GQA)
 
@@ -24,11 +26,20 @@ def find_reach(captured: CapturedModel) -> Reach:
     """The paths of everything that a rule for KTransformers' modules could rewrite."""
     rules = tuple(_claim(f"find_{number}", root) for number, root in enumerate(_ROOTS))
     _, matches = run_program(syntax.Module("reach.ktr", (import_attention(), *rules)), captured)
-    found = {rule.name.text: rule.root for rule in rules}
-    return {
-        str(root): frozenset(match.path for match in matches.matches if match.rule == name)
-        for name, root in found.items()
-    }
+    found = {str(rule.root): frozenset(found.path for found in matches.of(rule.name.text)) for rule in rules}
+    latent = (found for found in matches.matches if found.root == MLA)
+    return Reach(found, frozenset(path for found in latent for path in _absorbed(found, captured)))
+
+
+def _absorbed(found: Match, captured: CapturedModel) -> Iterator[str]:
+    """The paths of the linears that `mla_absorbed` absorbs in one match."""
+    graph = captured.block(found.block).graph
+    assert graph is not None, "a match of a pattern has a graph"
+    nodes = {node.name: node for node in nodes_of(graph)}
+    for name in TARGETS["mla_absorbed"].absorbs:
+        binding = found.capture((name,))
+        if isinstance(binding, NodeRef) and "fqn" in nodes[binding.node].meta:
+            yield f"{found.site}.{nodes[binding.node].meta['fqn']}"
 
 
 def run_program(module: syntax.Module, captured: CapturedModel) -> tuple[RuleSet, Matches]:

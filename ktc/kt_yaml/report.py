@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic
 from ktc.kt_yaml import names
-from ktc.kt_yaml.effects import Outcome, implied, operations
+from ktc.kt_yaml.effects import Outcome, implied, operations, trains
 from ktc.kt_yaml.replay import Replay
 from ktc.kt_yaml.rules import KtRule
 from ktc.kt_yaml.verify import Effect, Verified
@@ -62,7 +62,7 @@ class Report:
             if notes:
                 lines += ["", f"{title}:", *(f"  line {note.line}: {note.text}" for note in notes)]
         lines += ["", f"verified: {self.verified_modules} modules, {self.verified_rewrites} of them rewritten"]
-        return "\n".join(lines) + "\n"
+        return "".join(f"{_visible(line)}\n" for line in lines)
 
 
 def make_report(
@@ -95,10 +95,11 @@ def _rule(
 
     if rule.number in replayed.dead:
         return told("dead", replayed.dead[rule.number])
-    if any(outcome.lost for outcome in found if outcome.rule is rule):
-        return told("refused", next(outcome.lost for outcome in found if outcome.rule is rule and outcome.lost))
+    lost = [outcome.lost for outcome in found if outcome.rule is rule and outcome.lost]
+    if lost and not any(outcome.kernel for outcome in found if outcome.rule is rule):
+        return told("refused", lost[0])
     if became.get(rule.number):
-        return told("imported", "")
+        return told("imported", f"but not {len(lost)} of the modules: {lost[0]}" if lost else "")
     return told("implied", implied(rule) or "nothing: these modules hold no weights of their own")
 
 
@@ -159,7 +160,11 @@ def _map(moves: Mapping[int, str]) -> str:
 
 def _losses(fired: Sequence[KtRule]) -> list[Note]:
     notes: list[Note] = []
+    training = trains(fired)
     for rule in fired:
+        if training and rule.kind == "linear" and set(operations(rule)) - {"KLinearTorch"}:
+            notes.append(Note(rule.span.line, "linears are trained through PyTorch's kernel, as KTransformers does it"))
+            continue
         used = dict.fromkeys(operations(rule))
         notes += [Note(rule.span.line, f"`{name}`: {names.LOSSES[name]}") for name in used if name in names.LOSSES]
         if rule.settings.get("prefill_op") == "KExpertsMarlin" and operations(rule)[0] in names.CPU_EXPERTS:
@@ -170,6 +175,11 @@ def _losses(fired: Sequence[KtRule]) -> list[Note]:
 def _lost(found: Sequence[Outcome]) -> list[Note]:
     lost = {o.rule.number: Note(o.rule.span.line, o.lost) for o in found if o.rule is not None and o.lost}
     return [*lost.values()]
+
+
+def _visible(line: str) -> str:
+    """Keys of the file are quoted in notes: what a terminal would obey is shown as `?`."""
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def _line(note: Note) -> int:

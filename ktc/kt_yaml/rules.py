@@ -83,16 +83,15 @@ class _Reader:
             return None
         self.unknown(match, ("name", "class"), "`match`")
         self.unknown(replace, ("class", "kwargs"), "`replace`")
-        expression, class_ = self.expression(match), self.scalar(match, "class", str)
+        expression, class_ = self.expression(match), self.class_path(match)
         if not ({"name", "class"} & match.entries.keys()):
             self.say("K006", "`match` needs `name` or `class`", match.span, "as it stands it would match every module")
-        replacement = str(self.scalar(replace, "class", str) or names.DEFAULT)
+        replacement = self.class_path(replace) or names.DEFAULT
         kind = self.replacement(replacement, replace)
         if kind is None:
             return None
         settings = self.settings(kind, replace)
-        name = str(class_) if class_ is not None else None
-        return KtRule(number, node.span, expression, name, replacement, kind, settings, recursive is not False)
+        return KtRule(number, node.span, expression, class_, replacement, kind, settings, recursive is not False)
 
     # shape -----------------------------------------------------------------------------------------------------------
     def unknown(self, node: Map, keys: Iterable[str], where: str) -> None:
@@ -117,6 +116,13 @@ class _Reader:
         spoken = {str: "a text", bool: "`true` or `false`", int: "a number"}[wanted]
         self.say("K006", f"`{key}` is {spoken}, found {_kind(found)}", found.span)
         return None
+
+    def class_path(self, node: Map) -> str | None:
+        found = self.scalar(node, "class", str)
+        if isinstance(found, str) and not all(part.isidentifier() for part in found.split(".")):
+            self.say("K006", "a class is a name with dots", node.entries["class"].span)
+            return None
+        return str(found) if found is not None else None
 
     def expression(self, match: Map) -> Expression | None:
         text = self.scalar(match, "name", str)
