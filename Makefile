@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo test test-all check format clean
+.PHONY: setup demo test test-all fuzz check format clean
 
 setup: $(READY)
 
@@ -36,6 +36,11 @@ test: check
 
 test-all: check
 	$(BIN)/python -m pytest
+
+# Broken rule programs for as long as SECONDS says; a fault is printed with its seed.
+SECONDS ?= 600
+fuzz: $(READY)
+	$(BIN)/python tests/test_dsl_fuzz.py $(SECONDS)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -92,7 +92,7 @@ class TreeBuilder:
         root, alias, at, except_ = _children(match)
         return syntax.Rule(
             name=self._name(name),
-            overrides=tuple(self._qualified_name(child) for child in _children(overrides)),
+            overrides=tuple(self._loser(child) for child in _children(overrides)),
             root=self._qualified_name(root),
             alias=self._optional_name(alias),
             at=tuple(self._text(child) for child in _children(at)),
@@ -243,6 +243,13 @@ class TreeBuilder:
 
     def _qualified_name(self, tree: Branch) -> syntax.QualifiedName:
         return syntax.QualifiedName(self._parts(tree), span=self._span(tree))
+
+    def _loser(self, tree: Branch) -> syntax.QualifiedName:
+        """A rule's name, or that of the rule that the `lora` block stands for."""
+        if _tree(tree).data != "lora_rule":
+            return self._qualified_name(tree)
+        block, name = _children(tree)
+        return syntax.QualifiedName((str(block), self._name(name).text), span=self._span(tree))
 
     def _parts(self, tree: Branch) -> tuple[str, ...]:
         return tuple(self._name(child).text for child in _children(tree))

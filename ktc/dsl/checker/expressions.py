@@ -101,7 +101,7 @@ class Expressions:
         if reference.name in self.unit.param_types:
             return self.unit.param_types[reference.name]
         if reference.name in self.unit.param_declarations:
-            message = f"`${reference.name}` has no value yet: defaults and domains are constants"
+            message = f"`${reference.name}` has no value yet: this parameter and that one need each other"
             self.report.error("E022", message, reference.span)
             return UNKNOWN
         hint = (

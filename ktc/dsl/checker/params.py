@@ -6,6 +6,7 @@ Whatever the origin, the value is checked against the declared type and, if ther
 from __future__ import annotations
 
 from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 
 from ktc.diagnostics import Diagnostic, InputRefused, Related, Span, listing, suggest
 from ktc.dsl import syntax
@@ -22,10 +23,29 @@ from ktc.dsl.types import RANGE, STRING, UNKNOWN, Type
 def bind_params(units: list[UnitNames], settings: Mapping[str, str], report: Report) -> None:
     """Fills `param_types` and `params` of every unit, importers first. Unknown settings and arguments are reported."""
     for unit in units:
-        for declaration in unit.param_declarations.values():
+        for declaration in _by_need(unit.param_declarations):
             _Binding(unit, units, settings, declaration, report).bind()
         _refuse_unknown_arguments(unit, report)
     _refuse_unknown_settings(units, settings, report)
+
+
+def _by_need(declarations: Mapping[str, syntax.Param]) -> list[syntax.Param]:
+    """Every parameter after those that its default and its domain name; as declared where they need each other."""
+    needs = {
+        name: _named(declaration.default) | (_named(declaration.domain) if declaration.domain else set[str]())
+        for name, declaration in declarations.items()
+    }
+    try:
+        order = [*TopologicalSorter(needs).static_order()]
+    except CycleError:
+        order = [*declarations]
+    return [declarations[name] for name in order if name in declarations]
+
+
+def _named(expression: syntax.Expression) -> set[str]:
+    if isinstance(expression, syntax.ParamReference):
+        return {expression.name}
+    return {name for operand in syntax.operands(expression) for name in _named(operand)}
 
 
 class _Binding:

@@ -1,0 +1,32 @@
+"""How long the shipped rule programs take to check, imports done: `python benchmarks/check.py [ROUNDS]`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from ktc import dsl, resources
+
+
+def milliseconds(program: str, rounds: int) -> list[float]:
+    """The time of each round, in order."""
+    times: list[float] = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        dsl.load(program)
+        times.append(1000 * (time.perf_counter() - started))
+    return times
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    programs = sorted(path.stem for path in resources.rules().glob("*.ktr"))
+    dsl.load(programs[0])  # reads the grammar
+    print(f"{'program':32s}{'best':>8s}{'mean':>8s}  ms")
+    for program in programs:
+        times = milliseconds(program, rounds)
+        print(f"{program:32s}{min(times):8.1f}{sum(times) / rounds:8.1f}")
+
+
+if __name__ == "__main__":
+    main()
