@@ -160,3 +160,14 @@ def test_errors_of_nothing_and_of_not_a_number_do_not_pass() -> None:
     one, zero, nan = torch.ones(3), torch.zeros(3), torch.full((3,), float("nan"))
     assert relative_error(None, zero) == 0.0
     assert relative_error(None, one) == relative_error(one, zero) == relative_error(nan, one) == float("inf")
+
+
+def test_a_witness_that_does_not_run_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model: object, fqns: object) -> None:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr("ktc.prove.run.record_calls", broken)
+    model = captured("qwen3_moe")
+    _, plan = planned(model, dsl.load("moe-lora", {}))
+    with pytest.raises(ProofFailed, match="P302.*AttributeError: no such thing"):
+        prove(model, rewrite(model, plan))

@@ -6,7 +6,8 @@ of the witness stands for a block of the model only if their normal forms are th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,12 +38,33 @@ def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> tuple[Pr
     model = twin.build(config, SEED, torch.float32, "cpu")
     model.set_attn_implementation("sdpa")
     model.set_experts_implementation("eager")
-    calls = record_calls(model, {site.fqn for site in witness.sites})
-    proofs = tuple(_prove_block(captured, block, witness, model, calls) for block in blocks)
+    with _one_thread():
+        calls = _recorded(model, {site.fqn for site in witness.sites})
+        proofs = tuple(_prove_block(captured, block, witness, model, calls) for block in blocks)
     failed = [_failure(proof, block) for proof, block in zip(proofs, blocks, strict=True) if not proof.holds]
     if failed:
         raise ProofFailed(*failed)
     return proofs
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Witnesses are too small to share: on a busy machine a team of threads waits for its slowest at every operation."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _recorded(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
+    try:
+        return record_calls(model, fqns)
+    except Exception as error:  # noqa: BLE001 - foreign code on an unusual config raises anything; it is said in its words
+        words = (str(error).strip().splitlines() or [""])[0][:200]
+        message = f"the shrunk witness of this model does not run in transformers: {type(error).__name__}: {words}"
+        raise ProofFailed(Diagnostic("P302", message, hint="try another version of transformers")) from error
 
 
 def _prove_block(

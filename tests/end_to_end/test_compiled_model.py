@@ -21,6 +21,8 @@ import ktc
 from ktc.diagnostics import KtcError
 
 STEPS = 10
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RULES = {"deepseek_v2": "deepseek-v2-lite-lora", "qwen3_moe": "moe-lora"}
 
 
