@@ -169,5 +169,5 @@ def test_a_witness_that_does_not_run_is_told_in_its_own_words(monkeypatch: pytes
     monkeypatch.setattr("ktc.prove.run.record_calls", broken)
     model = captured("qwen3_moe")
     _, plan = planned(model, dsl.load("moe-lora", {}))
-    with pytest.raises(ProofFailed, match="P302.*AttributeError: no such thing"):
+    with pytest.raises(ProofFailed, match=r"P302.*AttributeError: no such thing"):
         prove(model, rewrite(model, plan))

@@ -49,7 +49,7 @@ def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> tuple[Pr
 
 @contextmanager
 def _one_thread() -> Generator[None]:
-    """Witnesses are too small to share: on a busy machine a team of threads waits for its slowest at every operation."""
+    """Witnesses are too small to share out: a team of threads would wait for its slowest at every operation."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -61,7 +61,7 @@ def _one_thread() -> Generator[None]:
 def _recorded(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
     try:
         return record_calls(model, fqns)
-    except Exception as error:  # noqa: BLE001 - foreign code on an unusual config raises anything; it is said in its words
+    except Exception as error:  # foreign code on an unusual config raises anything
         words = (str(error).strip().splitlines() or [""])[0][:200]
         message = f"the shrunk witness of this model does not run in transformers: {type(error).__name__}: {words}"
         raise ProofFailed(Diagnostic("P302", message, hint="try another version of transformers")) from error
