@@ -46,8 +46,15 @@ def format_file(path: Path, *, write: bool) -> bool:
 
 
 def _replace(path: Path, text: str) -> None:
-    mode = path.stat().st_mode
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", newline="\n", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, mode)
-    os.replace(file.name, path)
+    """Writes beside the file and moves it there. Raises InputRefused (E011) and leaves nothing behind."""
+    beside: Path | None = None
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", newline="\n", dir=path.parent, delete=False) as file:
+            beside = Path(file.name)
+            file.write(text)
+        beside.chmod(path.stat().st_mode)
+        os.replace(beside, path)
+    except OSError as error:
+        if beside is not None:
+            beside.unlink(missing_ok=True)
+        raise InputRefused(Diagnostic("E011", f"`{path}` cannot be written: {error.strerror}")) from error

@@ -6,8 +6,8 @@ the text. A comment stays behind the line that it ended, or before the line that
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ktc.dsl.syntax import Comment
@@ -21,24 +21,33 @@ class Line:
     source: int  # line of the file that this came from, 0 if it came from none
 
 
-def with_comments(lines: Iterable[Line], comments: Iterable[Comment]) -> list[str]:
+def with_comments(lines: Sequence[Line], comments: Iterable[Comment]) -> list[str]:
     """The lines with every comment at its place."""
     texts: list[str] = []
+    ends = _ends(lines)
     waiting = deque(sorted(comments, key=lambda comment: comment.span.line))
-    for line in lines:
+    for index, line in enumerate(lines):
         if line.source:
             texts += _before(line, waiting)
         text = line.text
-        while line.source and waiting and waiting[0].span.line == line.source:
+        while ends.get(line.source) == index and waiting and waiting[0].span.line == line.source:
             text = f"{text}  {_text(waiting.popleft())}" if "#" in text else _behind(text, waiting.popleft())
         texts.append(text)
-    last = next((line.source for line in reversed([*lines]) if line.source), 0)
+    last = max((line.source for line in lines), default=0)
     for comment in waiting:
         if texts and comment.span.line > last + 1:
             texts.append("")
         texts.append(_text(comment))
         last = comment.span.line
     return texts
+
+
+def _ends(lines: Sequence[Line]) -> dict[int, int]:
+    """For each line of the source the printed line that ends it; of a whole declaration the one that begins it."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for index, line in enumerate(lines):
+        places[line.source].append(index)
+    return {source: at[0] if lines[at[-1]].text == "}" else at[-1] for source, at in places.items()}
 
 
 def _before(line: Line, waiting: deque[Comment]) -> list[str]:

@@ -91,5 +91,10 @@ def _ordered(operator: str, value: float) -> Layers:
 
 
 def _asks_the_model(expression: syntax.Expression) -> bool:
-    asks = isinstance(expression, syntax.Reference) and len(expression.parts) > 1
-    return asks or any(map(_asks_the_model, syntax.operands(expression)))
+    match expression:
+        case syntax.Reference():
+            return len(expression.parts) > 1
+        case syntax.Has(subject=syntax.Reference()):
+            return True
+        case _:
+            return any(map(_asks_the_model, syntax.operands(expression)))
