@@ -161,7 +161,8 @@ def test_errors_of_all_files_come_together(tmp_path: Path) -> None:
         two="pattern p(x) -> y { y = wrong(x) }",
     )
     found = [(d.code, Path(d.span.file).name, d.span.line) for d in refused(path) if d.span]
-    assert sorted(found) == [("E001", "one.ktr", 1), ("E021", "two.ktr", 1), ("E030", "main.ktr", 4)]
+    expected = [("E001", "one.ktr", 1), ("E021", "two.ktr", 1), ("E024", "main.ktr", 3), ("E030", "main.ktr", 4)]
+    assert sorted(found) == expected
 
 
 def test_an_import_may_not_leave_the_folder(tmp_path: Path) -> None:
@@ -259,3 +260,39 @@ def test_warnings_do_not_stop_a_program(tmp_path: Path) -> None:
 def test_std_needs_no_checkout_path_in_messages() -> None:
     assert all(not Path(name).is_absolute() for name in dsl.load("moe-lora").sources)
     assert (resources.rules() / "std" / "moe.ktr").is_file()
+
+
+# Limits ----------------------------------------------------------------------------------------------------------
+def test_a_check_stops_at_far_too_many_errors(tmp_path: Path) -> None:
+    started = time.process_time()
+    many = "".join(f"pattern p{n}(x) -> y {{ y = sofmax{n}(x) }}\n" for n in range(1500))
+    assert len(refused(write(tmp_path, main=many))) == 200
+    assert time.process_time() - started < 5, "0.4 s where nothing else runs"
+
+
+def test_the_words_of_all_files_count(tmp_path: Path) -> None:
+    part = "require true\n" * 1900
+    files = {f"f{n}": part for n in range(20)}
+    found = refused(write(tmp_path, main="".join(f'import "f{n}.ktr"\n' for n in range(20)), **files))
+    assert {d.code for d in found} == {"E013"}
+    assert "words" in found[0].message
+
+
+def test_an_overlap_that_costs_too_much_is_left_to_the_plan(tmp_path: Path) -> None:
+    hard = ", ".join(f'"**.*{word}*.**.[{n}..].**"' for n, word in enumerate(["ab", "ba", "aab", "bba"] * 8))
+    rule = 'rule r{} {{ match linear at {} except "**" => keep(kernel) }}\n'
+    assert dsl.load(write(tmp_path, main="".join(rule.format(n, hard) for n in range(3)))).rules
+
+
+def test_numbers_that_leave_their_range_make_no_condition_costly(tmp_path: Path) -> None:
+    text = "require 1.5 in 0..999999999999999999\n"
+    text += "".join(f"param p{n} : int = $p{n - 1} * $p{n - 1}\n" for n in range(1, 200)) + "param p0 : int = 99\n"
+    found = refused(write(tmp_path, main=text))
+    assert [d.code for d in found] == ["E032"]
+
+
+def test_a_family_of_declarations_keeps_its_errors_apart(tmp_path: Path) -> None:
+    """What does not parse may declare the names that are missing: they are not told as unknown."""
+    text = "pattern p(x) -> y { y = }\nparam q int\nrule s { match }\n"
+    text += "rule r overrides s { match p => cpu_moe(threads = $q) }"
+    assert {d.code for d in refused(write(tmp_path, main=text))} == {"E001"}

@@ -22,7 +22,10 @@ SUFFIX = ".ktr"
 
 @dataclass(slots=True)
 class SourceUnit:
-    """One parsed file. `importer` and `arguments` are those of the first `import ... with (...)` that names it."""
+    """One parsed file. `importer` and `arguments` are those of the first `import ... with (...)` that names it.
+
+    `damaged`: some of its declarations do not parse, so a name that is not found may well be declared.
+    """
 
     module: syntax.Module
     prefix: str
@@ -31,6 +34,7 @@ class SourceUnit:
     broken_imports: set[str] = field(default_factory=set[str])  # aliases that could not be loaded
     importer: int | None = None
     arguments: tuple[syntax.Argument, ...] = ()
+    damaged: bool = False
 
 
 @dataclass(slots=True)
@@ -113,7 +117,8 @@ class _Loader:
         module = self._parse(real)
         if module is None:
             return None
-        unit = SourceUnit(module, prefix, index=len(self.program.units))
+        damaged = any(d.span and d.span.file == module.file for d in self.program.diagnostics)
+        unit = SourceUnit(module, prefix, index=len(self.program.units), damaged=damaged)
         self.program.units.append(unit)
         self.loaded[real] = unit.index
         for declaration in module.declarations:
@@ -134,10 +139,12 @@ class _Loader:
             self._refuse("E013", f"a program has at most {parser.MAX_WORDS} words", Span(shown, 1, 1, 1, 1))
             return None
         try:
-            return parser.parse(text, shown)
+            module, diagnostics = parser.parse_what_stands(text, shown)
         except InputRefused as error:
             self.program.diagnostics += error.diagnostics
             return None
+        self.program.diagnostics += diagnostics
+        return module
 
     def _import(self, declaration: syntax.Import, unit: SourceUnit, chain: tuple[Path, ...]) -> None:
         alias = alias_of(declaration)

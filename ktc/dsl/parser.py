@@ -1,11 +1,12 @@
 """The text of a `.ktr` file to a `syntax.Module`, or all of its syntax errors at once.
 
-After an error parsing resumes at the next line that begins a declaration, so one slip does not hide another. Refused
-besides bad syntax: a file, nesting, expressions or a number of declarations over the limits below.
+After an error parsing resumes at the next line that begins a declaration, so one slip does not hide another, and what
+stands can still be checked. Refused besides bad syntax: whatever is over the limits below.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from lark import Lark, Token, Tree
@@ -28,16 +29,26 @@ MAX_ERRORS = 20  # syntax errors reported per file
 
 def parse(text: str, file: str) -> syntax.Module:
     """The file's declarations and comments. `file` is the name that spans carry. Raises InputRefused."""
+    module, diagnostics = parse_what_stands(text, file)
+    if diagnostics:
+        raise InputRefused(*diagnostics)
+    return module
+
+
+def parse_what_stands(text: str, file: str) -> tuple[syntax.Module, list[Diagnostic]]:
+    """The declarations without errors, and the errors of the others. Raises InputRefused for a file over a limit."""
     source = SourceText(text, file)
     if refusal := _over_limits(source):
         raise InputRefused(refusal)
     trees, diagnostics = _parse_declarations(source)
-    builder = TreeBuilder(file)
-    declarations = tuple(builder.declaration(tree) for tree in trees)
-    diagnostics += builder.diagnostics
-    if diagnostics:
-        raise InputRefused(*sorted(diagnostics, key=_position))
-    return syntax.Module(file, declarations, source.comments(), span=source.span(0, len(text)))
+    declarations: list[syntax.Declaration] = []
+    for tree in trees:
+        builder = TreeBuilder(file)
+        declaration = builder.declaration(tree)
+        diagnostics += builder.diagnostics
+        declarations += [] if builder.diagnostics else [declaration]
+    module = syntax.Module(file, tuple(declarations), source.comments(), span=source.span(0, len(text)))
+    return module, sorted(diagnostics, key=_position)
 
 
 def parse_value(text: str, file: str) -> syntax.Expression:
@@ -72,23 +83,30 @@ def _lark() -> Lark:
 
 
 def _parse_declarations(source: SourceText) -> tuple[list[Tree[Token]], list[Diagnostic]]:
-    """The declarations of an error-free file, or its errors: after one, what follows is parsed on its own."""
+    """The declarations that parse, and the errors: after one, what follows is parsed on its own."""
     diagnostics: list[Diagnostic] = []
-    text: str = source.text
-    while len(diagnostics) < MAX_ERRORS:
+    text: str | None = source.text
+    while text is not None and len(diagnostics) < MAX_ERRORS:
         try:
             root = _lark().parse(text, start="start")
         except UnexpectedInput as error:
             diagnostics.append(explain(error, source))
             resume = source.next_declaration(_resume_after(error, source))
-            if resume is None:
-                return [], diagnostics
-            text = source.from_declaration(resume)
-            continue
-        if not diagnostics:
-            return _declarations(root, source)
-        return [], diagnostics
-    return [], diagnostics
+            text = source.from_declaration(resume) if resume is not None else None
+        else:
+            if not diagnostics:
+                return _declarations(root.children, source)
+            break
+    return [tree for text in source.declarations() for tree in _parse_one(text)], diagnostics
+
+
+def _parse_one(text: str) -> list[Tree[Token]]:
+    """The declaration that a text consists of, none if it does not parse or is too deep."""
+    try:
+        root = _lark().parse(text, start="start")
+    except UnexpectedInput:
+        return []
+    return [tree for tree in root.children if isinstance(tree, Tree) and not _too_deep(tree, "")]
 
 
 def _resume_after(error: UnexpectedInput, source: SourceText) -> int:
@@ -98,14 +116,16 @@ def _resume_after(error: UnexpectedInput, source: SourceText) -> int:
     return source.offset(error.line, error.column)
 
 
-def _declarations(root: Tree[Token], source: SourceText) -> tuple[list[Tree[Token]], list[Diagnostic]]:
-    trees = [child for child in root.children if isinstance(child, Tree)]
+def _declarations(
+    children: Sequence[Tree[Token] | Token], source: SourceText
+) -> tuple[list[Tree[Token]], list[Diagnostic]]:
+    trees = [child for child in children if isinstance(child, Tree)]
     if len(trees) > MAX_DECLARATIONS:
         excess = trees[MAX_DECLARATIONS].meta
         span = Span(source.file, excess.line, excess.column, excess.end_line, excess.end_column)
         return [], [Diagnostic("E013", f"a file has at most {MAX_DECLARATIONS} declarations", span)]
-    deep = [refusal for tree in trees if (refusal := _too_deep(tree, source.file))]
-    return ([], deep) if deep else (trees, [])
+    deep = {index: refusal for index, tree in enumerate(trees) if (refusal := _too_deep(tree, source.file))}
+    return [tree for index, tree in enumerate(trees) if index not in deep], [*deep.values()]
 
 
 def _over_limits(source: SourceText) -> Diagnostic | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ktc.diagnostics import Span
@@ -90,9 +91,15 @@ class SourceText:
         """The offset of the first line at or after an offset that begins a declaration."""
         return next((line for line, word in self._starts if word >= after), None)
 
-    def from_declaration(self, offset: int) -> str:
+    def from_declaration(self, offset: int, stop: int | None = None) -> str:
         """The text from an offset at the start of a line, below as many empty lines as stand before it."""
-        return "\n" * (bisect_right(self._line_starts, offset) - 1) + self.text[offset:]
+        return "\n" * (bisect_right(self._line_starts, offset) - 1) + self.text[offset:stop]
+
+    def declarations(self) -> Iterator[str]:
+        """The text of each declaration, up to the line that begins the next one, below empty lines."""
+        starts = [line for line, _ in self._starts]
+        stops = [*starts[1:], len(self.text)]
+        return (self.from_declaration(start, stop) for start, stop in zip(starts, stops, strict=False))
 
     def _owner(self, start: int) -> str:
         header = _HEADER.match(self.text, start)

@@ -20,7 +20,7 @@ def check_action(
     action: syntax.Action, rule: syntax.Rule, root: Capture, unit: UnitNames, lora: CheckedBlock, report: Report
 ) -> RuleAction | None:
     """The action with all settings filled in, `None` if its target or captures make no sense (which is reported)."""
-    target = _target(action, report)
+    target = target_of(action, report)
     if target is None:
         return None
     settings = _settings(action, target, unit, lora, report)
@@ -39,7 +39,8 @@ def check_action(
     return RuleAction(action.target.text, facet, settings, tuple(captures), action.span)
 
 
-def _target(action: syntax.Action, report: Report) -> Target | None:
+def target_of(action: syntax.Action, report: Report) -> Target | None:
+    """The rewrite that an action asks for, `None` after a report."""
     name = action.target.text
     target = TARGETS.get(name)
     if target is None:
@@ -61,7 +62,8 @@ def _settings(
         if spec.required and name not in given:
             message = f"`{action.target.text}` needs `{name}`"
             report.error("E031", message, action.target.span, hint=_examples(spec))
-    if target.facet == "adapter" and values["rank"] is None and "rank" not in lora.spans:
+    lost = lora.span is None and unit.source.damaged  # the block may be what does not parse
+    if target.facet == "adapter" and values["rank"] is None and "rank" not in lora.spans and not lost:
         hint = "add `lora { rank = 8 }`, or write `rank = 8` here"
         report.error("E031", f"`{action.target.text}` needs a rank", action.target.span, hint=hint)
     if target.facet == "adapter" and values["alpha"] is None and isinstance(values["rank"], int):

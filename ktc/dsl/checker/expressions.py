@@ -104,6 +104,8 @@ class Expressions:
             message = f"`${reference.name}` has no value yet: this parameter and that one need each other"
             self.report.error("E022", message, reference.span)
             return UNKNOWN
+        if self.unit.source.damaged:
+            return UNKNOWN
         hint = (
             suggest(reference.name, self.unit.param_declarations)
             or f"declare it: `param {reference.name} : TYPE = VALUE`"

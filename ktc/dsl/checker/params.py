@@ -147,7 +147,7 @@ def _refuse_unknown_arguments(unit: UnitNames, report: Report) -> None:
     for argument in unit.source.arguments:
         if argument.name is None:
             report.error("E022", "parameters are given by name", argument.span, hint="write `with (name = value)`")
-        elif argument.name not in unit.param_declarations:
+        elif argument.name not in unit.param_declarations and not unit.source.damaged:
             message = f"`{unit.source.module.file}` has no parameter `{argument.name}`"
             hint = suggest(argument.name, unit.param_declarations) or f"parameters: {listing(unit.param_declarations)}"
             report.error("E022", message, argument.span, hint=hint)
@@ -157,7 +157,7 @@ def _refuse_unknown_arguments(unit: UnitNames, report: Report) -> None:
 
 
 def _refuse_unknown_settings(units: list[UnitNames], settings: Mapping[str, str], report: Report) -> None:
-    if any(unit.source.broken_imports for unit in units):
+    if any(unit.source.broken_imports or unit.source.damaged for unit in units):
         return  # the parameter may well be in the file that could not be read
     known = [unit.source.prefix + name for unit in units for name in unit.param_declarations]
     for key in settings:

@@ -48,7 +48,9 @@ class Patterns:
             other = self.units[unit.source.imports[parts[0]]]
             if parts[1] in other.patterns:
                 return self._check(other, other.patterns[parts[1]], span)
-        elif parts[0] in unit.source.broken_imports:
+            if other.source.damaged:
+                return None
+        elif parts[0] in unit.source.broken_imports or unit.source.damaged:
             return None
         self._unknown(unit, parts, span, what)
         return None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ktc.diagnostics import Span, listing, suggest
 from ktc.dsl import syntax
-from ktc.dsl.checker.actions import check_action
+from ktc.dsl.checker.actions import check_action, target_of
 from ktc.dsl.checker.blocks import CheckedBlock
 from ktc.dsl.checker.expressions import Expressions
 from ktc.dsl.checker.names import Capture, UnitNames
@@ -50,6 +50,8 @@ class _RuleCheck:
         self._check_alias(rule)
         found = self._root(rule)
         if found is None:
+            for action in rule.actions:
+                target_of(action, self.report)
             return None
         name, root = found
         aliases = {rule.alias.text: root} if rule.alias else {}
@@ -150,7 +152,7 @@ def _lora_targets(
 def _resolve_overrides(rules: list[RuleDefinition], units: list[UnitNames], report: Report) -> list[RuleDefinition]:
     known = {rule.name for rule in rules}
     declared = {unit.source.prefix + name for unit in units for name in unit.rules}
-    direct = {rule.name: _direct_overrides(rule, units[rule.unit], known, declared, report) for rule in rules}
+    direct = {rule.name: _direct_overrides(rule, units, known, declared, report) for rule in rules}
     resolved: list[RuleDefinition] = []
     for rule in rules:
         reached = _reachable(rule.name, direct)
@@ -161,8 +163,9 @@ def _resolve_overrides(rules: list[RuleDefinition], units: list[UnitNames], repo
 
 
 def _direct_overrides(
-    rule: RuleDefinition, unit: UnitNames, known: set[str], declared: set[str], report: Report
+    rule: RuleDefinition, units: list[UnitNames], known: set[str], declared: set[str], report: Report
 ) -> frozenset[str]:
+    unit = units[rule.unit]
     found: set[str] = set()
     for loser in rule.declaration.overrides:
         unit.used.add(f"import {loser.parts[0]}")
@@ -170,11 +173,18 @@ def _direct_overrides(
         name = LORA_TARGETS if str(loser) == LORA_TARGETS else prefix + str(loser)
         if name in known:
             found.add(name)
-        elif name not in declared and loser.parts[0] not in unit.source.broken_imports:
+        elif name not in declared and not _may_be_lost(loser.parts, unit, units):
             here = sorted(other.removeprefix(prefix) for other in declared if other.startswith(prefix))
             hint = suggest(str(loser), here) or f"rules: {listing(here)}"
             report.error("E027", f"`overrides` names an unknown rule `{loser}`", loser.span, hint=hint)
     return frozenset(found)
+
+
+def _may_be_lost(parts: tuple[str, ...], unit: UnitNames, units: list[UnitNames]) -> bool:
+    """Whether a name that is not known may be declared where the file that has it could not be read."""
+    imported = unit.source.imports.get(parts[0])
+    owner = unit if imported is None else units[imported]
+    return owner.source.damaged or parts[0] in unit.source.broken_imports
 
 
 def _reachable(start: str, direct: dict[str, frozenset[str]]) -> set[str]:
