@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from transformers import AutoTokenizer
 
 from ktc.diagnostics import InputRefused
-from ktc.link import adapter_json, check_out, rule_files
+from ktc.link import adapter_json, check_out, link, rule_files
 from ktc.link.folder import write_folder
 
 
@@ -166,3 +170,29 @@ def test_layers_that_peft_mistakes_for_experts_are_named_by_their_weights() -> N
     assert adapter["rank_pattern"] == {f"{targets[1]}.weight": 4}
     with pytest.raises(InputRefused, match="I150"):
         adapter_json(targets, 8, 32, 0.1, {}, {})
+
+
+def test_code_of_a_checkpoint_never_reaches_out(
+    checkpoint: Path, hand_made: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hostile = tmp_path / "hostile"
+    shutil.copytree(checkpoint, hostile)
+    proof = tmp_path / "it_ran"
+    for name in ("tokenization_evil.py", "tokenizer_evil.py", "chat_template.py", "vocab.so"):
+        (hostile / name).write_text(f"open({str(proof)!r}, 'w')\n")
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        content = json.loads((hostile / name).read_text())
+        content["auto_map"] = {"AutoTokenizer": ["tokenization_evil.Evil", None], "AutoConfig": "tokenizer_evil.Evil"}
+        text = json.dumps(content)
+        escaped = text.replace("auto_map", "\\u0061uto_map") if name == "generation_config.json" else text
+        (hostile / name).write_text(escaped)
+    out = link(hand_made.package(hostile), tmp_path / "linked")
+    assert {path.name for path in out.rglob("*.py")} == {"__init__.py", "modeling_ktc.py"}
+    assert not (out / "vocab.so").exists()
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        assert "auto_map" not in json.loads((out / name).read_text())
+    assert list(json.loads((out / "config.json").read_text())["auto_map"]) == ["AutoModelForCausalLM"]
+    assert len(AutoTokenizer.from_pretrained(out, trust_remote_code=True)) > 256
+    assert not proof.exists()
+    assert "warning[I146]" in caplog.text
+    assert "`tokenization_evil.py`" in caplog.text and "`auto_map` of `tokenizer_config.json`" in caplog.text

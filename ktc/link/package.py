@@ -1,13 +1,15 @@
 """`Package` -> OUT: the compiled model as a Python package, a Hugging Face model folder and a record, in one folder.
 
 In: what the stages produced, as text and plain values. Out: the folder, written as a whole or not at all. The weights
-stay where they are. Refused: what `check_out` refuses, a disk that does not take the folder.
+stay where they are, and so does code of the checkpoint. Refused: what `check_out` refuses, a disk that does not take
+the folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,22 +21,13 @@ import jinja2
 import ktc
 from ktc import resources
 from ktc.checkpoint import WeightSource, write_sources
+from ktc.diagnostics import render
+from ktc.link.data_files import copy_data_files, without_code_references
 from ktc.link.folder import write_folder
 from ktc.runtime import manifest, peft_glue
 from ktc.runtime.manifest import KernelRecord, LibraryRecord, Manifest, ModelRecord, Rewrite, RulesRecord, Versions
 
-_COPIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tokenization_*.py",
-    "chat_template*",
-    "generation_config.json",
-)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +84,8 @@ def _fill(folder: Path, package: Package, name: str) -> None:
         path.write_text(text, encoding="utf-8")
     if package.library is not None:
         shutil.copyfile(package.library, folder / _library_file(package.library))
-    for pattern in _COPIED:
-        for path in sorted(package.checkpoint.glob(pattern)):
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+    for warning in copy_data_files(package.checkpoint, folder):
+        log.warning("%s", render([warning]))
 
 
 def _texts(package: Package, name: str) -> dict[str, str]:
@@ -129,7 +120,8 @@ def _in_docstring(text: str) -> str:
 
 def _config(package: Package) -> str:
     """The stock config with our class in it; model type and config class stay, so that other tools know it."""
-    config = cast("dict[str, Any]", json.loads((package.checkpoint / "config.json").read_text(encoding="utf-8")))
+    content = json.loads((package.checkpoint / "config.json").read_text(encoding="utf-8"))
+    config = without_code_references(cast("dict[str, Any]", content))
     config["architectures"] = [f"Ktc{package.class_name}"]
     config["auto_map"] = {"AutoModelForCausalLM": f"modeling_ktc.Ktc{package.class_name}"}
     return _json(config)
