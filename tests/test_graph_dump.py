@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ktc.diagnostics import InputRefused
-from ktc.graph.dump import SCHEMA, ModelDump, ModuleDump, dump_block, dump_modules, from_json, read_dump, to_json
+from ktc.graph.dump import SCHEMA, ModelDump, ModuleDump, dump_block, from_json, read_dump, to_json
 from ktc.graph.text import render_block
 
 
@@ -76,16 +76,6 @@ def test_a_dtype_comes_from_the_fake_tensor_where_the_meta_data_has_none() -> No
     graph.output(node)
     block = dump_block(fx.GraphModule(nn.Module(), graph), "b", "B", (), ())
     assert (block.nodes[0].dtype, block.nodes[0].shape) == ("bf16", (2, 3))
-
-
-def test_modules_count_a_shared_tensor_once_and_inherit_their_device() -> None:
-    model = nn.Module()
-    model.first, model.second = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
-    model.second.weight = model.first.weight
-    rows = {row.fqn: row for row in dump_modules(model, {"": "cpu", "second": "cuda:0"}, {"first": "adapters"})}
-    assert [rows[fqn].parameters for fqn in ("", "first", "second")] == [0, 8, 0]
-    assert [rows[fqn].device for fqn in ("first", "second")] == ["cpu", "cuda:0"]
-    assert (rows["first"].rule, rows["first"].bytes) == ("adapters", 32)
 
 
 def test_json_comes_back_as_it_went(tmp_path: Path) -> None:

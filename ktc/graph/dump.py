@@ -11,7 +11,7 @@ import inspect
 import json
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -128,31 +128,6 @@ def dump_block(
     """The picture of one block graph, its nodes in execution order."""
     nodes = tuple(_dump_node(node, graph_module) for node in graph_module.graph.nodes)
     return BlockDump(key, class_name, sites, layers, nodes, notes)
-
-
-def dump_modules(
-    model: nn.Module, placement: Mapping[str, str] | None = None, rules: Mapping[str, str] | None = None
-) -> tuple[ModuleDump, ...]:
-    """The module tree in definition order. A shared tensor counts at its first owner only.
-
-    `placement` maps module FQNs to devices, the nearest ancestor wins; `rules` maps module FQNs to rule names.
-    """
-    seen: set[int] = set()
-    rows: list[ModuleDump] = []
-    for fqn, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
-        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
-        seen.update(id(p) for p in own)
-        rows.append(
-            ModuleDump(
-                fqn=fqn,
-                class_name=type(module).__name__,
-                parameters=sum(p.numel() for p in own),
-                bytes=sum(p.numel() * p.element_size() for p in own),
-                device=_nearest(fqn, placement or {}),
-                rule=(rules or {}).get(fqn, ""),
-            )
-        )
-    return tuple(rows)
 
 
 def to_json(dump: ModelDump) -> str:
@@ -295,12 +270,6 @@ def _folded(node: fx.Node, owner: fx.GraphModule) -> Iterator[tuple[str, str]]:
     if isinstance(region, fx.GraphModule):
         calls = Counter(operator_of(n) for n in region.graph.nodes if n.op.startswith("call"))
         yield "folds", ", ".join(f"{count} {op}" if count > 1 else op for op, count in calls.items())
-
-
-def _nearest(fqn: str, placement: Mapping[str, str]) -> str:
-    while fqn not in placement and fqn:
-        fqn = fqn.rpartition(".")[0]
-    return placement.get(fqn, "")
 
 
 def _check_names(dump: ModelDump, path: str) -> None:
