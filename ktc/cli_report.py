@@ -96,7 +96,8 @@ class StageReport:
         rules = cast("RuleSet", self._values["rules"])
         weights = cast("WeightMap | None", self._values.get("weights"))
         plan = cast("Plan | None", self._values.get("plan"))
-        found = (*rules.warnings, *(weights.warnings if weights else ()), *(plan.unavailable if plan else ()))
+        of_plan = (*plan.warnings, *plan.unavailable) if plan else rules.warnings
+        found = (*of_plan, *(weights.warnings if weights else ()))
         over_budget = plan.over_budget if plan else ()
         self._session.diagnose((*found, *over_budget))
         if over_budget:

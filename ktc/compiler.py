@@ -68,7 +68,7 @@ def compile(
     captured = see("capture", _with_experts(capture(source)))
     weights = see("weights", map_weights(captured.model, _index(captured)))
     matches = see("match", match(captured, ruleset, host))
-    plan = see("plan", _fitting(make_plan(captured, matches, ruleset, host)))
+    plan = see("plan", _fitting(make_plan(captured, weights.sources, matches, ruleset, host)))
     blocks = see("rewrite", rewrite(captured, plan))
     see("prove", prove(captured, blocks))
     kernels = see("render", render(plan.kernels, _origins(plan)))
@@ -133,7 +133,7 @@ def check(
 def dumps(model: Model, rules: str | Path, stages: Sequence[Stage], *, host: Host | None = None) -> list[ModelDump]:
     """The graphs of `model` at some stages, for inspection. The stage `captured` alone needs no rule to match."""
     if tuple(stages) == ("captured",):
-        return [dump_stage("captured", capture(open_model(model)), None, None)]
+        return [dump_stage("captured", capture(open_model(model, fetch_weights=False)), None, None)]
     captured, matches, plan, blocks = analyse(model, rules, {}, host, _unobserved)
     return [dump_stage(stage, captured, matches, plan, blocks) for stage in stages]
 
@@ -144,9 +144,11 @@ def analyse(
     """The stages that need no weights and no compiler. Raises as `compile` does, but for a plan over budget."""
     see, host = _seen(observe), host or detect(probe_gpu=True)
     ruleset = see("rules", dsl.load(rules, settings))
-    captured = see("capture", capture(see("model", open_model(model))))
+    captured = see("capture", capture(see("model", open_model(model, fetch_weights=False))))
+    index = captured.source.index
+    weights = see("weights", map_weights(captured.model, index)).sources if index is not None else ()
     matches = see("match", match(captured, ruleset, host))
-    plan = see("plan", make_plan(captured, matches, ruleset, host))
+    plan = see("plan", make_plan(captured, weights, matches, ruleset, host))
     return captured, matches, plan, see("rewrite", rewrite(captured, plan))
 
 

@@ -69,7 +69,7 @@ def rules(text: str, folder: Path, settings: dict[str, str] | None = None) -> ds
 
 def planned(model: CapturedModel, program: dsl.RuleSet, host: Host = CPU) -> tuple[Matches, Plan]:
     matches = match(model, program, host)
-    return matches, make_plan(model, matches, program, host)
+    return matches, make_plan(model, (), matches, program, host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from ktc import dsl
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.host import Gpu
 from ktc.plan.report import plan_json
+from ktc.rewrite import recipe, rewrite
 
 EXPERTS = "rule experts { match moe.block => cpu_moe() }\n"
 
@@ -147,3 +148,24 @@ def test_trainable_parameters_are_counted_as_peft_will_have_them() -> None:
 def test_two_equal_compilations_have_equal_plans() -> None:
     plans = [planned(captured("deepseek_v2"), dsl.load("moe-lora", {}))[1] for _ in range(2)]
     assert plan_json(plans[0]) == plan_json(plans[1])
+
+
+def test_every_layer_has_the_threads_of_its_own_rule(tmp_path: Path) -> None:
+    text = """
+    rule one { match moe.block as m where m.layer == 1 => cpu_moe(threads = 1) }
+    rule two { match moe.block as m where m.layer == 2 => cpu_moe(threads = 2) }
+    """
+    model = captured("deepseek_v2")
+    _, plan = planned(model, rules(text, tmp_path))
+    rows = recipe(rewrite(model, plan), plan)
+    assert [row.args["threads"] for row in rows] == [1, 2]
+
+
+def test_experts_and_blocks_that_stay_as_they_are_are_told(tmp_path: Path) -> None:
+    text = 'rule a { match linear at "**.self_attn.*" => lora_linear(rank = 4) }'
+    _, plan = planned(captured("qwen3_moe"), rules(text, tmp_path))
+    (warning,) = [d for d in plan.warnings if d.code == "M073"]
+    assert "model.layers.[0..2].mlp stays as it is: no rule rewrites the routed experts" in warning.message
+    _, plan = planned(captured("qwen3_moe", hidden_act="relu"), rules(text, tmp_path))
+    (warning,) = [d for d in plan.warnings if d.code == "M073"]
+    assert "could not be captured" in warning.message

@@ -71,7 +71,7 @@ def captured(model: str) -> CapturedModel:
 
 def plan(program: str, model: str) -> Plan:
     rules = dsl.load(program, {})
-    return make_plan(captured(model), match(captured(model), rules, BIG_HOST), rules, BIG_HOST)
+    return make_plan(captured(model), (), match(captured(model), rules, BIG_HOST), rules, BIG_HOST)
 
 
 def test_every_shipped_program_is_here() -> None:

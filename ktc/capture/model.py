@@ -59,7 +59,7 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         with torch.device("meta"):
             dtype = getattr(config, "dtype", None) or torch.float32
             model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=dtype))
-    except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
+    except Exception as error:  # foreign model classes raise anything on a config that does not fit
         raise InputRefused(
             Diagnostic(
                 "I103",
@@ -114,6 +114,9 @@ def _record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[di
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device="meta"), use_cache=False)
+    except Exception as error:  # foreign code outside the blocks: the config builds a model that cannot run
+        message = f"the model of this config does not run: {type(error).__name__}: {_first_line(error)}"
+        raise InputRefused(Diagnostic("I107", message, hint="check the sizes in config.json")) from error
     finally:
         for block in blocks.values():
             del block.forward

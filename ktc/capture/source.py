@@ -13,29 +13,37 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc import host, twin
 from ktc.capture.types import ModelSource
-from ktc.checkpoint import open_index
+from ktc.checkpoint import CheckpointIndex, has_weights, open_index
 from ktc.diagnostics import Diagnostic, InputRefused
 
-_WEIGHT_FILES = ("safetensors", "safetensors.index.json", "bin")
 
+def open_model(model: str | Path | PreTrainedModel, fetch_weights: bool = True) -> ModelSource:
+    """Opens MODEL: its config, and the headers of the weights that are here.
 
-def open_model(model: str | Path | PreTrainedModel) -> ModelSource:
-    """Opens MODEL. Raises InputRefused where it is no folder, has no usable config, or its weights are damaged."""
+    From the hub only small files come without `fetch_weights`. A model object stands for the folder it was loaded from,
+    if that is here. Raises InputRefused where MODEL is no folder, has no usable config, or its weights are damaged.
+    """
     if isinstance(model, PreTrainedModel):
-        return ModelSource(model.name_or_path or type(model).__name__, None, model.config, None)
+        name = str(model.name_or_path or "")
+        here = Path(name).resolve() if name and (Path(name) / "config.json").is_file() else None
+        return ModelSource(str(here or name or type(model).__name__), here, model.config, _index(here))
     name = str(model)
     if name.startswith("tiny:"):
         folder = twin.write(name.removeprefix("tiny:"), host.cache_dir() / "models")
     elif Path(name).is_dir():
         folder = Path(name).resolve()
     else:
-        folder = _from_hub(name)
-    config = _read_config(folder)
-    has_weights = any(any(folder.glob(f"*.{kind}")) for kind in _WEIGHT_FILES)
-    return ModelSource(str(folder), folder, config, open_index(folder) if has_weights else None)
+        # An adapter of a hub model names the hub id as its base, not where this machine keeps its copy.
+        folder = _from_hub(name, fetch_weights)
+        return ModelSource(name, folder, _read_config(folder), _index(folder) if fetch_weights else None)
+    return ModelSource(str(folder), folder, _read_config(folder), _index(folder))
 
 
-def _from_hub(name: str) -> Path:
+def _index(folder: Path | None) -> CheckpointIndex | None:
+    return open_index(folder) if folder is not None and has_weights(folder) else None
+
+
+def _from_hub(name: str, fetch_weights: bool) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -49,7 +57,7 @@ def _from_hub(name: str) -> Path:
                 hint="give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`",
             )
         )
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if fetch_weights else [])]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -77,8 +85,8 @@ def _read_config(folder: Path) -> PreTrainedConfig:
             "PreTrainedConfig",
             AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        words = (str(error).strip().splitlines() or [""])[0][:200]
+    except Exception as error:  # foreign config classes raise anything on a config that is none
+        words = (str(error).strip().splitlines() or [""])[0][:200] or type(error).__name__
         raise InputRefused(
             Diagnostic(
                 "I102",

@@ -46,7 +46,7 @@ def import_kt_yaml(path: Path, model: str | Path | PreTrainedModel) -> Imported:
     """Raises InputRefused with all that is wrong with the file or the model, ProofFailed where verification fails."""
     source = Source(_printable(path.name), document.read_text(path))
     read = source.rules()  # before the model, which takes seconds
-    return import_for(source, read, capture(open_model(model)))
+    return import_for(source, read, capture(open_model(model, fetch_weights=False)))
 
 
 @dataclass(frozen=True, slots=True)

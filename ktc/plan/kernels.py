@@ -23,14 +23,18 @@ _STORED = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "fp8": "
 Name = TypeVar("Name")
 
 
-def choose_kernel(claim: Claim, node: fx.Node, stored: str, host: Host) -> KernelSpec:
-    """The kernel for the experts node `node`, whose weights the checkpoint stores as `stored` (a dtype name).
+def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[str, ...], host: Host) -> KernelSpec:
+    """The kernel for the experts node `node`, whose weights the checkpoint stores as `stored` (dtype names).
 
     The format and the ISA may be ones that this version does not build; `availability` tells. Raises InputRefused where
     no kernel could compute this activation or read what is stored, HostLacks where the host lacks the ISA.
     """
     about = ops.attributes(node)
     weight_format = _format(claim, stored)
+    top_k, num_experts = int(ops.shape_of(node.args[1])[-1]), int(about["num_experts"])
+    if top_k > num_experts:
+        message = f"the router of `{claim.path}` chooses {top_k} of {num_experts} experts"
+        raise InputRefused(Diagnostic("M074", message, claim.span, hint="check config.json"))
     activation = _one_of(ACTIVATIONS, about["act"])
     if activation is None:
         message = f"no kernel computes the activation `{about['act']}` of `{claim.path}`"
@@ -39,8 +43,8 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: str, host: Host) -> Kerne
         op="fused_moe",
         hidden=int(about["hidden"]),
         intermediate=int(about["inter"]),
-        num_experts=int(about["num_experts"]),
-        top_k=int(ops.shape_of(node.args[1])[-1]),
+        num_experts=num_experts,
+        top_k=top_k,
         dtype="bf16",
         format_gate_up=weight_format,
         format_down=weight_format,
@@ -49,20 +53,14 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: str, host: Host) -> Kerne
     )
 
 
-def _format(claim: Claim, stored: str) -> WeightFormat:
+def _format(claim: Claim, stored: tuple[str, ...]) -> WeightFormat:
     asked = str(claim.settings["format"])
-    wanted = _STORED.get(stored, stored) if asked == "stored" else asked
+    wanted = " and ".join(_STORED.get(name, name) for name in stored) if asked == "stored" else asked
     found = _one_of(get_args(WeightFormat), wanted)
     if found is None:
+        message = f"the checkpoint stores these experts as `{wanted}`, which no one kernel reads"
         hint = f"write `format = {FORMATS[0]}`, or `--set format={FORMATS[0]}` if the program has that parameter"
-        raise InputRefused(
-            Diagnostic(
-                "M068",
-                f"the checkpoint stores these experts as `{wanted}`, which no kernel reads",
-                claim.span,
-                hint=hint,
-            )
-        )
+        raise InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
     return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
 from ktc.capture import BlockSite, CapturedModel
+from ktc.checkpoint import WeightSource
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.dsl.ruleset import RuleSet
 from ktc.graph import ops
@@ -16,7 +17,7 @@ from ktc.match import Matches
 from ktc.plan.adapters import plan_lora
 from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
-from ktc.plan.explain import explain
+from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import choose_kernel, thread_count
 from ktc.plan.placement import device_loads, device_of, over_budget, place
@@ -25,8 +26,10 @@ from ktc.plan.types import BlockRewrite, Claim, NodeAction, Plan
 REWRITING = ("lora_linear", "cpu_moe")  # targets that change nodes; `place` moves them, `keep` only claims
 
 
-def make_plan(captured: CapturedModel, matches: Matches, rules: RuleSet, host: Host) -> Plan:
-    """Decides everything that later stages carry out.
+def make_plan(
+    captured: CapturedModel, weights: Sequence[WeightSource], matches: Matches, rules: RuleSet, host: Host
+) -> Plan:
+    """Decides everything that later stages carry out. `weights` is empty where MODEL is only a config.
 
     Raises InputRefused for conflicts and for a program that rewrites nothing; HostLacks for an ISA or a GPU that the
     host has not. A plan that is over budget or asks for what is not built is returned with that said in it.
@@ -34,7 +37,7 @@ def make_plan(captured: CapturedModel, matches: Matches, rules: RuleSet, host: H
     claims = resolve_claims(captured, matches, rules)
     placements = place(claims, rules, host)
     devices = {p.fqn: p.device for p in placements}
-    kernels, specs = _kernels(captured, claims, host)
+    kernels, specs = _kernels(captured, weights, claims, host)
     rewrites = _group(captured, claims, kernels, devices)
     unavailable = not_built(claims, [(c, specs[c.path]) for c in claims if c.target == "cpu_moe"], rules)
     if not rewrites and not unavailable:
@@ -52,7 +55,7 @@ def make_plan(captured: CapturedModel, matches: Matches, rules: RuleSet, host: H
         lora=lora,
         devices=loads,
         reasons=explain(captured, matches, rewrites, planned_only(claims), placements, host),
-        warnings=matches.warnings,
+        warnings=(*matches.warnings, *_left_alone(captured, rewrites)),
         over_budget=over_budget(loads),
         unavailable=unavailable,
         planned_only=planned_only(claims),
@@ -60,14 +63,14 @@ def make_plan(captured: CapturedModel, matches: Matches, rules: RuleSet, host: H
 
 
 def _kernels(
-    captured: CapturedModel, claims: Sequence[Claim], host: Host
+    captured: CapturedModel, weights: Sequence[WeightSource], claims: Sequence[Claim], host: Host
 ) -> tuple[dict[tuple[str, str, str], KernelSpec], dict[str, KernelSpec]]:
     """The kernel of every `cpu_moe` claim, by (site, node, rule) and by the experts' FQN."""
     by_claim, by_fqn = dict[tuple[str, str, str], KernelSpec](), dict[str, KernelSpec]()
     for claim in claims:
         if claim.target != "cpu_moe":
             continue
-        spec = choose_kernel(claim, _node(captured, claim), _stored_dtype(captured, claim.path), host)
+        spec = choose_kernel(claim, _node(captured, claim), _stored_dtypes(captured, weights, claim.path), host)
         by_claim[claim.site, claim.node, claim.rule] = by_fqn[claim.path] = spec
     return by_claim, by_fqn
 
@@ -78,17 +81,10 @@ def _node(captured: CapturedModel, claim: Claim) -> fx.Node:
     return nodes_by_name(graph)[claim.node]
 
 
-def _stored_dtype(captured: CapturedModel, path: str) -> str:
-    """The dtype in which the checkpoint stores the experts, the model's own where there is no checkpoint."""
-    index = captured.source.index
-    if index is not None:
-        prefix = path + "."
-        stored = {
-            entry.dtype for name, entry in index.tensors.items() if name.startswith(prefix) and len(entry.shape) >= 2
-        }
-        if len(stored) == 1:
-            return stored.pop()
-    return str(captured.facts["dtype"])
+def _stored_dtypes(captured: CapturedModel, weights: Sequence[WeightSource], path: str) -> tuple[str, ...]:
+    """The dtypes in which the checkpoint stores the experts, the model's own where there is no checkpoint."""
+    stored = {source.dtype for source in weights if source.target.startswith(path + ".")}
+    return tuple(sorted(stored)) or (str(captured.facts["dtype"]),)
 
 
 def _group(
@@ -125,6 +121,22 @@ def _group(
 def _action(claim: Claim, kernel: KernelSpec | None) -> NodeAction:
     fqn = claim.path.removeprefix(claim.site).lstrip(".")
     return NodeAction(claim.node, fqn, claim.target, claim.settings, claim.rule, claim.span, kernel)
+
+
+def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> Iterator[Diagnostic]:
+    """A warning for every block that could not be captured and for routed experts that no rule rewrites."""
+    rewritten = {site.fqn for r in rewrites for site in r.sites if any(a.target == "cpu_moe" for a in r.actions)}
+    for block in captured.blocks:
+        sites = [site.fqn for site in captured.sites_of(block.key) if site.fqn not in rewritten]
+        if block.graph is None:
+            why = f"`{block.class_name}` could not be captured: {block.opaque}"
+        elif any(ops.operator(node) == "experts" for node in nodes_of(block.graph)):
+            why = f"no rule rewrites the routed experts of `{block.class_name}`"
+        else:
+            continue
+        if sites:
+            message = f"{collapse(sites)} stays as it is: {why}"
+            yield Diagnostic("M073", message, hint="`ktc graph MODEL` shows its blocks", severity="warning")
 
 
 def _nothing_to_rewrite(captured: CapturedModel, matches: Matches) -> Diagnostic:

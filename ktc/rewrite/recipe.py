@@ -6,8 +6,10 @@ from torch import fx
 
 from ktc.graph import ops
 from ktc.graph.typed import nodes_of
+from ktc.host import Host
 from ktc.plan import NodeAction, Plan
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.kernels import thread_count
 from ktc.rewrite.apply import RewrittenBlock
 from ktc.runtime.manifest import Rewrite
 
@@ -20,14 +22,14 @@ def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...
         for site in block.rewrite.sites:
             for action in block.rewrite.actions:
                 kernel, fqn = action.kernel, f"{site.fqn}.{action.fqn}"
-                args = _kernel_args(kernel, nodes[action.fqn], action, plan.threads) if kernel else {}
+                args = _kernel_args(kernel, nodes[action.fqn], action, plan.host) if kernel else {}
                 module, entry = ("fused_moe", kernel.entry) if kernel else ("lora_linear", None)
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
                 rows.append((site.layer, Rewrite(fqn, module, entry, device, args, action.rule, str(action.span))))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 
-def _kernel_args(kernel: KernelSpec, node: fx.Node, action: NodeAction, threads: int) -> dict[str, int | str]:
+def _kernel_args(kernel: KernelSpec, node: fx.Node, action: NodeAction, host: Host) -> dict[str, int | str]:
     """What `FusedMoe` is built with when the model is loaded."""
     about = ops.attributes(node)
     return {
@@ -37,7 +39,7 @@ def _kernel_args(kernel: KernelSpec, node: fx.Node, action: NodeAction, threads:
         "top_k": int(kernel.top_k or 0),
         "activation": str(about["act"]),
         "activations": str(action.settings["activations"]),
-        "threads": threads,
+        "threads": thread_count(action.settings, host),
         "format_gate_up": kernel.format_gate_up,
         "format_down": kernel.format_down,
     }

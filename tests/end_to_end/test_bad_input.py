@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import ktc
 from ktc import cli, host, twin
 
 RULES = "deepseek-v2-lite-lora"
@@ -73,6 +74,38 @@ def test_a_folder_without_a_config(refusal: Callable[..., dict[str, object]], mo
 def test_a_config_that_is_none(refusal: Callable[..., dict[str, object]], model: Path, text: str) -> None:
     (model / "config.json").write_text(text)
     assert refusal(model)["code"] == "I102"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0}, {"hidden_size": "abc"}, {"hidden_size": -5}, {"num_hidden_layers": 0},
+        {"num_experts_per_tok": 99}, {"qk_rope_head_dim": 7}, {"hidden_act": "no_such_act"}, {"vocab_size": -1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_config_that_describes_no_model(
+    refusal: Callable[..., dict[str, object]], model: Path, change: dict[str, object]
+) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    found = refusal(model)
+    assert str(found["code"])[0] in "IM"
+    assert ktc.check(RULES, model)[0].code == found["code"]
+
+
+def test_a_config_nested_without_end(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    (model / "config.json").write_text("[" * 100_000)
+    assert refusal(model)["code"] == "I102"
+
+
+def test_experts_stored_in_two_dtypes(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+    path, name, tensors = shard_with(model, "experts.3.up_proj.weight")
+    tensors[name] = tensors[name].float()
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = refusal(model)
+    assert found["code"] == "M068"
+    assert "bf16 and fp32" in str(found["message"])
 
 
 def test_a_config_without_routed_experts(refusal: Callable[..., dict[str, object]], model: Path) -> None:

@@ -166,3 +166,11 @@ def test_a_compilation_is_repeatable(package: ModuleType, tmp_path: Path, monkey
     for path in sorted(first.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
             assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path.name
+
+
+def test_a_model_object_stands_for_the_folder_it_came_from(package: ModuleType, tmp_path: Path) -> None:
+    model = stock(package, torch.bfloat16)
+    family = next(f for f in RULES if f in folder_of(package).name)
+    out = ktc.compile(model, RULES[family], tmp_path / "from_object", settings={"device": "cpu"})
+    record, first = (json.loads((folder / "ktc.json").read_text()) for folder in (out, folder_of(package)))
+    assert record["model"] == first["model"]
