@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -140,7 +142,13 @@ def test_adapters_on_routed_experts_are_refused_by_name(compiled: Path) -> None:
 # What a load refuses
 
 
-def edited(compiled: Path, folder: Path, change: Callable[[dict[str, Any]], object], file: str = "ktc.json") -> Path:
+def edited(
+    compiled: Path,
+    folder: Path,
+    change: Callable[[Any], object],
+    file: str = "ktc.json",
+    reseal: bool = False,
+) -> Path:
     for path in compiled.rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
             target = folder / path.relative_to(compiled)
@@ -149,6 +157,10 @@ def edited(compiled: Path, folder: Path, change: Callable[[dict[str, Any]], obje
     content = json.loads((folder / file).read_text())
     change(content)
     (folder / file).write_text(json.dumps(content))
+    if reseal:
+        manifest = json.loads((folder / "ktc.json").read_text())
+        manifest["files"][file] = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+        (folder / "ktc.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -161,6 +173,22 @@ def edited(compiled: Path, folder: Path, change: Callable[[dict[str, Any]], obje
         ("L403", lambda m: m["versions"].update(ktc="99.1.0")),
         ("L403", lambda m: m["versions"].update(transformers="4.57.0")),
         ("L403", lambda m: m["model"].update(class_name="NoSuchForCausalLM")),
+        ("L403", lambda m: m["model"].update(class_name="logging")),
+        ("L403", lambda m: m["model"].update(class_name="PreTrainedModel")),
+        ("L402", lambda m: m["versions"].update(torch=2)),
+        ("L402", lambda m: m["model"].update(dtype="Tensor")),
+        ("L402", lambda m: m.update(isa="sse9")),
+        ("L402", lambda m: m.update(placement=[])),
+        ("L402", lambda m: m.update(placement={"model": "meta"})),
+        ("L402", lambda m: m.update(rewrites=[1])),
+        ("L402", lambda m: m["rewrites"][0].update(module="evil")),
+        ("L402", lambda m: m["rewrites"][0].update(kernel="evil")),
+        ("L402", lambda m: m["rewrites"][-1]["args"].pop("hidden")),
+        ("L402", lambda m: m["rewrites"][-1]["args"].update(threads="1")),
+        ("L402", lambda m: m["files"].pop("lora.json")),
+        ("L402", lambda m: m.update(library={"file": "../x.so", "sha256": "0"})),
+        ("L420", lambda m: m["rewrites"][-1]["args"].update(hidden=8)),
+        ("L420", lambda m: m["rewrites"][-1]["args"].update(activation="sine")),
         ("L405", lambda m: m["model"].update(folder="/nowhere")),
         ("L405", lambda m: m["model"].update(config_sha256="0")),
         ("L420", lambda m: m["rewrites"][0].update(fqn="model.layers.9.x")),
@@ -183,15 +211,60 @@ def test_another_patch_release_is_accepted(compiled: Path, tmp_path: Path) -> No
     load(edited(compiled, tmp_path / "edited", patch))
 
 
-@pytest.mark.parametrize("row", [{"file": "../x.safetensors"}, {"shape": [1]}, {"source_key": "none"}])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"file": "../x.safetensors"},
+        {"shape": [1]},
+        {"shape": "1"},
+        {"source_key": "none"},
+        {"source_key": None},
+        {"target": "model.nowhere.weight"},
+        {"target": "model.norm.nothing"},
+        {"target": "forward"},
+        {"dtype": "f11"},
+        {"expert": 0},
+        {"expert": 0, "part": "down"},
+        {"transform": "per_expert"},
+        {"part": "middle"},
+    ],
+)
 def test_weights_json_is_not_believed(compiled: Path, tmp_path: Path, row: dict[str, Any]) -> None:
-    folder = edited(compiled, tmp_path / "edited", lambda rows: rows[0].update(row), "weights.json")
-    with pytest.raises(InputRefused, match=r"L40[26]"):
+    folder = edited(compiled, tmp_path / "edited", lambda rows: rows[0].update(row), "weights.json", reseal=True)
+    with pytest.raises(InputRefused, match=r"L40[268]"):
         load(folder)
 
 
+def swap_targets(rows: list[dict[str, Any]]) -> None:
+    first, second = (row for row in rows if re.search(r"layers\.[01]\.self_attn\.o_proj", row["target"]))
+    first["target"], second["target"] = second["target"], first["target"]
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("weights.json", swap_targets),
+        ("config.json", lambda config: config.update(rope_theta=1.0)),
+        ("lora.json", lambda lora: lora.update(r=1)),
+    ],
+)
+def test_an_altered_file_is_refused(compiled: Path, tmp_path: Path, file: str, change: Callable[[Any], object]) -> None:
+    folder = edited(compiled, tmp_path / "edited", change, file)
+    with pytest.raises(InputRefused, match=f"L404.*{file}"):
+        load(folder)
+
+
+def test_altered_or_absent_code_is_refused(compiled: Path, tmp_path: Path) -> None:
+    folder = edited(compiled, tmp_path / "edited", lambda _: None)
+    (folder / "modeling_ktc.py").write_text("")
+    (folder / "__init__.py").unlink()
+    with pytest.raises(InputRefused) as refused:
+        load(folder)
+    assert [d.code for d in refused.value.diagnostics] == ["L404", "L404"]
+
+
 def test_a_parameter_that_nothing_fills_is_named(compiled: Path, tmp_path: Path) -> None:
-    folder = edited(compiled, tmp_path / "edited", lambda rows: rows.pop(), "weights.json")
+    folder = edited(compiled, tmp_path / "edited", lambda rows: rows.pop(), "weights.json", reseal=True)
     with pytest.raises(InputRefused, match="L408"):
         load(folder)
 

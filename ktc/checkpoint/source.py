@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from ktc.checkpoint.header import ITEM_SIZE
+from ktc.decode import Undecodable, decode
 
 Part = Literal["gate", "up", "down", "gate_up"]
 Transform = Literal["copy", "per_expert"]
@@ -49,15 +50,17 @@ def read_sources(text: str) -> tuple[WeightSource, ...]:
 
 
 def _read_source(row: object) -> WeightSource:
-    if not isinstance(row, dict):
-        raise ValueError(f"expected an object, found {str(row)[:80]}")
-    fields = cast("dict[str, Any]", row)
     try:
-        fields["shape"] = tuple(cast("list[int]", fields["shape"]))
-        source = WeightSource(**fields)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"the row of `{fields.get('target')}` is incomplete: {error}") from error
-    file_leaves_folder = "/" in source.file or source.file.startswith(".")
-    if source.transform not in get_args(Transform) or source.dtype not in ITEM_SIZE or file_leaves_folder:
-        raise ValueError(f"the row of `{source.target}` has an unknown transform, dtype or file")
+        source = decode(row, WeightSource)
+    except Undecodable as error:
+        target = cast("dict[str, Any]", row).get("target") if isinstance(row, dict) else None
+        raise ValueError(f"the row of `{target}`: {error}") from error
+    if source.dtype not in ITEM_SIZE or "/" in source.file or source.file.startswith("."):
+        raise ValueError(f"the row of `{source.target}` has an unknown dtype or file")
+    if min((0, source.expert or 0, *source.shape)) < 0:
+        raise ValueError(f"the row of `{source.target}` has a negative size or expert")
+    stacked = source.transform == "per_expert" and source.expert is None and source.part in ("gate_up", "down")
+    whole = source.transform == "copy" and (source.expert is None) == (source.part is None)
+    if not (stacked and len(source.shape) == 3) and not whole:
+        raise ValueError(f"the row of `{source.target}` has a transform, expert and part that do not belong together")
     return source

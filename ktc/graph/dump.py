@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from ktc.decode import Undecodable, decode
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.graph.decode import Undecodable, decode
 
 if TYPE_CHECKING:
     import torch

@@ -81,7 +81,7 @@ def _fill(folder: Path, package: Package, name: str) -> None:
     for file, text in _texts(package, name).items():
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", newline="\n")
     if package.library is not None:
         shutil.copyfile(package.library, folder / _library_file(package.library))
     for warning in copy_data_files(package.checkpoint, folder):
@@ -99,12 +99,13 @@ def _texts(package: Package, name: str) -> dict[str, str]:
     }
     texts = {
         "config.json": _config(package),
-        manifest.FILE: _manifest(package).to_json(),
         peft_glue.FILE: _json(package.lora),
         "weights.json": write_sources(package.weights),
         "__init__.py": _rendered("__init__.py.j2", facts),
         "modeling_ktc.py": _rendered("modeling_ktc.py.j2", facts),
     }
+    sealed = {file: _sha256(texts[file].encode()) for file in manifest.SEALED}
+    texts[manifest.FILE] = _manifest(package, sealed).to_json()
     texts |= {f"rules/{file}": text for file, text in package.rule_files.items()}
     texts |= {f"graph/{stage}.json": text for stage, text in package.graphs.items()}
     texts |= {_kernel_file(kernel): kernel.text for kernel in package.kernels}
@@ -127,7 +128,7 @@ def _config(package: Package) -> str:
     return _json(config)
 
 
-def _manifest(package: Package) -> Manifest:
+def _manifest(package: Package, files: Mapping[str, str]) -> Manifest:
     rule_text = "".join(f"# {file}\n{text}" for file, text in sorted(package.rule_files.items()))
     library = package.library
     return Manifest(
@@ -151,6 +152,7 @@ def _manifest(package: Package) -> Manifest:
         library=None if library is None else LibraryRecord(_library_file(library), _sha256(library.read_bytes())),
         rewrites=package.rewrites,
         placement=dict(package.placement),
+        files=files,
     )
 
 

@@ -2,8 +2,8 @@
 
 The stock class is built on meta tensors, the recipe is realised in it, and the weights are read from the original
 checkpoint straight into their places. Refused, before anything is read: a folder of another schema, other versions or
-another interpreter, a library that is not the one that was built, a changed source model, an instruction set that this
-machine lacks.
+another interpreter, altered files, a library that is not the one that was built, a changed source model, an instruction
+set that this machine lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ktc.runtime import peft_glue, weight_store
 from ktc.runtime.buffers import compute_buffers
 from ktc.runtime.compiled_model import compiled_class
 from ktc.runtime.kernel_library import KernelLibrary
-from ktc.runtime.manifest import Manifest, Versions, read_manifest
+from ktc.runtime.manifest import Manifest, Versions, check_sealed, read_manifest
 from ktc.runtime.placement import check_devices, device_map, follow
 from ktc.runtime.realise import realise
 from ktc.runtime.weight_store import Progress
@@ -90,11 +90,11 @@ def load_as(
 
 def _stock_class(manifest: Manifest, folder: Path) -> type[PreTrainedModel]:
     found = getattr(transformers, manifest.model.class_name, None)
-    if found is None:
-        message = f"transformers {transformers.__version__} has no class `{manifest.model.class_name}`"
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel) and found is not PreTrainedModel):
+        message = f"transformers {transformers.__version__} has no model class `{manifest.model.class_name}`"
         hint = f"install transformers {manifest.versions.transformers}, or compile again: `{manifest.renewal(folder)}`"
         raise InputRefused(Diagnostic("L403", message, hint=hint))
-    return cast("type[PreTrainedModel]", found)
+    return found
 
 
 # What must hold before anything is read
@@ -105,6 +105,7 @@ def _check(manifest: Manifest, folder: Path, checkpoint: Path, reference: bool) 
     problems = _version_mismatches(manifest, folder, with_library=not reference and manifest.library is not None)
     if problems:
         raise InputRefused(*problems)
+    check_sealed(manifest, folder)
     _check_source(manifest, checkpoint)
     if reference or manifest.library is None:
         return None

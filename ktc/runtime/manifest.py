@@ -1,25 +1,39 @@
 """The manifest of a compiled model (`ktc.json`): what it was made of, for which versions and machine, and its recipe.
 
-In: the text of the file. Out: a frozen `Manifest`. Refused: a folder that is no compiled model, another schema, a file
-that says less than the schema asks for.
+In: the text of the file. Out: a frozen `Manifest`. Refused: a folder that is no compiled model, another schema, a value
+of another type or meaning than the schema asks for, files beside it that are not those that were written.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shlex
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import ktc
+from ktc.decode import Undecodable, decode
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.host import Isa
 
 FILE = "ktc.json"
-SCHEMA = 1
+SCHEMA = 2
+SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_ARGUMENTS: Mapping[str, Mapping[str, type]] = {
+    "lora_linear": {},
+    "fused_moe": {
+        **dict.fromkeys(("num_experts", "hidden", "intermediate", "top_k", "threads"), int),
+        **dict.fromkeys(("activation", "activations"), str),
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +110,10 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole record. `placement` maps module names to devices; the nearest ancestor's entry counts."""
+    """The whole record. `placement` maps module names to devices; the nearest ancestor's entry counts.
+
+    `files` has the sha256 of the files in `SEALED`.
+    """
 
     schema: int
     versions: Versions
@@ -109,6 +126,7 @@ class Manifest:
     library: LibraryRecord | None
     rewrites: tuple[Rewrite, ...]
     placement: Mapping[str, str]
+    files: Mapping[str, str]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -140,9 +158,29 @@ def read_manifest(folder: Path) -> Manifest:
             Diagnostic("L401", message, hint=f"compile it again: `ktc compile MODEL RULES -o {folder} --force`")
         )
     try:
-        return _manifest(fields)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputRefused(_damaged(folder, f"{type(error).__name__}: {error}")) from error
+        manifest = decode(fields, Manifest)
+    except Undecodable as error:
+        raise InputRefused(_damaged(folder, str(error))) from error
+    if faults := tuple(_faults(manifest)):
+        raise InputRefused(*(_damaged(folder, fault) for fault in faults))
+    return manifest
+
+
+def check_sealed(manifest: Manifest, folder: Path) -> None:
+    """Raises `InputRefused` (L404) with the files of `SEALED` that are not as they were written."""
+    hint = f"compile it again: `{manifest.renewal(folder)}`"
+    problems: list[Diagnostic] = []
+    for name in SEALED:
+        try:
+            found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        except OSError as error:
+            problems.append(Diagnostic("L404", f"`{folder / name}` cannot be read: {error.strerror}", hint=hint))
+            continue
+        if found != manifest.files[name]:
+            message = f"`{folder / name}` was altered after the model was compiled"
+            problems.append(Diagnostic("L404", message, hint=hint))
+    if problems:
+        raise InputRefused(*problems)
 
 
 def _damaged(folder: Path, what: str) -> Diagnostic:
@@ -150,15 +188,33 @@ def _damaged(folder: Path, what: str) -> Diagnostic:
     return Diagnostic("L402", f"`{folder / FILE}` is damaged: {what}", hint=hint)
 
 
-def _manifest(fields: Mapping[str, Any]) -> Manifest:
-    library = fields["library"]
-    read: dict[str, Any] = {
-        **fields,
-        "versions": Versions(**fields["versions"]),
-        "model": ModelRecord(**fields["model"]),
-        "rules": RulesRecord(**fields["rules"]),
-        "kernels": tuple(KernelRecord(**kernel) for kernel in fields["kernels"]),
-        "library": None if library is None else LibraryRecord(**library),
-        "rewrites": tuple(Rewrite(**rewrite) for rewrite in fields["rewrites"]),
-    }
-    return Manifest(**read)
+def _faults(manifest: Manifest) -> Iterator[str]:
+    """What has the right type and means nothing."""
+    if manifest.isa not in get_args(Isa):
+        yield f"`.isa` is `{manifest.isa}`"
+    if manifest.model.dtype not in _DTYPES:
+        yield f"`.model.dtype` is `{manifest.model.dtype}`"
+    for fqn, device in manifest.placement.items():
+        if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", device):
+            yield f"`.placement` puts `{fqn}` on `{device}`"
+    if missing := sorted(set(SEALED) - manifest.files.keys()):
+        yield f"`.files` lacks `{missing[0]}`"
+    if manifest.library is not None and not re.fullmatch(r"lib[\w.+-]*", manifest.library.file):
+        yield f"`.library.file` is `{manifest.library.file}`"
+    for kernel in manifest.kernels:
+        if type(kernel.spec.get("dtype")) is not str:
+            yield f"the spec of kernel `{kernel.entry}` has no dtype"
+    for step in manifest.rewrites:
+        yield from _step_faults(step, {kernel.entry for kernel in manifest.kernels})
+
+
+def _step_faults(step: Rewrite, kernels: set[str]) -> Iterator[str]:
+    if step.module not in _ARGUMENTS:
+        yield f"the rewrite of `{step.fqn}` puts an unknown module `{step.module}` there"
+        return
+    if step.kernel is not None and step.kernel not in kernels:
+        yield f"the rewrite of `{step.fqn}` asks for a kernel `{step.kernel}` that is not there"
+    for name, wanted in _ARGUMENTS[step.module].items():
+        value = step.args.get(name)
+        if type(value) is not wanted or (wanted is int and cast("int", value) < 1):
+            yield f"the rewrite of `{step.fqn}` has no proper `{name}`"

@@ -30,7 +30,11 @@ def realise(model: nn.Module, recipe: Sequence[Rewrite], kernels: KernelLibrary 
         except AttributeError as error:
             raise InputRefused(_no_such_module(step, "no module")) from error
         kernel = kernels.kernel(step.kernel) if kernels is not None and step.kernel is not None else None
-        setattr(model.get_submodule(parent), name, _MAKERS[step.module](old, step, kernel))
+        try:
+            made = _MAKERS[step.module](old, step, kernel)
+        except ValueError as error:  # the sizes of another model, or no activation of ours
+            raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}` of another kind ({error})")) from error
+        setattr(model.get_submodule(parent), name, made)
 
 
 def _lora_linear(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Module:
@@ -44,10 +48,14 @@ def _fused_moe(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Modul
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}`"))
     args = step.args
+    experts, hidden, inner = args["num_experts"], args["hidden"], args["intermediate"]
+    if (tuple(gate_up.shape), tuple(down.shape)) != ((experts, 2 * inner, hidden), (experts, hidden, inner)):
+        found = f"experts of other sizes: {list(gate_up.shape)} and {list(down.shape)}"
+        raise InputRefused(_no_such_module(step, found))
     made = FusedMoe(
-        args["num_experts"],
-        args["hidden"],
-        args["intermediate"],
+        experts,
+        hidden,
+        inner,
         args["top_k"],
         args["activation"],
         kernel=kernel,

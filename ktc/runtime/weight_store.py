@@ -45,9 +45,11 @@ def fill(
 ) -> None:
     """Read every row of `sources` into `model`, in the dtypes that its meta tensors have.
 
-    Raises `InputRefused`: L406 where the checkpoint is not the one that was compiled, L407 for a tensor with a value
+    Raises `InputRefused`: L406 where the checkpoint is not the one that was compiled, L408 for rows
+    that fit nothing in the model, L407 for a tensor with a value
     that is not finite, I112 for a file that was cut short.
     """
+    _check_targets(model, sources)
     _check_unchanged(sources, index)
     total = sum(index.tensors[source.source_key].end - index.tensors[source.source_key].begin for source in sources)
     done = 0
@@ -78,6 +80,40 @@ def _check_unchanged(sources: Iterable[WeightSource], index: CheckpointIndex) ->
             )
     if problems:
         raise InputRefused(*problems[:10])
+
+
+def _check_targets(model: nn.Module, sources: Iterable[WeightSource]) -> None:
+    """Rows that name what the model does not have, or something of another shape."""
+    hint = "`weights.json` does not belong to this model; compile it again"
+    problems = [
+        Diagnostic("L408", f"`weights.json` fills `{source.target}` from `{source.source_key}`: {fault}", hint=hint)
+        for source in sources
+        if (fault := _misfit(model, source))
+    ]
+    if problems:
+        raise InputRefused(*problems[:10])
+
+
+def _misfit(model: nn.Module, source: WeightSource) -> str:
+    """Why a row cannot be followed; empty if it can."""
+    parent, _, leaf = source.target.rpartition(".")
+    try:
+        module = model.get_submodule(parent)
+    except AttributeError:
+        return "the model has no such module"
+    held = getattr(module, leaf, None)
+    if not isinstance(held, Tensor):
+        return "the model has no such tensor"
+    shape = tuple(held.shape)
+    if source.part is None:
+        return "" if shape == source.shape else f"it is {list(shape)}, the row says {list(source.shape)}"
+    if len(shape) != 3 or (source.part == "down") != (leaf == "down_proj"):
+        return f"it is no stack of experts that holds `{source.part}`"
+    rows = shape[1] // 2 if source.part in ("gate", "up") else shape[1]
+    wanted = (shape[0], rows, shape[2]) if source.transform == "per_expert" else (rows, shape[2])
+    if (source.expert or 0) >= shape[0] or wanted != source.shape:
+        return f"it is {list(shape)}, the row says {list(source.shape)} of expert {source.expert}"
+    return ""
 
 
 def _pieces(source: WeightSource) -> Iterable[tuple[int | None, slice | None]]:

@@ -1,12 +1,13 @@
 """Strict decoding of JSON values into frozen dataclasses, driven by their annotations.
 
-In: a value of `json.loads` and a dataclass built from str, int, None, Literal, unions and tuples.
+In: a value of `json.loads` and a dataclass built from str, int, None, Any, Literal, unions, tuples and mappings.
 Out: the dataclass. Refused: missing and unknown keys and values of another type (`Undecodable`, with the place).
 """
 
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -26,15 +27,21 @@ def _value(value: Any, wanted: Any, place: str) -> Any:
     if is_dataclass(wanted):
         return _object(value, cast("type[Any]", wanted), place)
     origin, options = get_origin(wanted), get_args(wanted)
+    if wanted is Any:
+        return value
     if origin is tuple:
         return _tuple(value, options, place)
+    if origin is Mapping:
+        return _mapping(value, options[1], place)
     if origin in (Union, types.UnionType):
-        inner = [option for option in options if get_origin(option) is tuple]
-        if inner and value is not None:
-            return _tuple(value, get_args(inner[0]), place)
+        if value is None and type(None) in options:
+            return None
+        inner = [option for option in options if is_dataclass(option) or get_origin(option) is not None]
+        if inner:
+            return _value(value, inner[0], place)
         options_met = type(value) in options
     else:
-        options_met = value in options if origin is Literal else type(value) is wanted
+        options_met = type(value) is str and value in options if origin is Literal else type(value) is wanted
     if not options_met:
         names = " or ".join(getattr(o, "__name__", repr(o)) for o in (options or (wanted,)))
         raise Undecodable(f"expected {names} at `{place}`, found {_shown(value)}")
@@ -50,6 +57,12 @@ def _tuple(value: Any, options: tuple[Any, ...], place: str) -> tuple[Any, ...]:
     if len(items) != len(options):
         raise Undecodable(f"expected {len(options)} items at `{place}`, found {len(items)}")
     return tuple(_value(items[i], option, f"{place}[{i}]") for i, option in enumerate(options))
+
+
+def _mapping(value: Any, wanted: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Undecodable(f"expected an object at `{place}`, found {_shown(value)}")
+    return {key: _value(item, wanted, f"{place}.{key}") for key, item in cast("dict[str, Any]", value).items()}
 
 
 def _object(value: Any, wanted: type[Any], place: str) -> Any:
