@@ -6,6 +6,7 @@ A code of any stage is explained here. Refused: a code that does not exist.
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 
 _TEXTS = Path(__file__).with_name("explanations")
+_WIDTH = 100
 _SECTION = re.compile(r"^## ([A-Z]\d{3}) (.+)$", re.MULTILINE)
 _EXAMPLE = re.compile(r"^```(\w+) (bad|good)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -61,7 +63,7 @@ def explain(code: str) -> Explanation:
 def _read(code: str, title: str, section: str) -> Explanation:
     examples = {kind: (language, text) for language, kind, text in _EXAMPLE.findall(section)}
     assert examples.keys() == {"bad", "good"}, f"{code} needs a bad and a good example"
-    text = section[: section.index("\n```")].strip()
+    text = textwrap.fill(section[: section.index("\n```")].strip(), _WIDTH)
     return Explanation(code, title, text, examples["bad"][0], examples["bad"][1], examples["good"][1])
 
 
