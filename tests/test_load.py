@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +15,17 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DeepseekV2ForCausalLM, PreTrainedModel
 
 import ktc
 from ktc import twin
 from ktc.diagnostics import InputRefused
 from ktc.link import Package, link
+from ktc.runtime.compiled_model import compiled_class
 from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.load import load
 from ktc.runtime.lora_linear import KTLinear
+from ktc.runtime.packed_experts import PackedExperts
 from ktc.runtime.realise import realise
 
 
@@ -290,6 +293,44 @@ def test_values_that_are_not_finite_are_refused_by_name(
         load(compiled, weights=moved)
     model = load(compiled, weights=moved, allow_nonfinite=True)
     assert model.name_or_path == str(moved)
+
+
+def test_a_moved_checkpoint_is_the_base_by_its_absolute_path(
+    compiled: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    model = load(compiled, weights=checkpoint.name)
+    assert model.name_or_path == model.config.name_or_path == str(checkpoint)
+
+
+def test_a_pickled_model_is_refused_with_a_hint_unless_it_is_the_reference(compiled: Path) -> None:
+    model = load(compiled, reference=True)
+    assert type(load(compiled)) is type(model)
+    again = pickle.loads(pickle.dumps(model))
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    packed = object.__new__(PackedExperts)
+    model.model.layers[1].mlp.experts._experts = packed
+    with pytest.raises(TypeError, match="save the adapter"):
+        pickle.dumps(model)
+
+
+def test_options_that_nobody_knows_are_refused_and_decided_ones_are_told(
+    compiled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_class = compiled_class(DeepseekV2ForCausalLM)
+    with pytest.raises(InputRefused, match=r"L424.*`refrence`") as refused:
+        model_class.from_pretrained(compiled, refrence=True)
+    assert refused.value.diagnostics[0].hint == "did you mean `reference`?"
+    config = AutoConfig.from_pretrained(compiled)
+    before = config.to_dict()
+    model = model_class.from_pretrained(
+        compiled, config=config, device_map="auto", dtype="float32", token=None, low_cpu_mem_usage=True
+    )
+    assert config.to_dict() == before
+    assert model.config is not config
+    (line,) = [record.message for record in caplog.records if record.name.startswith("ktc.")]
+    assert line.endswith("ignored: device_map, low_cpu_mem_usage, dtype torch.float32")
 
 
 def test_the_public_function_is_this_one() -> None:

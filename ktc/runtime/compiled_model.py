@@ -1,23 +1,39 @@
 """What a compiled model does otherwise than the stock class: how it is loaded, and what it will not save.
 
 `CompiledModel` stands before the stock class (`class KtcX(CompiledModel, X)`), here for `ktc.load` and in
-`modeling_ktc.py` for `AutoModelForCausalLM`. Refused: writing the base model as a checkpoint.
+`modeling_ktc.py` for `AutoModelForCausalLM`. Refused: writing the base model as a checkpoint, unknown options.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.runtime.fused_moe import FusedMoe
 
 log = logging.getLogger(__name__)
+
+_OWN = frozenset({"weights", "reference", "allow_nonfinite"})
+_TAKEN = frozenset(
+    {"config", "attn_implementation", "quantization_config", "output_loading_info", "dtype", "torch_dtype"}
+)
+_HUB = frozenset({
+    "adapter_kwargs", "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "resume_download", "revision",
+    "subfolder", "token", "trust_remote_code", "use_auth_token", "use_safetensors", "variant", "weights_only",
+})  # fmt: skip
+_DECIDED = frozenset({
+    "device_map", "experts_implementation", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder",
+    "offload_state_dict", "tp_plan", "tp_size",
+})  # fmt: skip
 
 
 class CompiledModel:
@@ -25,13 +41,17 @@ class CompiledModel:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> PreTrainedModel:
-        """Load the compiled folder. Placement and dtype are the compiler's: `device_map` and the like are ignored.
+        """Load the compiled folder.
 
-        Takes `config`, `attn_implementation`, and ktc's own `weights`, `reference`, `allow_nonfinite`.
-        Raises what `ktc.load` raises, and `InputRefused` (L422) for a quantisation config.
+        Takes `config`, `attn_implementation`, `output_loading_info`, and ktc's own `weights`, `reference`,
+        `allow_nonfinite`. Placement and dtype are the compiler's: `device_map`, `low_cpu_mem_usage`, `max_memory`,
+        `offload_*`, `tp_*`, `experts_implementation` and another dtype are ignored with a line in the log; what is
+        about downloads or trust has no meaning for a folder and is ignored.
+        Raises what `ktc.load` raises, and `InputRefused`: L422 for a quantisation config, L424 for other options.
         """
         from ktc.runtime.load import load_as
 
+        _check_options(kwargs)
         if kwargs.get("quantization_config") is not None:
             hint = "choose a weight format in the rule file instead"
             message = "a compiled model cannot be quantised while it is loaded"
@@ -42,9 +62,9 @@ class CompiledModel:
             Path(pretrained_model_name_or_path),
             config=config if isinstance(config, PreTrainedConfig) else None,
             attention=kwargs.get("attn_implementation"),
-            **{name: kwargs[name] for name in ("weights", "reference", "allow_nonfinite") if name in kwargs},
+            **{name: kwargs[name] for name in sorted(_OWN) if name in kwargs},
         )
-        _tell_ignored_dtype(kwargs.get("dtype") or kwargs.get("torch_dtype"), model.dtype)
+        _tell_ignored(kwargs, model.dtype)
         if kwargs.get("output_loading_info"):
             nothing: dict[str, Any] = {
                 "missing_keys": [],
@@ -93,12 +113,38 @@ class CompiledModel:
         return False
 
 
+@functools.cache
 def compiled_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The compiled form of a stock class, for models that are loaded without `modeling_ktc.py`."""
     return type(f"Ktc{stock.__name__}", (CompiledModel, stock), {"__module__": __name__, "__doc__": stock.__doc__})
 
 
-def _tell_ignored_dtype(asked: object, dtype: torch.dtype) -> None:
+def __getattr__(name: str) -> type[PreTrainedModel]:
+    """`compiled_class` by the name of the class: where pickle finds it."""
+    stock = getattr(transformers, name.removeprefix("Ktc"), None) if name.startswith("Ktc") else None
+    if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return compiled_class(stock)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuses what would be ignored although its user means something by it."""
+    known = _OWN | _TAKEN | _HUB | _DECIDED
+    problems = [
+        Diagnostic("L424", f"`from_pretrained` of a compiled model has no option `{name}`", hint=suggest(name, known))
+        for name in options
+        if name not in known and not name.startswith("_")  # transformers passes some of its own
+    ]
+    if problems:
+        raise InputRefused(*problems)
+
+
+def _tell_ignored(options: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """One line about the options that the compilation has decided."""
+    ignored = sorted(name for name in _DECIDED & options.keys() if options[name] not in (None, False))
+    asked = options.get("dtype") or options.get("torch_dtype")
     wanted = getattr(torch, asked, None) if isinstance(asked, str) else asked
     if isinstance(wanted, torch.dtype) and wanted != dtype:
-        log.warning("dtype %s was asked for; this model was compiled for %s and keeps it", wanted, dtype)
+        ignored.append(f"dtype {wanted}")
+    if ignored:
+        log.warning("a compiled model keeps its placement and its dtype %s; ignored: %s", dtype, ", ".join(ignored))

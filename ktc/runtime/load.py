@@ -8,6 +8,7 @@ set that this machine lacks.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -68,7 +69,10 @@ def load_as(
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """`load` as an instance of `model_class`, with a `config` that was read from the folder and then changed."""
+    """`load` as an instance of `model_class`, with a `config` that was read from the folder and then changed.
+
+    The model gets a copy of `config`.
+    """
     folder = folder.resolve()
     manifest = read_manifest(folder)
     checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
@@ -77,7 +81,7 @@ def load_as(
     index = open_index(checkpoint)
     placement = {} if reference else dict(manifest.placement)
     check_devices(placement)
-    model = _build_on_meta(model_class, config or _read_config(folder), manifest, attention, reference)
+    model = _build_on_meta(model_class, copy.deepcopy(config) or _read_config(folder), manifest, attention, reference)
     realise(model, manifest.rewrites, library)
     with weight_store.progress_bar(f"loading {folder.name}") as bar:
         weight_store.fill(model, sources, index, placement, allow_nonfinite=allow_nonfinite, progress=progress or bar)
@@ -85,7 +89,8 @@ def load_as(
     model.tie_weights()
     weight_store.check_filled(model)
     follow(model, placement)
-    return _finished(model, folder, manifest, str(weights) if weights is not None else manifest.model.name, placement)
+    base = manifest.model.name if weights is None else str(Path(weights).absolute())
+    return _finished(model, folder, manifest, base, placement)
 
 
 def _stock_class(manifest: Manifest, folder: Path) -> type[PreTrainedModel]:
