@@ -8,8 +8,10 @@ tensors of another shape than the layer's, a forward before every expert is load
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal, cast
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +22,28 @@ from ktc.runtime.kernel_library import Kernel, Part
 from ktc.runtime.packed_experts import PackedExperts
 
 PARTS: tuple[Part, ...] = ("gate", "up", "down")
+_WEIGHTS = ("gate_up_proj", "down_proj")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 __all__ = ["PARTS", "FusedMoe", "Part", "fused_moe_reference"]
+
+
+def _never_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """Dynamo cannot look into a kernel, and would try again at every call, at 14 times the price of the call itself."""
+    return cast("Callable[P, R]", torch.compiler.disable(function))
 
 
 class FusedMoe(nn.Module):
     """Routed experts with frozen weights; forward takes `(T, H), (T, K) int64, (T, K)` and returns `(T, H)`.
 
     `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I) can be asked for by name, as PEFT does, but are no registered
-    parameters: optimizers, `state_dict` and `.to()` do not see them. With a kernel they are shapes without storage.
+    parameters: optimizers, `state_dict` and `.to()` do not see them. With a kernel they are shapes without storage,
+    and every value in them is NaN; `expert` gives the weights themselves.
+
+    `.to(device)` moves nothing, and `.float()`, `.half()` or `.double()` change no weight: a kernel computes in the
+    dtype it was built for (a warning says so) and returns the dtype of its hidden states.
+    Copies share the weights, which are frozen.
 
     Args:
         kernel: an entry of the kernel library, or `None` for the PyTorch reference.
@@ -67,7 +82,10 @@ class FusedMoe(nn.Module):
 
     def _hold(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Keep a weight as a plain attribute, unregistered; with a kernel, one element stands for all."""
-        tensor = torch.zeros((), dtype=dtype).expand(shape) if self._experts else torch.zeros(shape, dtype=dtype)
+        if self._experts:  # NaN, so that whoever computes with the stand-in sees it
+            tensor = torch.full((), torch.nan, dtype=dtype).expand(shape)
+        else:
+            tensor = torch.zeros(shape, dtype=dtype)
         self.__dict__[name] = nn.Parameter(tensor, requires_grad=False)
 
     def named_parameters(
@@ -75,9 +93,27 @@ class FusedMoe(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The two weights by name, for whoever asks this module itself; a parent does not list them."""
         dot = "." if prefix else ""
-        for name in ("gate_up_proj", "down_proj"):
+        for name in _WEIGHTS:
             yield f"{prefix}{dot}{name}", cast("nn.Parameter", self.__dict__[name])
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedMoe:
+        copied = self.__new__(type(self))
+        memo[id(self)] = copied
+        memo.update((id(self.__dict__[name]), self.__dict__[name]) for name in _WEIGHTS)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoe:
+        if self._experts:
+            held = self.gate_up_proj.dtype
+            wanted = fn(torch.empty(1, dtype=held)).dtype
+            if wanted != held:
+                kept = (
+                    f"the experts' kernel computes in {self._experts.dtype} as before; only the rest becomes {wanted}"
+                )
+                warnings.warn(kept, stacklevel=2)
+        return super()._apply(fn, recurse)
 
     @property
     def packed_bytes(self) -> int:
@@ -109,6 +145,7 @@ class FusedMoe(nn.Module):
         """The (expert, part) pairs that were never loaded, in order of expert."""
         return tuple(sorted(self._absent, key=lambda pair: (pair[0], PARTS.index(pair[1]))))
 
+    @_never_traced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self._absent:
             raise RuntimeError(

@@ -6,12 +6,14 @@ import copy
 import gc
 import os
 import pickle
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from kernel_layers import ISAS, Load, error, random_layer, run, spec_of
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from ktc.runtime.fused_moe import FusedMoe
@@ -153,7 +155,18 @@ def test_weights_have_names_but_are_no_parameters(load: Load) -> None:
     assert module.gate_up_proj.untyped_storage().nbytes() == 2
     assert (list(parent.parameters()), parent.state_dict()) == ([], {})
     before = module.expert(1, "gate")
-    assert torch.equal(parent.to(torch.float64)["experts"].expert(1, "gate"), before)  # type: ignore[operator]
+    assert module.gate_up_proj.isnan().all()
+    with pytest.warns(UserWarning, match=r"kernel computes in torch\.bfloat16 as before; only the rest becomes"):
+        parent.double()
+    assert torch.equal(module.expert(1, "gate"), before)
+
+
+def test_to_a_device_or_its_own_dtype_warns_of_nothing(load: Load) -> None:
+    module = load(random_layer(64, 48, 4, 2, 1), SPEC)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.to("cpu").to(torch.bfloat16).cpu().requires_grad_(requires_grad=False)
+        load(random_layer(64, 48, 4, 2, 1), None).float()
 
 
 def test_a_copy_shares_the_frozen_weights_and_a_pickle_is_refused(load: Load) -> None:
@@ -162,6 +175,60 @@ def test_a_copy_shares_the_frozen_weights_and_a_pickle_is_refused(load: Load) ->
     assert all(map(torch.equal, run(copy.deepcopy(module), layer), run(module, layer)))
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(module)
+
+
+@pytest.mark.parametrize("spec", [SPEC, None], ids=["kernel", "reference"])
+def test_a_copy_of_a_model_takes_no_second_storage(load: Load, spec: object) -> None:
+    parent = torch.nn.ModuleDict({"experts": load(random_layer(64, 48, 4, 2, 1), spec)})
+    copied = copy.deepcopy(parent)
+    ours, theirs = parent["experts"], copied["experts"]
+    assert isinstance(ours, FusedMoe)
+    assert isinstance(theirs, FusedMoe)
+    assert ours is not theirs
+    for one, other in ((ours.gate_up_proj, theirs.gate_up_proj), (ours.down_proj, theirs.down_proj)):
+        assert (other.shape, other.stride(), other.data_ptr()) == (one.shape, one.stride(), one.data_ptr())
+        assert other.untyped_storage().nbytes() == (2 if spec else one.numel() * one.element_size())
+        assert not other.requires_grad
+
+
+class Block(torch.nn.Module):
+    """A linear layer and experts, added to what comes in."""
+
+    def __init__(self, experts: FusedMoe) -> None:
+        super().__init__()
+        self.linear, self.experts = torch.nn.Linear(64, 64), experts
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return x + self.experts(self.linear(x), index, weights)
+
+
+class Blocks(torch.nn.Module):
+    """Three blocks on one routing."""
+
+    def __init__(self, experts: FusedMoe) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block(copy.deepcopy(experts)) for _ in range(3))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, index, weights)
+        return x
+
+
+@pytest.mark.parametrize("spec", [SPEC, None], ids=["kernel", "reference"])
+def test_under_torch_compile_the_kernel_stays_a_call_and_nothing_is_compiled_twice(load: Load, spec: object) -> None:
+    layer = random_layer(64, 48, 4, 2, 9)
+    model = Blocks(load(layer, spec, dtype=torch.float32))
+    inputs = (layer.x.float().requires_grad_(), layer.index, layer.weights.float())
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    frames: list[int] = []
+    for _ in range(3):
+        assert torch.equal(compiled(*inputs), model(*inputs))
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[2] > 0
+    found, expected = (torch.autograd.grad(each(*inputs).sum(), inputs[0])[0] for each in (compiled, model))
+    assert torch.equal(found, expected)
 
 
 def test_the_output_outlives_the_module(load: Load) -> None:
