@@ -6,6 +6,8 @@ import copy
 import gc
 import os
 import pickle
+import resource
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +19,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.kernel_library import KernelLibrary
 
 SPEC = spec_of(ISAS[0])
 
@@ -263,3 +266,49 @@ def test_a_forked_child_computes_with_threads_of_its_own(load: Load, monkeypatch
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert torch.equal(module(*inputs), expected)
+
+
+def test_threads_of_a_forked_child_may_make_their_first_call_together(load: Load) -> None:
+    layer = random_layer(64, 96, 4, 2, 9)
+    module = load(layer, SPEC, threads=2)
+    inputs = (layer.x.bfloat16(), layer.index, layer.weights.float())
+    expected = module(*inputs)
+    for _ in range(5):
+        child = os.fork()
+        if child == 0:
+            together, found = threading.Barrier(4), [False] * 4
+
+            def call(number: int, together: threading.Barrier = together, found: list[bool] = found) -> None:
+                together.wait()
+                found[number] = torch.equal(module(*inputs), expected)
+
+            callers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join()
+            os._exit(0 if all(found) else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_threads_that_cannot_be_started_are_an_error_and_leave_none_behind(kernels: KernelLibrary) -> None:
+    kernel = kernels.kernel(SPEC.entry)
+    kernel.engine(1)
+    child = os.fork()
+    if child == 0:  # of all the threads asked for, the address space has room for the stacks of a few
+        with open("/proc/self/statm", encoding="ascii") as sizes:
+            taken = int(sizes.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), resource.RLIM_INFINITY))
+        message = ""
+        try:
+            kernel.engine(500)
+        except RuntimeError as error:
+            message = str(error)
+        os._exit(0 if "of 500 kernel threads could be started" in message and num_threads() == 1 else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))

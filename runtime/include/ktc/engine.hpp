@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 
@@ -13,7 +14,13 @@ namespace ktc {
 
 class Engine {
  public:
-  explicit Engine(int threads) : threads_(threads), team_(std::make_unique<Team>(threads)) {}
+  explicit Engine(int threads) : threads_(threads), team_(std::make_unique<Team>(threads).release()) {}
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  ~Engine() {
+    const Team* team = team_.load(std::memory_order_acquire);
+    if (team->owner == getpid()) delete team;
+  }
 
   int threads() const { return threads_; }
 
@@ -35,17 +42,20 @@ class Engine {
   };
 
   // A forked child has the parent's objects but none of its threads, and a mutex perhaps locked for ever. Neither can
-  // be destroyed there, so the child leaves the parent's team alone and makes its own.
+  // be destroyed there, so the child leaves the parent's team alone and makes its own. Several threads of the child may
+  // make their first call together: one puts its team in place, the others drop theirs. A lock around this could itself
+  // have been held while the process forked.
   Team& own_team() {
-    if (team_->owner != getpid()) {
-      static_cast<void>(team_.release());
-      team_ = std::make_unique<Team>(threads_);
+    Team* team = team_.load(std::memory_order_acquire);
+    while (team->owner != getpid()) {
+      auto made = std::make_unique<Team>(threads_);
+      if (team_.compare_exchange_strong(team, made.get(), std::memory_order_acq_rel)) return *made.release();
     }
-    return *team_;
+    return *team;
   }
 
-  int threads_;
-  std::unique_ptr<Team> team_;
+  const int threads_;
+  std::atomic<Team*> team_;
 };
 
 }  // namespace ktc

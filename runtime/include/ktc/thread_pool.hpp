@@ -5,10 +5,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -69,15 +71,18 @@ class ThreadPool {
  public:
   explicit ThreadPool(int threads) : threads_(threads), barrier_(threads) {
     if (threads < 1) throw std::invalid_argument("threads must be at least 1, found " + std::to_string(threads));
-    for (int index = 1; index < threads; ++index) workers_.emplace_back([this, index] { serve(index); });
+    workers_.reserve(static_cast<std::size_t>(threads) - 1);
+    try {
+      for (int index = 1; index < threads; ++index) workers_.emplace_back([this, index] { serve(index); });
+    } catch (const std::system_error& error) {
+      dismiss();
+      throw std::runtime_error("only " + std::to_string(workers_.size() + 1) + " of " + std::to_string(threads) +
+                               " kernel threads could be started: " + error.what());
+    }
   }
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
-  ~ThreadPool() {
-    task_ = nullptr;
-    start();
-    for (auto& worker : workers_) worker.join();
-  }
+  ~ThreadPool() { dismiss(); }
 
   int threads() const { return threads_; }
 
@@ -98,6 +103,12 @@ class ThreadPool {
     if (threads_ == 1) return;
     generation_.fetch_add(1, std::memory_order_release);
     generation_.notify_all();
+  }
+
+  void dismiss() {
+    task_ = nullptr;
+    start();
+    for (auto& worker : workers_) worker.join();
   }
 
   void serve(int index) {
