@@ -7,12 +7,14 @@ builders of the same key wait for one another, and what a killed one left is rem
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -27,7 +29,7 @@ from ktc.codegen.render import KernelSource
 from ktc.codegen.self_test import self_test
 from ktc.codegen.toolchain import Toolchain
 from ktc.diagnostics import Diagnostic, HostLacks
-from ktc.host import Host
+from ktc.host import Host, Isa
 from ktc.runtime.kernel_library import KernelLibrary, file_digest
 
 _RECORD: Final = "library.json"
@@ -36,22 +38,49 @@ _RECORD: Final = "library.json"
 def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> KernelLibrary:
     """The library of these kernels, from the cache or built now. `cache_dir` is `kernels` under ktc's cache by default.
 
-    Raises `HostLacks` (H221-H223 of `toolchain`, H226 the cache cannot be written) and `KtcError` (H224 the compiler
-    failed, H225 a kernel is wrong).
+    `host` may be a described machine; the kernels are tested on this one, which must be able to run them.
+
+    Raises `HostLacks` (H221-H223 and H227 of `toolchain`, H226 the cache cannot be written, H228 too little memory) and
+    `KtcError` (H224 the compiler failed, H225 a kernel is wrong).
     """
-    toolchain.require_isas((unit.isa for unit in source.units), host)
+    isas: set[Isa] = {unit.isa for unit in source.units}
+    toolchain.require_isas(isas, host)
+    toolchain.require_testable(isas, hosts.detect())
     tools = toolchain.find(host)
     cache = cache_dir or hosts.cache_dir() / "kernels"
     folder = cache / cache_key(source, tools)
     if library := _cached(folder):
         return library
-    try:
+    lock = FileLock(folder.with_suffix(".lock"))
+    with _written(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            return _cached(folder) or _build(source, tools, folder, host.threads)
+        lock.acquire()
+    try:
+        return _cached(folder) or _build(source, tools, folder, host.threads)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise HostLacks(_no_memory()) from error
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _written(cache: Path) -> Generator[None]:
+    """What goes wrong inside with a file is said of the cache (H226)."""
+    try:
+        yield
     except OSError as error:
         hint = "free some space, or name another folder with `KTC_CACHE_DIR`"
         raise HostLacks(Diagnostic("H226", f"cannot write the kernel cache `{cache}`: {error}", hint=hint)) from error
+
+
+def _no_memory() -> Diagnostic:
+    return Diagnostic(
+        "H228",
+        "there is too little memory to build and test the kernels",
+        hint="end other programs, or allow this process more memory",
+    )
 
 
 def cache_key(source: KernelSource, tools: Toolchain) -> str:
@@ -91,10 +120,12 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
     shutil.rmtree(folder, ignore_errors=True)  # an altered library, or one whose builder was killed
     work = folder.with_suffix(".building")
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    with _written(folder.parent):
+        work.mkdir()
     try:
         built = _compile(source, tools, work, jobs)
-        work.rename(folder)
+        with _written(folder.parent):
+            work.rename(folder)
         library = KernelLibrary(
             folder / built.name,
             file_digest(folder / built.name),
@@ -102,7 +133,8 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
         )
         for spec in source.specs:
             self_test(library.kernel(spec.entry), spec)
-        _write_record(folder, library)
+        with _written(folder.parent):
+            _write_record(folder, library)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -112,8 +144,9 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
 
 def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> Path:
     """Compile each unit with the flags of its instruction set, and link them. Objects are not kept."""
-    for unit in source.units:
-        (work / unit.name).write_text(unit.text, encoding="utf-8")
+    with _written(work.parent):
+        for unit in source.units:
+            (work / unit.name).write_text(unit.text, encoding="utf-8")
     objects = [(work / unit.name).with_suffix(".o") for unit in source.units]
     commands = (
         tools.compile_command(work / unit.name, target, unit.isa)
@@ -123,8 +156,9 @@ def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> P
         list(pool.map(toolchain.run, commands))
     library = work / f"ktc_kernels.{_abi()}.so"
     toolchain.run(tools.link_command(objects, library))
-    for item in objects:
-        item.unlink()
+    with _written(work.parent):
+        for item in objects:
+            item.unlink()
     return library
 
 

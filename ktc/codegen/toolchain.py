@@ -1,6 +1,7 @@
 """The C++ compiler as codegen uses it: what it needs, which flags each instruction set takes, and how it is called.
 
-Refused, before anything runs: no compiler, no Python headers, an instruction set that the host lacks.
+Refused, before anything runs: no compiler, no Python headers, an instruction set that the host lacks or that this
+machine could not test.
 """
 
 from __future__ import annotations
@@ -89,9 +90,36 @@ def require_isas(isas: Iterable[Isa], host: Host) -> None:
     )
 
 
+def require_testable(isas: Iterable[Isa], here: Host) -> None:
+    """Raise `HostLacks` (H227) for each instruction set that `here`, the machine that compiles, cannot run itself."""
+    lacking = sorted(set(isas) - set(here.isas))
+    if not lacking:
+        return
+    hint = "compile on the machine that the host file describes; `ktc check` shows the plan for it anywhere"
+    raise HostLacks(
+        *(
+            Diagnostic(
+                "H227",
+                f"this machine cannot run `{isa}` kernels itself, and no kernel is handed out that was not tested",
+                hint=hint,
+            )
+            for isa in lacking
+        )
+    )
+
+
 def run(command: tuple[str, ...]) -> None:
-    """Run the compiler. Raises `KtcError` (H224) with the first lines of what it says."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    """Run the compiler. Raises `HostLacks` (H221) if that is impossible, `KtcError` (H224) with its first lines."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+        raise HostLacks(
+            Diagnostic(
+                "H221",
+                f"the C++ compiler `{command[0]}` cannot be run any more: {error.strerror}",
+                hint="install `g++`, or name another compiler with `CXX`",
+            )
+        ) from error
     if done.returncode == 0:
         return
     said = "\n".join(done.stderr.splitlines()[:_MAX_REPORTED_LINES])

@@ -6,6 +6,7 @@ Most tests use a stand-in for the compiler that hands out the session's library,
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import subprocess
@@ -115,6 +116,29 @@ def test_an_instruction_set_the_host_lacks_is_refused_before_anything_runs(tmp_p
     assert not (tmp_path / "cache").exists()
 
 
+def test_kernels_for_a_described_machine_are_refused_where_they_cannot_be_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = dataclasses.replace(host.detect(), isas=("avx2", "scalar"))
+    monkeypatch.setattr(host, "detect", lambda: dataclasses.replace(described, isas=("scalar",)))
+    source = render([spec_of("avx2"), spec_of("scalar")], {})
+    with pytest.raises(HostLacks, match="cannot run `avx2` kernels itself, and no kernel is handed out") as lacks:
+        build(source, described, tmp_path / "cache")
+    assert [fault.code for fault in lacks.value.diagnostics] == ["H227"]
+    assert "compile on the machine" in lacks.value.diagnostics[0].hint
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_described_machine_gets_the_compiler_of_this_one(
+    kernel_source: KernelSource, quick_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    description = tmp_path / "other.toml"
+    description.write_text(f'isa = "{ISAS[0]}"\ncores = 4\nmemory = "64GiB"\n')
+    monkeypatch.setattr(host, "detect", lambda: quick_host)
+    described = host.read_host_file(description)
+    assert build(kernel_source, described, tmp_path / "cache").path.is_file()
+
+
 # The cache
 
 
@@ -171,6 +195,27 @@ def test_a_cache_that_cannot_be_written_is_named(kernel_source: KernelSource, qu
     with pytest.raises(HostLacks, match=r"cannot write the kernel cache `.*file/cache`") as lacks:
         build(kernel_source, quick_host, tmp_path / "file" / "cache")
     assert lacks.value.diagnostics[0].code == "H226"
+
+
+def test_a_compiler_that_vanished_is_named_and_not_the_cache(tmp_path: Path) -> None:
+    gone = dataclasses.replace(host.detect(), compiler=Compiler(str(tmp_path / "gone"), "1"))
+    with pytest.raises(HostLacks, match=r"the C\+\+ compiler `.*gone` cannot be run any more") as lacks:
+        build(render([spec_of("scalar")], {}), gone, tmp_path / "cache")
+    assert lacks.value.diagnostics[0].code == "H221"
+    assert left_in(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize(("number", "expected"), [(errno.ENOMEM, HostLacks), (errno.EIO, OSError)])
+def test_an_error_of_the_machine_keeps_its_own_words(
+    quick_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("ktc.codegen.build.self_test", fail)
+    with pytest.raises(expected, match=r"too little memory|Input/output error"):
+        build(render([spec_of("scalar")], {}), quick_host, tmp_path / "cache")
+    assert left_in(tmp_path / "cache") == []
 
 
 def test_text_that_does_not_compile_leaves_nothing(tmp_path: Path) -> None:
