@@ -1,7 +1,8 @@
 """Every built kernel against the PyTorch reference, before anybody gets it.
 
 In: one kernel and its spec. Refused: a kernel whose output or gradients differ from the reference by more than the
-rounding of its dtype explains. A dynamic dimension is tried at sizes that are no multiple of a panel.
+rounding of its dtype explains, or by one bit between one thread and two, or kept and recomputed activations.
+A dynamic dimension is tried at sizes that are no multiple of a panel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _ODD_SIZES: Final = {"hidden": 70, "intermediate": 37, "num_experts": 5, "top_k"
 _TOKENS: Final = (1, 29)
 # A kernel with constant sizes may have 256 experts of 90 MB: so few are packed and used, the rest is never touched.
 _MAX_EXPERTS: Final = 3
+_RESULTS: Final = ("output", "d hidden states", "d routing weights")
 
 
 def self_test(kernel: Kernel, spec: KernelSpec) -> None:
@@ -48,6 +50,13 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
         found = (out, *experts.backward(grad, index, weights, saved=saved, x_TH=None))
         expected = _reference(x, place, weights, gate_up, down, grad, spec.activation)
         _compare(spec, tokens, found, expected)
+        two = experts.with_threads(2)
+        again, saved = two.forward(x, index, weights, save=True)
+        threaded = (again, *two.backward(grad, index, weights, saved=saved, x_TH=None))
+        _require_same_bits(spec, tokens, threaded, found, "two threads than with one")
+        bare, _ = experts.forward(x, index, weights, save=False)
+        recomputed = (bare, *experts.backward(grad, index, weights, saved=None, x_TH=x))
+        _require_same_bits(spec, tokens, recomputed, found, "recomputed activations than with kept ones")
 
 
 def _reference(
@@ -61,17 +70,29 @@ def _reference(
 
 
 def _compare(spec: KernelSpec, tokens: int, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for name, ours, theirs in zip(("output", "d hidden states", "d routing weights"), found, expected, strict=True):
+    for name, ours, theirs in zip(_RESULTS, found, expected, strict=True):
         error = _norm(ours.double() - theirs.double()) / _norm(theirs.double())
         if not error <= _TOLERANCE[spec.dtype]:
-            raise KtcError(
-                Diagnostic(
-                    "H225",
-                    f"the built kernel `{spec.entry}` is wrong: at {tokens} tokens its {name} differs from the "
-                    f"reference by {error:.1e}, allowed are {_TOLERANCE[spec.dtype]:.0e}",
-                    hint="try another instruction set with `--isa`, or another compiler with `CXX`",
-                )
-            )
+            allowed = _TOLERANCE[spec.dtype]
+            raise _wrong(spec, tokens, f"{name} differs from the reference by {error:.1e}, allowed are {allowed:.0e}")
+
+
+def _require_same_bits(
+    spec: KernelSpec, tokens: int, found: tuple[Tensor, ...], expected: tuple[Tensor, ...], how: str
+) -> None:
+    for name, ours, theirs in zip(_RESULTS, found, expected, strict=True):
+        if not torch.equal(ours, theirs):
+            raise _wrong(spec, tokens, f"{name} has other bits with {how}")
+
+
+def _wrong(spec: KernelSpec, tokens: int, what: str) -> KtcError:
+    return KtcError(
+        Diagnostic(
+            "H225",
+            f"the built kernel `{spec.entry}` is wrong: at {tokens} tokens its {what}",
+            hint="try another instruction set with `--isa`, or another compiler with `CXX`",
+        )
+    )
 
 
 def _norm(tensor: Tensor) -> float:

@@ -36,6 +36,12 @@ class PackedExperts:
         self._storage = huge_pages(self._native.packed_bytes)
         self._packed = self._storage.data_ptr()
 
+    def with_threads(self, threads: int) -> PackedExperts:
+        """The same weights, computed with by exactly this many threads."""
+        other = self.__new__(type(self))
+        vars(other).update(vars(self), _threads=threads)
+        return other
+
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weights."""

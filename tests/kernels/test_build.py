@@ -11,11 +11,13 @@ import os
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from kernel_layers import ISAS, SPECS, spec_of
+from torch import Tensor
 
 from ktc import host
 from ktc.codegen import self_test
@@ -24,6 +26,7 @@ from ktc.codegen.render import KernelSource, render
 from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.host import Compiler, Host
 from ktc.runtime.kernel_library import KernelLibrary
+from ktc.runtime.packed_experts import PackedExperts
 
 STAND_IN = """#!/bin/sh
 echo call >> {calls}
@@ -236,6 +239,34 @@ def test_a_wrong_kernel_is_not_handed_out(
         build(kernel_source, quick_host, tmp_path / "cache")
     assert failed.value.diagnostics[0].code == "H225"
     assert left_in(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "how"),
+    [
+        (lambda experts, _: experts._threads == 2, "two threads than with one"),
+        (lambda _, saved: saved is None, "recomputed activations than with kept ones"),
+    ],
+    ids=["two threads", "recomputed"],
+)
+def test_a_kernel_that_is_wrong_in_one_way_of_running_is_not_handed_out(
+    kernel_source: KernelSource,
+    quick_host: Host,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: Callable[[PackedExperts, object], bool],
+    how: str,
+) -> None:
+    backward = PackedExperts.backward
+
+    def altered(self: PackedExperts, *inputs: Tensor, saved: Tensor | None, x_TH: Tensor | None) -> tuple[Tensor, ...]:
+        grad_x, grad_weights = backward(self, *inputs, saved=saved, x_TH=x_TH)
+        return (grad_x + 1 if wrong(self, saved) else grad_x), grad_weights
+
+    monkeypatch.setattr(PackedExperts, "backward", altered)
+    with pytest.raises(KtcError, match=f"at 1 tokens its d hidden states has other bits with {how}") as failed:
+        build(kernel_source, quick_host, tmp_path / "cache")
+    assert failed.value.diagnostics[0].code == "H225"
 
 
 # The built library
