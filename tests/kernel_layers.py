@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from ktc import host
-from ktc.codegen.render import SUPPORTED
 from ktc.host import Isa
-from ktc.plan.kernel_spec import Activation, KernelSpec
+from ktc.plan.kernel_spec import KERNELS, Activation, KernelSpec
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.fused_moe import FusedMoe
 
-ISAS: tuple[Isa, ...] = tuple(isa for isa in host.detect().isas if isa in SUPPORTED)
+ISAS: tuple[Isa, ...] = tuple(isa for isa in host.detect().isas if isa in KERNELS)
 # Hidden, intermediate, experts, experts per token of the one kernel whose sizes are constants: no multiples of a panel.
 CONSTANT = (70, 37, 5, 2)
 Dtype = Literal["bf16", "fp32", "fp64"]

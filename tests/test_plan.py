@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import CPU, captured, planned, rules
 
+import ktc
 from ktc import dsl
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.host import Gpu
@@ -169,3 +170,43 @@ def test_experts_and_blocks_that_stay_as_they_are_are_told(tmp_path: Path) -> No
     _, plan = planned(captured("qwen3_moe", hidden_act="relu"), rules(text, tmp_path))
     (warning,) = [d for d in plan.warnings if d.code == "M073"]
     assert "could not be captured" in warning.message
+
+
+def test_a_node_that_is_used_outside_the_match_is_not_absorbed(tmp_path: Path) -> None:
+    # The keys are a wildcard here, so the match does not hold the other half of what `kv_b` unfolds.
+    text = """
+    pattern values_only(x) -> o is mla {
+      q         = linear(x)
+      kv_a      = linear(x)
+      latent, _ = split(kv_a)
+      kv_b      = linear(rms_norm(latent))
+      _, v      = split(kv_b)
+      core      = sdpa(rope(q), _, v)
+      o         = linear(core)
+    }
+    rule a { match values_only => mla_absorbed() }
+    """
+    with pytest.raises(InputRefused) as refusal:
+        planned(captured("deepseek_v2"), rules(text, tmp_path))
+    (problem,) = refusal.value.diagnostics
+    assert problem.code == "M062"
+    assert "would absorb `kv_b` at model.layers.0.self_attn" in problem.message
+
+
+def test_a_rule_whose_matches_share_a_node_rewrites_it_once(tmp_path: Path) -> None:
+    text = """
+    pattern any_linear(x) -> y { y = linear(x) }
+    rule a { match any_linear as m at "**.self_attn.q_proj" => lora_linear(rank = 4) on m.y }
+    """
+    _, plan = planned(captured("qwen3_moe"), rules(text, tmp_path))
+    assert [len(r.actions) for r in plan.rewrites] == [1]
+
+
+def test_compile_refuses_what_check_only_plans(tmp_path: Path) -> None:
+    out = tmp_path / "compiled_here"
+    with pytest.raises(InputRefused) as refusal:
+        ktc.compile("tiny:deepseek_v2", "mla-inference", out, host=CPU)
+    assert {d.code for d in refusal.value.diagnostics} == {"M066"}
+    assert {d.severity for d in refusal.value.diagnostics} == {"error"}
+    assert not out.exists()
+    assert all(d.severity == "warning" for d in ktc.check("mla-inference", "tiny:deepseek_v2", host=CPU))

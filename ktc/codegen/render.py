@@ -17,7 +17,7 @@ import jinja2
 from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Isa
-from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.kernel_spec import KERNELS, KernelSpec
 
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
 _WEIGHT_FORMATS: Final = {"bf16": "Bf16", "fp32": "Fp32", "fp64": "Fp64"}
@@ -25,12 +25,6 @@ _ACTIVATIONS: Final = {"silu": "Silu", "gelu": "Gelu"}
 _COMMENT_WIDTH: Final = 117
 # A rule file may be called anything; in a comment of C++ only what cannot end it may stand.
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_./: +-]")
-# Which weight formats each instruction set multiplies.
-SUPPORTED: Final[Mapping[Isa, tuple[str, ...]]] = {
-    "scalar": ("bf16", "fp32", "fp64"),
-    "avx2": ("bf16",),
-    "avx512_bf16": ("bf16",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +70,13 @@ def render(specs: Sequence[KernelSpec], origin: Mapping[KernelSpec, str]) -> Ker
 
 
 def _unsupported(spec: KernelSpec) -> Diagnostic | None:
-    formats = SUPPORTED.get(spec.isa, ())
+    formats = KERNELS.get(spec.isa, ())
     if spec.format_gate_up in formats and spec.format_gate_up == spec.format_down == spec.dtype:
         return None
     stored = (
         spec.format_gate_up if spec.format_gate_up == spec.format_down else f"{spec.format_gate_up}/{spec.format_down}"
     )
-    written = "; ".join(f"`{isa}`: {', '.join(names)}" for isa, names in SUPPORTED.items())
+    written = "; ".join(f"`{isa}`: {', '.join(names)}" for isa, names in KERNELS.items())
     return Diagnostic(
         "H220",
         f"no kernel computes in `{spec.dtype}` on `{stored}` weights with `{spec.isa}`",

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import get_args
 
+from torch import fx
+
 from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, InputRefused, Related
 from ktc.dsl.ruleset import Facet, RuleAction, RuleDefinition, RuleSet
@@ -42,8 +44,14 @@ def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) ->
                     losers.add(first)
                 elif first < second and b.rule not in by_rule[a.rule].overrides:
                     conflicts.setdefault((a.rule, b.rule, slot[0]), []).append(slot)
-    standing = tuple(claim for number, group in enumerate(groups) if number not in losers for claim in group)
-    problems = [*_conflict_diagnostics(conflicts, by_rule), *_adapters_on_absorbed(standing)]
+    kept = (claim for number, group in enumerate(groups) if number not in losers for claim in group)
+    # Two matches of one rule may share a node; the node is rewritten once.
+    standing = tuple({(c.facet, c.site or c.path, c.node, c.target): c for c in kept}.values())
+    problems = [
+        *_conflict_diagnostics(conflicts, by_rule),
+        *_adapters_on_absorbed(standing),
+        *_escaping(captured, matches, by_rule),
+    ]
     if problems:
         raise InputRefused(*problems)
     return standing
@@ -117,7 +125,7 @@ def _adapters_on_absorbed(claims: tuple[Claim, ...]) -> Iterable[Diagnostic]:
     absorbed = {(c.site, c.node): c for c in claims if c.node and TARGETS[c.target].absorbs}
     for claim in claims:
         other = absorbed.get((claim.site, claim.node))
-        if claim.facet == "adapter" and other is not None:
+        if claim.facet == "adapter" and other is not None and claim.target not in TARGETS[other.target].hosts:
             yield Diagnostic(
                 "E042",
                 f"`{claim.target}` on `{claim.path}`, but `{other.target}` absorbs it",
@@ -125,3 +133,38 @@ def _adapters_on_absorbed(claims: tuple[Claim, ...]) -> Iterable[Diagnostic]:
                 hint="leave it out of the rule",
                 related=(Related(other.span, "absorbed here"),),
             )
+
+
+def _escaping(captured: CapturedModel, matches: Matches, by_rule: dict[str, RuleDefinition]) -> Iterable[Diagnostic]:
+    """Nodes that a rewrite would make disappear while something outside the match still uses them (M062).
+
+    Of the nodes that a target absorbs the last one is replaced and keeps its users; the others vanish, and with them
+    what the match holds between them and the last.
+    """
+    told: set[tuple[str, str]] = set()
+    for found in matches.matches:
+        graph = captured.block(found.block).graph if found.block else None
+        for action in by_rule[found.rule].actions:
+            absorbs = TARGETS[action.target].absorbs
+            if action.on or len(absorbs) < 2 or graph is None:
+                continue
+            nodes = nodes_by_name(graph)
+            captures = {n: b.node for n in absorbs if isinstance(b := found.bindings.get(n), NodeRef)}
+            *vanishing, last = sorted(captures, key=lambda name: list(nodes).index(captures[name]))
+            for name in vanishing:
+                outside = _used_outside(nodes[captures[name]], found.nodes, captures[last])
+                if outside and (found.rule, name) not in told:
+                    told.add((found.rule, name))
+                    message = f"`{action.target}` would absorb `{name}` at {found.path}, which `{outside}` also uses"
+                    yield Diagnostic("M062", message, action.span, hint="narrow the rule")
+
+
+def _used_outside(node: fx.Node, matched: tuple[str, ...], last: str) -> str:
+    """A node outside the match that uses `node`, or what the match makes of it before `last`; "" if there is none."""
+    for user in node.users:
+        layout = ops.operator(user) in ops.TRANSPARENT or ops.operator(user) == "getitem"
+        if not layout and user.name not in matched:
+            return user.name
+        if user.name != last and (found := _used_outside(user, matched, last)):
+            return found
+    return ""

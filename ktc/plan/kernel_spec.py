@@ -12,6 +12,12 @@ WeightFormat = Literal[
     "bf16", "fp16", "fp32", "fp64", "int8", "int4", "fp8", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"
 ]
 Activation = Literal["silu", "gelu"]
+# Which weight formats each instruction set multiplies: what runtime/include/ktc can instantiate in this version.
+KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
+    "avx512_bf16": ("bf16",),
+    "avx2": ("bf16",),
+    "scalar": ("bf16", "fp32", "fp64"),
+}
 # Scales included: int4 has one bf16 scale per 32 weights, the GGUF formats their own blocks.
 BITS_PER_WEIGHT: Mapping[WeightFormat, float] = {
     "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64, "int8": 8, "int4": 4.5, "fp8": 8,

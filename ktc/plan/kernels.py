@@ -11,12 +11,12 @@ from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
 from ktc.graph import ops
 from ktc.host import Host, Isa
-from ktc.plan.kernel_spec import Activation, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import KERNELS, Activation, KernelSpec, WeightFormat
 from ktc.plan.types import Claim
 
-# What templates/fused_moe.cpp.j2 can instantiate in this version.
-ISAS: tuple[Isa, ...] = ("avx512_bf16", "avx2", "scalar")
-FORMATS: tuple[WeightFormat, ...] = ("bf16",)
+ISAS = tuple(KERNELS)
+# A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.
+FORMATS = tuple(name for name in get_args(WeightFormat) if all(name in formats for formats in KERNELS.values()))
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu")
 _STORED = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "fp8": "fp8"}
 
