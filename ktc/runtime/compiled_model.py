@@ -27,8 +27,9 @@ _TAKEN = frozenset(
     {"config", "attn_implementation", "quantization_config", "output_loading_info", "dtype", "torch_dtype"}
 )
 _HUB = frozenset({
-    "adapter_kwargs", "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "resume_download", "revision",
-    "subfolder", "token", "trust_remote_code", "use_auth_token", "use_safetensors", "variant", "weights_only",
+    "adapter_kwargs", "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "resume_download",
+    "revision", "subfolder", "token", "trust_remote_code", "use_auth_token", "use_safetensors", "variant",
+    "weights_only",
 })  # fmt: skip
 _DECIDED = frozenset({
     "device_map", "experts_implementation", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder",
