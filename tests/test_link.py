@@ -16,14 +16,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from ktc.diagnostics import InputRefused
-from ktc.link import adapter_json, check_out, link, rule_files
+from ktc.link import adapter_json, check_out, folder, link, rule_files
 from ktc.link.folder import write_folder
 
 
-def fill(folder: Path) -> None:
-    (folder / "lib").mkdir()
-    (folder / "lib" / "a.bin").write_bytes(b"x" * 1000)
-    (folder / "ktc.json").write_text("{}")
+def fill(path: Path) -> None:
+    (path / "lib").mkdir()
+    (path / "lib" / "a.bin").write_bytes(b"x" * 1000)
+    (path / "ktc.json").write_text("{}")
 
 
 def refused(out: Path, force: bool = False) -> tuple[str, str, str]:
@@ -95,13 +95,13 @@ def failing(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def full_disk(folder: Path) -> None:
-    fill(folder)
+def full_disk(path: Path) -> None:
+    fill(path)
     failing()
 
 
-def interrupted(folder: Path) -> None:
-    fill(folder)
+def interrupted(path: Path) -> None:
+    fill(path)
     raise KeyboardInterrupt
 
 
@@ -127,6 +127,7 @@ def test_a_failed_replacement_keeps_the_old_model(tmp_path: Path, monkeypatch: p
     write_folder(out, fill)
     (out / "mine").write_text("old")
     if broken == "rename":
+        monkeypatch.setattr(folder, "_exchange", lambda *_: False)
         rename, calls = os.rename, iter([False, True, False])
         monkeypatch.setattr(os, "rename", lambda a, b: failing() if next(calls) else rename(a, b))
     with pytest.raises(InputRefused, match="I145"):
@@ -152,6 +153,49 @@ def test_a_killed_compile_leaves_nothing_at_out_and_the_next_one_cleans_up(tmp_p
     assert done.returncode == -signal.SIGKILL
     assert not out.exists()
     write_folder(out, fill)
+    assert [path.name for path in tmp_path.iterdir()] == ["out_a"]
+
+
+KILLED_WHILE_REPLACING = """
+import os, signal, sys
+from pathlib import Path
+from ktc.link import folder
+real = os.rename
+def rename(a, b):
+    real(a, b)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.rename = rename
+if sys.argv[2] == "two steps":
+    folder._exchange = lambda a, b: False
+else:
+    folder.shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+folder.write_folder(Path(sys.argv[1]), lambda path: (path / "ktc.json").write_text("new"), force=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["exchange", "two steps"])
+def test_a_kill_while_replacing_loses_no_model(tmp_path: Path, way: str) -> None:
+    out = tmp_path / "out_a"
+    write_folder(out, fill)
+    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_REPLACING, str(out), way], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert out.exists() == (way == "exchange")
+    with pytest.raises(InputRefused, match="I142"):
+        write_folder(out, failing)
+    assert (out / "ktc.json").read_text() == ("new" if way == "exchange" else "{}")
+    write_folder(out, fill, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out_a"]
+
+
+def test_a_writer_that_lives_is_not_swept(tmp_path: Path) -> None:
+    out = tmp_path / "out_a"
+
+    def with_another(beside: Path) -> None:
+        fill(beside)
+        write_folder(out, fill)
+        assert (beside / "ktc.json").is_file()
+
+    write_folder(out, with_another, force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out_a"]
 
 

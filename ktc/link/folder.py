@@ -6,6 +6,7 @@ is there already, a place that cannot be written, a disk that is full.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import importlib.util
@@ -14,13 +15,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ktc.diagnostics import Diagnostic, InputRefused
 
 _MARK = "ktc.json"  # what tells a compiled model from any other folder
+_OLD = "-old"  # what OUT is called while a system that cannot swap folders replaces it
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def check_out(out: Path, force: bool = False) -> None:
@@ -90,15 +93,12 @@ def write_folder(out: Path, fill: Callable[[Path], None], force: bool = False) -
     out = out.absolute()
     check_out(out, force)
     made_parents: list[Path] = []
-    beside: Path | None = None
     try:
         made_parents = _make_parents(out.parent)
-        _sweep(out)
-        beside = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.parent))
-        _fill_and_rename(beside, out, fill)
+        with _swept(out) as beside:
+            check_out(out, force)  # the sweep may have brought an old one back
+            _fill_and_rename(beside, out, fill)
     except BaseException as error:
-        if beside is not None:
-            shutil.rmtree(beside, ignore_errors=True)
         for parent in reversed(made_parents):
             with suppress(OSError):  # somebody else put something there
                 parent.rmdir()
@@ -126,37 +126,78 @@ def _prefix(out: Path) -> str:
     return f".{out.name}.writing-"
 
 
-def _fill_and_rename(beside: Path, out: Path, fill: Callable[[Path], None]) -> None:
-    lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY)
+@contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held while we live: `_sweep` lets us alone
-        fill(beside)
-        beside.chmod(0o755)
-        for path in _bottom_up(beside):
-            _flush(path)
-        _replace(beside, out)
-        _flush(out.parent)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _swept(out: Path) -> Generator[Path]:
+    """A new folder beside `out` that is locked while we live, and gone unless it was renamed.
+
+    The parent is locked from before the sweep until the new folder is, so that no other sweep takes it for a left one.
+    """
+    with _locked(out.parent):
+        _sweep(out)
+        beside = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.parent))
+        lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        yield beside
     finally:
         os.close(lock)
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _fill_and_rename(beside: Path, out: Path, fill: Callable[[Path], None]) -> None:
+    fill(beside)
+    beside.chmod(0o755)
+    for path in _bottom_up(beside):
+        _flush(path)
+    _replace(beside, out)
+    _flush(out.parent)
 
 
 def _replace(beside: Path, out: Path) -> None:
+    """Put `beside` at `out`; what was there is at `beside` or gone afterwards."""
     if not out.exists():
         os.rename(beside, out)
-        return
-    old = beside.with_name(beside.name + "-old")
-    os.rename(out, old)
-    try:
-        os.rename(beside, out)
-    except OSError:
-        os.rename(old, out)
-        raise
+    elif not _exchange(beside, out):
+        _replace_in_two_steps(beside, out)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step. False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    done = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    if done != 0 and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOTSUP):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return done == 0
+
+
+def _replace_in_two_steps(beside: Path, out: Path) -> None:
+    """A kill between the two leaves the old folder at `-old`, from where `_sweep` brings it back."""
+    old = beside.with_name(beside.name + _OLD)
+    with _locked(out.parent):  # no sweep between the two
+        os.rename(out, old)
+        try:
+            os.rename(beside, out)
+        except OSError:
+            os.rename(old, out)
+            raise
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _sweep(out: Path) -> None:
-    """Remove what killed processes left; a folder whose writer lives is locked and stays."""
-    for left in out.parent.glob(_prefix(out) + "*"):
+    """Remove what killed processes left, or bring back an old OUT that is nowhere else; living writers hold a lock."""
+    for left in sorted(out.parent.glob(_prefix(out) + "*"), reverse=True):  # `-old` before the folder it made way for
         descriptor = os.open(left, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +205,10 @@ def _sweep(out: Path) -> None:
             continue
         finally:
             os.close(descriptor)
-        shutil.rmtree(left, ignore_errors=True)
+        if left.name.endswith(_OLD) and not os.path.lexists(out):
+            os.rename(left, out)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _bottom_up(folder: Path) -> Iterator[Path]:
