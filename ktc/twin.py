@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -198,7 +198,8 @@ def build(
     router's correction bias) move by 0.1 from their initial value, so that leaving one out of a computation shows.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # `torch.manual_seed` would seed the GPUs too, now or at their first use
+        torch.default_generator.manual_seed(seed)
         model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     tensors: dict[str, torch.Tensor] = model.state_dict()
     with torch.no_grad():
@@ -223,7 +224,8 @@ def write(name: str, cache_dir: Path) -> Path:
     """The checkpoint folder of the twin `name` (bf16, shards, tokenizer) below `cache_dir`, made if it is not there.
 
     The folder's name carries a digest of this file and of the transformers version, so another recipe is another
-    folder and no older compiled model loses its weights. Raises `InputRefused` for a name that is not in `names()`.
+    folder and no older compiled model loses its weights. Raises `InputRefused` for a name that is not in `names()`,
+    `HostLacks` (H227) where the folder cannot be written.
     """
     if name not in _FAMILIES:
         raise InputRefused(
@@ -236,14 +238,19 @@ def write(name: str, cache_dir: Path) -> Path:
     folder = cache_dir / f"{name}-{_recipe_digest()}"
     if folder.is_dir():
         return folder
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache_dir))
     try:
-        _write_checkpoint(name, beside)
-        beside.chmod(0o755)
-        _move_into_place(beside, folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache_dir))
+        try:
+            _write_checkpoint(name, beside)
+            beside.chmod(0o755)
+            _move_into_place(beside, folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    except OSError as error:
+        message = f"the small twin cannot be written to `{cache_dir}`: {error.strerror or error}"
+        hint = "give the cache another place with `KTC_CACHE_DIR`"
+        raise HostLacks(Diagnostic("H227", message, hint=hint)) from error
     return folder
 
 
