@@ -225,7 +225,7 @@ def write(name: str, cache_dir: Path) -> Path:
 
     The folder's name carries a digest of this file and of the transformers version, so another recipe is another
     folder and no older compiled model loses its weights. Raises `InputRefused` for a name that is not in `names()`,
-    `HostLacks` (H227) where the folder cannot be written.
+    `HostLacks` (H229) where the folder cannot be written.
     """
     if name not in _FAMILIES:
         raise InputRefused(
@@ -250,7 +250,7 @@ def write(name: str, cache_dir: Path) -> Path:
     except OSError as error:
         message = f"the small twin cannot be written to `{cache_dir}`: {error.strerror or error}"
         hint = "give the cache another place with `KTC_CACHE_DIR`"
-        raise HostLacks(Diagnostic("H227", message, hint=hint)) from error
+        raise HostLacks(Diagnostic("H229", message, hint=hint)) from error
     return folder
 
 
