@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -140,17 +141,22 @@ def graph_command(
         typer.Option("--diff", metavar="A B", help="Compare two compiled models, graph files, or stages of MODEL."),
     ] = None,
     output: Output = None,
+    as_json: Json = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
     log_file: LogFile = None,
 ) -> None:
     """Show the graph of a model at a stage, or what changed between two."""
-    with Session(verbose=verbose, quiet=quiet, log_file=log_file) as session:
+    with Session(as_json, verbose, quiet, log_file) as session:
         from ktc import cli_graph
 
         color = session.color and output is None
-        request = cli_graph.Request(model, rules, stage, layer, form, diff, color)
-        session.emit(cli_graph.render(request), output)
+        request = cli_graph.Request(model, rules, stage, layer, "json" if as_json else form, diff, color)
+        text = cli_graph.render(request)
+        if as_json:
+            session.result(json.loads(text))
+        if output is not None or not as_json:
+            session.emit(text, output)
 
 
 @app.command("import-kt-yaml")
@@ -180,14 +186,18 @@ def import_kt_yaml_command(
 def fmt_command(
     files: Annotated[list[Path], typer.Argument(help="Rule files, or folders of them.")],
     check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if a file is not laid out so.")] = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Lay rule files out canonically; comments stay where they are."""
-    with Session(quiet=quiet) as session:
+    with Session(as_json, quiet=quiet) as session:
         from ktc.dsl import formatter
 
+        changed: list[str] = []
+        session.result({"check": check, "changed": changed})
         for path in formatter.rule_files(files):
             if formatter.format_file(path, write=not check):
+                changed.append(str(path))
                 session.console.print(f"{path}: " + ("is not laid out canonically" if check else "rewritten"))
                 session.exit_code = 1 if check else 0
 
@@ -195,12 +205,16 @@ def fmt_command(
 @app.command("explain")
 def explain_command(
     code: Annotated[str, typer.Argument(help="A code as messages show it, for example E042.")],
+    as_json: Json = False,
 ) -> None:
     """Say what the code of a message means, with a bad and a good example."""
-    with Session() as session:
+    with Session(as_json) as session:
         from ktc.dsl.explain import explain
 
-        session.emit(str(explain(code)), None)
+        found = explain(code)
+        session.result(asdict(found))
+        if not as_json:
+            session.emit(str(found), None)
 
 
 @app.command("doctor")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -84,10 +84,20 @@ def _dumps(model: str, stages: Sequence[Stage], rules: str) -> list[ModelDump]:
     return compiler.dumps(model, rules, stages)
 
 
+def _of_layer(dump: ModelDump, layer: int | None) -> ModelDump:
+    """The dump with the blocks of `layer` alone, and the matches in them."""
+    if layer is None:
+        return dump
+    blocks = dump.of_layer(layer)
+    sites = {site for block in blocks for site in block.sites}
+    matches = tuple(m for m in dump.matches if any(m.site == s or m.site.startswith(f"{s}.") for s in sites))
+    return replace(dump, blocks=blocks, matches=matches)
+
+
 def _writer(form: str, color: bool) -> Callable[[ModelDump, int | None], str]:
     """The renderer of a form; each takes a dump and a layer."""
     if form == "json":
-        return lambda dump, layer: to_json(dump)
+        return lambda dump, layer: to_json(_of_layer(dump, layer))
     if form == "dot":
         from ktc.graph.dot import render_dot
 

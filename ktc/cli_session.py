@@ -46,6 +46,7 @@ class Session:
         self._started = time.perf_counter()
 
     def __enter__(self) -> Session:
+        _open_standard_streams()
         sys.stdout.flush()
         self._stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
@@ -163,3 +164,14 @@ class Session:
         self._log.addHandler(handler)
         self._log.setLevel(logging.INFO)
         self._log.propagate = False
+
+
+def _open_standard_streams() -> None:
+    """A caller may have closed them (`>&-`): what is said there goes nowhere, and no file of ours gets the numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        with suppress(OSError):
+            os.fstat(number)
+            continue
+        opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(opened, "r" if number == 0 else "w", encoding="utf-8", closefd=False))

@@ -144,3 +144,41 @@ def test_a_closed_pipe_is_no_bug() -> None:
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env={**os.environ})
     assert "Traceback" not in done.stderr
     assert "bug" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_bug(closed: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = f"{sys.executable} -m ktc.cli check moe-lora --log-file {log} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env={**os.environ})
+    assert (done.returncode, "Traceback" in done.stderr, "bug" in done.stderr) == (0, False, False)
+    assert "rules" in log.read_text()
+
+
+def test_a_cache_that_cannot_be_written_is_no_bug(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTC_CACHE_DIR", "/proc/nope")
+    code, _, err = run("check", "moe-lora", "tiny:deepseek_v2")
+    assert code == 3
+    assert "error[H229]" in err and "KTC_CACHE_DIR" in err
+
+
+def test_every_command_has_json(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("explain", "e042", "--json")
+    assert (code, json.loads(out)["code"]) == (0, "E042")
+    code, out, _ = run("explain", "E999", "--json")
+    assert (code, json.loads(out)["diagnostics"][0]["code"]) == (2, "U020")
+    (tmp_path / "a.ktr").write_text("lora {rank=8}\n")
+    code, out, _ = run("fmt", "--check", "--json", str(tmp_path))
+    assert (code, json.loads(out)["changed"]) == (1, [str(tmp_path / "a.ktr")])
+    code, out, _ = run("graph", "--json", "no-such-model")
+    assert (code, json.loads(out)["diagnostics"][0]["code"]) == (2, "I100")
+
+
+def test_json_of_a_layer_holds_the_blocks_of_that_layer(run: Run) -> None:
+    arguments = ("graph", "tiny:deepseek_v2", "--stage", "matched", "--layer", "0")
+    code, out, _ = run(*arguments, "--json")
+    dump = json.loads(out)
+    assert code == 0
+    assert dump["blocks"] and all(0 in block["layers"] for block in dump["blocks"])
+    assert dump["matches"]
+    assert json.loads(run(*arguments, "--format", "json")[1]) == dump
