@@ -77,7 +77,7 @@ def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: i
 
 def _value(expression: syntax.Expression, unit: int, rules: RuleSet, facts: Facts) -> Result:
     """The value of an expression that asks about model and host alone."""
-    return evaluate(expression, rules.units[unit].params, lambda parts: facts.about(parts[0], parts[1]))
+    return evaluate(expression, rules.units[unit].params, facts.answer)
 
 
 def _references(expression: syntax.Expression) -> Iterator[tuple[str, str]]:

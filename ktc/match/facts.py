@@ -52,6 +52,13 @@ class Facts:
         nodes = [n for n in _leaves(binding) if "fqn" in self.node(match.block, n).meta]
         return common_path(match.site, [str(self.node(match.block, n).meta["fqn"]) for n in nodes])
 
+    def answer(self, parts: tuple[str, ...]) -> Value:
+        """What `evaluate` asks beside captures: a fact, or with `has` whether a set of facts holds a name."""
+        fact = self.about(parts[0], parts[1])
+        if len(parts) == 4 and parts[2] == "has":
+            return parts[3] in fact if isinstance(fact, tuple) else None
+        return fact
+
     def about(self, what: str, attribute: str) -> Value:
         """`host.isa`, `gpu.count`, `model.layers`."""
         host, gpus = self.host, self.host.gpus

@@ -153,7 +153,7 @@ def _condition(rule: RuleDefinition, rules: RuleSet, facts: Facts, candidate: Ma
 
     def resolve(parts: tuple[str, ...]) -> Value:
         if parts[0] != alias:
-            return facts.about(parts[0], parts[1])
+            return facts.answer(parts)
         if "has" in parts:
             at = parts.index("has")
             return candidate.capture((*parts[1:at], *parts[at + 1 :])) is not None
