@@ -60,7 +60,7 @@ def test_logits_are_as_near_to_fp32_as_those_of_stock_bf16(package: ModuleType) 
     assert ours.device.type == "cuda"
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the stock Trainer makes DataParallel of a one-GPU model here")
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the stock Trainer would use DataParallel")
 def test_it_trains_and_generates_across_the_devices(package: ModuleType, tmp_path: Path) -> None:
     model = package.load()
     adapted = get_peft_model(model, package.lora_config())
