@@ -70,10 +70,10 @@ def compile(
     matches = see("match", match(captured, ruleset, host))
     plan = see("plan", _fitting(make_plan(captured, weights.sources, matches, ruleset, host)))
     blocks = see("rewrite", rewrite(captured, plan))
-    see("prove", prove(captured, blocks))
+    proofs = see("prove", prove(captured, blocks))
     kernels = see("render", render(plan.kernels, _origins(plan)))
     library = see("build", build(kernels, host) if plan.kernels else None)
-    package = assemble(captured, ruleset, settings, weights, matches, plan, blocks, kernels, library)
+    package = assemble(captured, ruleset, settings, weights, matches, plan, blocks, proofs, kernels, library)
     return see("link", link(package, Path(out), force))
 
 

@@ -20,6 +20,7 @@ from ktc.link.stages import STAGES, dump_stage
 from ktc.match import Matches
 from ktc.plan import Plan
 from ktc.plan.report import plan_json
+from ktc.prove import Proof
 from ktc.rewrite import RewrittenBlock, recipe
 from ktc.runtime.kernel_library import KernelLibrary
 
@@ -32,6 +33,7 @@ def assemble(
     matches: Matches,
     plan: Plan,
     blocks: Sequence[RewrittenBlock],
+    proofs: Sequence[Proof],
     source: KernelSource,
     library: KernelLibrary | None,
 ) -> Package:
@@ -61,6 +63,7 @@ def assemble(
         else adapter_json(
             lora.targets, lora.r, lora.lora_alpha, lora.lora_dropout, lora.rank_pattern, lora.alpha_pattern
         ),
+        proofs=tuple(proof.to_json() for proof in proofs),
         graphs={stage: to_json(dump_stage(stage, captured, matches, plan, blocks)) for stage in STAGES},
     )
 

@@ -68,6 +68,7 @@ class Package:
     placement: Mapping[str, str]
     lora: Mapping[str, Any] | None
     graphs: Mapping[str, str]
+    proofs: tuple[Mapping[str, Any], ...] = ()
 
 
 def link(package: Package, out: Path, force: bool = False) -> Path:
@@ -101,6 +102,7 @@ def _texts(package: Package, name: str) -> dict[str, str]:
         "config.json": _config(package),
         peft_glue.FILE: _json(package.lora),
         "weights.json": write_sources(package.weights),
+        "proofs.json": _json(package.proofs),
         "__init__.py": _rendered("__init__.py.j2", facts),
         "modeling_ktc.py": _rendered("modeling_ktc.py.j2", facts),
     }

@@ -174,3 +174,9 @@ def test_a_model_object_stands_for_the_folder_it_came_from(package: ModuleType, 
     out = ktc.compile(model, RULES[family], tmp_path / "from_object", settings={"device": "cpu"})
     record, first = (json.loads((folder / "ktc.json").read_text()) for folder in (out, folder_of(package)))
     assert record["model"] == first["model"]
+
+
+def test_out_holds_the_proof_of_every_rewrite(package: ModuleType) -> None:
+    proofs = json.loads((folder_of(package) / "proofs.json").read_text())
+    assert len(proofs) == 2
+    assert all(proof["holds"] and proof["gradients"] for proof in proofs)
