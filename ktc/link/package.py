@@ -46,8 +46,8 @@ class Package:
     `name` is what adapters name as their base (a hub id or the checkpoint's path), `checkpoint` the folder with
     config.json and the weights, `class_name` and `dtype` the stock class and its dtype as torch spells it ("bfloat16").
     `rules` is the entry among `rule_files`, which maps names to texts; `graphs` maps stage names to JSON. `plan` is any
-    JSON value that tells two plans apart, `proofs` are the reports of the rewrites, `lora` the arguments of
-    `LoraConfig` or `None`.
+    JSON value that tells two plans apart, `bindings` the source of the Python bindings, `lora` the arguments of
+    `LoraConfig` or `None`, `proofs` the reports of the rewrites.
     """
 
     name: str
