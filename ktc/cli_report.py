@@ -72,6 +72,7 @@ class StageReport:
         self._session.note(line)
         following = STAGES.index(stage) + 1
         if following < len(STAGES):
+            self._session.go_on()
             self._waiting(STAGES[following])
         self._last = now
 

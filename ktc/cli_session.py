@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -44,8 +46,11 @@ class Session:
         self._log = logging.getLogger("ktc.session")
         self._result: dict[str, Any] = {}
         self._started = time.perf_counter()
+        self._interrupted = False
 
     def __enter__(self) -> Session:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
         _open_standard_streams()
         sys.stdout.flush()
         self._stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -77,7 +82,18 @@ class Session:
         for handler in self._log.handlers[:]:
             handler.close()
             self._log.removeHandler(handler)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._before)
         raise typer.Exit(self.exit_code) from None
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = True
+        raise KeyboardInterrupt
+
+    def go_on(self) -> None:
+        """Raises KeyboardInterrupt if one was asked for: an import in the middle of it may have swallowed the first."""
+        if self._interrupted:
+            raise KeyboardInterrupt
 
     @property
     def color(self) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +184,12 @@ def test_json_of_a_layer_holds_the_blocks_of_that_layer(run: Run) -> None:
     assert dump["blocks"] and all(0 in block["layers"] for block in dump["blocks"])
     assert dump["matches"]
     assert json.loads(run(*arguments, "--format", "json")[1]) == dump
+
+
+def test_an_interrupt_that_an_import_swallows_still_ends_the_command() -> None:
+    session = Session()
+    with pytest.raises(typer.Exit) as left, session:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        session.go_on()
+    assert left.value.exit_code == 130
