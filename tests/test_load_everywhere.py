@@ -189,6 +189,7 @@ def test_the_folder_holds_what_its_users_look_for(compiled: Path) -> None:
         "ktc.json",
         "lora.json",
         "modeling_ktc.py",
+        "proofs.json",
         "rules/moe-lora.ktr",
         "rules/std/moe.ktr",
         "tokenizer.json",
