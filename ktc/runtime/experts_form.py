@@ -1,0 +1,72 @@
+"""What the experts of a layer compute, beside their sizes: activation, gate, biases, and how their weights are stored.
+
+Capture reads a form from the model's own code, the kernel spec and the recipe carry it, kernels and loader follow it.
+A form has one spelling (`silu`, `silu(alpha=1.702, limit=7.0, up_offset=1.0) biased transposed`), which graphs and
+manifests hold; `parse_form` reads it back.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Final, Literal, get_args
+
+Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+_FLAGS: Final = ("ungated", "biased", "transposed", "interleaved")
+_FORM = re.compile(r"(?P<function>\w+)(?:\((?P<settings>[^()]*)\))?(?P<flags>(?: \w+)*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """`f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)`; without a gate, `f(up)` alone.
+
+    `silu` is `x * sigmoid(alpha * x)`, so that `alpha = 1.702` is the sigmoid form of GELU that GPT-OSS uses; `relu2` is
+    the square of ReLU; `gelu_tanh` the tanh form of GELU. `alpha` belongs to `silu` alone.
+    """
+
+    function: Function = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return f"{self.function}({', '.join(changed)})" if changed else self.function
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsForm:
+    """The form of one layer's experts.
+
+    Stock weights are `gate_up` (E, 2I, H) with gate first and `down` (E, H, I); `transposed` swaps the last two
+    dimensions of both, `interleaved` means that gate and up alternate along 2I, and without `gated` there is only
+    `up` (E, I, H). `biased`: gate_up has a bias (E, 2I), ordered as its rows are, and down one of (E, H).
+    """
+
+    activation: Activation = Activation()
+    gated: bool = True
+    biased: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+
+    def __str__(self) -> str:
+        set_flags = (not self.gated, self.biased, self.transposed, self.interleaved)
+        return " ".join([str(self.activation), *(name for name, on in zip(_FLAGS, set_flags, strict=True) if on)])
+
+
+def parse_form(text: str) -> ExpertsForm:
+    """The form that `str(form)` spells. Raises `ValueError` for any other text."""
+    found = _FORM.fullmatch(text)
+    if found is None or found["function"] not in get_args(Function):
+        raise ValueError(f"`{text}` is no form of experts")
+    flags = found["flags"].split()
+    settings = dict(pair.split("=", 1) for pair in (found["settings"] or "").split(", ") if "=" in pair)
+    try:
+        numbers = {name: float(value) for name, value in settings.items()}
+        activation = Activation(found["function"], **numbers)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{text}` is no form of experts") from error
+    form = ExpertsForm(activation, "ungated" not in flags, *(flag in flags for flag in _FLAGS[1:]))
+    if str(form) != text:
+        raise ValueError(f"`{text}` is no form of experts; expected the spelling `{form}`")
+    return form
