@@ -1,0 +1,10 @@
+"""Small twins of a model family: a config shrunk to witness size, the model built from it, a checkpoint written of it.
+
+With `capture`, the only place that knows Hugging Face model classes and names.
+"""
+
+from ktc.twin.build import build
+from ktc.twin.checkpoint import names, write
+from ktc.twin.shrink import shrink
+
+__all__ = ["build", "names", "shrink", "write"]
