@@ -18,6 +18,7 @@ from ktc.prove import compare, prove
 from ktc.prove.compare import TOLERANCE, Call, relative_error
 from ktc.prove.run import bind, record_calls
 from ktc.rewrite import apply, rewrite
+from ktc.runtime.experts_form import Activation, ExpertsForm
 from ktc.runtime.fused_moe import FusedMoe
 
 
@@ -94,7 +95,7 @@ def swapped_gate_and_up(graph: fx.GraphModule) -> None:
 def wrong_activation(graph: fx.GraphModule) -> None:
     experts = graph.get_submodule("experts")
     assert isinstance(experts, FusedMoe)
-    experts.activation = "gelu"
+    experts.form = ExpertsForm(Activation("gelu"))
 
 
 def dropped_correction_bias(graph: fx.GraphModule) -> None:

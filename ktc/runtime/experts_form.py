@@ -7,6 +7,7 @@ manifests hold; `parse_form` reads it back.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Final, Literal, get_args
@@ -20,8 +21,8 @@ _FORM = re.compile(r"(?P<function>\w+)(?:\((?P<settings>[^()]*)\))?(?P<flags>(?:
 class Activation:
     """`f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)`; without a gate, `f(up)` alone.
 
-    `silu` is `x * sigmoid(alpha * x)`, so that `alpha = 1.702` is the sigmoid form of GELU that GPT-OSS uses; `relu2` is
-    the square of ReLU; `gelu_tanh` the tanh form of GELU. `alpha` belongs to `silu` alone.
+    `silu` is `x * sigmoid(alpha * x)`, so that `alpha = 1.702` is the sigmoid form of GELU that GPT-OSS uses; `relu2`
+    is the square of ReLU; `gelu_tanh` the tanh form of GELU. `alpha` belongs to `silu` alone.
     """
 
     function: Function = "silu"
@@ -29,8 +30,18 @@ class Activation:
     limit: float | None = None
     up_offset: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.alpha) or not math.isfinite(self.up_offset):
+            raise ValueError("`alpha` and `up_offset` must be finite")
+        if self.limit is not None and not 0 < self.limit < math.inf:
+            raise ValueError(f"`limit` must be positive and finite, found {self.limit!r}")
+        if self.alpha != 1 and self.function != "silu":
+            raise ValueError(f"`alpha` belongs to `silu` alone, found `{self.function}`")
+
     def __str__(self) -> str:
-        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        changed = [
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != f.default
+        ]
         return f"{self.function}({', '.join(changed)})" if changed else self.function
 
 
@@ -49,6 +60,11 @@ class ExpertsForm:
     transposed: bool = False
     interleaved: bool = False
 
+    def __post_init__(self) -> None:
+        of_pairs = self.interleaved or self.activation.limit is not None or self.activation.up_offset != 0
+        if of_pairs and not self.gated:
+            raise ValueError("experts without a gate have no `interleaved`, `limit` or `up_offset`")
+
     def __str__(self) -> str:
         set_flags = (not self.gated, self.biased, self.transposed, self.interleaved)
         return " ".join([str(self.activation), *(name for name, on in zip(_FLAGS, set_flags, strict=True) if on)])
@@ -64,9 +80,9 @@ def parse_form(text: str) -> ExpertsForm:
     try:
         numbers = {name: float(value) for name, value in settings.items()}
         activation = Activation(found["function"], **numbers)  # pyright: ignore[reportArgumentType]
+        form = ExpertsForm(activation, "ungated" not in flags, *(flag in flags for flag in _FLAGS[1:]))
     except (TypeError, ValueError) as error:
         raise ValueError(f"`{text}` is no form of experts") from error
-    form = ExpertsForm(activation, "ungated" not in flags, *(flag in flags for flag in _FLAGS[1:]))
     if str(form) != text:
         raise ValueError(f"`{text}` is no form of experts; expected the spelling `{form}`")
     return form

@@ -3,7 +3,7 @@
 In: hidden states and the router's choice, as Hugging Face's experts modules take them. Out: the weighted sum of the
 experts' outputs. Gradients go to the hidden states and the routing weights; the base weights are frozen.
 Without a kernel the module is its own PyTorch reference on plain tensors. Refused: an expert index out of range,
-tensors of another shape than the layer's, a forward before every expert is loaded.
+tensors of another shape than the layer's, a form nobody spells so, a forward before every expert is loaded.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ktc.runtime.experts_reference import ACTIVATIONS, fused_moe_reference
+from ktc.runtime.experts_form import ExpertsForm, parse_form
+from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.kernel_library import Kernel, Part
 from ktc.runtime.packed_experts import PackedExperts
+from ktc.runtime.stock_experts import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
 
-PARTS: tuple[Part, ...] = ("gate", "up", "down")
-_WEIGHTS = ("gate_up_proj", "down_proj")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-__all__ = ["PARTS", "FusedMoe", "Part", "fused_moe_reference"]
+__all__ = ["FusedMoe", "Part", "fused_moe_reference"]
 
 
 def _never_traced(function: Callable[P, R]) -> Callable[P, R]:
@@ -37,15 +37,17 @@ def _never_traced(function: Callable[P, R]) -> Callable[P, R]:
 class FusedMoe(nn.Module):
     """Routed experts with frozen weights; forward takes `(T, H), (T, K) int64, (T, K)` and returns `(T, H)`.
 
-    `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I) can be asked for by name, as PEFT does, but are no registered
-    parameters: optimizers, `state_dict` and `.to()` do not see them. With a kernel they are shapes without storage,
-    and every value in them is NaN; `expert` gives the weights themselves.
+    The tensors of the stock module (`stock_names`: `gate_up_proj` or, without a gate, `up_proj`; `down_proj`; their
+    biases) can be asked for by name and have their stock shapes, as PEFT needs it, but are no registered parameters:
+    optimizers, `state_dict` and `.to()` do not see them. With a kernel they are shapes without storage, and every value
+    in them is NaN; `expert` gives the weights themselves.
 
     `.to(device)` moves nothing, and `.float()`, `.half()` or `.double()` change no weight: a kernel computes in the
     dtype it was built for (a warning says so) and returns the dtype of its hidden states.
     Copies share the weights, which are frozen.
 
     Args:
+        form: what the experts compute and how their stock tensors are stored, or the spelling of it.
         kernel: an entry of the kernel library, or `None` for the PyTorch reference.
         threads: workers of the kernel's engine.
         dtype: what the parameters report; in reference mode also the dtype they are stored and computed in.
@@ -53,6 +55,7 @@ class FusedMoe(nn.Module):
     """
 
     gate_up_proj: nn.Parameter
+    up_proj: nn.Parameter
     down_proj: nn.Parameter
 
     def __init__(
@@ -61,7 +64,7 @@ class FusedMoe(nn.Module):
         hidden: int,
         intermediate: int,
         top_k: int,
-        activation: str = "silu",
+        form: str | ExpertsForm = "silu",
         *,
         kernel: Kernel | None = None,
         threads: int = 1,
@@ -69,16 +72,16 @@ class FusedMoe(nn.Module):
         activations: Literal["keep", "recompute"] = "keep",
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"unknown activation `{activation}`; expected one of {', '.join(ACTIVATIONS)}")
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
-        self.activation, self.activations = activation, activations
+        self.form = parse_form(form) if isinstance(form, str) else form
+        self.activations = activations
         self._experts = (
             PackedExperts(kernel, threads, num_experts, hidden, intermediate, top_k) if kernel is not None else None
         )
-        self._absent: set[tuple[int, Part]] = {(expert, part) for expert in range(num_experts) for part in PARTS}
-        self._hold("gate_up_proj", (num_experts, 2 * intermediate, hidden), dtype)
-        self._hold("down_proj", (num_experts, hidden, intermediate), dtype)
+        parts = parts_of(self.form)
+        self._absent: set[tuple[int, Part]] = {(expert, part) for expert in range(num_experts) for part in parts}
+        for name in stock_names(self.form):
+            self._hold(name, stock_shape(self.form, name, num_experts, hidden, intermediate), dtype)
 
     def _hold(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Keep a weight as a plain attribute, unregistered; with a kernel, one element stands for all."""
@@ -88,25 +91,28 @@ class FusedMoe(nn.Module):
             tensor = torch.zeros(shape, dtype=dtype)
         self.__dict__[name] = nn.Parameter(tensor, requires_grad=False)
 
+    def _held(self, name: StockTensor) -> nn.Parameter:
+        return cast("nn.Parameter", self.__dict__[name])
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The two weights by name, for whoever asks this module itself; a parent does not list them."""
+        """The stock tensors by name, for whoever asks this module itself; a parent does not list them."""
         dot = "." if prefix else ""
-        for name in _WEIGHTS:
-            yield f"{prefix}{dot}{name}", cast("nn.Parameter", self.__dict__[name])
+        for name in stock_names(self.form):
+            yield f"{prefix}{dot}{name}", self._held(name)
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedMoe:
         copied = self.__new__(type(self))
         memo[id(self)] = copied
-        memo.update((id(self.__dict__[name]), self.__dict__[name]) for name in _WEIGHTS)
+        memo.update((id(self._held(name)), self._held(name)) for name in stock_names(self.form))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoe:
         if self._experts:
-            held = self.gate_up_proj.dtype
+            held = self.down_proj.dtype
             wanted = fn(torch.empty(1, dtype=held)).dtype
             if wanted != held:
                 kept = (
@@ -121,29 +127,46 @@ class FusedMoe(nn.Module):
         return self._experts.nbytes if self._experts else 0
 
     def load_expert(self, expert: int, part: Part, tensor: Tensor) -> None:
-        """Store one matrix of one expert: gate and up are `(I, H)`, down is `(H, I)`; any float dtype."""
-        expected = (self.hidden, self.intermediate) if part == "down" else (self.intermediate, self.hidden)
+        """Store one part of one expert: gate and up are `(I, H)`, down is `(H, I)`, biases `(I,)` and `(H,)`.
+
+        Any float dtype. Raises `ValueError` for another shape, or a part that experts of this form lack.
+        """
+        parts = parts_of(self.form)
+        if part not in parts:
+            raise ValueError(f"experts of the form `{self.form}` have no `{part}`, only {', '.join(parts)}")
+        expected = self._shape(part)
         if tuple(tensor.shape) != expected:
             raise ValueError(f"expert {expert}, `{part}`: expected shape {expected}, found {tuple(tensor.shape)}")
         if self._experts:
             self._experts.load(expert, part, tensor)
         else:
-            self._reference_matrix(expert, part).copy_(tensor.detach())
+            self._reference_part(expert, part).copy_(tensor.detach())
         self._absent.discard((expert, part))
 
     def expert(self, expert: int, part: Part) -> Tensor:
-        """One matrix of one expert, as it was loaded (a copy, in the dtype it is computed in)."""
-        return self._experts.unpack(expert, part) if self._experts else self._reference_matrix(expert, part).clone()
+        """One part of one expert, as it was loaded (a copy, in the dtype it is computed in)."""
+        if self._experts:
+            return self._experts.unpack(expert, part, self._shape(part))
+        return self._reference_part(expert, part).clone(memory_format=torch.contiguous_format)
 
-    def _reference_matrix(self, expert: int, part: Part) -> Tensor:
-        if part == "down":
-            return self.down_proj.detach()[expert]
-        gate, up = self.gate_up_proj.detach()[expert].chunk(2)
-        return gate if part == "gate" else up
+    def _shape(self, part: Part) -> tuple[int, ...]:
+        rows, columns = self.intermediate, self.hidden
+        if part.startswith("down"):
+            rows, columns = columns, rows
+        return (rows,) if part.endswith("_bias") else (rows, columns)
+
+    def _reference_part(self, expert: int, part: Part) -> Tensor:
+        """A view of the stock tensor it lies in."""
+        for name in stock_names(self.form):
+            held = dict(canonical_parts(self.form, name, self._held(name).detach()[expert]))
+            if part in held:
+                return held[part]
+        raise KeyError(part)
 
     def missing(self) -> tuple[tuple[int, Part], ...]:
         """The (expert, part) pairs that were never loaded, in order of expert."""
-        return tuple(sorted(self._absent, key=lambda pair: (pair[0], PARTS.index(pair[1]))))
+        parts = parts_of(self.form)
+        return tuple(sorted(self._absent, key=lambda pair: (pair[0], parts.index(pair[1]))))
 
     @_never_traced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -156,8 +179,8 @@ class FusedMoe(nn.Module):
         if self._experts:
             out_TH = self._run_kernel(self._experts, x_TH, index_TK, weights_TK)
         else:
-            weights = (self.gate_up_proj, self.down_proj)
-            out_TH = fused_moe_reference(x_TH, index_TK, weights_TK, *weights, self.activation)
+            first, down, *biases = (self._held(name) for name in stock_names(self.form))
+            out_TH = fused_moe_reference(x_TH, index_TK, weights_TK, first, down, self.form, *biases)
         return out_TH.to(hidden_states.device)
 
     def _run_kernel(self, experts: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -181,7 +204,7 @@ class FusedMoe(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}, "
-            f"top_k={self.top_k}, activation={self.activation}, {'packed' if self._experts else 'reference'}"
+            f"top_k={self.top_k}, form={self.form}, {'packed' if self._experts else 'reference'}"
         )
 
 

@@ -19,7 +19,7 @@ from typing import Literal, Protocol, cast
 from ktc import host
 from ktc.diagnostics import Diagnostic, InputRefused
 
-Part = Literal["gate", "up", "down"]
+Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 
 
 class Engine(Protocol):

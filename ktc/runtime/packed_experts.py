@@ -30,7 +30,6 @@ class PackedExperts:
     ) -> None:
         self._native = kernel.instantiate(num_experts, hidden, intermediate, top_k)
         self._kernel, self._threads = kernel, permitted_threads(threads)
-        self._hidden, self._intermediate = hidden, intermediate
         self.dtype = DTYPES[kernel.dtype]
         self.weight_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self._storage = huge_pages(self._native.packed_bytes)
@@ -47,22 +46,22 @@ class PackedExperts:
         """Bytes of the packed weights."""
         return self._native.packed_bytes
 
-    def load(self, expert: int, part: Part, matrix: Tensor) -> None:
-        """Pack one matrix: gate and up are `(I, H)`, down is `(H, I)`. Raises `ValueError` for another shape."""
-        source = matrix.detach().cpu()
+    def load(self, expert: int, part: Part, values: Tensor) -> None:
+        """Pack one part: gate and up are `(I, H)`, down is `(H, I)`, a bias is a row. Raises `ValueError` otherwise."""
+        source = values.detach().cpu()
         if source.dtype not in _NAMES:
             source = source.float()
         source = source.contiguous()
-        rows, columns = source.shape
+        rows, columns = (1, *source.shape)[-2:]
         name = _NAMES[source.dtype]
         self._native.pack(self._packed, expert, part, source.data_ptr(), name, rows, columns)
 
-    def unpack(self, expert: int, part: Part) -> Tensor:
-        """One matrix back from packed form, in the kernel's dtype."""
-        shape = (self._hidden, self._intermediate) if part == "down" else (self._intermediate, self._hidden)
-        matrix = torch.empty(shape, dtype=self.dtype)
-        self._native.unpack(self._packed, expert, part, matrix.data_ptr(), *shape)
-        return matrix
+    def unpack(self, expert: int, part: Part, shape: tuple[int, ...]) -> Tensor:
+        """One part back from packed form, in the kernel's dtype; a bias in the dtype of its sums."""
+        values = torch.empty(shape, dtype=self.weight_dtype if part.endswith("_bias") else self.dtype)
+        rows, columns = (1, *shape)[-2:]
+        self._native.unpack(self._packed, expert, part, values.data_ptr(), rows, columns)
+        return values
 
     def forward(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
         """The layer's output, and where `save` what backward needs beside the inputs."""
