@@ -9,6 +9,7 @@ tensors of another shape than the layer's, a form nobody spells so, a forward be
 from __future__ import annotations
 
 import copy
+import mmap
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -142,6 +143,22 @@ class FusedMoe(nn.Module):
         else:
             self._reference_part(expert, part).copy_(tensor.detach())
         self._absent.discard((expert, part))
+
+    @property
+    def packed_storage(self) -> memoryview:
+        """The packed bytes of all experts, in memory of this module. Raises `ValueError` in reference mode."""
+        return memoryview(self._kernel_experts().storage.numpy())
+
+    def take_packed(self, mapping: mmap.mmap | None = None) -> None:
+        """All experts are there: in `packed_storage`, which was filled, or in a read-only mapping of such bytes."""
+        if mapping is not None:
+            self._kernel_experts().use_mapping(mapping)
+        self._absent.clear()
+
+    def _kernel_experts(self) -> PackedExperts:
+        if self._experts is None:
+            raise ValueError("experts without a kernel have no packed form")
+        return self._experts
 
     def expert(self, expert: int, part: Part) -> Tensor:
         """One part of one expert, as it was loaded (a copy, in the dtype it is computed in)."""

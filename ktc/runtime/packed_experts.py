@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from typing import Final, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,8 +33,8 @@ class PackedExperts:
         self._kernel, self._threads = kernel, permitted_threads(threads)
         self.dtype = DTYPES[kernel.dtype]
         self.weight_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self._storage = huge_pages(self._native.packed_bytes)
-        self._packed = self._storage.data_ptr()
+        self._storage: Tensor | mmap.mmap = huge_pages(self._native.packed_bytes)
+        self._packed = self.storage.data_ptr()
 
     def with_threads(self, threads: int) -> PackedExperts:
         """The same weights, computed with by exactly this many threads."""
@@ -46,8 +47,23 @@ class PackedExperts:
         """Bytes of the packed weights."""
         return self._native.packed_bytes
 
+    @property
+    def storage(self) -> Tensor:
+        """The packed bytes of all experts, to be written to a file or filled from one."""
+        assert isinstance(self._storage, Tensor), "mapped weights have no storage of their own"
+        return self._storage
+
+    def use_mapping(self, mapping: mmap.mmap) -> None:
+        """Compute from packed bytes that are mapped read-only, instead of from storage of our own."""
+        if len(mapping) != self.nbytes:
+            raise ValueError(f"expected {self.nbytes} packed bytes, found a mapping of {len(mapping)}")
+        self._storage = mapping
+        self._packed = int(np.frombuffer(mapping, np.uint8).ctypes.data)
+
     def load(self, expert: int, part: Part, values: Tensor) -> None:
         """Pack one part: gate and up are `(I, H)`, down is `(H, I)`, a bias is a row. Raises `ValueError` otherwise."""
+        if not isinstance(self._storage, Tensor):
+            raise RuntimeError("the experts are mapped read-only from a packed store")
         source = values.detach().cpu()
         if source.dtype not in _NAMES:
             source = source.float()

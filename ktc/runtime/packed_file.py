@@ -1,0 +1,215 @@
+"""One file of a packed store: the experts of one layer in their kernel's form, behind a header, ready to be mapped.
+
+A file is a magic number, the length of a JSON header, the header and its sha256, a hole, and from 2 MiB on the packed
+bytes as they lie in memory. It is written beside its place, flushed and renamed: a name stands for a whole file.
+Refused (`Damaged`): another magic number or schema, a header that does not fit its digest, a file of another size.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ktc.decode import Undecodable, decode
+
+SCHEMA: Final = 1
+DATA: Final = 2 << 20  # the packed bytes begin on a huge page, in the file as in memory
+PIECE: Final = 32 << 20  # read, written and hashed at once
+_MAGIC: Final = b"KTCPACK\n"
+_LENGTH: Final = 4
+_LARGEST_HEADER: Final = 1 << 16
+
+
+class Damaged(Exception):
+    """The file is no whole packed file; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What packed bytes were made of, as digests: `kernel` also stands for the library and the layer's sizes."""
+
+    kernel: str
+    rules: str
+    rows: str
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """`content` is the digest of the packed bytes: see `content_digest`."""
+
+    schema: int
+    fqn: str
+    kernel: str
+    num_experts: int
+    packed_bytes: int
+    origin: Origin
+    content: str
+
+
+def content_digest(digests: Iterable[bytes]) -> str:
+    """The digest of packed bytes from the sha256 of each `PIECE` of them: pieces can be hashed side by side."""
+    whole = hashlib.sha256()
+    for digest in digests:
+        whole.update(digest)
+    return whole.hexdigest()
+
+
+def digest_of(data: memoryview) -> str:
+    """The content digest of bytes in memory."""
+    with ThreadPoolExecutor(_workers()) as pool:
+        return content_digest(pool.map(_sha256, _pieces(data)))
+
+
+def write(path: Path, make_header: Callable[[str], Header], data: memoryview, wrote: Callable[[int], None]) -> Header:
+    """Write a whole file, with the header that `make_header` makes of the content digest.
+
+    `wrote` is told the bytes of each piece. Raises `OSError`; whatever it raises, nothing is left at `path` or beside.
+    """
+    beside = path.with_name(f".{path.name}.writing")
+    try:
+        with beside.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+            descriptor = file.fileno()
+            _reserve(descriptor, len(data))
+            digests: list[bytes] = []
+            position = DATA
+            for piece in _pieces(data):
+                hashed = pool.submit(_sha256, piece)  # beside the write: neither holds the interpreter
+                _write_all(descriptor, piece, position)
+                digests.append(hashed.result())
+                position += len(piece)
+                wrote(len(piece))
+            header = make_header(content_digest(digests))
+            _write_all(descriptor, memoryview(_encoded(header)), 0)
+            os.fsync(descriptor)
+        os.rename(beside, path)
+        flush(path.parent)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    return header
+
+
+def read_header(path: Path) -> Header:
+    """The header of a whole file. Raises `Damaged`, or `OSError`."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise Damaged("it does not begin as a packed file does")
+        length = int.from_bytes(file.read(_LENGTH), "little")
+        if length > _LARGEST_HEADER:
+            raise Damaged(f"it claims a header of {length} bytes")
+        text, digest = file.read(length), file.read(hashlib.sha256().digest_size)
+    if hashlib.sha256(text).digest() != digest:
+        raise Damaged("its header was altered")
+    header = _decoded(text)
+    if size != DATA + header.packed_bytes:
+        raise Damaged(f"it has {size} bytes, expected {DATA + header.packed_bytes}")
+    return header
+
+
+def read_into(descriptor: int, target: memoryview, offset: int) -> int:
+    """Fill `target` with packed bytes from `offset` on and return their number. Raises `Damaged` where they end."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], DATA + offset + done)
+        if count == 0:
+            raise Damaged("it was truncated")
+        done += count
+    return done
+
+
+def map_read_only(path: Path, size: int) -> mmap.mmap:
+    """The packed bytes as a shared mapping that nobody can write to; processes that map the same file share it."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=DATA)
+
+
+def stored_digest(path: Path, size: int, hashed: Callable[[int], None]) -> str:
+    """The content digest of the packed bytes in a file, read without the help of a mapping."""
+
+    def piece(offset: int) -> bytes:
+        target = memoryview(bytearray(min(PIECE, size - offset)))
+        read_into(descriptor, target, offset)
+        return _sha256(target)
+
+    digests: list[bytes] = []
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with ThreadPoolExecutor(_workers()) as pool:
+            for offset, digest in zip(offsets(size), pool.map(piece, offsets(size)), strict=True):
+                digests.append(digest)
+                hashed(min(PIECE, size - offset))
+    finally:
+        os.close(descriptor)
+    return content_digest(digests)
+
+
+def offsets(size: int) -> range:
+    """Where the pieces of `size` packed bytes begin."""
+    return range(0, size, PIECE)
+
+
+def flush(path: Path) -> None:
+    """Make a folder's names, or a file's bytes, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _pieces(data: memoryview) -> Iterable[memoryview]:
+    return (data[offset : offset + PIECE] for offset in offsets(len(data)))
+
+
+def _sha256(data: memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _workers() -> int:
+    return min(8, os.cpu_count() or 1)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Take the space now: a full disk is found before minutes of packing. The hole before the data takes none."""
+    try:
+        os.posix_fallocate(descriptor, DATA, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # the file system cannot reserve
+            raise
+        os.ftruncate(descriptor, DATA + size)
+
+
+def _write_all(descriptor: int, data: memoryview, position: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], position + done)
+
+
+def _encoded(header: Header) -> bytes:
+    text = json.dumps(asdict(header)).encode()
+    assert len(text) < _LARGEST_HEADER, "a header is a few hundred bytes"
+    return _MAGIC + len(text).to_bytes(_LENGTH, "little") + text + hashlib.sha256(text).digest()
+
+
+def _decoded(text: bytes) -> Header:
+    try:
+        content: Any = json.loads(text)
+        schema: object = content.get("schema") if isinstance(content, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        if schema != SCHEMA:
+            raise Damaged(f"it has schema {schema}, this ktc reads schema {SCHEMA}")
+        header = decode(content, Header)
+    except (ValueError, Undecodable) as error:
+        raise Damaged(f"its header cannot be read: {error}") from error
+    if header.packed_bytes < 1:
+        raise Damaged(f"it claims {header.packed_bytes} packed bytes")
+    return header

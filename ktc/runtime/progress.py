@@ -1,0 +1,56 @@
+"""How far a long read or write has come: the callback that loading and packing report to, and a bar for terminals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+Progress = Callable[[int, int], None]
+"""Called after each piece with the bytes that are done and the bytes in all."""
+
+
+class Tally:
+    """Bytes done, over stages that each count for themselves, told to one callback."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress, self._done = total, progress, 0
+
+    def add(self, count: int) -> None:
+        """So many bytes more are done."""
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def stage(self) -> Progress:
+        """A callback for a stage that reports its own bytes done, from 0 on."""
+        before = 0
+
+        def report(done: int, total: int) -> None:
+            nonlocal before
+            self.add(done - before)
+            before = done
+
+        return report
+
+
+@contextmanager
+def progress_bar(what: str, quiet: bool = False) -> Generator[Progress | None]:
+    """A bar with bytes, bytes per second and the time left, on standard error if that is a terminal; else none."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
