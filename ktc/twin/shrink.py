@@ -19,12 +19,12 @@ TOP_K = 4
 NUM_HEADS = 4
 VOCAB = 256
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 # The size each attribute shrinks to. An attribute that the config lacks, or that is None or 0 there, stays as it is.
 _SIZES: Mapping[str, int] = {
-    **dict.fromkeys(_EXPERT_COUNTS, NUM_EXPERTS),
-    **dict.fromkeys(_TOP_KS, TOP_K),
+    **dict.fromkeys(EXPERT_COUNTS, NUM_EXPERTS),
+    **dict.fromkeys(TOP_KS, TOP_K),
     "hidden_size": 64,
     "intermediate_size": 80,
     "moe_intermediate_size": 48,
@@ -47,7 +47,7 @@ _SIZES: Mapping[str, int] = {
     "index_topk": 64,
     "vocab_size": VOCAB,
 }
-_KEEP_IF_SMALLER = (*_TOP_KS, "n_shared_experts")
+_KEEP_IF_SMALLER = (*TOP_KS, "n_shared_experts")
 _DENSE_FIRST = ("first_k_dense_replace", "moe_layer_start_index")
 
 

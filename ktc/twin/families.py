@@ -1,0 +1,117 @@
+"""Which model families of the installed transformers have routed experts, found in its code and never listed by hand.
+
+A family is a `model_type` that `AutoModelForCausalLM` knows. Its modeling code is read as text first, which imports
+nothing; what reads like experts is then built shrunk on meta tensors twice, and has experts if it grows with their
+number, however they are stored. Refused: a model type that the installed transformers does not know.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ktc.diagnostics import Diagnostic, InputRefused, suggest
+from ktc.twin.shrink import EXPERT_COUNTS, NUM_EXPERTS, TOP_KS, shrink
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+_READS_LIKE_EXPERTS = re.compile(r"expert", re.IGNORECASE), re.compile(r"top_?k", re.IGNORECASE)
+_NAMES_EXPERTS = re.compile(r"^class \w*Experts?\w*\(", re.MULTILINE)
+# Some classes leave open what every checkpoint of the family says: whether there are experts, how many, how wide.
+_SWITCHES = ("enable_moe_block", "is_moe")
+_LEFT_OPEN: Mapping[str, object] = {
+    **dict.fromkeys(EXPERT_COUNTS, 64),
+    **dict.fromkeys(TOP_KS, 8),
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 512,
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
+
+
+@cache
+def moe_families() -> tuple[str, ...]:
+    """The model types whose causal LMs have routed experts, each architecture once, in alphabetical order.
+
+    Where a model type is another one's wrapper (images, audio), the one whose own config builds the causal LM stands
+    for both. A family whose shrunk model cannot be built stays in the list if its code defines a class of experts.
+    """
+    return tuple(sorted(_found()))
+
+
+def default_config(model_type: str) -> PretrainedConfig:
+    """The config of the language model that the family's own defaults describe, its experts switched on.
+
+    What the defaults leave open (None, or one expert alone) and a checkpoint always says gets a usual value.
+    Raises InputRefused (I103) for a model type that the installed transformers does not know.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        message = f"the installed transformers knows no model type `{model_type}`"
+        known = cast("list[str]", list(CONFIG_MAPPING))
+        raise InputRefused(Diagnostic("I103", message, hint=suggest(model_type, known) or "check its version"))
+    config = cast("PretrainedConfig", CONFIG_MAPPING[model_type]()).get_text_config()
+    settings: dict[str, Any] = config.to_dict()
+    overrides = {name: value for name, value in _LEFT_OPEN.items() if name in settings and settings[name] is None}
+    overrides |= {name: True for name in _SWITCHES if settings.get(name) is False}
+    counts = [name for name in EXPERT_COUNTS if settings.get(name) == 1]
+    if counts:
+        overrides |= {name: _LEFT_OPEN[name] for name in (*counts, *TOP_KS) if name in settings}
+    return type(config).from_dict({**settings, **overrides}) if overrides else config
+
+
+def _found() -> Iterator[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = cast("Mapping[str, str | tuple[str, ...]]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    for model_type in known:
+        code = _modeling_code(model_type)
+        if not all(pattern.search(code) for pattern in _READS_LIKE_EXPERTS):
+            continue
+        try:
+            config = default_config(model_type)
+            if config.model_type != model_type and config.model_type in known:
+                continue
+            has_experts = _tensor_sizes(config, 4 * NUM_EXPERTS) > _tensor_sizes(config, NUM_EXPERTS)
+        except Exception:  # noqa: BLE001 - foreign code on its own defaults raises anything; its text then decides
+            has_experts = _NAMES_EXPERTS.search(code) is not None
+        if has_experts:
+            yield model_type
+
+
+def _modeling_code(model_type: str) -> str:
+    """The text of the family's modeling file, empty if it has none of its own."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    package = model_type_to_module_name(model_type)
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin).parent.joinpath("models", *package.split(".")) / f"modeling_{package.split('.')[-1]}.py"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _tensor_sizes(config: PretrainedConfig, experts: int) -> int:
+    """How many elements the shrunk model of `config` has with that many experts."""
+    from transformers import AutoModelForCausalLM
+
+    small = shrink(config)
+    for holder in (small, *(part for part in vars(small).values() if hasattr(part, "to_dict"))):
+        for name in EXPERT_COUNTS:
+            if getattr(holder, name, None):
+                setattr(holder, name, experts)
+    with torch.device("meta"):
+        model = cast("nn.Module", AutoModelForCausalLM.from_config(small))
+    return sum(tensor.numel() for tensor in cast("dict[str, torch.Tensor]", model.state_dict()).values())
