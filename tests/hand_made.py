@@ -39,7 +39,7 @@ def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, 
                 "hidden": hidden,
                 "intermediate": rows // 2,
                 "top_k": model.config.num_experts_per_tok,
-                "activation": "silu",
+                "form": "silu",
                 "activations": "keep",
                 "threads": 1,
             }

@@ -191,7 +191,7 @@ def edited(
         ("L402", lambda m: m["files"].pop("lora.json")),
         ("L402", lambda m: m.update(library={"file": "../x.so", "sha256": "0"})),
         ("L420", lambda m: m["rewrites"][-1]["args"].update(hidden=8)),
-        ("L420", lambda m: m["rewrites"][-1]["args"].update(activation="sine")),
+        ("L420", lambda m: m["rewrites"][-1]["args"].update(form="sine")),
         ("L405", lambda m: m["model"].update(folder="/nowhere")),
         ("L405", lambda m: m["model"].update(config_sha256="0")),
         ("L420", lambda m: m["rewrites"][0].update(fqn="model.layers.9.x")),

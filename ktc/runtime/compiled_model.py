@@ -22,7 +22,7 @@ from ktc.runtime.fused_moe import FusedMoe
 
 log = logging.getLogger(__name__)
 
-_OWN = frozenset({"weights", "reference", "allow_nonfinite"})
+_OWN = frozenset({"weights", "reference", "map", "allow_nonfinite"})
 _TAKEN = frozenset(
     {"config", "attn_implementation", "quantization_config", "output_loading_info", "dtype", "torch_dtype"}
 )
@@ -44,7 +44,7 @@ class CompiledModel:
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> PreTrainedModel:
         """Load the compiled folder.
 
-        Takes `config`, `attn_implementation`, `output_loading_info`, and ktc's own `weights`, `reference`,
+        Takes `config`, `attn_implementation`, `output_loading_info`, and ktc's own `weights`, `reference`, `map`,
         `allow_nonfinite`. Placement and dtype are the compiler's: `device_map`, `low_cpu_mem_usage`, `max_memory`,
         `offload_*`, `tp_*`, `experts_implementation` and another dtype are ignored with a line in the log; what is
         about downloads or trust has no meaning for a folder and is ignored.

@@ -147,7 +147,7 @@ class FusedMoe(nn.Module):
     @property
     def packed_storage(self) -> memoryview:
         """The packed bytes of all experts, in memory of this module. Raises `ValueError` in reference mode."""
-        return memoryview(self._kernel_experts().storage.numpy())
+        return memoryview(self._kernel_experts().storage.numpy().data)
 
     def take_packed(self, mapping: mmap.mmap | None = None) -> None:
         """All experts are there: in `packed_storage`, which was filled, or in a read-only mapping of such bytes."""

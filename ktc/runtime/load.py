@@ -22,14 +22,15 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from ktc import host
 from ktc.checkpoint import WeightSource, open_index, read_sources
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.runtime import peft_glue, weight_store
+from ktc.runtime import peft_glue, weight_store, weights_stage
 from ktc.runtime.buffers import compute_buffers
 from ktc.runtime.compiled_model import compiled_class
 from ktc.runtime.kernel_library import KernelLibrary
 from ktc.runtime.manifest import Manifest, Versions, check_sealed, read_manifest
+from ktc.runtime.packed_store import PackedStore
 from ktc.runtime.placement import check_devices, device_map, follow
+from ktc.runtime.progress import Progress, progress_bar
 from ktc.runtime.realise import realise
-from ktc.runtime.weight_store import Progress
 
 
 def load(
@@ -37,6 +38,7 @@ def load(
     *,
     weights: str | Path | None = None,
     reference: bool = False,
+    map: bool = False,
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
@@ -44,15 +46,19 @@ def load(
 
     `weights` names the checkpoint if it has moved since the compilation. `reference` runs every op of ktc as its
     PyTorch reference in fp32, needs no library, and generates token for token what the stock model in fp32 does.
+    Where `ktc pack` has left a packed store, experts are read from it into huge pages; with `map` they are mapped from
+    it, read-only and shared by all processes that do so, and the other weights from the checkpoint: at once, and for
+    somewhat slower tokens. `progress` is called with the bytes read and the bytes to read.
     Raises `InputRefused` or `HostLacks`, each with what to do.
     """
     manifest = read_manifest(Path(path))
-    model_class = compiled_class(_stock_class(manifest, Path(path)))
+    model_class = compiled_class(stock_class(manifest, Path(path)))
     return load_as(
         model_class,
         Path(path),
         weights=weights,
         reference=reference,
+        map=map,
         allow_nonfinite=allow_nonfinite,
         progress=progress,
     )
@@ -66,6 +72,7 @@ def load_as(
     attention: str | None = None,
     weights: str | Path | None = None,
     reference: bool = False,
+    map: bool = False,
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
@@ -76,15 +83,19 @@ def load_as(
     folder = folder.resolve()
     manifest = read_manifest(folder)
     checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
-    library = _check(manifest, folder, checkpoint, reference)
-    sources = _read_sources(folder, manifest)
+    library = check_fit(manifest, folder, checkpoint, reference)
+    sources = read_rows(folder, manifest)
+    store = _store(folder, manifest, sources, checkpoint, library, map)
     index = open_index(checkpoint)
     placement = {} if reference else dict(manifest.placement)
     check_devices(placement)
-    model = _build_on_meta(model_class, copy.deepcopy(config) or _read_config(folder), manifest, attention, reference)
+    model = build_on_meta(model_class, copy.deepcopy(config) or read_config(folder), manifest, attention, reference)
     realise(model, manifest.rewrites, library)
-    with weight_store.progress_bar(f"loading {folder.name}") as bar:
-        weight_store.fill(model, sources, index, placement, allow_nonfinite=allow_nonfinite, progress=progress or bar)
+    with progress_bar(f"loading {folder.name}") as bar:
+        report = progress or bar
+        weights_stage.fill_weights(
+            model, sources, index, placement, store, map=map, allow_nonfinite=allow_nonfinite, progress=report
+        )
     compute_buffers(model, placement)
     model.tie_weights()
     weight_store.check_filled(model)
@@ -93,7 +104,25 @@ def load_as(
     return _finished(model, folder, manifest, base, placement)
 
 
-def _stock_class(manifest: Manifest, folder: Path) -> type[PreTrainedModel]:
+def _store(
+    folder: Path,
+    manifest: Manifest,
+    sources: tuple[WeightSource, ...],
+    checkpoint: Path,
+    library: KernelLibrary | None,
+    map: bool,
+) -> PackedStore | None:
+    """The packed store to use. Without a library experts are no packed bytes, and nothing can be mapped."""
+    if library is not None:
+        return weights_stage.usable_store(folder, manifest, sources, checkpoint, map=map)
+    if map:
+        message = "experts that run as their reference have no packed form that could be mapped"
+        raise InputRefused(Diagnostic("L443", message, hint="load it without `map`"))
+    return None
+
+
+def stock_class(manifest: Manifest, folder: Path) -> type[PreTrainedModel]:
+    """The class of transformers that was compiled. Raises `InputRefused` (L403) where it has none of that name."""
     found = getattr(transformers, manifest.model.class_name, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel) and found is not PreTrainedModel):
         message = f"transformers {transformers.__version__} has no model class `{manifest.model.class_name}`"
@@ -105,7 +134,7 @@ def _stock_class(manifest: Manifest, folder: Path) -> type[PreTrainedModel]:
 # What must hold before anything is read
 
 
-def _check(manifest: Manifest, folder: Path, checkpoint: Path, reference: bool) -> KernelLibrary | None:
+def check_fit(manifest: Manifest, folder: Path, checkpoint: Path, reference: bool) -> KernelLibrary | None:
     """The kernel library (checked when it is opened), `None` in reference mode. Raises what does not fit."""
     problems = _version_mismatches(manifest, folder, with_library=not reference and manifest.library is not None)
     if problems:
@@ -154,7 +183,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_sources(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
+def read_rows(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
+    """The rows of `weights.json`. Raises `InputRefused` (L402)."""
     try:
         return read_sources((folder / "weights.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -162,14 +192,15 @@ def _read_sources(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
         raise InputRefused(Diagnostic("L402", f"`{folder / 'weights.json'}` is damaged: {error}", hint=hint)) from error
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The config of the compiled model."""
     return cast("PreTrainedConfig", AutoConfig.from_pretrained(folder))
 
 
 # The model itself
 
 
-def _build_on_meta(
+def build_on_meta(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     manifest: Manifest,

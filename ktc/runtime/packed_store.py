@@ -109,7 +109,12 @@ def layers(
     shards = _Shards(checkpoint)
     found: list[Layer] = []
     for step in manifest.rewrites:
-        if step.kernel is None or step.module != "fused_moe" or manifest.library is None or (only and step.fqn not in only):
+        if (
+            step.kernel is None
+            or step.module != "fused_moe"
+            or manifest.library is None
+            or (only and step.fqn not in only)
+        ):
             continue
         own = tuple(rows.get(step.fqn, ()))
         kernel = [manifest.library.sha256, asdict(kernels[step.kernel]), dict(step.args)]

@@ -8,9 +8,7 @@ one expert at a time. Refused: a value that is not finite, a parameter that noth
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -21,9 +19,7 @@ from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.fused_moe import Part
 from ktc.runtime.placement import device_of
-
-Progress = Callable[[int, int], None]
-"""Called after each tensor with the bytes that are done and the bytes in all."""
+from ktc.runtime.progress import Progress
 
 
 @runtime_checkable
@@ -199,19 +195,3 @@ def check_filled(model: nn.Module) -> None:
         shown = ", ".join(f"`{name}`" for name in empty[:5]) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
         hint = "`weights.json` does not belong to this model; compile it again"
         raise InputRefused(Diagnostic("L408", f"nothing in the checkpoint fills {shown}", hint=hint))
-
-
-@contextmanager
-def progress_bar(what: str) -> Generator[Progress | None]:
-    """A bar on standard error if that is a terminal, else none."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

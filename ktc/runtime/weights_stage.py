@@ -1,7 +1,7 @@
 """The weights stage of a load: experts from the packed store if there is a good one, the rest from the checkpoint.
 
-In: a model on meta tensors with its recipe realised. Out: the same model, filled. A store that is stale or unfinished is
-named and not used: with `map` that is an error (L440, L442, L443), else a warning, and the experts are packed anew.
+In: a model on meta tensors with its recipe realised. Out: the same model, filled. A store that is stale or unfinished
+is named and not used: with `map` that is an error (L440, L442, L443), else a warning, and the experts are packed anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _READERS = 4  # a disk serves several readers faster than one, and first touches
 def usable_store(
     folder: Path, manifest: Manifest, sources: Sequence[WeightSource], checkpoint: Path, *, map: bool
 ) -> PackedStore | None:
-    """The packed store to load from, `None` for none. Raises `InputRefused` (L441; with `map` also L440, L442, L443)."""
+    """The store to load from, `None` for none. Raises `InputRefused` (L441; with `map` also L440, L442, L443)."""
     found = packed_store.find_store(folder, manifest, sources, checkpoint)
     if isinstance(found, PackedStore):
         return found
@@ -69,7 +69,11 @@ def fill_weights(
     rest = [source for source in sources if source.target.rpartition(".")[0] not in packed]
     if map:
         rest = list(map_weights(model, rest, index, placement))
-    to_read = sum(index.tensors[s.source_key].end - index.tensors[s.source_key].begin for s in rest if s.source_key in index.tensors)
+    to_read = sum(
+        index.tensors[s.source_key].end - index.tensors[s.source_key].begin
+        for s in rest
+        if s.source_key in index.tensors
+    )
     tally = Tally(to_read + (store.size if store is not None and not map else 0), progress)
     if store is not None:
         (_map_experts if map else _read_experts)(model, store, tally)
@@ -86,24 +90,27 @@ def _map_experts(model: nn.Module, store: PackedStore, tally: Tally) -> None:
 
 def _read_experts(model: nn.Module, store: PackedStore, tally: Tally) -> None:
     """Layer by layer in the order of the bytes, in large pieces, straight into the modules' huge pages."""
-    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        for fqn, header in store.headers.items():
-            module = _experts(model, store, fqn)
-            target = module.packed_storage
-            descriptor = os.open(store.path(fqn), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(descriptor, packed_file.DATA, header.packed_bytes, os.POSIX_FADV_SEQUENTIAL)
+    for fqn in store.headers:
+        module, path = _experts(model, store, fqn), store.path(fqn)
+        try:
+            _read_file(path, module.packed_storage, tally)
+        except (Damaged, OSError) as error:
+            raise InputRefused(packed_store.damaged(store.folder.parent, path, str(error))) from error
+        module.take_packed()
 
-                def read(offset: int, target: memoryview = target, descriptor: int = descriptor) -> int:
-                    return packed_file.read_into(descriptor, target[offset : offset + packed_file.PIECE], offset)
 
-                for count in pool.map(read, packed_file.offsets(header.packed_bytes)):
-                    tally.add(count)
-            except (Damaged, OSError) as error:
-                raise InputRefused(packed_store.damaged(store.folder.parent, store.path(fqn), str(error))) from error
-            finally:
-                os.close(descriptor)
-            module.take_packed()
+def _read_file(path: Path, target: memoryview, tally: Tally) -> None:
+    def read(offset: int) -> int:
+        return packed_file.read_into(descriptor, target[offset : offset + packed_file.PIECE], offset)
+
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, packed_file.DATA, len(target), os.POSIX_FADV_SEQUENTIAL)
+        with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+            for count in pool.map(read, packed_file.offsets(len(target))):
+                tally.add(count)
+    finally:
+        os.close(descriptor)
 
 
 def _experts(model: nn.Module, store: PackedStore, fqn: str) -> FusedMoe:
