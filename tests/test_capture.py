@@ -33,7 +33,7 @@ def test_a_moe_block_holds_one_experts_node_with_its_sizes() -> None:
     graph = model.block("mlp_1").graph
     assert graph is not None
     (experts,) = [n for n in nodes_of(graph) if ops.operator(n) == "experts"]
-    assert ops.attributes(experts) == {"num_experts": 16, "hidden": 64, "inter": 48, "act": "silu"}
+    assert ops.attributes(experts) == {"num_experts": 16, "hidden": 64, "inter": 48, "act": "silu", "form": "silu"}
     assert experts.meta["fqn"] == "experts"
 
 
@@ -82,7 +82,22 @@ def test_a_captured_graph_computes_what_its_block_computes(family: str, shape: t
 
 
 def test_experts_of_an_unsupported_form_leave_the_block_opaque_with_a_reason() -> None:
-    model = captured("gpt_oss")
+    model = captured("qwen3_moe", hidden_act="selu")
     opaque = {b.class_name: b.opaque for b in model.blocks if b.graph is None}
-    assert "has_bias" in opaque["GptOssMLP"]
-    assert "sinks" in opaque["GptOssAttention"]
+    assert opaque["Qwen3MoeSparseMoeBlock"].endswith("has an activation that no kernel computes")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "form"),
+    [
+        ("gpt_oss", {}, "silu(alpha=1.702, limit=7.0, up_offset=1.0) biased transposed interleaved"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "gelu"),
+        ("qwen3_moe", {"hidden_act": "gelu_pytorch_tanh"}, "gelu_tanh"),
+        ("qwen3_moe", {"hidden_act": "quick_gelu"}, "silu(alpha=1.702)"),
+    ],
+)
+def test_the_form_of_experts_is_read_from_their_own_code(family: str, changes: dict[str, str], form: str) -> None:
+    graphs = [b.graph for b in captured(family, **changes).blocks if b.graph is not None]
+    found = {ops.attributes(n)["form"] for g in graphs for n in nodes_of(g) if ops.operator(n) == "experts"}
+    assert found == {form}
+

@@ -14,7 +14,7 @@ from ktc.diagnostics import InputRefused
 from ktc.dsl import schema
 from ktc.plan.kernel_spec import KernelSpec
 
-SPEC = KernelSpec("fused_moe", 64, 48, 16, 4, "bf16", "bf16", "bf16", "avx2", "silu")
+SPEC = KernelSpec("fused_moe", 64, 48, 16, 4, "bf16", "bf16", "bf16", "avx2")
 HOSTILE = (
     '"; system("id"); //',
     "$(id)",

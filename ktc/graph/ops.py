@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from ktc.graph.typed import input_of, nodes_in, tensor_of
-from ktc.runtime.fused_moe import fused_moe_reference
+from ktc.runtime.experts_form import parse_form
+from ktc.runtime.experts_reference import fused_moe_reference
 
 # Looked through by the matcher: they move, rename or cast a value without computing on it.
 TRANSPARENT = frozenset({
@@ -26,6 +27,12 @@ TRANSPARENT = frozenset({
     "unflatten", "repeat", "dropout",
 })  # fmt: skip
 COMMUTATIVE = frozenset({"add", "mul"})
+# What `from(t)` in a pattern does not look through.
+SEMANTIC = frozenset({"linear", "sdpa", "experts"})
+# What an operator must compute that no pattern names: an argument given otherwise is another operator.
+PLAIN: dict[str, dict[str, Any]] = {
+    "topk": {"largest": True}, "add": {"alpha": 1}, "sub": {"alpha": 1}, "div": {"rounding_mode": None},
+}  # fmt: skip
 # Operators whose `dim` must be the last one unless a pattern names it.
 LAST_DIM = frozenset({"softmax", "topk", "sum", "max", "mean", "gather", "cat", "split", "scatter"})
 
@@ -51,17 +58,23 @@ _OPERANDS = {
 
 
 def experts(
-    hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
+    hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, form: str = "silu",
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """All routed experts of one layer: hidden (T, H), indices (T, k) int64, weights (T, k) -> (T, H).
+
+    The expert tensors have the stock shapes of `form` (see `ExpertsForm`). The semantic node of capture; differentiable
+    in every floating-point argument."""
+    return fused_moe_reference(hidden, indices, weights, gate_up, down, form, gate_up_bias, down_bias)
+
+
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int, sinks: Tensor | None = None
 ) -> Tensor:
-    """All routed experts of one layer: hidden (T, H), indices (T, k) int64, weights (T, k), gate_up (E, 2I, H),
-    down (E, H, I) -> (T, H). The semantic node of capture; differentiable in every floating-point argument."""
-    return fused_moe_reference(hidden, indices, weights, gate_up, down, activation)
-
-
-def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int) -> Tensor:
     """The attention core: query (b, h, s, d), key and value (b, h_kv, s, d) -> (b, s, h, d_v). `window` < 0: unlimited.
 
     Positions attend to themselves and, if `causal`, to what stands before them, at most `window` positions back.
+    `sinks` (h,) are scores that take their share of every softmax and have no value.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -73,7 +86,20 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, 
         allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if window >= 0:
             allowed = allowed & (distance < window)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale).transpose(1, 2)
+    if sinks is None:
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)
+    else:
+        attended = _attend_with_sinks(query, key, value, scale, allowed, sinks)
+    return attended.transpose(1, 2)
+
+
+def _attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, allowed: Tensor | None, sinks: Tensor
+) -> Tensor:
+    scores = query @ key.transpose(2, 3) * scale
+    scores = scores if allowed is None else scores.masked_fill(~allowed, -math.inf)
+    sink = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1] @ value
 
 
 def transfer(value: Tensor, device: str) -> Tensor:
@@ -102,6 +128,8 @@ def name_of(node: fx.Node) -> str:
     name = _NAMES.get(aten, aten)
     if name == "full_like" and argument(node, "fill_value") == 0:
         return "zeros_like"
+    if name == "clamp" and (argument(node, "min") is None or argument(node, "max") is None):
+        return "clamp_max" if argument(node, "min") is None else "clamp_min"
     return name
 
 
@@ -136,7 +164,7 @@ def operands(node: fx.Node) -> tuple[Operand, ...]:
         return tuple(nodes_in(node.args[0]))
     if name == "embedding":
         return (input_of(node, 1),)
-    arithmetic = name in ("add", "sub", "mul", "div")
+    arithmetic = name in ("add", "sub", "mul", "div", "pow", "clamp_min", "clamp_max")
     found: list[Operand] = [
         a for a in node.args
         if isinstance(a, fx.Node) or (arithmetic and isinstance(a, int | float) and not isinstance(a, bool))
@@ -178,15 +206,21 @@ def _linear_attributes(node: fx.Node) -> dict[str, Any]:
 
 
 def _experts_attributes(node: fx.Node) -> dict[str, Any]:
-    count, hidden, intermediate = shape_of(node.args[4])
-    return {"num_experts": int(count), "hidden": int(hidden), "inter": int(intermediate), "act": node.args[5]}
+    form = parse_form(str(node.args[5]))
+    count, *sizes = shape_of(node.args[4])
+    hidden, intermediate = reversed(sizes) if form.transposed else sizes
+    # What rules compare `act` with; the form has every number.
+    act = "swiglu_oai" if form.activation.up_offset else form.activation.function
+    return {
+        "num_experts": int(count), "hidden": int(hidden), "inter": int(intermediate), "act": act, "form": str(form),
+    }  # fmt: skip
 
 
 _ATTRIBUTES: dict[str, Callable[[fx.Node], dict[str, Any]]] = {
     "linear": _linear_attributes,
     "experts": _experts_attributes,
     "topk": lambda n: {"k": argument(n, "k")},
-    "sdpa": lambda n: {"scale": n.args[3], "causal": n.args[4], "window": n.args[5]},
+    "sdpa": lambda n: {"scale": n.args[3], "causal": n.args[4], "window": n.args[5], "sinks": n.args[6] is not None},
     "rms_norm": lambda n: {"eps": n.meta.get("eps", argument(n, "eps", 0.0))},
     "masked_fill": lambda n: {"value": argument(n, "value", -math.inf)},
     "embedding": lambda n: dict(zip(("rows", "dim"), shape_of(n.args[0]), strict=False)),

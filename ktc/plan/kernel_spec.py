@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ktc.host import Isa
+from ktc.runtime.experts_form import Activation
 
 WeightFormat = Literal[
     "bf16", "fp16", "fp32", "fp64", "int8", "int4", "fp8", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"
 ]
-Activation = Literal["silu", "gelu"]
 # Which weight formats each instruction set multiplies: what runtime/include/ktc can instantiate in this version.
 KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
     "avx512_bf16": ("bf16",),
@@ -29,7 +29,8 @@ BITS_PER_WEIGHT: Mapping[WeightFormat, float] = {
 class KernelSpec:
     """One fused-MoE kernel. A dimension is a compile-time constant, or `None` where it stays dynamic.
 
-    `dtype` is that of hidden states and output, `format_gate_up` and `format_down` those of the packed weights.
+    `dtype` is that of hidden states and output, `format_gate_up` and `format_down` those of the packed weights. How the
+    stock model stores them is no business of a kernel, which packs gate, up and down one by one.
     """
 
     op: Literal["fused_moe"]
@@ -41,7 +42,9 @@ class KernelSpec:
     format_gate_up: WeightFormat
     format_down: WeightFormat
     isa: Isa
-    activation: Activation = "silu"
+    activation: Activation = Activation()
+    gated: bool = True
+    biased: bool = False
     max_lora_rank: int = 0
 
     @property
@@ -52,4 +55,17 @@ class KernelSpec:
             for letter, size in zip("HIEk", (self.hidden, self.intermediate, self.num_experts, self.top_k), strict=True)
         )
         formats = "_".join(dict.fromkeys((self.format_gate_up, self.format_down)))
-        return f"FusedMoe_{dims}_{self.dtype}_{formats}_{self.isa}_{self.activation}"
+        return f"FusedMoe_{dims}_{self.dtype}_{formats}_{self.isa}_{_identifier(self)}"
+
+
+# What an identifier cannot hold: 1.702 is 1p702 there, -2.0 is m2p0.
+_SPELLED = str.maketrans({".": "p", "-": "m", "+": ""})
+
+
+def _identifier(spec: KernelSpec) -> str:
+    """The form as a part of an identifier: `silu`, `silu_alpha1p702_limit7p0_up1p0_biased`."""
+    act = spec.activation
+    settings = (("alpha", act.alpha, 1.0), ("limit", act.limit or 0.0, 0.0), ("up", act.up_offset, 0.0))
+    changed = (f"{name}{float(value)!r}".translate(_SPELLED) for name, value, default in settings if value != default)
+    flags = (name for name, on in (("ungated", not spec.gated), ("biased", spec.biased)) if on)
+    return "_".join((act.function, *changed, *flags))

@@ -11,13 +11,13 @@ from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
 from ktc.graph import ops
 from ktc.host import Host, Isa
-from ktc.plan.kernel_spec import KERNELS, Activation, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import KERNELS, KernelSpec, WeightFormat
 from ktc.plan.types import Claim
+from ktc.runtime.experts_form import parse_form
 
 ISAS = tuple(KERNELS)
 # A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.
 FORMATS = tuple(name for name in get_args(WeightFormat) if all(name in formats for formats in KERNELS.values()))
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu")
 _STORED = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "fp8": "fp8"}
 
 Name = TypeVar("Name")
@@ -27,7 +27,7 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[str, ...], host: Ho
     """The kernel for the experts node `node`, whose weights the checkpoint stores as `stored` (dtype names).
 
     The format and the ISA may be ones that this version does not build; `availability` tells. Raises InputRefused where
-    no kernel could compute this activation or read what is stored, HostLacks where the host lacks the ISA.
+    no kernel reads what is stored, HostLacks where the host lacks the ISA.
     """
     about = ops.attributes(node)
     weight_format = _format(claim, stored)
@@ -35,10 +35,7 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[str, ...], host: Ho
     if top_k > num_experts:
         message = f"the router of `{claim.path}` chooses {top_k} of {num_experts} experts"
         raise InputRefused(Diagnostic("M074", message, claim.span, hint="check config.json"))
-    activation = _one_of(ACTIVATIONS, about["act"])
-    if activation is None:
-        message = f"no kernel computes the activation `{about['act']}` of `{claim.path}`"
-        raise InputRefused(Diagnostic("M067", message, claim.span))
+    form = parse_form(str(about["form"]))
     return KernelSpec(
         op="fused_moe",
         hidden=int(about["hidden"]),
@@ -49,7 +46,9 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[str, ...], host: Ho
         format_gate_up=weight_format,
         format_down=weight_format,
         isa=_isa(claim, host),
-        activation=activation,
+        activation=form.activation,
+        gated=form.gated,
+        biased=form.biased,
     )
 
 

@@ -1,6 +1,6 @@
 """Proof: every distinct rewrite runs against the original block on a small witness, forward and all gradients."""
 
 from ktc.prove.compare import Proof, compare
-from ktc.prove.run import prove
+from ktc.prove.run import Witness, prove, prove_block, witness_of
 
-__all__ = ["Proof", "compare", "prove"]
+__all__ = ["Proof", "Witness", "compare", "prove", "prove_block", "witness_of"]

@@ -6,9 +6,9 @@ of the witness stands for a block of the model only if their normal forms are th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,23 +24,28 @@ from ktc.plan import BlockRewrite
 from ktc.prove.compare import Call, Proof, compare
 from ktc.rewrite import RewrittenBlock, rewrite_block
 from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.stock_experts import canonical_parts, stock_names
 
 SEED = 20260
 # One token; an odd length; more tokens than experts times groups, so that every routing decision is exercised.
 SHAPES = ((1, 1), (3, 37), (2, 64))
 
 
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """A small model that runs: its capture, the model with seeded weights, and its blocks' calls, one per shape."""
+
+    captured: CapturedModel
+    model: PreTrainedModel
+    calls: Mapping[str, list[Call]]
+
+
 def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> tuple[Proof, ...]:
     """One proof per distinct rewrite. Raises ProofFailed if one does not hold or the witness has no such block."""
     config = twin.shrink(captured.source.config)
     config.dtype = torch.float32
-    witness = capture(ModelSource("witness", None, config, None))
-    model = twin.build(config, SEED, torch.float32, "cpu")
-    model.set_attn_implementation("sdpa")
-    model.set_experts_implementation("eager")
-    with _one_thread():
-        calls = _recorded(model, {site.fqn for site in witness.sites})
-        proofs = tuple(_prove_block(captured, block, witness, model, calls) for block in blocks)
+    witness = witness_of(capture(ModelSource("witness", None, config, None)))
+    proofs = tuple(prove_block(captured, block, witness) for block in blocks)
     failed = [_failure(proof, block) for proof, block in zip(proofs, blocks, strict=True) if not proof.holds]
     if failed:
         raise ProofFailed(*failed)
@@ -58,6 +63,15 @@ def _one_thread() -> Generator[None]:
         torch.set_num_threads(threads)
 
 
+def witness_of(captured: CapturedModel) -> Witness:
+    """The witness of a capture in fp32 of witness size. Raises ProofFailed (P302) if it does not run."""
+    with _one_thread():
+        model = twin.build(captured.source.config, SEED, torch.float32, "cpu")
+        model.set_attn_implementation("sdpa")
+        model.set_experts_implementation("eager")
+        return Witness(captured, model, _recorded(model, {site.fqn for site in captured.sites}))
+
+
 def _recorded(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
     try:
         return record_calls(model, fqns)
@@ -67,27 +81,23 @@ def _recorded(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
         raise ProofFailed(Diagnostic("P302", message, hint="try another version of transformers")) from error
 
 
-def _prove_block(
-    captured: CapturedModel,
-    block: RewrittenBlock,
-    witness: CapturedModel,
-    model: PreTrainedModel,
-    calls: dict[str, list[Call]],
-) -> Proof:
+def prove_block(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> Proof:
+    """The proof of one rewrite, whether it holds or not. Raises ProofFailed (P301) if the witness has no such block."""
     full = captured.block(block.rewrite.block)
     assert full.graph is not None
     shape_free = signature(full.graph)
-    small = next((b for b in witness.blocks if b.graph is not None and signature(b.graph) == shape_free), None)
+    small = next((b for b in witness.captured.blocks if b.graph is not None and signature(b.graph) == shape_free), None)
     if small is None or small.graph is None:
         raise ProofFailed(_no_witness(full))
     renamed = dict(zip(significant(full.graph), significant(small.graph), strict=True))
     actions = tuple(replace(action, node=renamed[action.node]) for action in block.rewrite.actions)
-    site = witness.sites_of(small.key)[0]
+    site = witness.captured.sites_of(small.key)[0]
     # The witness lives on the CPU; the transfers of the plan's placement carry values and change none.
     graph = rewrite_block(small.graph, BlockRewrite(block.rewrite.key, small.key, (site,), actions, "cpu"))
-    original = model.get_submodule(site.fqn)
+    original = witness.model.get_submodule(site.fqn)
     bind(graph, original)
-    forward, gradients = compare(original, graph, calls[site.fqn], SEED)
+    with _one_thread():
+        forward, gradients = compare(original, graph, witness.calls[site.fqn], SEED)
     rules = tuple(dict.fromkeys(a.rule for a in actions))
     return Proof(block.rewrite.key, full.class_name, rules, forward, gradients, SHAPES, SEED)
 
@@ -139,7 +149,7 @@ def bind(graph: fx.GraphModule, original: nn.Module) -> None:
     for name, module in named_modules(graph):
         if isinstance(module, FusedMoe):
             sizes = (module.num_experts, module.hidden, module.intermediate, module.top_k)
-            replacement = FusedMoe(*sizes, module.activation, dtype=torch.float32)
+            replacement = FusedMoe(*sizes, str(module.form), dtype=torch.float32)
             load_experts(replacement, original.get_submodule(name))
             graph.set_submodule(name, replacement)
     tensors = {**dict(original.named_parameters()), **dict(original.named_buffers())}
@@ -148,13 +158,12 @@ def bind(graph: fx.GraphModule, original: nn.Module) -> None:
 
 
 def load_experts(module: FusedMoe, experts: nn.Module) -> None:
-    """Gives `module` the weights of a stock experts module: gate_up_proj (E, 2I, H) and down_proj (E, H, I)."""
-    gate_up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
-    for expert in range(module.num_experts):
-        gate, up = gate_up[expert].chunk(2, 0)
-        module.load_expert(expert, "gate", gate)
-        module.load_expert(expert, "up", up)
-        module.load_expert(expert, "down", down[expert])
+    """Gives `module` the weights of a stock experts module of its form."""
+    for name in stock_names(module.form):
+        stacked = experts.get_parameter(name)
+        for expert in range(module.num_experts):
+            for part, tensor in canonical_parts(module.form, name, stacked[expert]):
+                module.load_expert(expert, part, tensor)
 
 
 def record_calls(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:

@@ -28,7 +28,7 @@ def apply(graph: fx.GraphModule, rewrite: BlockRewrite) -> None:
         with torch.device("meta"):
             module = FusedMoe(
                 int(attributes["num_experts"]), int(attributes["hidden"]), int(attributes["inter"]), top_k,
-                str(attributes["act"]), dtype=dtype,
+                str(attributes["form"]), dtype=dtype,
             )  # fmt: skip
         graph.set_submodule(action.fqn, module)
         with graph.graph.inserting_before(node):

@@ -37,7 +37,7 @@ def _kernel_args(kernel: KernelSpec, node: fx.Node, action: NodeAction, host: Ho
         "hidden": int(about["hidden"]),
         "intermediate": int(about["inter"]),
         "top_k": int(kernel.top_k or 0),
-        "activation": str(about["act"]),
+        "form": str(about["form"]),
         "activations": str(action.settings["activations"]),
         "threads": thread_count(action.settings, host),
         "format_gate_up": kernel.format_gate_up,

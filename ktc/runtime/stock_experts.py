@@ -1,4 +1,4 @@
-"""Stock experts taken apart: from the tensors of one expert, as its form stores them, to the matrices that kernels pack.
+"""Stock experts taken apart: one expert's tensors, as its form stores them, become the matrices that kernels pack.
 
 The one place that knows what `transposed` and `interleaved` mean for data; the loader, the proofs and `realise` use it.
 """
