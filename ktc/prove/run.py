@@ -67,9 +67,17 @@ def witness_of(captured: CapturedModel) -> Witness:
     """The witness of a capture in fp32 of witness size. Raises ProofFailed (P302) if it does not run."""
     with _one_thread():
         model = twin.build(captured.source.config, SEED, torch.float32, "cpu")
-        model.set_attn_implementation("sdpa")
-        model.set_experts_implementation("eager")
+        _choose_stock_code(model)
         return Witness(captured, model, _recorded(model, {site.fqn for site in captured.sites}))
+
+
+def _choose_stock_code(model: PreTrainedModel) -> None:
+    """The plainest stock implementations: what rewrites are compared with."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:  # attention with sinks has eager code alone
+        model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
 
 
 def _recorded(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
