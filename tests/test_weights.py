@@ -103,7 +103,7 @@ def replace(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
         ),
         (
             replace("lm_head.weight", torch.zeros(512, 64, dtype=torch.float8_e4m3fn)),
-            "I117 tensor `lm_head.weight` is stored as fp8, expected one of bf16, f16, f32, f64",
+            "I117 tensor `lm_head.weight` has no scales: the checkpoint lacks `lm_head.weight_scale_inv`",
         ),
         (
             replace("model.layers.1.mlp.experts.down_proj", torch.zeros(16, 64, 48)),

@@ -1,34 +1,26 @@
 """Which tensor of a checkpoint becomes which parameter: in the model on meta and an index, out one row per tensor.
 
 Names follow transformers' own conversion mapping (per-expert names, fused names, renamed families); the data is not
-read and no conversion is run. Refused, all problems together: a parameter without a source, a wrong shape, a dtype
-that needs scales, a conversion other than stacking experts. Tensors that nobody asks for are a warning.
+read and no conversion is run. Refused, all problems together: a parameter without a source, a wrong shape, codes
+without their scales, a conversion that no row can say. Tensors that nobody asks for are a warning.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,  # pyright: ignore[reportUnknownVariableType]
-)
 
-from ktc.checkpoint import CheckpointIndex, Part, TensorEntry, WeightSource
+from ktc.capture.conversions import STACKED_PARTS, Place, Unmappable, placer
+from ktc.checkpoint import CheckpointIndex, Part, Quantised, Span, Step, StoredWeight, WeightSource, stored_weights
 from ktc.diagnostics import Diagnostic, InputRefused
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
-_STACKED_PARTS: Mapping[tuple[str, ...], tuple[Part, ...]] = {
-    ("MergeModulelist(0)", "Concatenate(1)"): ("gate", "up"),
-    ("MergeModulelist(0)",): ("down",),
-}
-_FUSED: Mapping[str, Part] = {"gate_up_proj": "gate_up", "down_proj": "down"}
 _MOST_SHOWN = 20
 
 
@@ -40,20 +32,6 @@ class WeightMap:
     warnings: tuple[Diagnostic, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor goes by its name alone."""
-
-    target: str
-    expert: int | None = None
-    part: Part | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Unmappable:
-    reason: str
-
-
 def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     """The rows of `weights.json` for `model` (stock class, on meta) from its checkpoint, in the order of the bytes.
 
@@ -61,95 +39,155 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     Raises `InputRefused` with every missing, misshapen or unconvertible tensor.
     """
     targets: dict[str, Tensor] = model.state_dict()
-    place = _namer(model, targets)
-    tied = _tied(model)
+    place = placer(model, targets)
+    weights, broken = stored_weights(index.tensors, quantisation(model))
+    if broken:
+        raise InputRefused(*_shortened(broken))
+    places = {weight.name: place(weight.name) for weight in weights}
+    tied = _tied(model, {spot.target for spot in places.values() if isinstance(spot, Place)})
     problems: list[Diagnostic] = []
     unused: list[str] = []
-    taken: dict[_Place, WeightSource] = {}
-    for entry in index.tensors.values():
-        found = place(entry.name)
-        if isinstance(found, _Unmappable):
-            problems.append(
-                Diagnostic("I119", f"tensor `{entry.name}` {found.reason}", hint="see docs/design.md for what is next")
-            )
-        elif found.target not in targets:
-            unused.append(entry.name)
-        elif found.target in tied:
+    taken: dict[Place, WeightSource] = {}
+    for weight in weights:
+        spot = places[weight.name]
+        if isinstance(spot, Unmappable):
+            hint = "see docs/design.md for what is next"
+            problems.append(Diagnostic("I119", f"tensor `{weight.entry.name}` {spot.reason}", hint=hint))
             continue
-        else:
-            source = _source(entry, found, targets[found.target].dim())
-            problems += _misfits(source, targets[found.target], taken.get(found))
-            taken[found] = source
-    problems += _missing({name: tensor for name, tensor in targets.items() if name not in tied}, taken.values())
+        target = tied.get(spot.target, spot.target)
+        if target is None:
+            continue
+        if target not in targets:
+            unused.append(weight.entry.name)
+            continue
+        spot = replace(spot, target=target)
+        source = _source(weight, spot, targets[target])
+        problems += _misfits(source, spot, targets[target], taken.get(spot))
+        taken[spot] = source
+    taken, gaps = _joined(taken, targets)
+    demanded = {name: tensor for name, tensor in targets.items() if tied.get(name, name) is not None}
+    problems += (*gaps, *_missing(demanded, taken.values()))
     if problems:
         raise InputRefused(*_shortened(problems))
     return WeightMap(tuple(taken.values()), _unexpected(model, unused))
 
 
-def _tied(model: PreTrainedModel) -> frozenset[str]:
-    """Names whose values come from another parameter."""
-    return frozenset(getattr(model, "all_tied_weights_keys", None) or {})
+def quantisation(model: PreTrainedModel) -> Mapping[str, Any] | None:
+    """`quantization_config` of config.json as plain values, `None` where the checkpoint has none."""
+    configs = (model.config, model.config.get_text_config())
+    found = next((c.quantization_config for c in configs if getattr(c, "quantization_config", None)), None)
+    return cast("dict[str, Any] | None", found if found is None or isinstance(found, dict) else found.to_dict())
 
 
-def _namer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str], _Place | _Unmappable]:
-    """From a checkpoint name to its place; transformers' mapping speaks, we read the expert's number out of it."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
-    converters = [step for step in mapping if isinstance(step, WeightConverter)]
-    by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
-    prefix = model.base_model_prefix
+def _tied(model: PreTrainedModel, present: Collection[str]) -> dict[str, str | None]:
+    """What fills in for the names whose values come from another parameter: `None`, nothing is read for them.
 
-    def place(name: str) -> _Place | _Unmappable:
-        target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
-        if pattern is None:
-            return _Place(target)
-        converter = by_pattern[pattern]
-        operations = tuple(_spelled(operation) for operation in converter.operations)
-        parts = _STACKED_PARTS.get(operations, ())
-        renamed, _ = rename_source_key(name, renamings, [], prefix, None)
-        number = re.search(pattern.replace("*", r"(\d+)"), renamed)
-        if len(parts) != len(converter.source_patterns) or number is None or "*" not in pattern:
-            return _Unmappable(f"needs a conversion that ktc does not do: {', '.join(operations)}")
-        return _Place(target, int(number[1]), parts[converter.source_patterns.index(pattern)])
-
-    return place
+    A checkpoint may hold the one of two tied tensors that the model's code calls the copy; then it fills the other.
+    """
+    pairs = cast("dict[str, str]", getattr(model, "all_tied_weights_keys", None) or {})
+    tied: dict[str, str | None] = dict.fromkeys(pairs)
+    for copy, original in pairs.items():
+        if copy in present and original not in present and original not in tied.values():
+            tied[copy] = original
+    return tied
 
 
-def _spelled(operation: object) -> str:
-    return f"{type(operation).__name__}({getattr(operation, 'dim', '')})"
+def _source(weight: StoredWeight, place: Place, target: Tensor) -> WeightSource:
+    """The row, its shapes yet unchecked."""
+    entry, quantised, steps = weight.entry, weight.quantised, place.steps
+    if quantised is not None and quantised.method == "mxfp4" and target.dim() == 3:
+        steps = (*steps, Step("transpose", (1, 2)))  # stored (E, out, in), held (E, in, out)
+    part = STACKED_PARTS.get(place.target.rpartition(".")[2])
+    stacked = part is not None and target.dim() == (2 if part.endswith("bias") else 3)
+    per_expert = stacked and place.expert is None and place.joined is None and all(0 not in s.dims for s in steps)
+    source = WeightSource(
+        target=place.target,
+        expert=place.expert,
+        part=part if per_expert else place.part,
+        source_key=entry.name,
+        file=entry.file,
+        dtype=entry.dtype,
+        shape=entry.shape,
+        transform="per_expert" if per_expert else "copy",
+        steps=steps,
+    )
+    if quantised is None:
+        return source
+    return replace(source, quantised=_with_columns(quantised, _expected_shape(source, tuple(target.shape))[-1]))
 
 
-def _source(entry: TensorEntry, place: _Place, target_dims: int) -> WeightSource:
-    part, transform = place.part, "copy"
-    fused = _FUSED.get(place.target.rpartition(".")[2])
-    if place.expert is None and target_dims == 3 and fused is not None:
-        part, transform = fused, "per_expert"
-    return WeightSource(place.target, place.expert, part, entry.name, entry.file, entry.dtype, entry.shape, transform)
+def _with_columns(quantised: Quantised, columns: int) -> Quantised:
+    """Eight packed codes share a word: with one scale per row, only the model says how many of the last are weights."""
+    held = quantised.shape[-1]
+    per_row = quantised.method == "int4" and quantised.block[1] == held
+    if not per_row or not held - 8 < columns <= held:
+        return quantised
+    return replace(quantised, shape=(*quantised.shape[:-1], columns), block=(1, columns))
 
 
-def _misfits(source: WeightSource, target: Tensor, earlier: WeightSource | None) -> Iterable[Diagnostic]:
+def _misfits(source: WeightSource, place: Place, target: Tensor, earlier: WeightSource | None) -> Iterable[Diagnostic]:
     again = f"download or copy `{source.file}` again, or check config.json"
     if earlier is not None:
         message = f"`{source.target}` has two sources: `{earlier.source_key}` and `{source.source_key}`"
         yield Diagnostic("I119", message, hint="keep one of the two in the checkpoint")
-    expected = _expected_shape(source, tuple(target.shape))
     if source.expert is not None and source.expert >= target.shape[0]:
         message = f"tensor `{source.source_key}` is of expert {source.expert}; the config has {target.shape[0]} experts"
         yield Diagnostic("I116", message, hint=again)
-    elif source.shape != expected:
-        message = (
-            f"tensor `{source.source_key}` in `{source.file}` has shape {list(source.shape)}, expected {list(expected)}"
-        )
+    elif (found := _comparable(source, place)) != (expected := _comparable_target(source, place, target)):
+        message = f"tensor `{source.source_key}` in `{source.file}` has shape {found}, expected {expected}"
         yield Diagnostic("I116", message, hint=again)
-    if target.is_floating_point() and source.dtype not in _FLOATS:
+    if target.is_floating_point() and source.quantised is None and source.dtype not in _FLOATS:
         message = f"tensor `{source.source_key}` is stored as {source.dtype}, expected one of {', '.join(_FLOATS)}"
         yield Diagnostic("I117", message, hint="use the checkpoint that is not quantised")
+
+
+def _comparable(source: WeightSource, place: Place) -> list[int | None]:
+    """The shape of what the row gives; a dimension along which it is joined with others is open."""
+    try:
+        shape: list[int | None] = list(source.loaded_shape)
+    except ValueError:  # a step that does not fit: the shape as it is, which then differs
+        return [*source.shape, None]
+    return _opened(shape, place)
+
+
+def _comparable_target(source: WeightSource, place: Place, target: Tensor) -> list[int | None]:
+    return _opened(list(_expected_shape(source, tuple(target.shape))), place)
+
+
+def _opened(shape: list[int | None], place: Place) -> list[int | None]:
+    if place.joined is not None and place.joined[0] < len(shape):
+        shape[place.joined[0]] = None
+    return shape
 
 
 def _expected_shape(source: WeightSource, target: tuple[int, ...]) -> tuple[int, ...]:
     if source.expert is None:
         return target
-    return (target[1] // 2 if source.part in ("gate", "up") else target[1], *target[2:])
+    half = source.part in ("gate", "up") and source.target.endswith(".gate_up_proj")
+    return (target[1] // 2 if half else target[1], *target[2:])
+
+
+def _joined(
+    taken: Mapping[Place, WeightSource], targets: Mapping[str, Tensor]
+) -> tuple[dict[Place, WeightSource], list[Diagnostic]]:
+    """The rows with their spans, one after the other in each target, and what does not add up."""
+    placed, problems, groups = dict(taken), list[Diagnostic](), dict[str, list[Place]]()
+    for place in taken:
+        if place.joined is not None:
+            groups.setdefault(place.target, []).append(place)
+    for target, places in groups.items():
+        ordered = sorted(places, key=lambda place: place.joined or ())
+        dim, _, number = ordered[0].joined or (0, 0, 0)
+        shape = targets[target].shape
+        lengths = [([*taken[place].loaded_shape, *[0] * len(shape)])[dim] for place in ordered]
+        if len(ordered) != number or sum(lengths) != shape[dim]:
+            message = f"`{target}` {list(shape)} is joined of {number} tensors along dimension {dim}"
+            found = f"the checkpoint has {len(ordered)}, of {sum(lengths)} together"
+            problems.append(Diagnostic("I116", f"{message}; {found}", hint="is a shard missing?"))
+            continue
+        for place, start, length in zip(ordered, accumulate([0, *lengths]), lengths, strict=False):
+            placed[place] = replace(taken[place], span=Span(dim, start, length))
+    return placed, problems
 
 
 def _missing(targets: Mapping[str, Tensor], taken: Iterable[WeightSource]) -> Iterable[Diagnostic]:
@@ -171,7 +209,9 @@ def _missing(targets: Mapping[str, Tensor], taken: Iterable[WeightSource]) -> It
                 "I115", f"the checkpoint lacks `{name}` ({_described(tensor)})", hint="is a shard missing?"
             )
             continue
-        parts: tuple[Part, ...] = ("down",) if any(part == "down" for _, part in stacked[name]) else ("gate", "up")
+        parts: tuple[Part, ...] = ("gate", "up")
+        if not name.endswith(".gate_up_proj"):
+            parts = (STACKED_PARTS[name.rpartition(".")[2]],)
         for expert in range(tensor.shape[0]):
             for part in parts:
                 if (expert, part) not in stacked[name]:

@@ -7,17 +7,36 @@ from __future__ import annotations
 
 from ktc.checkpoint.header import ITEM_SIZE, TensorEntry
 from ktc.checkpoint.index import CheckpointIndex, has_weights, open_index
-from ktc.checkpoint.source import Part, Transform, WeightSource, read_sources, write_sources
+from ktc.checkpoint.quantised import StoredWeight, stored_weights
+from ktc.checkpoint.source import (
+    Part,
+    Quantised,
+    Span,
+    Step,
+    Stored,
+    Transform,
+    WeightSource,
+    read_sources,
+    scale_shape,
+    write_sources,
+)
 
 __all__ = [
     "ITEM_SIZE",
     "CheckpointIndex",
     "Part",
+    "Quantised",
+    "Span",
+    "Step",
+    "Stored",
+    "StoredWeight",
     "TensorEntry",
     "Transform",
     "WeightSource",
     "has_weights",
     "open_index",
     "read_sources",
+    "scale_shape",
+    "stored_weights",
     "write_sources",
 ]

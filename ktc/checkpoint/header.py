@@ -24,6 +24,7 @@ _DTYPES = {
     "F64": "f64",
     "F8_E4M3": "fp8",
     "F8_E5M2": "fp8_e5m2",
+    "F8_E8M0": "e8m0",
     "I64": "i64",
     "I32": "i32",
     "I16": "i16",
@@ -35,7 +36,7 @@ ITEM_SIZE = {
     **dict.fromkeys(("f64", "i64"), 8),
     **dict.fromkeys(("f32", "i32"), 4),
     **dict.fromkeys(("bf16", "f16", "i16"), 2),
-    **dict.fromkeys(("fp8", "fp8_e5m2", "i8", "u8", "bool"), 1),
+    **dict.fromkeys(("fp8", "fp8_e5m2", "e8m0", "i8", "u8", "bool"), 1),
 }
 
 

@@ -24,6 +24,7 @@ TORCH_DTYPE: Mapping[str, torch.dtype] = {
     "f64": torch.float64,
     "fp8": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    "e8m0": torch.float8_e8m0fnu,
     "i64": torch.int64,
     "i32": torch.int32,
     "i16": torch.int16,

@@ -1,29 +1,90 @@
 """`WeightSource`: how one tensor of a checkpoint reaches its place in the model; `weights.json` is a list of them.
 
 Capture makes them, link writes them, the loader follows them: it needs no naming scheme of any model family.
+A row is data only: the changes of layout it asks for are named here, and `ktc.checkpoint.values` carries them out.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, cast
 
 from ktc.checkpoint.header import ITEM_SIZE
 from ktc.decode import Undecodable, decode
 
-Part = Literal["gate", "up", "down", "gate_up"]
+Part = Literal["gate", "up", "down", "gate_up", "gate_bias", "up_bias", "gate_up_bias", "down_bias"]
 Transform = Literal["copy", "per_expert"]
+Operation = Literal["transpose", "deinterleave"]
+Method = Literal["fp8", "int4", "mxfp4"]
+_ARGUMENTS: dict[Operation, int] = {"transpose": 2, "deinterleave": 1}
+_WEIGHTS_PER_ITEM: dict[Method, int] = {"fp8": 1, "int4": 8, "mxfp4": 2}  # of the stored codes
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change of a tensor's layout; `dims` count from the first dimension of the whole tensor.
+
+    `transpose` swaps two dimensions; `deinterleave` puts what stands at even places of one before what stands at odd.
+    """
+
+    operation: Operation
+    dims: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.operation}({', '.join(map(str, self.dims))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of the checkpoint that belongs to another one."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """How stored codes are weights of `shape`: a scale stands for `block` rows and columns of the last two dimensions.
+
+    `fp8`: `code * scale` in fp32. `int4`: eight codes per int32, lowest bits first, offset by 8, and
+    `(code - zero) * scale` in the scale's dtype; zero points are packed the same way along the rows. `mxfp4`: two E2M1
+    codes per byte, the low one first; scales are exponents of two with a bias of 127.
+    """
+
+    method: Method
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+    scale: Stored
+    zero_point: Stored | None = None
+
+    def __str__(self) -> str:
+        rows, columns = self.block
+        if columns < self.shape[-1]:
+            return f"{self.method} {rows}x{columns}" if rows > 1 else f"{self.method} in groups of {columns}"
+        return f"{self.method} with a scale per {'row' if rows == 1 else 'matrix'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The run of the target's dimension `dim` that a tensor fills, where several tensors fill one parameter."""
+
+    dim: int
+    start: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """One tensor of the checkpoint and where it goes.
 
-    `copy` takes the whole tensor: to the parameter or buffer `target`, or, with `expert` and `part`, to that expert's
-    matrix of the 3-D `target`. `per_expert` takes a tensor `(E, rows, columns)` apart, one expert at a time; its part
-    is `down`, or `gate_up` whose rows are gate first, then up. `dtype` and `shape` are those in the checkpoint.
+    `copy` takes the whole tensor: to the parameter or buffer `target` (or a span of it), or, with `expert` and `part`,
+    to that expert's matrix of the 3-D `target`. `per_expert` takes a stacked tensor `(E, ...)` apart, one expert at a
+    time; its part names what the stock tensor holds, whose layout the target's module knows. `dtype` and `shape` are
+    those in the checkpoint; `steps` are done after the codes of a quantised tensor became weights.
     """
 
     target: str
@@ -34,11 +95,69 @@ class WeightSource:
     dtype: str
     shape: tuple[int, ...]
     transform: Transform = "copy"
+    steps: tuple[Step, ...] = ()
+    span: Span | None = None
+    quantised: Quantised | None = None
+
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        """Every stored tensor that this row reads."""
+        own = Stored(self.source_key, self.dtype, self.shape)
+        if self.quantised is None:
+            return (own,)
+        zero = self.quantised.zero_point
+        return (own, self.quantised.scale) if zero is None else (own, self.quantised.scale, zero)
+
+    @property
+    def format(self) -> str:
+        """What the checkpoint stores, in words: `bf16`, `fp8 128x128`, `int4 in groups of 32`."""
+        return self.dtype if self.quantised is None else str(self.quantised)
+
+    @property
+    def loaded_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor once it is dequantised and its steps are done."""
+        shape = self.shape if self.quantised is None else self.quantised.shape
+        return shape_after(self.steps, shape)
+
+
+def shape_after(steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor of `shape` after `steps`. Raises `ValueError` for a step that does not fit it."""
+    for step in steps:
+        shape = _shape_after_step(step, shape)
+    return shape
+
+
+def _shape_after_step(step: Step, shape: tuple[int, ...]) -> tuple[int, ...]:
+    fits = len(step.dims) == _ARGUMENTS[step.operation] and all(0 <= dim < len(shape) for dim in step.dims)
+    if not fits or (step.operation == "deinterleave" and shape[step.dims[0]] % 2):
+        raise ValueError(f"`{step}` does not fit {list(shape)}")
+    if step.operation == "deinterleave":
+        return shape
+    swapped = dict(zip(step.dims, reversed(step.dims), strict=True))
+    return tuple(shape[swapped.get(dim, dim)] for dim in range(len(shape)))
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """The shape that the scales of a weight have; the last block of a row or column may be cut short."""
+    *stack, rows, columns = shape
+    return (*stack, -(-rows // block[0]), -(-columns // block[1]))
 
 
 def write_sources(sources: Sequence[WeightSource]) -> str:
-    """The text of `weights.json`: a JSON array with one row per line."""
-    return "[\n" + ",\n".join(json.dumps(asdict(source)) for source in sources) + "\n]\n"
+    """The text of `weights.json`: a JSON array with one row per line, without the fields that say nothing."""
+    return "[\n" + ",\n".join(json.dumps(_row(source)) for source in sources) + "\n]\n"
+
+
+def _row(source: WeightSource) -> dict[str, Any]:
+    whole = asdict(source)
+    return {f.name: whole[f.name] for f in fields(source) if getattr(source, f.name) != f.default}
+
+
+_DEFAULTS: dict[str, Any] = {
+    f.name: list(cast("tuple[()]", f.default)) if f.default == () else f.default
+    for f in fields(WeightSource)
+    if f.default is not MISSING
+}
 
 
 def read_sources(text: str) -> tuple[WeightSource, ...]:
@@ -50,17 +169,49 @@ def read_sources(text: str) -> tuple[WeightSource, ...]:
 
 
 def _read_source(row: object) -> WeightSource:
+    whole = {**_DEFAULTS, **cast("dict[str, Any]", row)} if isinstance(row, dict) else row
     try:
-        source = decode(row, WeightSource)
-    except Undecodable as error:
+        source = decode(whole, WeightSource)
+        _check(source)
+    except (Undecodable, ValueError) as error:
         target = cast("dict[str, Any]", row).get("target") if isinstance(row, dict) else None
         raise ValueError(f"the row of `{target}`: {error}") from error
-    if source.dtype not in ITEM_SIZE or "/" in source.file or source.file.startswith("."):
-        raise ValueError(f"the row of `{source.target}` has an unknown dtype or file")
-    if min((0, source.expert or 0, *source.shape)) < 0:
-        raise ValueError(f"the row of `{source.target}` has a negative size or expert")
-    stacked = source.transform == "per_expert" and source.expert is None and source.part in ("gate_up", "down")
-    whole = source.transform == "copy" and (source.expert is None) == (source.part is None)
-    if not (stacked and len(source.shape) == 3) and not whole:
-        raise ValueError(f"the row of `{source.target}` has a transform, expert and part that do not belong together")
     return source
+
+
+def _check(source: WeightSource) -> None:
+    """A row that was read from a file must be one that capture could have written."""
+    if "/" in source.file or source.file.startswith("."):
+        raise ValueError("an unknown file")
+    for stored in source.parts:
+        if stored.dtype not in ITEM_SIZE or min((0, *stored.shape)) < 0:
+            raise ValueError("an unknown dtype or a negative size")
+    if source.expert is not None and source.expert < 0:
+        raise ValueError("a negative expert")
+    stacked = source.transform == "per_expert" and source.expert is None and source.part is not None
+    whole = source.transform == "copy" and (source.expert is None) == (source.part is None)
+    if not (stacked and len(source.shape) >= 2 and source.span is None) and not whole:
+        raise ValueError("a transform, expert and part that do not belong together")
+    if stacked and any(0 in step.dims for step in source.steps):
+        raise ValueError("a step that mixes experts")
+    if source.span is not None and min(source.span.dim, source.span.start, source.span.length) < 0:
+        raise ValueError("a negative span")
+    if source.quantised is not None:
+        _check_quantised(source, source.quantised)
+    _ = source.loaded_shape  # every step fits the shape before it
+
+
+def _check_quantised(source: WeightSource, quantised: Quantised) -> None:
+    if len(quantised.shape) < 2 or min(quantised.shape) < 1 or min(quantised.block) < 1:
+        raise ValueError("a quantised weight without rows, columns or blocks")
+    per_item = _WEIGHTS_PER_ITEM[quantised.method]
+    columns = -(-quantised.shape[-1] // per_item)
+    if math.prod(source.shape) != math.prod(quantised.shape[:-1]) * columns:
+        raise ValueError(f"codes of {list(source.shape)} are no weights of {list(quantised.shape)}")
+    scales = scale_shape(quantised.shape, quantised.block)
+    if math.prod(quantised.scale.shape) != math.prod(scales):
+        raise ValueError(f"scales of {list(quantised.scale.shape)} where {list(scales)} are needed")
+    if quantised.zero_point is not None:
+        *_, rows, groups = scales
+        if quantised.method != "int4" or quantised.zero_point.shape != (-(-rows // 8), groups):
+            raise ValueError(f"zero points of {list(quantised.zero_point.shape)}")
