@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,27 +26,37 @@ BATCH, SEQUENCE = 3, 7
 _KEEP = frozenset({
     "linear", "silu", "gelu", "softmax", "sigmoid", "rms_norm", "scaled_dot_product_attention", "topk", "split",
     "split_with_sizes", "chunk", "clamp", "clamp_min", "clamp_max", "one_hot", "embedding", "layer_norm", "masked_fill",
-    "conv1d",
+    "conv1d", "softplus",
 })  # fmt: skip
 _DROP = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"})
 
 Rebuild = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+Around = Callable[[], AbstractContextManager[None]]
 
 
 class _TensorsOnly(nn.Module):
     """The block behind a signature of tensors alone: export then meets no cache, keyword or tuple."""
 
-    def __init__(self, block: nn.Module, rebuild: Rebuild) -> None:
+    def __init__(self, block: nn.Module, rebuild: Rebuild, around: Around, whole: bool) -> None:
         super().__init__()
-        self.block, self._rebuild = block, rebuild
+        self.block, self._rebuild, self._around, self._whole = block, rebuild, around, whole
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         args, kwargs = self._rebuild(tensors)
-        return main_output(self.block(*args, **kwargs))
+        with self._around():
+            result = self.block(*args, **kwargs)
+        return result if self._whole else main_output(result)
 
 
-def export_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
-    """Exports `block` as called with `args` and `kwargs` (meta tensors). Raises what torch.export raises."""
+def export_block(
+    block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    around: Around = nullcontext, *, whole: bool = False,
+) -> fx.GraphModule:  # fmt: skip
+    """Exports `block` as called with `args` and `kwargs` (meta tensors), inside of `around`.
+
+    The graph returns the hidden states alone, or with `whole` the tuple of tensors that the block returns. Raises what
+    torch.export raises.
+    """
     names, tensors, rebuild = flatten_call(args, kwargs)
     dynamic = tuple(
         {i: Dim.AUTO for i, size in enumerate(t.shape) if size in (BATCH, SEQUENCE, BATCH * SEQUENCE)} for t in tensors
@@ -55,7 +66,7 @@ def export_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wrapped = _TensorsOnly(block, rebuild)
+            wrapped = _TensorsOnly(block, rebuild, around, whole)
             program = torch.export.export(wrapped, tensors, dynamic_shapes=(dynamic,), strict=False)
             program = program.run_decompositions(_decompositions())
     finally:
@@ -119,7 +130,8 @@ def _lower(program: ExportedProgram, block: nn.Module, input_names: Sequence[str
         elif node.op == "placeholder":
             copies[node] = graph.placeholder(next(names))
         elif node.op == "output":
-            graph.output(copies[nodes_in(node.args[0])[0]])
+            results = tuple(copies[result] for result in nodes_in(node.args[0]))
+            graph.output(results if len(results) > 1 else results[0])
             continue
         elif getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in _DROP:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,22 @@ class ModuleInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertList:
+    """Routed experts that the model keeps as a list of modules at `fqn` (relative to the block).
+
+    `form` spells what each computes; `parts` maps `gate`, `up` (or `gate_up`), `down` and their biases to the names of
+    the tensors in each expert. In the graph they are one stack at `fqn`, in the layout of the form.
+    """
+
+    fqn: str
+    count: int
+    hidden: int
+    intermediate: int
+    form: str
+    parts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockGraph:
     """One distinct block. `graph` is in normal form, with block-relative FQNs; None where capture failed, with why."""
 
@@ -53,6 +70,7 @@ class BlockGraph:
     class_name: str
     graph: fx.GraphModule | None
     opaque: str = ""
+    experts: ExpertList | None = None  # where the graph replaced a loop over these
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +83,15 @@ class BlockSite:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """What one layer caches of one sequence: bytes per token (of at most `window` tokens, if set), and at any length."""
+
+    per_token: int
+    fixed: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedModel:
     """A model without its weights: `sites` say which of the distinct `blocks` stands where."""
 
@@ -73,6 +100,7 @@ class CapturedModel:
     modules: tuple[ModuleInfo, ...]
     blocks: tuple[BlockGraph, ...]
     sites: tuple[BlockSite, ...]
+    cache: tuple[CacheLayer, ...] | None = None  # by layer; None where the cached forward does not run on meta
 
     def block(self, key: str) -> BlockGraph:
         """The distinct block with this key, which must be one of the model's."""

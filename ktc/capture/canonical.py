@@ -1,0 +1,243 @@
+"""A loop over experts -> one `experts` node: in the graph of a block that ran `routed_anyhow`, out the normal form's.
+
+No spelling of a loop is known here. What is looked for are four values between which everything happens: the result
+that all experts flow into, and the hidden states, expert numbers and weights that it comes from and from nothing else.
+The first three are where the data enters the loop; what lies between is replaced by `experts` of them. That this is
+what the loop computes is not shown here but by the proof, on the block's own code and data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ktc.capture.types import ExpertList
+from ktc.graph import ops
+from ktc.graph.fold import tensor_inputs
+from ktc.graph.typed import nodes_of, tensor_of
+from ktc.runtime.experts_form import parse_form
+from ktc.runtime.stock_experts import stock_names, stock_shape
+
+_CONSTANTS = "constants."  # where capture keeps tensors that are no weights
+
+
+class NoExperts(Exception):
+    """The graph has no region that `experts` can stand for; the words say what is missing."""
+
+
+def canonicalise(graph_module: fx.GraphModule, experts: ExpertList) -> None:
+    """Replaces the loop over `experts`, in place. Raises NoExperts."""
+    region = _region(graph_module, experts)
+    graph, root = graph_module.graph, graph_module
+    stacked = _stacks(experts, next(root.parameters()).dtype)
+    for name, tensor in stacked.items():
+        _attach(root, f"{experts.fqn}.{name}", tensor)
+    with graph.inserting_before(region.result):
+        weights = [graph.get_attr(f"{experts.fqn}.{name}") for name in stacked]
+        for node, tensor in zip(weights, stacked.values(), strict=True):
+            node.meta["val"] = tensor
+        hidden = _as_rows(graph, region.hidden)
+        indices = _cast(graph, region.indices, torch.long)
+        operands = (hidden, indices, region.weights, *weights[:2], experts.form, *(weights[2:] or (None, None)))
+        called = graph.call_function(ops.experts, operands)
+        called.meta["val"] = hidden.meta["val"]
+        result = _shaped_as(graph, _cast(graph, called, _tensor(region.result).dtype), region.result)
+    region.result.replace_all_uses_with(result)
+    graph.eliminate_dead_code()
+    graph_module.delete_all_unused_submodules()
+    graph.lint()
+
+
+class _Region:
+    """The four values; the first three are none of the experts' results."""
+
+    def __init__(self, hidden: fx.Node, indices: fx.Node, weights: fx.Node, result: fx.Node) -> None:
+        self.hidden, self.indices, self.weights, self.result = hidden, indices, weights, result
+
+
+def _region(graph_module: fx.GraphModule, experts: ExpertList) -> _Region:
+    nodes = nodes_of(graph_module)
+    markers = [node for node in nodes if ops.name_of(node) == "expert"]
+    if not markers:
+        raise NoExperts(f"nothing calls the modules of `{experts.fqn}`")
+    tokens = _tensor(next(node for node in nodes if node.op == "placeholder")).shape[:-1]
+    inside = _reached(markers)
+    results = [node for node in nodes if node in inside and _is_hidden(node, tokens, experts.hidden)]
+    through = [node for node in results if _all_pass(markers, node, nodes[-1])]
+    if not through:
+        raise NoExperts(f"the results of the modules of `{experts.fqn}` are not added up to hidden states")
+    found = (_cut(node, [n for n in nodes if n not in inside], tokens, experts) for node in through)
+    region = next((region for region in found if region is not None), None)
+    if region is None:
+        raise NoExperts(f"the code around `{experts.fqn}` does more with hidden states than to route and to weigh them")
+    return region
+
+
+def _cut(result: fx.Node, outside: Sequence[fx.Node], tokens: Sequence[Any], experts: ExpertList) -> _Region | None:
+    """The values that `result` comes from: the numbers as early as can be, the weights and hidden states as late."""
+    behind = _behind(result, stop=frozenset())
+    before = [node for node in outside if node in behind and tensor_of(node) is not None]
+    hidden = [node for node in before if _is_hidden(node, tokens, experts.hidden)]
+    numbers = [node for node in before if _is_choice(node, tokens, experts.count, floating=False)]
+    weights = [node for node in before if _is_choice(node, tokens, experts.count, floating=True)]
+    for index in numbers:
+        fitting = [w for w in weights if _same(_tensor(w).shape, _tensor(index).shape)]
+        weight = _latest(fitting, result, {index}, hidden)
+        state = None if weight is None else _latest(hidden, result, {index, weight}, ())
+        if weight is not None and state is not None:
+            return _Region(state, index, weight, result)
+    return None
+
+
+def _latest(
+    choices: Sequence[fx.Node], result: fx.Node, known: set[fx.Node], others: Sequence[fx.Node]
+) -> fx.Node | None:
+    """The last of `choices` that, with what is known of the cut and all that is left of it, separates the result."""
+    for node in reversed(choices):
+        if _separates(result, {node, *known, *others}, {node, *known}):
+            return node
+    return None
+
+
+def _separates(result: fx.Node, cut: set[fx.Node], needed: set[fx.Node]) -> bool:
+    """Whether `result` comes from the `cut` alone, and from each of the `needed`."""
+    behind = _behind(result, stop=frozenset(cut))
+    others = (node for node in behind - cut if node.op in ("placeholder", "get_attr"))
+    return needed <= behind and all(str(node.target).startswith(_CONSTANTS) for node in others)
+
+
+def _behind(node: fx.Node, stop: frozenset[fx.Node]) -> set[fx.Node]:
+    """The nodes that `node` comes from, itself included, down to those of `stop`; sizes carry no data."""
+    seen, todo = set[fx.Node](), [node]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += [] if node in stop else tensor_inputs(node)
+    return seen
+
+
+def _reached(starts: Iterable[fx.Node], without: fx.Node | None = None) -> set[fx.Node]:
+    """The nodes that come from `starts`, these included, on ways that do not lead through `without`."""
+    seen, todo = set[fx.Node](), list(starts)
+    while todo:
+        node = todo.pop()
+        if node not in seen and node is not without:
+            seen.add(node)
+            todo += [user for user in node.users if user.op == "output" or node in tensor_inputs(user)]
+    return seen
+
+
+def _all_pass(markers: Sequence[fx.Node], through: fx.Node, output: fx.Node) -> bool:
+    return output not in _reached(markers, without=through)
+
+
+def _tensor(node: fx.Node) -> Tensor:
+    held = tensor_of(node)
+    assert held is not None, f"`{node.name}` holds no tensor"
+    return held
+
+
+def _is_hidden(node: fx.Node, tokens: Sequence[Any], width: int) -> bool:
+    """(T, H) or the shape of the block's input, floating."""
+    held = tensor_of(node)
+    if held is None or not held.is_floating_point() or held.shape[-1:] != (width,):
+        return False
+    return _same(held.shape[:-1], [_product(tokens)]) or _same(held.shape[:-1], tokens)
+
+
+def _is_choice(node: fx.Node, tokens: Sequence[Any], count: int, *, floating: bool) -> bool:
+    """(T, K) with at most as many columns as there are experts, of numbers or of weights."""
+    held = tensor_of(node)
+    if held is None or held.dim() != 2 or held.is_floating_point() != floating or held.dtype == torch.bool:
+        return False
+    columns = held.shape[1]
+    return isinstance(columns, int) and columns <= count and _same(held.shape[:1], [_product(tokens)])
+
+
+def _product(sizes: Sequence[Any]) -> Any:
+    product = sizes[0]
+    for size in sizes[1:]:
+        product = product * size
+    return product
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are spelled the same; comparing symbols themselves would narrow them."""
+    return [_spelled(size) for size in one] == [_spelled(size) for size in other]
+
+
+def _spelled(size: Any) -> str:
+    return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+
+
+# new nodes -----------------------------------------------------------------------------------------------------------
+def _as_rows(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    held = _tensor(node)
+    return node if held.dim() == 2 else _reshaped(graph, node, [-1, held.shape[-1]], held.reshape(-1, held.shape[-1]))
+
+
+def _shaped_as(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
+    wanted = _tensor(like)
+    if wanted.dim() == 2:
+        return node
+    source = next(n for n in _behind(like, frozenset()) if n.op == "placeholder" and _tensor(n).dim() == wanted.dim())
+    sizes: list[fx.Node | int] = []
+    for dim, size in enumerate(wanted.shape):
+        if isinstance(size, int):
+            sizes.append(size)
+            continue
+        sizes.append(graph.call_function(torch.ops.aten.sym_size.int, (source, dim)))
+        sizes[-1].meta["val"] = size
+    return _reshaped(graph, node, sizes, wanted)
+
+
+def _reshaped(graph: fx.Graph, node: fx.Node, sizes: Sequence[fx.Node | int], value: Tensor) -> fx.Node:
+    reshaped = graph.call_function(torch.ops.aten.reshape.default, (node, list(sizes)))
+    reshaped.meta["val"] = value
+    return reshaped
+
+
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    held = _tensor(node)
+    if held.dtype == dtype:
+        return node
+    cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+    cast.meta["val"] = held.to(dtype)
+    return cast
+
+
+def _stacks(experts: ExpertList, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """The experts' matrices as the stock layout of their form holds them, on meta."""
+    form, sizes = parse_form(experts.form), (experts.count, experts.hidden, experts.intermediate)
+    return {
+        name: nn.Parameter(torch.empty(stock_shape(form, name, *sizes), dtype=dtype, device="meta"))
+        for name in stock_names(form)
+    }
+
+
+def _attach(root: nn.Module, fqn: str, tensor: nn.Parameter) -> None:
+    module = root
+    owner, _, leaf = fqn.rpartition(".")
+    for part in owner.split("."):
+        if not hasattr(module, part):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(leaf, tensor)
+
+
+def same_computation(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Whether two graphs in normal form do the same to the same tensors, whatever their nodes are called."""
+    return _rows(one) == _rows(other)
+
+
+def _rows(graph_module: fx.GraphModule) -> list[object]:
+    order = {node: number for number, node in enumerate(nodes_of(graph_module))}
+    return [
+        (node.op, str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: f"%{order[n]}")))
+        if node.op != "placeholder" else node.op
+        for node in order
+    ]  # fmt: skip

@@ -1,0 +1,141 @@
+"""Loops over experts without data: inside `routed_anyhow` a block runs on meta tensors as if every expert were chosen.
+
+Which tokens an expert gets is data, and a loop in Python over the experts asks for it. Here each such question has an
+answer that depends on no data: a mask picks as many rows as it has places, every expert number occurs, an expert of a
+list is one marker. What runs this way has the dataflow of the loop and not its values; `canonical` reads the first.
+Everything else that asks for data raises as it does on meta tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_NAME = "ktc_unrolled"  # of the operator library
+_PICKERS = frozenset({"nonzero", "argwhere"})
+_NUMBERS = frozenset({"unique", "unique_consecutive", "_unique2"})
+_SELF = frozenset({"item", "squeeze", "view", "reshape", "flatten", "long", "int", "cpu", "to", "detach", "clone"})
+
+
+@cache
+def markers() -> Any:
+    """The operators `picked(mask, dim)`, rows that a mask picks, and `expert(x, number)`, an expert's result."""
+    library = torch.library.Library(_NAME, "DEF")
+    library.define("picked(Tensor mask, int dim) -> Tensor")
+    library.define("expert(Tensor x, int number) -> Tensor")
+    library.impl("picked", _picked_on_meta, "Meta")
+    library.impl("expert", _expert_on_meta, "Meta")
+    operators = getattr(torch.ops, _NAME)
+    operators.library = library  # it lives as long as its operators are asked for
+    return operators
+
+
+def _picked_on_meta(mask: Tensor, dim: int) -> Tensor:
+    return mask.new_empty((mask.numel(),), dtype=torch.long)
+
+
+def _expert_on_meta(x: Tensor, number: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+class _ExpertNumber(int):
+    """The number of an expert that also takes what code does to a tensor of one element."""
+
+    def __getitem__(self, _: object) -> _ExpertNumber:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., _ExpertNumber]:
+        if name not in _SELF:
+            raise AttributeError(name)
+        return lambda *_, **__: self
+
+
+class _ExpertNumbers(list[_ExpertNumber]):
+    """Every expert's number, in order, in place of a tensor of those that occur."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(map(_ExpertNumber, range(count)))
+
+    def __getattr__(self, name: str) -> Callable[..., _ExpertNumbers]:
+        if name not in _SELF | {"tolist", "numpy", "unique"}:
+            raise AttributeError(name)
+        return lambda *_, **__: self
+
+
+class _NoData(TorchFunctionMode):
+    """Answers what a loop over `count` experts asks about data; everything else goes through."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        given, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is not None and first.is_meta:
+            if name in _PICKERS or (name == "where" and len(args) == 1 and not given):
+                return self._nonzero(first, name == "where" or bool(given.get("as_tuple", False)))
+            if name in _NUMBERS:
+                return _ExpertNumbers(self._count)
+            if name == "__bool__":
+                return True
+            if name == "bincount":
+                return first.new_zeros(self._count)
+            if name in ("tolist", "numpy") and tuple(first.shape) == (self._count,):
+                return [sys.maxsize, *[0] * (self._count - 1)]  # tokens of each expert: the first one gets them all
+            if name == "cpu":
+                return first
+            if name in ("__getitem__", "__setitem__"):
+                args = (first, self._places(args[1]), *args[2:])
+        return func(*args, **given)
+
+    def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
+        if tuple(mask.shape) == (self._count,):
+            return _ExpertNumbers(self._count)
+        rows = self._rows(mask)
+        return rows if as_tuple else torch.stack(rows, -1)
+
+    def _rows(self, mask: Tensor) -> tuple[Tensor, ...]:
+        return tuple(markers().picked(mask, dim) for dim in range(mask.dim()))
+
+    def _places(self, index: Any) -> Any:
+        """An index without masks: each becomes the places that it picks."""
+        parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
+        if not any(_is_mask(part) for part in parts):
+            return index
+        return tuple(place for part in parts for place in (self._rows(part) if _is_mask(part) else (part,)))
+
+
+def _is_mask(part: object) -> bool:
+    return isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) and part.dim() > 0
+
+
+@contextmanager
+def routed_anyhow(experts: nn.ModuleList) -> Generator[None]:
+    """While inside, a loop over `experts` runs without data, and each of them is one marker."""
+    children = list(cast("Iterator[nn.Module]", iter(experts)))
+    for number, child in enumerate(children):
+        child.forward = _marker(number)
+    try:
+        with _NoData(len(children)):
+            yield
+    finally:
+        for child in children:
+            del child.forward
+
+
+def _marker(number: int) -> Callable[[Tensor], Tensor]:
+    def forward(hidden_states: Tensor) -> Tensor:
+        return markers().expert(hidden_states, number)
+
+    return forward
