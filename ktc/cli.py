@@ -31,9 +31,14 @@ app = typer.Typer(
 
 Stage = Literal["captured", "matched", "planned", "rewritten"]
 Format = Literal["text", "json", "dot", "svg", "html"]
+CensusFormat = Literal["text", "json", "markdown"]
 Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or tiny:NAME (a small twin of a family).")]
 OptionalModel = Annotated[
     str | None, typer.Argument(help="A model folder (config.json is enough), a hub id, or tiny:NAME.")
+]
+CompiledModel = Annotated[Path, typer.Argument(metavar="OUT", help="A compiled model.")]
+Weights = Annotated[
+    Path | None, typer.Option("--weights", help="The checkpoint's folder, if it is no longer where it was compiled.")
 ]
 Rules = Annotated[str, typer.Argument(help="A rule file, or the name of a bundled one (moe-lora).")]
 Settings = Annotated[
@@ -80,6 +85,7 @@ def compile_command(
     isa: IsaName = None,
     host_file: HostFile = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a compiled model.")] = False,
+    pack: Annotated[bool, typer.Option("--pack", help="Keep the packed experts in OUT, for quick starts.")] = False,
     as_json: Json = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -102,6 +108,46 @@ def compile_command(
                 observe=report.observe,
             )
         report.finish_compile(path)
+        if pack:
+            from ktc import cli_pack
+
+            cli_pack.pack(session, path)
+
+
+@app.command("pack")
+def pack_command(
+    out: CompiledModel,
+    weights: Weights = None,
+    force: Annotated[bool, typer.Option("--force", help="Pack every layer anew.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Keep OUT's experts packed on disk, for quick starts; finished layers stay, an interrupted run is gone on with."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        from ktc import cli_pack
+
+        cli_pack.pack(session, out, weights, force)
+
+
+@app.command("verify")
+def verify_command(
+    out: CompiledModel,
+    weights: Weights = None,
+    source: Annotated[
+        bool, typer.Option("--source", help="Pack the checkpoint again in memory and compare every byte.")
+    ] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Check every file of OUT against what it was written as, packed experts byte for byte."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        from ktc import cli_pack
+
+        cli_pack.verify(session, out, weights, source)
 
 
 @app.command("check")
@@ -215,6 +261,26 @@ def explain_command(
         session.result(asdict(found))
         if not as_json:
             session.emit(str(found), None)
+
+
+@app.command("census")
+def census_command(
+    families: Annotated[
+        list[str] | None,
+        typer.Option("--family", metavar="NAME", help="Only this model type; may be given again. Default: all."),
+    ] = None,
+    form: Annotated[CensusFormat, typer.Option("--format", help="The form of the table.")] = "text",
+    output: Output = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Take every mixture-of-experts family of the installed transformers through the compiler, as small twins."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        from ktc import cli_census
+
+        cli_census.run(session, families or (), "json" if as_json else form, output)
 
 
 @app.command("doctor")

@@ -1,0 +1,230 @@
+"""One family through the compiler: its default config shrunk to a twin, captured, matched, rewritten and proven.
+
+In: a `model_type` of transformers. Out: a `Family` that says how far it came; whatever raises becomes its reason. The
+twin is captured in fp32, so it is its own witness.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from ktc import dsl, twin
+from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
+from ktc.census import describe
+from ktc.census.types import MATCHED, NONE, BlockProof, Family
+from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
+from ktc.dsl import RuleSet
+from ktc.graph import ops
+from ktc.graph.typed import nodes_of
+from ktc.host import Host
+from ktc.match import Match, Matches, match
+from ktc.plan import Plan, make_plan
+from ktc.prove import Witness, prove_block, witness_of
+from ktc.rewrite import RewrittenBlock, rewrite
+
+RULES, SETTINGS = "moe-lora", {"format": "bf16"}
+# What is asked is whether ktc knows the family, not what this machine can run: a plain CPU with every instruction set.
+HOST = Host(
+    isas=("avx512_bf16", "avx512", "avx2", "scalar"), features=frozenset(), cores=2, threads=2, numa=1,
+    memory=1 << 40, gpus=(), python_abi="", compiler=None,
+)  # fmt: skip
+LARGEST = 100_000_000  # parameters of a twin; more means that a size of this family was not shrunk
+
+
+def examine(family: str) -> Family:
+    """Takes one family as far as it goes. Never raises but for an interrupt."""
+    started, row = time.perf_counter(), Family(family)
+    try:
+        for further in _steps(row):
+            row = further
+    except Exception as error:  # noqa: BLE001 - one family's failure is its reason, whatever it is
+        row = replace(row, reasons=(_words(error), *row.reasons))
+    gc.collect()  # graphs and modules refer to each other
+    return replace(row, seconds=time.perf_counter() - started)
+
+
+def _steps(row: Family) -> Iterator[Family]:
+    """The row after each stage: described, matched, proven."""
+    config = twin.shrink(twin.default_config(row.family))
+    config.dtype = torch.float32
+    captured = capture(ModelSource(row.family, None, config, None))
+    yield (row := _described(row, captured))
+    _refuse_large(captured)
+    matches, plan, blocks = _rewritten(captured)
+    yield (row := _judged(row, captured, matches, plan))
+    witness = witness_of(captured)
+    proofs = tuple(_proven(captured, block, witness) for block in blocks)
+    failures = [f"`{p.class_name}` cannot be proven: {p.failure}" for p in proofs if p.failure]
+    wrong = [_wrong_words(proof) for proof in proofs if proof.wrong]
+    yield replace(row, proofs=proofs, reasons=(*wrong, *row.reasons, *failures))
+
+
+@cache
+def _rules() -> RuleSet:
+    return dsl.load(RULES, SETTINGS)
+
+
+def _rewritten(captured: CapturedModel) -> tuple[Matches, Plan, Sequence[RewrittenBlock]]:
+    matches = match(captured, _rules(), HOST)
+    plan = make_plan(captured, (), matches, _rules(), HOST)
+    return matches, plan, rewrite(captured, plan)
+
+
+def _refuse_large(captured: CapturedModel) -> None:
+    """The memory guard: the twin is on meta here, and what follows gives it weights."""
+    sizes = {name: p.numel() for name, p in captured.model.named_parameters()}
+    if sum(sizes.values()) > LARGEST:
+        largest = max(sizes, key=lambda name: sizes[name])
+        message = f"the shrunk witness has {sum(sizes.values()):,} parameters, most of them in `{largest}`"
+        raise ProofFailed(Diagnostic("P302", message, hint="`twin.shrink` does not know a size of this config"))
+
+
+# verdicts ------------------------------------------------------------------------------------------------------------
+def _described(row: Family, captured: CapturedModel) -> Family:
+    """What the captured blocks compute, before any pattern is asked."""
+    blocks = {b.key: b for b in captured.blocks}
+    kinds = {key: describe.kind_of(b.graph, f"{key} {b.class_name}") for key, b in blocks.items() if b.graph}
+    experts = [(b, n) for b in blocks.values() if b.graph for n in describe.experts_nodes(b.graph)]
+    beside = {key: _dense_beside(captured, key, kinds) for key in kinds}
+    return replace(
+        row,
+        router=_joined(describe.router_words(node) for _, node in experts),
+        activation=_joined(str(ops.attributes(node)["form"]) for _, node in experts),
+        shared_experts=_joined(describe.shared_words(node, beside[block.key]) for block, node in experts),
+        reasons=tuple(f"`{b.class_name}` could not be captured: {b.opaque}" for b in blocks.values() if not b.graph),
+    )
+
+
+def _dense_beside(captured: CapturedModel, key: str, kinds: Mapping[str, str]) -> list[str]:
+    """The dense blocks that stand in the same layers as the block `key`."""
+    layers = {site.layer for site in captured.sites_of(key)}
+    return [s.block for s in captured.sites if s.layer in layers and kinds.get(s.block) == "dense"]
+
+
+def _joined(words: Iterator[str]) -> str:
+    return "; ".join(dict.fromkeys(words))
+
+
+def _judged(row: Family, captured: CapturedModel, matches: Matches, plan: Plan) -> Family:
+    """The verdicts on experts, routing and attention, with the reason for each that is not `matched`."""
+    by_block: dict[str, list[Match]] = {}
+    for found in matches.matches:
+        by_block.setdefault(found.block, []).append(found)
+    experts = _experts_verdict(captured, plan)
+    routing = _routing_verdict(captured, by_block, matches) if experts == MATCHED else experts
+    attention, kinds = _attention_verdict(captured, by_block, matches)
+    unbuilt = [f"no kernel: {d.message}" for d in plan.unavailable]
+    told = [
+        verdict.removeprefix("opaque: ") for verdict in (experts, routing, attention) if verdict.startswith("opaque")
+    ]
+    return replace(
+        row, experts=experts, routing=routing, attention=attention, attention_kinds=kinds,
+        near_miss=str(matches.near_misses[0]) if matches.near_misses and told else "",
+        reasons=tuple(dict.fromkeys((*told, *row.reasons, *unbuilt))),
+    )  # fmt: skip
+
+
+def _experts_verdict(captured: CapturedModel, plan: Plan) -> str:
+    rewritten = {(r.block, a.node) for r in plan.rewrites for a in r.actions if a.target == "cpu_moe"}
+    graphs = [(b, b.graph) for b in captured.blocks if b.graph is not None]
+    opaque = [b for b in captured.blocks if b.graph is None and not describe.is_mixer(f"{b.key} {b.class_name}")]
+    nodes = [(b, node.name) for b, graph in graphs for node in describe.experts_nodes(graph)]
+    left = [b for b, name in nodes if (b.key, name) not in rewritten]
+    if opaque:
+        return f"opaque: `{opaque[0].class_name}` could not be captured: {opaque[0].opaque}"
+    if left:
+        return f"opaque: no rule rewrites the experts of `{left[0].class_name}`"
+    if nodes:
+        return MATCHED
+    if captured.facts["experts"]:
+        return "opaque: no captured block holds an experts operator: the experts run as code of their own"
+    return NONE
+
+
+def _routing_verdict(captured: CapturedModel, by_block: Mapping[str, list[Match]], matches: Matches) -> str:
+    """Whether the pattern of a whole MoE block (role `moe`) found every block with experts."""
+    for block in captured.blocks:
+        if block.graph is None or not describe.experts_nodes(block.graph):
+            continue
+        if not any(_role(found) == "moe" for found in by_block.get(block.key, ())):
+            return f"opaque: the routing of `{block.class_name}` stays its own code{_nearest(block, matches)}"
+    return MATCHED
+
+
+def _attention_verdict(
+    captured: CapturedModel, by_block: Mapping[str, list[Match]], matches: Matches
+) -> tuple[str, tuple[str, ...]]:
+    """The verdict over all softmax attention, and the kind of each distinct mixer in words."""
+    verdict, kinds = NONE, list[str]()
+    for block in captured.blocks:
+        name = f"{block.key} {block.class_name}"
+        if block.graph is None:
+            if describe.is_mixer(name):
+                kinds.append(f"opaque (`{block.class_name}`)")
+                verdict = f"opaque: `{block.class_name}` could not be captured: {block.opaque}"
+            continue
+        kind = describe.kind_of(block.graph, name)
+        if kind == "linear attention":
+            kinds.append(f"linear (`{block.class_name}`)")
+        if kind != "attention":
+            continue
+        found = next((m for m in by_block.get(block.key, ()) if _role(m) in ("attention", "mla")), None)
+        if found is None:
+            kinds.append(f"own code (`{block.class_name}`)")
+            verdict = f"opaque: `{block.class_name}` fits no attention pattern{_nearest(block, matches)}"
+        else:
+            kinds.append(found.root.rpartition(".")[2] + _core_words(block))
+            verdict = MATCHED if verdict == NONE else verdict
+    return verdict, tuple(dict.fromkeys(kinds))
+
+
+def _role(found: Match) -> str:
+    pattern = _rules().patterns.get(found.root)
+    return pattern.declaration.role.text if pattern and pattern.declaration.role else ""
+
+
+def _nearest(block: BlockGraph, matches: Matches) -> str:
+    near = max((m for m in matches.near_misses if m.block == block.key), key=lambda m: m.matched, default=None)
+    return "" if near is None else f"; closest: {near}"
+
+
+def _core_words(block: BlockGraph) -> str:
+    assert block.graph is not None
+    cores = [ops.attributes(node) for node in nodes_of(block.graph) if ops.operator(node) == "sdpa"]
+    words = ["sliding"] if any(int(core["window"]) >= 0 for core in cores) else []
+    words += ["sinks"] if any(core.get("sinks") for core in cores) else []
+    return f" ({', '.join(words)})" if words else ""
+
+
+# proofs --------------------------------------------------------------------------------------------------------------
+def _proven(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> BlockProof:
+    """The proof of one rewrite; what keeps it from being measured is its failure."""
+    class_name = captured.block(block.rewrite.block).class_name
+    part = "experts" if any(a.target == "cpu_moe" for a in block.rewrite.actions) else "attention"
+    try:
+        proof = prove_block(captured, block, witness)
+    except Exception as error:  # noqa: BLE001 - a block that does not run is a row, not the end of the census
+        return BlockProof(part, block.rewrite.key, class_name, failure=_words(error))
+    return BlockProof(part, block.rewrite.key, class_name, proof.forward, proof.gradients, proof.holds)
+
+
+def _wrong_words(proof: BlockProof) -> str:
+    worst = max(proof.gradients, key=lambda name: proof.gradients[name], default="")
+    gradient = f", worst gradient {proof.gradients[worst]:.1e} ({worst})" if worst else ""
+    return (
+        f"WRONG: the rewrite of `{proof.class_name}` differs from the original: forward {proof.forward:.1e}{gradient}"
+    )
+
+
+def _words(error: BaseException) -> str:
+    """What an error says, in one line."""
+    if isinstance(error, KtcError):
+        first = error.diagnostics[0]
+        return f"{first.code}: {first.message}" + f" ({first.hint})" * bool(first.hint)
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

@@ -1,0 +1,146 @@
+"""What the census says of a family, as frozen values with plain JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+MATCHED, NONE = "matched", "none"  # verdicts; every other one is `opaque: ` and a reason
+
+Part = Literal["experts", "attention"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProof:
+    """The proof of one distinct rewrite. Errors are relative Frobenius; `failure` says why there are none."""
+
+    part: Part
+    block: str
+    class_name: str
+    forward: float = 0.0
+    gradients: Mapping[str, float] = field(default_factory=dict[str, float])
+    holds: bool = False
+    failure: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the two were compared and differ: a bug in a pattern or a pass."""
+        return not self.holds and not self.failure
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family. Each verdict is `matched`, `none` where the model has no such part, or `opaque: ` and the reason.
+
+    `router`, `shared_experts` and `attention_kinds` describe in words what the twin computes, matched or not.
+    `reasons` are what keeps the family from being matched and proven as a whole, the most important one first.
+    """
+
+    family: str
+    experts: str = "opaque: not reached"
+    routing: str = "opaque: not reached"
+    attention: str = "opaque: not reached"
+    router: str = ""
+    activation: str = ""
+    shared_experts: str = ""
+    attention_kinds: tuple[str, ...] = ()
+    proofs: tuple[BlockProof, ...] = ()
+    near_miss: str = ""
+    reasons: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def matched(self) -> bool:
+        """Whether the experts of every layer are rewritten."""
+        return self.experts == MATCHED
+
+    @property
+    def proven(self) -> bool:
+        """Whether something was rewritten and every rewrite computes what the original does."""
+        return bool(self.proofs) and all(proof.holds for proof in self.proofs)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether a rewrite computes something else."""
+        return any(proof.wrong for proof in self.proofs)
+
+    @property
+    def worst_forward(self) -> float | None:
+        """The largest forward error of all rewrites, None where none was measured."""
+        return max((p.forward for p in self.proofs if not p.failure), default=None)
+
+    @property
+    def gradients(self) -> dict[str, float]:
+        """The largest error of each gradient over all rewrites."""
+        worst: dict[str, float] = {}
+        for proof in self.proofs:
+            for name, error in proof.gradients.items():
+                worst[name] = max(worst.get(name, 0.0), error)
+        return worst
+
+    @property
+    def worst_gradient(self) -> float | None:
+        """The largest error of all gradients, None where none was measured."""
+        return max(self.gradients.values(), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `proofs` has one row per distinct rewrite."""
+        return {
+            "family": self.family, "matched": self.matched, "proven": self.proven, "experts": self.experts,
+            "routing": self.routing, "attention": self.attention, "router": self.router,
+            "activation": self.activation, "shared_experts": self.shared_experts,
+            "attention_kinds": list(self.attention_kinds), "worst_forward": _finite(self.worst_forward),
+            "worst_gradient": _finite(self.worst_gradient),
+            "gradients": {name: _finite(error) for name, error in sorted(self.gradients.items())},
+            "near_miss": self.near_miss or None, "reasons": list(self.reasons),
+            "proofs": [
+                {
+                    "part": p.part, "block": p.block, "class": p.class_name, "forward": _finite(p.forward),
+                    "worst_gradient": _finite(max(p.gradients.values(), default=0.0)), "holds": p.holds,
+                    "failure": p.failure or None,
+                }
+                for p in self.proofs
+            ],
+            "seconds": round(self.seconds, 2),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """The families that were examined, sorted, of `asked` in all, with the versions that they depend on."""
+
+    versions: Mapping[str, str]
+    families: tuple[Family, ...]
+    asked: int
+
+    @property
+    def wrong(self) -> tuple[Family, ...]:
+        """The families with a rewrite that computes something else."""
+        return tuple(f for f in self.families if f.wrong)
+
+    def counts(self) -> dict[str, int]:
+        """How many families are matched, matched and proven, have their routing or attention recognised, are wrong."""
+        found = self.families
+        return {
+            "families": len(found),
+            "matched": sum(f.matched for f in found),
+            "proven": sum(f.matched and f.proven for f in found),
+            "routing": sum(f.matched and f.routing == MATCHED for f in found),
+            "attention": sum(f.attention == MATCHED for f in found),
+            "wrong": len(self.wrong),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ktc census --json` prints."""
+        return {
+            "versions": dict(self.versions),
+            "counts": self.counts(),
+            "complete": len(self.families) == self.asked,
+            "families": [family.to_json() for family in self.families],
+        }
+
+
+def _finite(number: float | None) -> float | str | None:
+    """JSON has no infinity and no NaN; both are written as words."""
+    return number if number is None or abs(number) < float("inf") else str(number)
