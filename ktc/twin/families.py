@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
-from ktc.twin.shrink import EXPERT_COUNTS, NUM_EXPERTS, TOP_KS, shrink
+from ktc.twin.shrink import shrink
+from ktc.twin.sizes import EXPERT_COUNTS, NUM_EXPERTS, TOP_KS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +38,11 @@ _LEFT_OPEN: Mapping[str, object] = {
     "indexer_head_dim": 256,
     "indexer_budget": 2048,
     "indexer_compress_ratio": 4,
+}
+# The same for parts of a config. The code reads them, and every checkpoint of the family says them.
+_PARTS_LEFT_OPEN: Mapping[str, Mapping[str, object]] = {
+    "attn_config": {"rope_theta": 500_000.0, "clip_qkv": 8.0},
+    "ffn_config": {"moe_top_k": 4},
 }
 
 
@@ -60,16 +66,41 @@ def default_config(model_type: str) -> PretrainedConfig:
 
     if model_type not in CONFIG_MAPPING:
         message = f"the installed transformers knows no model type `{model_type}`"
-        known = cast("list[str]", list(CONFIG_MAPPING))
+        known = list(CONFIG_MAPPING)
         raise InputRefused(Diagnostic("I103", message, hint=suggest(model_type, known) or "check its version"))
-    config = cast("PretrainedConfig", CONFIG_MAPPING[model_type]()).get_text_config()
+    config = CONFIG_MAPPING[model_type]().get_text_config()
     settings: dict[str, Any] = config.to_dict()
-    overrides = {name: value for name, value in _LEFT_OPEN.items() if name in settings and settings[name] is None}
-    overrides |= {name: True for name in _SWITCHES if settings.get(name) is False}
-    counts = [name for name in EXPERT_COUNTS if settings.get(name) == 1]
-    if counts:
-        overrides |= {name: _LEFT_OPEN[name] for name in (*counts, *TOP_KS) if name in settings}
-    return type(config).from_dict({**settings, **overrides}) if overrides else config
+    filled = _filled(settings, model_type)
+    return type(config).from_dict({**settings, **filled}) if filled else config
+
+
+def _filled(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """The settings that a family's defaults leave open, with values."""
+    filled = {name: value for name, value in _LEFT_OPEN.items() if name in settings and settings[name] is None}
+    filled |= {name: True for name in _SWITCHES if settings.get(name) is False}
+    alone = [name for name in EXPERT_COUNTS if settings.get(name) == 1]
+    if alone:
+        filled |= {name: _LEFT_OPEN[name] for name in (*alone, *TOP_KS) if name in settings}
+    if settings.get("head_dim", 0) is None:
+        filled["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
+    if settings.get("layer_types", 0) is None:
+        kinds = _layer_kinds(model_type)
+        filled |= (
+            {"layer_types": [kinds[i % len(kinds)] for i in range(settings["num_hidden_layers"])]} if kinds else {}
+        )
+    for name, usual in _PARTS_LEFT_OPEN.items():
+        if isinstance(settings.get(name), dict):
+            part = cast("dict[str, Any]", settings[name])
+            filled[name] = {**part, **{key: value for key, value in usual.items() if part.get(key) in (None, 1)}}
+    return filled
+
+
+def _layer_kinds(model_type: str) -> list[str]:
+    """The types of layers that the family's modeling code tells apart."""
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+    code = _modeling_code(model_type)
+    return [kind for kind in cast("tuple[str, ...]", ALLOWED_LAYER_TYPES) if f'"{kind}"' in code]
 
 
 def _found() -> Iterator[str]:
@@ -93,9 +124,9 @@ def _found() -> Iterator[str]:
 
 def _modeling_code(model_type: str) -> str:
     """The text of the family's modeling file, empty if it has none of its own."""
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
+    from transformers.models.auto import configuration_auto
 
-    package = model_type_to_module_name(model_type)
+    package: str = configuration_auto.model_type_to_module_name(model_type)
     spec = importlib.util.find_spec("transformers")
     assert spec is not None
     assert spec.origin is not None
