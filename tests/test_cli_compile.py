@@ -63,7 +63,7 @@ def test_check_shows_the_plan_from_the_config_alone(run: Run, tmp_path: Path, co
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, out, _ = run("check", "moe-lora", tmp_path, "--json")
     assert code == 0
-    assert {row["device"] for row in json.loads(out)["plan"]["devices"]} == {"cpu"}
+    assert {row["device"] for row in json.loads(out)["plan"]["memory"]["devices"]} == {"cpu"}
     assert "takes LoRA" in run("check", "moe-lora", tmp_path)[1]
 
 

@@ -6,23 +6,26 @@ exported once. Two blocks are the same if their classes, tensors, settings and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Collection, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ktc.capture.export import BATCH, SEQUENCE, export_block
-from ktc.capture.markers import UNSUPPORTED, marked
+from ktc.capture.cache import measure_cache
+from ktc.capture.canonical import NoExperts
+from ktc.capture.export import export_block
+from ktc.capture.forms import UNSUPPORTED
+from ktc.capture.loop import capture_loop
+from ktc.capture.markers import marked
 from ktc.capture.normal_form import normalise
+from ktc.capture.record import Call, first_line, record
 from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo, dtype_name
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def capture(source: ModelSource) -> CapturedModel:
@@ -33,24 +36,22 @@ def capture(source: ModelSource) -> CapturedModel:
     model = build_on_meta(source.config)
     layers_fqn, layers = _decoder_layers(model)
     blocks = {
-        f"{layers_fqn}.{i}.{name}": (i, child)
-        for i, layer in enumerate(layers)
-        for name, child in layer.named_children()
-        if len(list(child.children())) > 0
+        f"{layers_fqn}.{i}.{name}": (i, child) for i, layer in enumerate(layers) for name, child in _blocks(layer)
     }
     with marked(model):
-        calls, failed = _record(model, {fqn: block for fqn, (_, block) in blocks.items()})
+        calls, failed = record(model, {fqn: block for fqn, (_, block) in blocks.items()})
         graphs, sites = dict[object, BlockGraph](), list[BlockSite]()
         for fqn, (layer, block) in blocks.items():
             if fqn not in calls:
                 continue
             identity = _identity(block, calls[fqn], failed.get(fqn))
             if identity not in graphs:
-                stem = fqn.rpartition(".")[2]
+                stem = next(part for part in reversed(fqn.split(".")) if not part.isdigit())
                 key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
                 graphs[identity] = _capture_block(key, block, calls[fqn], failed.get(fqn))
             sites.append(BlockSite(fqn, layer, graphs[identity].key))
-    return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), tuple(sites))
+        cache = measure_cache(model)
+    return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), tuple(sites), cache)
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -64,15 +65,11 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
             Diagnostic(
                 "I103",
                 f"transformers cannot build a causal LM from this config (`model_type` = `{config.model_type}`): "
-                f"{_first_line(error)}",
+                f"{first_line(error)}",
                 hint="check config.json against the installed transformers version",
             )
         ) from error
     return model.eval()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -89,38 +86,13 @@ def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists, key=lambda item: (sum(p.numel() for p in item[1].parameters()), -len(item[0])))
 
 
-def _record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dict[str, Call], dict[str, str]]:
-    """One forward on meta. Returns the arguments of every block, and of those that cannot run there, why.
-
-    A block that fails is stood in for by an empty tensor, so that the blocks after it are still seen.
-    """
-    calls, failed = dict[str, Call](), dict[str, str]()
-
-    def recording(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            calls.setdefault(fqn, (args, kwargs))
-            try:
-                return original(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - whatever a foreign block raises makes it opaque, with its words
-                failed[fqn] = f"{type(error).__name__}: {_first_line(error)}"
-                hidden = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-                stand_in = torch.empty_like(hidden)
-                return (stand_in, None) if "attn" in fqn.rpartition(".")[2] else stand_in
-
-        return forward
-
-    for fqn, block in blocks.items():
-        block.forward = recording(fqn, block.forward)
-    try:
-        with torch.no_grad():
-            model(input_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device="meta"), use_cache=False)
-    except Exception as error:  # foreign code outside the blocks: the config builds a model that cannot run
-        message = f"the model of this config does not run: {type(error).__name__}: {_first_line(error)}"
-        raise InputRefused(Diagnostic("I107", message, hint="check the sizes in config.json")) from error
-    finally:
-        for block in blocks.values():
-            del block.forward
-    return calls, failed
+def _blocks(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children that compute with children of their own; a list of such stands for its members."""
+    for name, child in layer.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{inner}", block) for inner, block in _blocks(child))
+        elif any(True for _ in child.children()):
+            yield name, child
 
 
 def _identity(block: nn.Module, call: Call, failure: str | None) -> object:
@@ -142,12 +114,19 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
     name = type(block).__name__
     if failure is not None:
         return BlockGraph(key, name, None, failure)
+    no_experts = ""
+    try:
+        loop = capture_loop(block, *call)
+        if loop is not None:
+            return BlockGraph(key, name, loop[0], experts=loop[1])
+    except Exception as error:  # noqa: BLE001 - as below; a list of modules need not be a loop over experts
+        no_experts = str(error) if isinstance(error, NoExperts) else f"{type(error).__name__}: {first_line(error)}"
     try:
         graph = normalise(export_block(block, *call))
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and says why
-        return BlockGraph(key, name, None, f"{type(error).__name__}: {_first_line(error)}")
-    acts = [str(node.args[5]) for node in nodes_of(graph) if node.target is ops.experts]
-    unsupported = next((act for act in acts if act.startswith(UNSUPPORTED)), None)
+        return BlockGraph(key, name, None, no_experts or f"{type(error).__name__}: {first_line(error)}")
+    forms = [str(node.args[5]) for node in nodes_of(graph) if node.target is ops.experts]
+    unsupported = next((form for form in forms if form.startswith(UNSUPPORTED)), None)
     return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph)
 
 

@@ -1,6 +1,9 @@
 """Planning: claims, devices and kernels decided for a host. It reads graphs and touches none."""
 
 from ktc.plan.make import make_plan
-from ktc.plan.types import BlockRewrite, DeviceLoad, LoraPlan, NodeAction, Placement, Plan, Reason
+from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, MemoryPlan, NodeAction, Placement, Plan, Point, Reason
 
-__all__ = ["BlockRewrite", "DeviceLoad", "LoraPlan", "NodeAction", "Placement", "Plan", "Reason", "make_plan"]
+__all__ = [
+    "BlockRewrite", "DeviceMemory", "LoraPlan", "MemoryPlan", "NodeAction", "Placement", "Plan", "Point", "Reason",
+    "make_plan",
+]  # fmt: skip

@@ -20,16 +20,19 @@ from ktc.plan.claims import resolve_claims
 from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import choose_kernel, thread_count
-from ktc.plan.placement import device_loads, device_of, over_budget, place
-from ktc.plan.types import BlockRewrite, Claim, NodeAction, Plan
+from ktc.plan.memory import over_budget, plan_memory
+from ktc.plan.placement import device_of, place
+from ktc.plan.types import BlockRewrite, Claim, NodeAction, Plan, Point
 
 REWRITING = ("lora_linear", "cpu_moe")  # targets that change nodes; `place` moves them, `keep` only claims
 
 
 def make_plan(
-    captured: CapturedModel, weights: Sequence[WeightSource], matches: Matches, rules: RuleSet, host: Host
-) -> Plan:
-    """Decides everything that later stages carry out. `weights` is empty where MODEL is only a config.
+    captured: CapturedModel, weights: Sequence[WeightSource], matches: Matches, rules: RuleSet, host: Host,
+    asked: Point = Point(),
+) -> Plan:  # fmt: skip
+    """Decides everything that later stages carry out. `weights` is empty where MODEL is only a config; `asked` is the
+    size of input that must fit.
 
     Raises InputRefused for conflicts and for a program that rewrites nothing; HostLacks for an ISA or a GPU that the
     host has not. A plan that is over budget or asks for what is not built is returned with that said in it.
@@ -42,21 +45,22 @@ def make_plan(
     unavailable = not_built(claims, [(c, specs[c.path]) for c in claims if c.target == "cpu_moe"], rules)
     if not rewrites and not unavailable:
         raise InputRefused(_nothing_to_rewrite(captured, matches))
-    loads = device_loads(captured, devices, specs, rules, host)
     threads = max((thread_count(c.settings, host) for c in claims if c.target == "cpu_moe"), default=1)
     lora = plan_lora(captured, claims, rules)
+    mode = str(rules.plan.get("mode") or ("train" if lora else "infer"))
+    memory = plan_memory(captured, rewrites, devices, specs, lora, rules, host, asked)
     return Plan(
         host=host,
-        mode=str(rules.plan.get("mode") or ("train" if lora else "infer")),
+        mode=mode,
         threads=threads,
         rewrites=rewrites,
         placements=placements,
         kernels=tuple(dict.fromkeys(kernels.values())),
         lora=lora,
-        devices=loads,
+        memory=memory,
         reasons=explain(captured, matches, rewrites, planned_only(claims), placements, host),
         warnings=(*matches.warnings, *_left_alone(captured, rewrites)),
-        over_budget=over_budget(loads),
+        over_budget=over_budget(memory, mode, asked),
         unavailable=unavailable,
         planned_only=planned_only(claims),
     )

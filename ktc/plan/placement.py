@@ -1,4 +1,4 @@
-"""Placement: the device of every module, and the bytes of weights that lie on each device.
+"""Placement: the device of every module, and what a device may hold.
 
 A module stands where its nearest placed ancestor stands; that is inheritance, not conflict. Experts stand where their
 kernel runs. What no rule places goes to `plan.unplaced`, the host's memory if that is not set.
@@ -7,14 +7,11 @@ kernel runs. What no rule places goes to `plan.unplaced`, the host's memory if t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
-from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.dsl.ruleset import RuleSet
 from ktc.host import Host
-from ktc.plan.kernel_spec import BITS_PER_WEIGHT, KernelSpec
-from ktc.plan.types import Claim, DeviceLoad, Placement
+from ktc.plan.types import Claim, Placement
 
 BUDGET_SHARE = 0.9  # of a device's memory, where the program sets no budget
 
@@ -53,29 +50,8 @@ def device_of(path: str, placements: Mapping[str, str]) -> str:
     return placements[path]
 
 
-def device_loads(
-    captured: CapturedModel,
-    placements: Mapping[str, str],
-    kernels: Mapping[str, KernelSpec],
-    rules: RuleSet,
-    host: Host,
-) -> tuple[DeviceLoad, ...]:
-    """Bytes of weights per device. `kernels` maps the FQN of experts to the kernel that packs them (on the CPU)."""
-    totals: dict[str, int] = {}
-    for module in captured.modules:
-        spec = kernels.get(module.fqn)
-        for tensor in module.tensors:
-            device, size = device_of(module.fqn, placements), tensor.bytes
-            if spec is not None and len(tensor.shape) == 3:
-                bits = BITS_PER_WEIGHT[spec.format_down if tensor.name.startswith("down") else spec.format_gate_up]
-                device, size = "cpu", int(prod(tensor.shape) * bits / 8)
-            totals[device] = totals.get(device, 0) + size
-    return tuple(
-        DeviceLoad(d, totals[d], _budget(d, rules, host)) for d in sorted(totals, key=lambda d: (d == "cpu", d))
-    )
-
-
-def _budget(device: str, rules: RuleSet, host: Host) -> int | None:
+def budget_of(device: str, rules: RuleSet, host: Host) -> int | None:
+    """Bytes that a device may hold: what `plan` says, else a share of its memory; None for a GPU of unknown size."""
     asked = rules.plan.get(device)
     if isinstance(asked, int):
         return asked
@@ -83,19 +59,6 @@ def _budget(device: str, rules: RuleSet, host: Host) -> int | None:
         return int(host.memory * BUDGET_SHARE)
     number = int(device.partition(":")[2] or 0)
     return int(host.gpus[number].memory * BUDGET_SHARE) if number < len(host.gpus) else None
-
-
-def over_budget(loads: Sequence[DeviceLoad]) -> tuple[Diagnostic, ...]:
-    """One diagnostic per device that cannot hold what the plan puts there."""
-    return tuple(
-        Diagnostic(
-            "M070",
-            f"the plan puts {gib(load.weights)} of weights on `{load.device}`, its budget is {gib(load.budget)}",
-            hint=f"place less there, choose a smaller format, or set `plan {{ {load.device} = SIZE }}`",
-        )
-        for load in loads
-        if load.budget is not None and load.weights > load.budget
-    )
 
 
 def gib(size: int) -> str:

@@ -17,7 +17,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "placements": [{"fqn": p.fqn, "device": p.device, "rule": p.rule} for p in plan.placements],
         "kernels": [{"entry": spec.entry, **asdict(spec)} for spec in plan.kernels],
         "lora": None if plan.lora is None else asdict(plan.lora),
-        "devices": [asdict(load) for load in plan.devices],
+        "memory": asdict(plan.memory),
         "planned_only": [{"rule": p.rule, "target": p.target, "paths": list(p.paths)} for p in plan.planned_only],
         "reasons": [asdict(reason) for reason in plan.reasons],
     }

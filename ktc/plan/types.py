@@ -67,12 +67,62 @@ class LoraPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceLoad:
-    """Bytes of weights that will lie on a device, and what it may hold (None: unknown)."""
+class DeviceMemory:
+    """What lies on a device from load to the last step, in bytes, and what it may hold (None: unknown).
+
+    `kinds` has the weights by what they are for, experts as they are packed; `adapter` is the LoRA's own weights, their
+    gradients and the two moments of Adam.
+    """
 
     device: str
-    weights: int
     budget: int | None
+    kinds: Mapping[str, int]
+    adapter: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights, without the adapter."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A size of input: `batch` sequences of `length` tokens, None where the user did not say."""
+
+    batch: int | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a use of the model needs at `batch` sequences of `length` tokens: bytes by device and purpose.
+
+    `short` has the bytes that are missing by device, empty if it fits. `longest` is the largest length of one sequence
+    within every budget, `widest` the largest batch at `length`; 0: not even one; `bound` names what stops `longest`.
+    """
+
+    name: str
+    batch: int
+    length: int
+    needs: Mapping[str, Mapping[str, int]]
+    short: Mapping[str, int]
+    longest: int
+    widest: int
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Where the bytes go and what fits. Parameters are counted once, however often they are shared.
+
+    `active` are those that one token meets: all but the experts that are not chosen and the table of embeddings.
+    """
+
+    parameters: int
+    active: int
+    devices: tuple[DeviceMemory, ...]
+    workloads: tuple[Workload, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +154,17 @@ class Plan:
     placements: tuple[Placement, ...]
     kernels: tuple[KernelSpec, ...]
     lora: LoraPlan | None
-    devices: tuple[DeviceLoad, ...]
+    memory: MemoryPlan
     reasons: tuple[Reason, ...]
     warnings: tuple[Diagnostic, ...] = ()
     over_budget: tuple[Diagnostic, ...] = ()
     unavailable: tuple[Diagnostic, ...] = ()  # planned, but not built in this version
     planned_only: tuple[PlannedOnly, ...] = ()
+
+    @property
+    def devices(self) -> tuple[DeviceMemory, ...]:
+        """What lies on each device."""
+        return self.memory.devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,173 @@
+"""Captured model and decisions -> `MemoryPlan`: bytes per device, and the lengths and batches that fit.
+
+Weights, adapters and caches are counted; activations follow the model of `activations` and `workloads`. The one place
+that compares bytes with budgets. Nothing is refused here: what does not fit is a value, which `compile` refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from ktc.capture import BlockGraph, CapturedModel
+from ktc.diagnostics import Diagnostic
+from ktc.dsl.ruleset import RuleSet
+from ktc.graph import ops
+from ktc.graph.typed import named_modules, nodes_of
+from ktc.host import Host
+from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.packed_size import packed_bytes
+from ktc.plan.placement import budget_of, device_of, gib
+from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, MemoryPlan, Point, Workload
+from ktc.plan.workloads import workloads
+
+KINDS = ("attention", "experts", "mlp", "embeddings", "lm_head", "other")
+_RECURRENT = frozenset({"conv1d", "convolution", "cumsum", "softplus"})
+
+
+def plan_memory(
+    captured: CapturedModel,
+    rewrites: Sequence[BlockRewrite],
+    placements: Mapping[str, str],
+    kernels: Mapping[str, KernelSpec],
+    lora: LoraPlan | None,
+    rules: RuleSet,
+    host: Host,
+    asked: Point,
+) -> MemoryPlan:
+    """The whole account. `placements` maps FQNs to devices, `kernels` the FQN of experts to the kernel that packs them;
+    `asked` is the size of input that the user wants to know about."""
+    weights = _weights(captured, placements, kernels)
+    adapters = _adapters(captured, lora, placements)
+    devices = tuple(
+        DeviceMemory(name, budget_of(name, rules, host), weights.get(name, {}), adapters.get(name, 0))
+        for name in sorted({*weights, *adapters}, key=lambda name: (name == "cpu", name))
+    )
+    uses, notes = workloads(captured, rewrites, placements, devices, lora, rules, asked)
+    total = sum(parameter.numel() for _, parameter in captured.model.named_parameters())
+    return MemoryPlan(total, total - _idle(captured), devices, uses, notes)
+
+
+def over_budget(memory: MemoryPlan, mode: str, asked: Point) -> tuple[Diagnostic, ...]:
+    """One diagnostic per device that cannot hold what always lies there (M070), or what was asked for (M075)."""
+    found: list[Diagnostic] = []
+    for held in memory.devices:
+        adapter = held.adapter if mode == "train" else 0
+        if held.budget is not None and held.weights + adapter > held.budget:
+            state = f" and {gib(adapter)} for its adapter" if adapter else ""
+            message = f"the plan puts {gib(held.weights)} of weights{state} on `{held.device}`, its budget is "
+            hint = f"place less there, choose a smaller format, or set `plan {{ {held.device} = SIZE }}`"
+            found.append(Diagnostic("M070", message + gib(held.budget), hint=hint))
+    if not found and asked != Point():
+        found += [problem for problem in [_asked_for_too_much(memory.workloads, mode)] if problem is not None]
+    return tuple(found)
+
+
+def _asked_for_too_much(uses: Sequence[Workload], mode: str) -> Diagnostic | None:
+    """Of the ways to do what the program is for, the last one needs least memory."""
+    use = [use for use in uses if use.name.startswith(mode)][-1]
+    if not use.short:
+        return None
+    short = ", ".join(f"{gib(size)} on `{device}`" for device, size in use.short.items())
+    message = f"{use.name} at batch {use.batch} and length {use.length} is short of {short}"
+    hint = f"what fits: length {use.longest} at batch 1, batch {use.widest} at length {use.length}"
+    return Diagnostic("M075", message, hint=hint)
+
+
+# Weights -------------------------------------------------------------------------------------------------------------
+def _weights(
+    captured: CapturedModel, placements: Mapping[str, str], kernels: Mapping[str, KernelSpec]
+) -> dict[str, dict[str, int]]:
+    """Bytes by device and kind. A tensor that several modules share lies where the first of them does."""
+    kinds = _kinds(captured)
+    totals: dict[str, dict[str, int]] = {}
+
+    def add(device: str, kind: str, size: int) -> None:
+        of_device = totals.setdefault(device, dict.fromkeys(KINDS, 0))
+        of_device[kind] += size
+
+    for fqn, tensor in _tensors(captured):
+        owner = fqn.rpartition(".")[0]
+        if owner not in kernels:  # what a kernel packs is counted as packed
+            add(device_of(owner, placements), _nearest(owner, kinds), tensor.numel() * tensor.element_size())
+    for spec in kernels.values():
+        add("cpu", "experts", packed_bytes(spec))
+    return {device: {kind: size for kind, size in held.items() if size} for device, held in totals.items()}
+
+
+def _tensors(captured: CapturedModel) -> Iterator[tuple[str, Tensor]]:
+    yield from captured.model.named_parameters()
+    yield from captured.model.named_buffers()
+
+
+def _kinds(captured: CapturedModel) -> dict[str, str]:
+    """What the modules are for, by their FQN; a module is what its nearest ancestor here is."""
+    kinds = {"": "other"}
+    for site in captured.sites:
+        block = captured.block(site.block)
+        kinds[site.fqn] = _kind_of(block)
+        for name in _experts_of(block):
+            kinds[f"{site.fqn}.{name}".rstrip(".")] = "experts"
+    ends = {
+        id(captured.model.get_output_embeddings()): "lm_head",
+        id(captured.model.get_input_embeddings()): "embeddings",
+    }
+    kinds |= {fqn: ends[id(module)] for fqn, module in named_modules(captured.model) if id(module) in ends}
+    return kinds
+
+
+def _kind_of(block: BlockGraph) -> str:
+    """Attention has a core; a dense or shared MLP is what has neither that nor a memory of its own."""
+    if block.graph is None:
+        return "other"
+    names = {ops.operator(node) for node in nodes_of(block.graph)}
+    if "sdpa" in names:
+        return "attention"
+    return "other" if names & _RECURRENT else "mlp"
+
+
+def _nearest(fqn: str, kinds: Mapping[str, str]) -> str:
+    while fqn not in kinds:
+        fqn = fqn.rpartition(".")[0]
+    return kinds[fqn]
+
+
+# Parameters ----------------------------------------------------------------------------------------------------------
+def _adapters(captured: CapturedModel, lora: LoraPlan | None, placements: Mapping[str, str]) -> dict[str, int]:
+    """Bytes by device: PEFT keeps LoRA in fp32 at least, beside its base layer; Adam needs four of each number."""
+    found: dict[str, int] = {}
+    if lora is None:
+        return found
+    for path in lora.targets:
+        rows, columns = captured.model.get_submodule(path).get_parameter("weight").shape
+        device = device_of(path, placements)
+        count = lora.rank_pattern.get(path, lora.r) * (rows + columns)
+        found[device] = found.get(device, 0) + 4 * max(4, captured.model.dtype.itemsize) * count
+    return found
+
+
+def _idle(captured: CapturedModel) -> int:
+    """Parameters that one token does not meet."""
+    idle = 0
+    for site in captured.sites:
+        block = captured.block(site.block)
+        for name, share in _experts_of(block).items():
+            module = captured.model.get_submodule(f"{site.fqn}.{name}".rstrip("."))
+            idle += round(sum(parameter.numel() for parameter in module.parameters()) * (1 - share))
+    table, head = captured.model.get_input_embeddings(), captured.model.get_output_embeddings()
+    tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", None)
+    return idle + (0 if tied or table is None else sum(p.numel() for p in table.parameters()))
+
+
+def _experts_of(block: BlockGraph) -> dict[str, float]:
+    """The modules of routed experts in a block, relative to it, with the share of them that a token meets."""
+    if block.graph is None:
+        return {}
+    found: dict[str, float] = {}
+    for node in nodes_of(block.graph):
+        if ops.operator(node) == "experts":
+            chosen = int(ops.shape_of(node.args[1])[-1])
+            found[str(node.meta["fqn"])] = chosen / int(ops.attributes(node)["num_experts"])
+    return found
+

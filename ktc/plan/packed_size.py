@@ -1,0 +1,60 @@
+"""The routed experts of one layer on the host, in bytes: packed weights, what is saved for backward, workspace.
+
+In: a `KernelSpec`. Out: the sizes that `runtime/include/ktc` allocates for it (`shape.hpp` for the padding,
+`moe_forward.hpp` and `moe_backward.hpp` for the workspace); tests compare the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktc.plan.kernel_spec import BITS_PER_WEIGHT, KernelSpec
+
+PANEL = 32  # kernels pad every width to whole panels
+_ITEM = {"bf16": 2, "fp32": 4, "fp64": 8}
+_INDEX = 8
+
+
+def padded(size: int) -> int:
+    """A width as kernels hold it."""
+    return -(-size // PANEL) * PANEL
+
+
+def packed_bytes(spec: KernelSpec) -> int:
+    """Bytes of one layer's packed weights; biases stay in fp32."""
+    experts, hidden, inter = (size or 0 for size in (spec.num_experts, spec.hidden, spec.intermediate))
+    bits = (1 + spec.gated) * BITS_PER_WEIGHT[spec.format_gate_up] + BITS_PER_WEIGHT[spec.format_down]
+    biases = 4 * (padded(inter) * (1 + spec.gated) + padded(hidden)) if spec.biased else 0
+    return int(experts * (padded(hidden) * padded(inter) * bits / 8 + biases))
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Bytes beside the weights. `saved` is per token, for backward; the rest is one workspace for all layers."""
+
+    saved: int
+    _forward: int
+    _backward: int
+
+    def forward(self, tokens: int) -> int:
+        """Workspace and copies of the hidden states on the host, of a forward without gradients."""
+        return tokens * self._forward
+
+    def backward(self, tokens: int) -> int:
+        """The same of a backward."""
+        return tokens * self._backward
+
+
+def slots_of(spec: KernelSpec, *, keep: bool) -> Slots:
+    """Of a layer that keeps gate and up for backward, or else its input (and computes them again)."""
+    item = _ITEM[spec.dtype]
+    total = 8 if spec.dtype == "fp64" else 4  # sums are never less than fp32
+    chosen, hidden, inter = spec.top_k or 0, padded(spec.hidden or 0), padded(spec.intermediate or 0)
+    gate_up = chosen * (1 + spec.gated) * inter * item
+    around = 2 * hidden * item  # what comes in and what goes out
+    routed = chosen * hidden * item + hidden * total + chosen * total
+    return Slots(
+        saved=(gate_up if keep else (spec.hidden or 0) * item) + chosen * (_INDEX + total),
+        _forward=around + routed + chosen * inter * item,
+        _backward=2 * around + routed + gate_up * (1 if keep else 2) + chosen * (inter // PANEL) * total,
+    )
