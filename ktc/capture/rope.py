@@ -30,10 +30,11 @@ def fold_rope(graph_module: fx.GraphModule) -> None:
 
 
 def _reach(graph_module: fx.GraphModule, starts: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Nodes that data flows to from the inputs that `starts` picks; sizes carry no data."""
+    """Nodes that data flows to from the inputs and counters that `starts` picks; sizes carry no data."""
     reached: set[fx.Node] = set()
     for node in nodes_of(graph_module):
-        begins = starts(node) if node.op == "placeholder" else any(i in reached for i in tensor_inputs(node))
+        counts = node.op == "placeholder" or ops.operator(node) == "arange"
+        begins = starts(node) if counts else any(i in reached for i in tensor_inputs(node))
         if begins and isinstance(node.meta.get("val"), Tensor | tuple | list):
             reached.add(node)
     return reached

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ktc.graph import ops
+from ktc.graph.fold import tensor_inputs
 from ktc.graph.typed import input_of
 from ktc.match.types import Binding, NodeRef, SubMatch
 
@@ -59,6 +60,21 @@ def look(operand: ops.Operand, passed: set[fx.Node] | None = None) -> Value:
         if passed is not None:
             passed.add(node)
         node = input_of(node, 0)
+
+
+def sources_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+    """The linear layers, attention cores and experts that flow into `node` without another between, and what is passed.
+
+    A node that is one of them is its own source."""
+    sources, passed, todo = dict[fx.Node, None](), set[fx.Node](), [node]
+    while todo:
+        current = todo.pop()
+        if ops.operator(current) in ops.SEMANTIC:
+            sources[current] = None
+        elif current not in passed and current.op not in ("placeholder", "get_attr"):
+            passed.add(current)
+            todo += tensor_inputs(current)
+    return list(sources), passed
 
 
 def _result_index(getitem: fx.Node) -> int:

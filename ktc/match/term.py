@@ -16,7 +16,7 @@ from ktc.diagnostics import Span
 from ktc.dsl import syntax
 from ktc.dsl.ruleset import PatternDefinition, RuleSet
 from ktc.graph import ops
-from ktc.match.state import EMPTY, State, Sub, Value, freeze, look, settle
+from ktc.match.state import EMPTY, State, Sub, Value, freeze, look, settle, sources_of
 from ktc.match.types import SubMatch
 
 STEP_BUDGET = 20_000  # per root; a pattern that needs more is refused as too ambiguous to be meant
@@ -105,7 +105,7 @@ class TermMatcher:
         self, pattern: PatternDefinition, use: syntax.Use, binding: syntax.Binding, value: Value, state: State
     ) -> Iterator[State]:
         name = use.parts[0]
-        callee = self._pattern(pattern, binding.term.callee) if isinstance(binding.term, syntax.Call) else None
+        calls = self._pattern_calls(pattern, binding.term)
         if len(binding.names) > 1:
             position = next(i for i, n in enumerate(binding.names) if n.text == name)
             if value.node is None or value.index != position:
@@ -114,18 +114,32 @@ class TermMatcher:
                 for i, other in enumerate(binding.names):
                     inner = inner if other.text == "_" else inner.bind(other.text, Value(value.node, i))
                 yield inner
-        elif callee is not None:
-            assert isinstance(binding.term, syntax.Call)
-            member = use.parts[1] if len(use.parts) > 1 else callee.declaration.outputs[0].text
-            if member != callee.declaration.outputs[0].text:
+        elif calls:
+            first = calls[0][1].declaration.outputs[0].text
+            member = use.parts[1] if len(use.parts) > 1 else first
+            if member != first:
                 # Another output than the first: remembered, and compared once the first output has been met.
                 yield replace(state, pending={**state.pending, (name, member): value})
                 return
-            for outer, sub in self._call(pattern, binding.term, callee, value, state):
-                yield from settle(outer.bind(name, sub), name, sub)
+            for call, callee in calls:
+                for outer, sub in self._call(pattern, call, callee, value, state):
+                    yield from settle(outer.bind(name, sub), name, sub)
         else:
             for inner in self._term(pattern, binding.term, value, state):
                 yield inner.bind(name, value)
+
+    def _pattern_calls(
+        self, pattern: PatternDefinition, term: syntax.Term
+    ) -> list[tuple[syntax.Call, PatternDefinition]]:
+        """The patterns that a binding chooses from: all have the same outputs. Empty where a choice is no pattern."""
+        found: list[tuple[syntax.Call, PatternDefinition]] = []
+        for choice in term.choices if isinstance(term, syntax.Alternatives) else (term,):
+            callee = self._pattern(pattern, choice.callee) if isinstance(choice, syntax.Call) else None
+            if callee is None or (found and _outputs(callee) != _outputs(found[0][1])):
+                return []
+            assert isinstance(choice, syntax.Call)
+            found.append((choice, callee))
+        return found
 
     def _call(
         self, pattern: PatternDefinition, call: syntax.Call, callee: PatternDefinition, value: Value, state: State
@@ -150,6 +164,9 @@ class TermMatcher:
     # nodes -----------------------------------------------------------------------------------------------------------
     def _node(self, pattern: PatternDefinition, call: syntax.Call, value: Value, state: State) -> Iterator[State]:
         wanted = call.callee[0]
+        if wanted == "from":
+            yield from self._from(pattern, call.operands[0], value, state)
+            return
         if wanted == "const":
             if value.node is None:
                 yield state
@@ -174,6 +191,16 @@ class TermMatcher:
         for order in orders:
             yield from self._all(pattern, list(zip(call.operands, order, strict=False)), here)
 
+    def _from(self, pattern: PatternDefinition, term: syntax.Term, value: Value, state: State) -> Iterator[State]:
+        """Yields nothing where `term` fits several of the sources of `value`: which one is meant would be a guess."""
+        if value.node is None:
+            return
+        sources, passed = sources_of(value.node)
+        here = replace(state, nodes=state.nodes | passed)
+        fitting = [found for source in sources if (found := list(self._term(pattern, term, Value(source), here)))]
+        if len(fitting) == 1:
+            yield from fitting[0]
+
     def _all(self, pattern: PatternDefinition, pairs: list[tuple[syntax.Term, Value]], state: State) -> Iterator[State]:
         if not pairs:
             yield state
@@ -197,6 +224,10 @@ def _binding_of(declaration: syntax.Pattern, name: str) -> syntax.Binding | None
     return next((b for b in declaration.bindings if any(n.text == name for n in b.names)), None)
 
 
+def _outputs(pattern: PatternDefinition) -> tuple[str, ...]:
+    return tuple(output.text for output in pattern.declaration.outputs)
+
+
 def _first_output(rules: RuleSet, sub: Sub) -> Value | Sub | None:
     return sub.state.names.get(rules.patterns[sub.pattern].declaration.outputs[0].text)
 
@@ -209,6 +240,9 @@ def _attribute_mismatch(node: fx.Node, call: syntax.Call) -> str:
         fits = ops.works_along(node, wanted) if name == "dim" else actual.get(str(name)) == wanted
         if not fits:
             return f"`{name} = {wanted}`"
+    for name, plain in ops.PLAIN.get(ops.operator(node), {}).items():
+        if ops.argument(node, name, plain) != plain:
+            return f"`{ops.operator(node)}` with `{name} = {plain}`"
     if ops.operator(node) in ops.LAST_DIM and "dim" not in named and not ops.works_along(node, -1):
         return f"`{ops.operator(node)}` over the last dimension"
     return ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ktc.diagnostics import Span
-from ktc.dsl.checker.names import Capture
+from ktc.dsl.checker.names import Capture, CheckedPattern
 
 VALUE = Capture("value")
 
@@ -24,7 +24,25 @@ class Bound:
 def common(captures: list[Capture]) -> Capture:
     """What is known of a value that is one of several things."""
     first = captures[0]
-    return first if all(capture == first for capture in captures) else VALUE
+    if all(capture == first for capture in captures):
+        return first
+    return _choice([c.pattern for c in captures if c.pattern is not None], len(captures))
+
+
+def _choice(patterns: list[CheckedPattern], choices: int) -> Capture:
+    """One of several patterns with the same outputs: what any of them captures, optional where not all of them do."""
+    outputs = {tuple(output.text for output in p.declaration.outputs) for p in patterns}
+    roles = {p.declaration.role.text if p.declaration.role else None for p in patterns}
+    if len(patterns) < choices or len(outputs) > 1:
+        return VALUE
+    captures: dict[str, Capture] = {}
+    for name in dict.fromkeys(name for p in patterns for name in p.captures):
+        found = [p.captures[name] for p in patterns if name in p.captures]
+        optional = len(found) < len(patterns) or any(c.optional for c in found)
+        captures[name] = replace(common([replace(c, optional=False) for c in found]), optional=optional)
+    spelled = " | ".join(p.name for p in patterns)
+    joined = CheckedPattern(spelled, patterns[0].unit, patterns[0].declaration, captures)
+    return Capture("match", roles.pop() if len(roles) == 1 else None, joined)
 
 
 def union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
