@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ktc.compiler import compile as compile
     from ktc.compiler import inspect as inspect
     from ktc.runtime.load import load as load
+    from ktc.runtime.pack import pack as pack
+    from ktc.runtime.verify import verify as verify
 
 __version__ = "0.1.0"
 
@@ -24,16 +26,30 @@ _HOME = {
     "compile": "ktc.compiler",
     "inspect": "ktc.compiler",
     "load": "ktc.runtime.load",
+    "pack": "ktc.runtime.pack",
+    "verify": "ktc.runtime.verify",
 }
-__all__ = ["Report", "__version__", "check", "compile", "inspect", "load"]
+__all__ = ["Report", "__version__", "check", "compile", "inspect", "load", "pack", "verify"]
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module `ktc` has no attribute `{name}`")
+    if _HOME[name] == "ktc.compiler":
+        _check_versions()
     value: object = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+def _check_versions() -> None:
+    """Before the compiler is imported: another torch or transformers than it was made for may lack what it imports."""
+    import warnings
+
+    from ktc import versions
+
+    for newer in versions.require():
+        warnings.warn(f"{newer.message} ({newer.hint})", stacklevel=3)
 
 
 def __dir__() -> list[str]:

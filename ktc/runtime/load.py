@@ -20,7 +20,7 @@ import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc import host
-from ktc.checkpoint import WeightSource, open_index, read_sources
+from ktc.checkpoint import CheckpointIndex, WeightSource, open_index, read_sources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime import peft_glue, weight_store, weights_stage
 from ktc.runtime.buffers import compute_buffers
@@ -85,8 +85,8 @@ def load_as(
     checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
     library = check_fit(manifest, folder, checkpoint, reference)
     sources = read_rows(folder, manifest)
-    store = _store(folder, manifest, sources, checkpoint, library, map)
     index = open_index(checkpoint)
+    store = _store(folder, manifest, sources, index, library, map)
     placement = {} if reference else dict(manifest.placement)
     check_devices(placement)
     model = build_on_meta(model_class, copy.deepcopy(config) or read_config(folder), manifest, attention, reference)
@@ -108,13 +108,13 @@ def _store(
     folder: Path,
     manifest: Manifest,
     sources: tuple[WeightSource, ...],
-    checkpoint: Path,
+    index: CheckpointIndex,
     library: KernelLibrary | None,
     map: bool,
 ) -> PackedStore | None:
     """The packed store to use. Without a library experts are no packed bytes, and nothing can be mapped."""
     if library is not None:
-        return weights_stage.usable_store(folder, manifest, sources, checkpoint, map=map)
+        return weights_stage.usable_store(folder, manifest, sources, index, map=map)
     if map:
         message = "experts that run as their reference have no packed form that could be mapped"
         raise InputRefused(Diagnostic("L443", message, hint="load it without `map`"))
@@ -140,7 +140,7 @@ def check_fit(manifest: Manifest, folder: Path, checkpoint: Path, reference: boo
     if problems:
         raise InputRefused(*problems)
     check_sealed(manifest, folder)
-    _check_source(manifest, checkpoint)
+    check_source(manifest, checkpoint)
     if reference or manifest.library is None:
         return None
     host.restrict(host.detect(), manifest.isa)
@@ -166,7 +166,8 @@ def _series(version: str) -> tuple[str, ...]:
     return tuple(version.split("+")[0].split(".")[:2])
 
 
-def _check_source(manifest: Manifest, checkpoint: Path) -> None:
+def check_source(manifest: Manifest, checkpoint: Path) -> None:
+    """Raises `InputRefused` (L405) where the checkpoint is gone or its config is another."""
     path = checkpoint / "config.json"
     if not path.is_file():
         message = f"the model's checkpoint is no longer at `{checkpoint}`"

@@ -50,8 +50,7 @@ def _held(model: nn.Module, source: WeightSource) -> nn.Parameter | None:
         held = getattr(model.get_submodule(parent), leaf, None)
     except AttributeError:
         return None
-    plain = source.transform == "copy" and source.part is None and source.expert is None
-    return held if plain and isinstance(held, nn.Parameter) else None
+    return held if source.is_plain and isinstance(held, nn.Parameter) else None
 
 
 def _fits(source: WeightSource, entry: TensorEntry, held: Tensor, placement: Mapping[str, str]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,7 +18,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import ktc
-from ktc.checkpoint import WeightSource
+from ktc.checkpoint import CheckpointIndex, WeightSource
 from ktc.decode import Undecodable, decode
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime import packed_file
@@ -28,6 +27,7 @@ from ktc.runtime.packed_file import Damaged, Header, Origin
 
 FOLDER: Final = "packed"
 INDEX: Final = "packed.json"
+SUFFIX: Final = ".packed"
 SCHEMA: Final = 1
 _REASONS: Final = {
     "kernel": "by another kernel",
@@ -92,70 +92,49 @@ class Layer:
 
 def file_name(fqn: str) -> str:
     """A file name that no module name can lead out of its folder, and no two module names share."""
-    return f"{quote(fqn, safe='')}.experts"
+    return f"{quote(fqn, safe='')}{SUFFIX}"
 
 
-def layers(
-    manifest: Manifest, sources: Sequence[WeightSource], checkpoint: Path, only: Sequence[str] = ()
-) -> tuple[Layer, ...]:
-    """The layers of experts that a kernel runs, in the order of the recipe; with `only`, those of these names.
+def layers(manifest: Manifest, sources: Sequence[WeightSource], index: CheckpointIndex) -> tuple[Layer, ...]:
+    """The layers of experts that a kernel runs, in the order of the recipe.
 
     Raises `InputRefused` (L405) for a shard that is not there.
     """
+    if manifest.library is None:
+        return ()
     rows: dict[str, list[WeightSource]] = {}
     for source in sources:
         rows.setdefault(source.target.rpartition(".")[0], []).append(source)
     kernels = {record.entry: record for record in manifest.kernels}
-    shards = _Shards(checkpoint)
+    rules = _digest([manifest.rules.sha256, dict(manifest.rules.settings)])
+    checkpoint = checkpoint_digest(index)
     found: list[Layer] = []
     for step in manifest.rewrites:
-        if (
-            step.kernel is None
-            or step.module != "fused_moe"
-            or manifest.library is None
-            or (only and step.fqn not in only)
-        ):
+        if step.kernel is None or step.module != "fused_moe":
             continue
         own = tuple(rows.get(step.fqn, ()))
-        kernel = [manifest.library.sha256, asdict(kernels[step.kernel]), dict(step.args)]
-        rules = [manifest.rules.sha256, dict(manifest.rules.settings)]
-        files = sorted({row.file for row in own})
-        origin = Origin(
-            kernel=_digest(kernel),
-            rules=_digest(rules),
-            rows=_digest([manifest.model.config_sha256, [asdict(row) for row in own]]),
-            checkpoint=_digest([shards.identity(file) for file in files]),
-        )
-        found.append(Layer(step, own, origin))
+        kernel = _digest([manifest.library.sha256, asdict(kernels[step.kernel]), dict(step.args)])
+        tensors = _digest([manifest.model.config_sha256, [asdict(row) for row in own]])
+        found.append(Layer(step, own, Origin(kernel, rules, tensors, checkpoint)))
     return tuple(found)
 
 
-def checkpoint_digest(sources: Sequence[WeightSource], checkpoint: Path) -> str:
-    """The digest of names, sizes and times of all files that hold the model's tensors."""
-    shards = _Shards(checkpoint)
-    return _digest([shards.identity(file) for file in sorted({source.file for source in sources})])
+def checkpoint_digest(index: CheckpointIndex) -> str:
+    """The digest of names, sizes and times of all files with tensors: what tells a checkpoint from another unread."""
+    return _digest([_identity(index.folder / file) for file in index.files])
 
 
-class _Shards:
-    """What tells a shard from another of its name without reading it; a file is asked once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._known: dict[str, tuple[str, int, int]] = {}
-
-    def identity(self, file: str) -> tuple[str, int, int]:
-        if file not in self._known:
-            try:
-                status = os.stat(self._folder / file)
-            except OSError as error:
-                message = f"shard `{self._folder / file}` cannot be read: {error.strerror}"
-                raise InputRefused(Diagnostic("L405", message, hint="restore the file, or compile again")) from error
-            self._known[file] = (file, status.st_size, status.st_mtime_ns)
-        return self._known[file]
+def _identity(path: Path) -> tuple[str, int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        message = f"shard `{path}` cannot be read: {error.strerror}"
+        raise InputRefused(Diagnostic("L405", message, hint="restore the file, or compile again")) from error
+    return path.name, status.st_size, status.st_mtime_ns
 
 
 def find_store(
-    folder: Path, manifest: Manifest, sources: Sequence[WeightSource], checkpoint: Path
+    folder: Path, manifest: Manifest, sources: Sequence[WeightSource], index: CheckpointIndex
 ) -> PackedStore | Diagnostic | None:
     """The store of the compiled model in `folder`, why it cannot be used (L440 unfinished, L442 stale), `None` if none.
 
@@ -167,16 +146,16 @@ def find_store(
         return None
     if not (place / INDEX).is_file():
         return Diagnostic("L440", f"the packed store `{place}` is not finished", hint=f"go on: `{renewal(folder)}`")
-    index = read_index(folder)
-    wanted = layers(manifest, sources, checkpoint)
-    if [layer.step.fqn for layer in wanted] != [entry.fqn for entry in index.layers]:
+    listed = read_index(folder)
+    wanted = layers(manifest, sources, index)
+    if [layer.step.fqn for layer in wanted] != [entry.fqn for entry in listed.layers]:
         return _stale(folder, "for other layers")
     headers: dict[str, Header] = {}
-    for layer, entry in zip(wanted, index.layers, strict=True):
+    for layer, entry in zip(wanted, listed.layers, strict=True):
         header = headers[entry.fqn] = _checked_header(folder, entry)
         if difference := changed(header, layer):
             return _stale(folder, difference)
-    if index.checkpoint != checkpoint_digest(sources, checkpoint):
+    if listed.checkpoint != checkpoint_digest(index):
         return _stale(folder, _REASONS["checkpoint"])
     return PackedStore(place, headers)
 
@@ -202,6 +181,16 @@ def make_index(headers: Sequence[Header], checkpoint: str) -> PackedIndex:
         for h in headers
     )
     return PackedIndex(SCHEMA, ktc.__version__, checkpoint, entries, "").sealed()
+
+
+def write_index(folder: Path, index: PackedIndex) -> None:
+    """Write `packed.json`, whole or not at all. Raises `OSError`."""
+    path = folder / FOLDER / INDEX
+    beside = path.with_name(f".{INDEX}.writing")
+    beside.write_text(json.dumps(asdict(index), indent=1) + "\n", encoding="utf-8")
+    packed_file.flush(beside)
+    beside.rename(path)
+    packed_file.flush(path.parent)
 
 
 def _checked_header(folder: Path, entry: PackedFile) -> Header:

@@ -33,10 +33,10 @@ _READERS = 4  # a disk serves several readers faster than one, and first touches
 
 
 def usable_store(
-    folder: Path, manifest: Manifest, sources: Sequence[WeightSource], checkpoint: Path, *, map: bool
+    folder: Path, manifest: Manifest, sources: Sequence[WeightSource], index: CheckpointIndex, *, map: bool
 ) -> PackedStore | None:
     """The store to load from, `None` for none. Raises `InputRefused` (L441; with `map` also L440, L442, L443)."""
-    found = packed_store.find_store(folder, manifest, sources, checkpoint)
+    found = packed_store.find_store(folder, manifest, sources, index)
     if isinstance(found, PackedStore):
         return found
     if map:
