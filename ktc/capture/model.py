@@ -18,6 +18,7 @@ from ktc.capture.cache import measure_cache
 from ktc.capture.canonical import NoExperts
 from ktc.capture.export import export_block
 from ktc.capture.forms import UNSUPPORTED
+from ktc.capture.length import left_alone
 from ktc.capture.loop import capture_loop
 from ktc.capture.markers import marked
 from ktc.capture.normal_form import normalise
@@ -122,6 +123,8 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
     except Exception as error:  # noqa: BLE001 - as below; a list of modules need not be a loop over experts
         no_experts = str(error) if isinstance(error, NoExperts) else f"{type(error).__name__}: {first_line(error)}"
     try:
+        if long := left_alone(block, *call):
+            return BlockGraph(key, name, None, long)
         graph = normalise(export_block(block, *call))
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and says why
         return BlockGraph(key, name, None, no_experts or f"{type(error).__name__}: {first_line(error)}")

@@ -1,0 +1,89 @@
+"""One forward of a model on meta tensors: in the model and its blocks, out how each block was called.
+
+A block that cannot run without data is stood in for, so that the blocks after it are still seen; one that loops over a
+list of experts runs as if all of them were chosen. Refused: a model that does not run around its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from ktc.capture.expert_list import candidates
+from ktc.capture.export import BATCH, SEQUENCE
+from ktc.capture.unrolled import routed_anyhow
+from ktc.diagnostics import Diagnostic, InputRefused
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dict[str, Call], dict[str, str]]:
+    """The arguments of every block, and of those that cannot run on meta, why. Raises InputRefused (I107)."""
+    # What a block returns that cannot run is unknown: hidden states, or a tuple that begins with them.
+    error: Exception | None = None
+    for returns_tuple in (lambda fqn: "attn" in fqn.rpartition(".")[2], lambda _: True, lambda _: False):
+        calls, failed = dict[str, Call](), dict[str, str]()
+        try:
+            _run(model, blocks, calls, failed, returns_tuple)
+        except Exception as raised:  # noqa: BLE001 - code around the blocks raises anything
+            error = error or raised
+            if failed:
+                continue
+            break
+        return calls, failed
+    message = f"the model of this config does not run: {type(error).__name__}: {first_line(error)}"
+    raise InputRefused(Diagnostic("I107", message, hint="check the sizes in config.json")) from error
+
+
+def first_line(error: BaseException | None) -> str:
+    """What an exception of foreign code says, in a line."""
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def _run(
+    model: PreTrainedModel,
+    blocks: Mapping[str, nn.Module],
+    calls: dict[str, Call],
+    failed: dict[str, str],
+    returns_tuple: Callable[[str], bool],
+) -> None:
+    def recording(fqn: str, block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.setdefault(fqn, (args, kwargs))
+            try:
+                return _run_block(block, original, args, kwargs)
+            except Exception as error:  # noqa: BLE001 - whatever a foreign block raises makes it opaque, with its words
+                failed[fqn] = f"{type(error).__name__}: {first_line(error)}"
+                hidden = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+                stand_in = torch.empty_like(hidden)
+                return (stand_in, None) if returns_tuple(fqn) else stand_in
+
+        return forward
+
+    for fqn, block in blocks.items():
+        block.forward = recording(fqn, block, block.forward)
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device="meta"), use_cache=False)
+    finally:
+        for block in blocks.values():
+            del block.forward
+
+
+def _run_block(block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The block's result; where that asks for data and the block has lists, as if all of a list were chosen."""
+    try:
+        return original(*args, **kwargs)
+    except Exception:
+        for _, modules in candidates(block):
+            try:
+                with routed_anyhow(modules):
+                    return original(*args, **kwargs)
+            except Exception:  # noqa: BLE001 - this list is not the one; the first error is told
+                continue
+        raise
