@@ -66,6 +66,8 @@ def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str]
 
     def place(name: str) -> Place | Unmappable:
         target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
+        if target not in targets and name in targets:  # a renaming that was meant for another file's names
+            return Place(name)
         if pattern is None:
             return Place(target)
         converter = by_pattern[pattern]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, cast
 
 from ktc.checkpoint.header import ITEM_SIZE
@@ -98,6 +98,11 @@ class WeightSource:
     steps: tuple[Step, ...] = ()
     span: Span | None = None
     quantised: Quantised | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored bytes are, as they lie there, the whole target."""
+        return self == replace(self, expert=None, part=None, transform="copy", steps=(), span=None, quantised=None)
 
     @property
     def parts(self) -> tuple[Stored, ...]:

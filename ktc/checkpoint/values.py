@@ -139,8 +139,10 @@ def _scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
 def _by_group(operation: Binary, values: Tensor, of_group: Tensor, size: int) -> Tensor:
     """`operation` on each run of `size` columns of `values` and the column of `of_group` that belongs to it."""
     whole = values.shape[1] // size
-    grouped = values[:, : whole * size].unflatten(1, (whole, size)) if whole else None
-    parts = [operation(grouped, of_group[:, :whole, None]).flatten(1)] if grouped is not None else []
+    parts: list[Tensor] = []
+    if whole:
+        grouped = values[:, : whole * size].reshape(-1, whole, size)
+        parts.append(operation(grouped, of_group[:, :whole, None]).flatten(1))
     if whole * size < values.shape[1]:
         parts.append(operation(values[:, whole * size :], of_group[:, whole:]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -157,7 +159,8 @@ def _laid_out(tensor: Tensor, steps: Sequence[Step], taken: int) -> Tensor:
 
 
 def _deinterleave(tensor: Tensor, dim: int) -> Tensor:
-    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    places = torch.arange(tensor.shape[dim]).reshape(-1, 2).t().reshape(-1)
+    return tensor.index_select(dim, places)
 
 
 _STEPS: dict[Operation, Callable[..., Tensor]] = {"transpose": torch.transpose, "deinterleave": _deinterleave}

@@ -28,7 +28,7 @@ def compute_buffers(model: nn.Module, placement: Mapping[str, str]) -> None:
             continue
         made = _made_again(module, getattr(model, "config", None))
         for name in names:
-            value = getattr(made, name, None)
+            value = getattr(made, name, None) if made is not None else _initialised(model, module, name)
             if not isinstance(value, Tensor):
                 hint = "report the model family; its buffer is neither in the checkpoint nor a function of the config"
                 problems.append(Diagnostic("L421", f"buffer `{fqn}.{name}` cannot be computed", hint=hint))
@@ -52,3 +52,21 @@ def _made_again(module: nn.Module, model_config: object) -> nn.Module | None:
             return cast("nn.Module", make(config=config))
     except TypeError:
         return None
+
+
+def _initialised(model: nn.Module, module: nn.Module, name: str) -> Tensor | None:
+    """The value that the model's own initialisation gives a buffer of floats; `None` if it gives none.
+
+    It would give the parameters beside it new values too, were they not marked as transformers marks what is loaded.
+    """
+    initialise = getattr(model, "_init_weights", None)
+    held = getattr(module, name)
+    if initialise is None or not held.is_floating_point():
+        return None
+    for parameter in module.parameters(recurse=False):
+        cast("Any", parameter)._is_hf_initialized = True
+    setattr(module, name, torch.full_like(held, torch.nan, device="cpu"))
+    initialise(module)
+    value = cast("Tensor", getattr(module, name))
+    setattr(module, name, held)
+    return None if value.isnan().any() else value

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.runtime.experts_form import parse_form
 from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.kernel_library import Kernel, KernelLibrary
 from ktc.runtime.lora_linear import KTLinear
 from ktc.runtime.manifest import Rewrite
+from ktc.runtime.stock_experts import StockTensor, canonical_parts, stock_names, stock_shape
 
 
 def realise(model: nn.Module, recipe: Sequence[Rewrite], kernels: KernelLibrary | None) -> None:
@@ -44,38 +46,42 @@ def _lora_linear(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Mod
 
 
 def _fused_moe(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Module:
-    gate_up, down = (getattr(old, name, None) for name in ("gate_up_proj", "down_proj"))
-    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
-        raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}`"))
     args = step.args
+    form = parse_form(args["form"])
     experts, hidden, inner = args["num_experts"], args["hidden"], args["intermediate"]
-    if (tuple(gate_up.shape), tuple(down.shape)) != ((experts, 2 * inner, hidden), (experts, hidden, inner)):
-        found = f"experts of other sizes: {list(gate_up.shape)} and {list(down.shape)}"
-        raise InputRefused(_no_such_module(step, found))
+    stacked: dict[StockTensor, Tensor] = {}
+    for name in stock_names(form):
+        tensor = getattr(old, name, None)
+        if not isinstance(tensor, Tensor):
+            raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}` without `{name}`"))
+        wanted = stock_shape(form, name, experts, hidden, inner)
+        if tuple(tensor.shape) != wanted:
+            found = f"experts of other sizes: `{name}` {list(tensor.shape)} instead of {list(wanted)}"
+            raise InputRefused(_no_such_module(step, found))
+        stacked[name] = tensor
     made = FusedMoe(
         experts,
         hidden,
         inner,
         args["top_k"],
-        args["activation"],
+        form,
         kernel=kernel,
         threads=args["threads"],
-        dtype=gate_up.dtype,
+        dtype=stacked["down_proj"].dtype,
         activations=args["activations"],
     )
-    if not gate_up.is_meta:
-        take_experts(made, gate_up, down)
+    if not stacked["down_proj"].is_meta:
+        take_experts(made, stacked)
     return made.train(old.training)
 
 
-def take_experts(module: FusedMoe, gate_up: Tensor, down: Tensor, first: int = 0) -> None:
-    """Load experts `first`, `first + 1`, ... from `gate_up` (n, 2I, H) and `down` (n, H, I)."""
+def take_experts(module: FusedMoe, stacked: Mapping[StockTensor, Tensor], first: int = 0) -> None:
+    """Load experts `first`, `first + 1`, ... from the stock tensors of the module's form, by their names."""
     with torch.no_grad():
-        for offset in range(gate_up.shape[0]):
-            gate, up = gate_up[offset].chunk(2)
-            module.load_expert(first + offset, "gate", gate)
-            module.load_expert(first + offset, "up", up)
-            module.load_expert(first + offset, "down", down[offset])
+        for name, tensor in stacked.items():
+            for offset, slice_ in enumerate(tensor):
+                for part, matrix in canonical_parts(module.form, name, slice_):
+                    module.load_expert(first + offset, part, matrix)
 
 
 def _no_such_module(step: Rewrite, found: str) -> Diagnostic:

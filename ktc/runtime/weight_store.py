@@ -1,8 +1,9 @@
 """Weights from a checkpoint into a model, one tensor at a time, each straight to its place and device.
 
 In: a model on meta tensors with its modules realised, and the rows of `weights.json`. Out: the same model, filled.
-What is resident grows by what stays: experts go to their packed form one matrix at a time, and a fused tensor is read
-one expert at a time. Refused: a value that is not finite, a parameter that nothing filled.
+What is resident grows by what stays: experts go to their packed form one matrix at a time, a fused tensor is read one
+expert at a time, and codes become weights a band of rows at a time. Refused: a value that is not finite, a parameter
+that nothing filled.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ from torch import Tensor, nn
 
 from ktc.checkpoint import CheckpointIndex, WeightSource
 from ktc.checkpoint.reader import TensorReader
+from ktc.checkpoint.values import read_weight
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.runtime.experts_form import ExpertsForm
 from ktc.runtime.fused_moe import Part
 from ktc.runtime.placement import device_of
 from ktc.runtime.progress import Progress
+from ktc.runtime.stock_experts import StockTensor, canonical_parts, stock_names, stock_shape
 
 
 @runtime_checkable
 class ExpertBank(Protocol):
-    """A module that keeps its experts in a form of its own."""
+    """A module that keeps its experts in a packed form of its own."""
+
+    form: ExpertsForm
+    num_experts: int
+    hidden: int
+    intermediate: int
 
     def load_expert(self, expert: int, part: Part, tensor: Tensor) -> None: ...
     def missing(self) -> tuple[tuple[int, Part], ...]: ...
@@ -46,34 +55,51 @@ def fill(
     that is not finite, I112 for a file that was cut short.
     """
     _check_targets(model, sources)
-    _check_unchanged(sources, index)
-    total = sum(index.tensors[source.source_key].end - index.tensors[source.source_key].begin for source in sources)
-    done = 0
+    check_unchanged(sources, index)
+    sizes = [stored_bytes(source, index) for source in sources]
+    done, total = 0, sum(sizes)
     with TensorReader(index.folder) as reader, torch.no_grad():
-        for source in sources:
-            entry = index.tensors[source.source_key]
-            for expert, rows in _pieces(source):
-                tensor = reader.read(entry, rows)
-                if not allow_nonfinite and not _is_finite(tensor):
-                    raise InputRefused(_not_finite(source, expert))
+        for source, size in zip(sources, sizes, strict=True):
+            dtype = _dtype(model, source)
+            for expert in experts_of(source):
+                tensor = read_weight(reader, index, source, expert, dtype)
+                if not allow_nonfinite and not is_finite(tensor):
+                    raise InputRefused(not_finite(source, expert))
                 _put(model, source, expert, tensor, placement)
                 del tensor  # before the next read: one piece is held at a time
-            done += entry.end - entry.begin
+            done += size
             if progress is not None:
                 progress(done, total)
 
 
-def _check_unchanged(sources: Iterable[WeightSource], index: CheckpointIndex) -> None:
+def stored_bytes(source: WeightSource, index: CheckpointIndex) -> int:
+    """Bytes that a row reads, scales included; what the checkpoint lacks counts for nothing."""
+    entries = (index.tensors.get(stored.key) for stored in source.parts)
+    return sum(entry.end - entry.begin for entry in entries if entry is not None)
+
+
+def experts_of(source: WeightSource) -> Iterable[int | None]:
+    """What to read of a row, one after the other: the expert it is of, or each expert of a stack."""
+    return range(source.shape[0]) if source.transform == "per_expert" else (source.expert,)
+
+
+def _dtype(model: nn.Module, source: WeightSource) -> torch.dtype:
+    """What the codes of a quantised tensor are rounded to: the dtype of the parameter they fill."""
+    parent, _, leaf = source.target.rpartition(".")
+    return cast("Tensor", getattr(model.get_submodule(parent), leaf)).dtype
+
+
+def check_unchanged(sources: Iterable[WeightSource], index: CheckpointIndex) -> None:
+    """Raises `InputRefused` (L406) with tensors that are not as they were compiled from."""
     hint = "compile the model again, or name the checkpoint it was compiled from: `load(weights=...)`"
     problems: list[Diagnostic] = []
-    for source in sources:
-        entry = index.tensors.get(source.source_key)
+    for stored in (stored for source in sources for stored in source.parts):
+        entry = index.tensors.get(stored.key)
         found = "no such tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-        if found != f"{source.dtype} {list(source.shape)}":
-            expected = f"compiled from {source.dtype} {list(source.shape)}"
-            problems.append(
-                Diagnostic("L406", f"`{source.source_key}` was {expected}, the checkpoint has {found}", hint=hint)
-            )
+        if found != f"{stored.dtype} {list(stored.shape)}":
+            expected = f"compiled from {stored.dtype} {list(stored.shape)}"
+            message = f"`{stored.key}` was {expected}, the checkpoint has {found}"
+            problems.append(Diagnostic("L406", message, hint=hint))
     if problems:
         raise InputRefused(*problems[:10])
 
@@ -100,23 +126,46 @@ def _misfit(model: nn.Module, source: WeightSource) -> str:
     held = getattr(module, leaf, None)
     if not isinstance(held, Tensor):
         return "the model has no such tensor"
-    shape = tuple(held.shape)
-    if source.part is None:
-        return "" if shape == source.shape else f"it is {list(shape)}, the row says {list(source.shape)}"
-    if len(shape) != 3 or (source.part == "down") != (leaf == "down_proj"):
+    if isinstance(module, ExpertBank):
+        return _misfit_of_bank(module, source, leaf)
+    return _misfit_of_slice(source, tuple(held.shape), leaf)
+
+
+def _misfit_of_bank(bank: ExpertBank, source: WeightSource, leaf: str) -> str:
+    if leaf not in stock_names(bank.form) or source.part is None:
+        return f"experts of the form `{bank.form}` are not filled so"
+    if _is_half(source, leaf) and (bank.form.transposed or bank.form.interleaved):
+        return f"experts of the form `{bank.form}` are not joined of gate and up"
+    shape = stock_shape(bank.form, leaf, bank.num_experts, bank.hidden, bank.intermediate)
+    return _misfit_of_slice(source, shape, leaf)
+
+
+def _is_half(source: WeightSource, leaf: str) -> bool:
+    """Gate or up, stored apart, that are one tensor in the model."""
+    return leaf == "gate_up_proj" and source.part in ("gate", "up")
+
+
+def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) -> str:
+    """Why what the row gives is not the slice of a tensor of `shape` that it names."""
+    wanted = list(shape)
+    if source.part is not None and not _is_half(source, leaf) and leaf != _leaf_of(source.part):
         return f"it is no stack of experts that holds `{source.part}`"
-    rows = shape[1] // 2 if source.part in ("gate", "up") else shape[1]
-    wanted = (shape[0], rows, shape[2]) if source.transform == "per_expert" else (rows, shape[2])
-    if (source.expert or 0) >= shape[0] or wanted != source.shape:
-        return f"it is {list(shape)}, the row says {list(source.shape)} of expert {source.expert}"
-    return ""
+    if source.expert is not None:
+        if len(shape) < 2 or source.expert >= shape[0]:
+            return f"it is {list(shape)}, the row is of expert {source.expert}"
+        wanted = [shape[1] // 2 if _is_half(source, leaf) else shape[1], *shape[2:]]
+    elif source.span is not None:
+        span = source.span
+        if span.dim >= len(shape) or span.start + span.length > shape[span.dim]:
+            return f"it is {list(shape)}, the row fills {span.length} from {span.start} of dimension {span.dim}"
+        wanted[span.dim] = span.length
+    found = list(source.loaded_shape)
+    return "" if found == wanted else f"it is {list(shape)}, the row gives {found} where {wanted} is needed"
 
 
-def _pieces(source: WeightSource) -> Iterable[tuple[int | None, slice | None]]:
-    """What to read of the tensor, one after the other: the rows, and the expert they are."""
-    if source.transform == "copy":
-        return [(source.expert, None)]
-    return [(expert, slice(expert, expert + 1)) for expert in range(source.shape[0])]
+def _leaf_of(part: Part | str) -> str:
+    """The stock tensor that holds a part of its own name."""
+    return part.replace("_bias", "") + "_proj" + ("_bias" if part.endswith("_bias") else "")
 
 
 def _put(
@@ -124,35 +173,42 @@ def _put(
 ) -> None:
     parent, _, leaf = source.target.rpartition(".")
     module = model.get_submodule(parent)
-    if expert is None:
-        _assign(module, leaf, tensor.to(device_of(source.target, placement), getattr(module, leaf).dtype))
-        return
-    matrix = tensor[0] if source.transform == "per_expert" else tensor
-    for part, piece in _by_part(source, matrix):
-        if isinstance(module, ExpertBank):
+    if isinstance(module, ExpertBank):
+        assert expert is not None, f"the row of `{source.target}` names no expert"
+        for part, piece in _by_part(source, module.form, cast("StockTensor", leaf), tensor):
             module.load_expert(expert, part, piece)
-        else:
-            _rows(_materialised(module, leaf, device_of(source.target, placement))[expert], part).copy_(piece)
+        return
+    device = device_of(source.target, placement)
+    if expert is None and source.span is None:
+        _assign(module, leaf, tensor.to(device, getattr(module, leaf).dtype).contiguous())
+        return
+    place = _materialised(module, leaf, device)
+    if source.span is not None:
+        place = place.narrow(source.span.dim, source.span.start, source.span.length)
+    elif expert is not None:
+        place = _rows(place[expert], source, leaf)
+    place.copy_(tensor)
 
 
-def _by_part(source: WeightSource, matrix: Tensor) -> Iterable[tuple[Part, Tensor]]:
-    if source.part == "gate_up":
-        gate, up = matrix.chunk(2)
-        return [("gate", gate), ("up", up)]
-    assert source.part is not None, f"the row of `{source.target}` names an expert but no part"
-    return [(source.part, matrix)]
+def _by_part(
+    source: WeightSource, form: ExpertsForm, leaf: StockTensor, tensor: Tensor
+) -> Iterable[tuple[Part, Tensor]]:
+    """What an expert's slice, or a half of it that is stored apart, holds."""
+    if leaf == "gate_up_proj" and source.part in ("gate", "up"):
+        return [(source.part, tensor)]
+    return canonical_parts(form, leaf, tensor)
 
 
-def _rows(matrix: Tensor, part: Part) -> Tensor:
-    """The rows of an expert's matrix that hold `part`; gate and up share one."""
-    if part == "down":
+def _rows(matrix: Tensor, source: WeightSource, leaf: str) -> Tensor:
+    """The rows of an expert's slice that a row fills: gate and up share one, gate first."""
+    if not _is_half(source, leaf):
         return matrix
     gate, up = matrix.chunk(2)
-    return gate if part == "gate" else up
+    return gate if source.part == "gate" else up
 
 
 def _materialised(module: nn.Module, leaf: str, device: torch.device) -> Tensor:
-    """The stacked experts of a module that no rule rewrote, allocated at the first use."""
+    """A tensor that is filled piece by piece, as experts that no rule rewrote are, allocated at the first use."""
     tensor = cast("Tensor", getattr(module, leaf))
     if tensor.is_meta:
         _assign(module, leaf, torch.empty_like(tensor, device=device))
@@ -167,14 +223,16 @@ def _assign(module: nn.Module, leaf: str, tensor: Tensor) -> None:
         setattr(module, leaf, tensor)
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither infinities nor NaN; whole numbers never do."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     low, high = tensor.aminmax()  # one pass without a copy; a NaN becomes both bounds
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-def _not_finite(source: WeightSource, expert: int | None) -> Diagnostic:
+def not_finite(source: WeightSource, expert: int | None) -> Diagnostic:
+    """The diagnostic (L407) about a row, or one expert of it, with such values."""
     which = "" if expert is None or source.expert is not None else f" (expert {expert})"
     return Diagnostic(
         "L407",
