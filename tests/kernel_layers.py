@@ -11,30 +11,44 @@ from torch import Tensor
 
 from ktc import host
 from ktc.host import Isa
-from ktc.plan.kernel_spec import KERNELS, Activation, KernelSpec
+from ktc.plan.kernel_spec import KERNELS, KernelSpec
+from ktc.runtime.experts_form import ExpertsForm, parse_form
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.stock_experts import StockTensor, stock_names, stock_shape
 
 ISAS: tuple[Isa, ...] = tuple(isa for isa in host.detect().isas if isa in KERNELS)
 # Hidden, intermediate, experts, experts per token of the one kernel whose sizes are constants: no multiples of a panel.
 CONSTANT = (70, 37, 5, 2)
+# The spelling of every form that kernels are tested in. How a form is stored is no kernel's business, but the loader's.
+FORMS = (
+    "silu",
+    "silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved",
+    "gelu_tanh(limit=1.5, up_offset=-0.5) interleaved",
+    "gelu biased",
+    "relu transposed",
+    "relu2 ungated",
+    "silu ungated biased transposed",
+)
 Dtype = Literal["bf16", "fp32", "fp64"]
 
 
 def spec_of(
     isa: Isa,
     dtype: Dtype = "bf16",
-    activation: Activation = "silu",
+    form: str = "silu",
     sizes: tuple[int | None, int | None, int | None, int | None] = (None, None, None, None),
 ) -> KernelSpec:
-    return KernelSpec("fused_moe", *sizes, dtype, dtype, dtype, isa, activation)
+    asked = parse_form(form)
+    return KernelSpec(
+        "fused_moe", *sizes, dtype, dtype, dtype, isa, asked.activation, gated=asked.gated, biased=asked.biased
+    )
 
 
 SPECS = (
-    *(spec_of(isa) for isa in ISAS),
-    *(spec_of(isa, activation="gelu") for isa in ISAS if isa != "scalar"),
+    *(spec_of(isa, form=form) for isa in ISAS for form in FORMS),
+    *(spec_of("scalar", "fp64", form) for form in FORMS),
     spec_of("scalar", "fp32", "gelu"),
-    spec_of("scalar", "fp64"),
     spec_of(ISAS[0], sizes=CONSTANT),
 )
 
@@ -47,17 +61,18 @@ class Layer:
     intermediate: int
     num_experts: int
     top_k: int
-    gate_up: Tensor
-    down: Tensor
+    stock: dict[StockTensor, Tensor]
     x: Tensor
     index: Tensor
     weights: Tensor
     grad: Tensor
+    form: ExpertsForm
 
-    def expected(self, activation: str = "silu") -> tuple[Tensor, Tensor, Tensor]:
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output, d hidden states, d routing weights of the reference in float64."""
         x, weights = self.x.clone().requires_grad_(), self.weights.clone().requires_grad_()
-        out = fused_moe_reference(x, self.index, weights, self.gate_up, self.down, activation)
+        first, down, *biases = self.stock.values()
+        out = fused_moe_reference(x, self.index, weights, first, down, self.form, *biases)
         return (out.detach(), *torch.autograd.grad(out, (x, weights), self.grad))
 
 
@@ -69,6 +84,7 @@ def random_layer(
     tokens: int,
     seed: int = 1,
     experts_used: int | None = None,
+    form: str = "silu",
 ) -> Layer:
     """Distinct experts per token, drawn from the first `experts_used`."""
     generator = torch.Generator().manual_seed(seed)
@@ -76,6 +92,13 @@ def random_layer(
     def values(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=generator).mul(scale).bfloat16().double()
 
+    asked = parse_form(form)
+    shapes = {name: stock_shape(asked, name, num_experts, hidden, intermediate) for name in stock_names(asked)}
+    contraction = {name: intermediate if name.startswith("down") else hidden for name in shapes}
+    stock = {
+        name: values(*shape, scale=0.5 if name.endswith("_bias") else contraction[name] ** -0.5)
+        for name, shape in shapes.items()
+    }
     scores = torch.rand(tokens, num_experts, generator=generator)
     scores[:, experts_used or num_experts :] -= 1
     return Layer(
@@ -83,12 +106,12 @@ def random_layer(
         intermediate,
         num_experts,
         top_k,
-        gate_up=values(num_experts, 2 * intermediate, hidden, scale=hidden**-0.5),
-        down=values(num_experts, hidden, intermediate, scale=intermediate**-0.5),
+        stock=stock,
         x=values(tokens, hidden),
         index=scores.topk(top_k, dim=-1).indices,
         weights=torch.rand(tokens, top_k, generator=generator).double(),
         grad=values(tokens, hidden),
+        form=asked,
     )
 
 

@@ -6,9 +6,10 @@ instruction set and weight format for which no kernel is written.
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -18,10 +19,13 @@ from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Isa
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
+from ktc.runtime.experts_form import Function
 
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
 _WEIGHT_FORMATS: Final = {"bf16": "Bf16", "fp32": "Fp32", "fp64": "Fp64"}
-_ACTIVATIONS: Final = {"silu": "Silu", "gelu": "Gelu"}
+_FUNCTIONS: Final[Mapping[Function, str]] = {
+    "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu", "relu2": "Relu2",
+}  # fmt: skip
 _COMMENT_WIDTH: Final = 117
 # A rule file may be called anything; in a comment of C++ only what cannot end it may stand.
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_./: +-]")
@@ -96,5 +100,17 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
         "dims": ["ktc::kDynamic" if size is None else size for size in constants],
         "isa": f"{isa}<{_ELEMENTS[spec.dtype]}>" if spec.isa == "scalar" else isa,
         "weight_format": _WEIGHT_FORMATS[spec.format_gate_up],
-        "activation": _ACTIVATIONS[spec.activation],
+        "function": _FUNCTIONS[spec.activation.function],
+        "constants": {name: _constant(value) for name, value in _constants(spec)},
     }
+
+
+def _constants(spec: KernelSpec) -> Iterator[tuple[str, float]]:
+    yield "kAlpha", spec.activation.alpha
+    yield "kLimit", math.inf if spec.activation.limit is None else spec.activation.limit
+    yield "kUpOffset", spec.activation.up_offset
+
+
+def _constant(value: float) -> str:
+    """A double in C++, to the last bit."""
+    return "std::numeric_limits<double>::infinity()" if value == math.inf else repr(float(value))

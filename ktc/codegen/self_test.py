@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.runtime.experts_form import ExpertsForm
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.kernel_library import Kernel
 from ktc.runtime.packed_experts import PackedExperts
+from ktc.runtime.stock_experts import StockTensor, canonical_parts, stock_names, stock_shape
 
 # Relative Frobenius error. bf16 rounds at 2^-9 and the sums of rounded products stay near 3e-3.
 _TOLERANCE: Final = {"bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-12}
@@ -33,14 +35,12 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
     experts = PackedExperts(kernel, 1, **sizes)
     generator = torch.Generator().manual_seed(20)
     used = sorted({0, sizes["num_experts"] // 2, sizes["num_experts"] - 1})[:_MAX_EXPERTS]
-    gate_up = torch.randn(len(used), 2 * sizes["intermediate"], sizes["hidden"], generator=generator)
-    down = torch.randn(len(used), sizes["hidden"], sizes["intermediate"], generator=generator)
-    gate_up, down = (weights.mul_(weights.shape[2] ** -0.5).to(experts.dtype) for weights in (gate_up, down))
-    for place, expert in enumerate(used):
-        gate, up = gate_up[place].chunk(2)
-        experts.load(expert, "gate", gate)
-        experts.load(expert, "up", up)
-        experts.load(expert, "down", down[place])
+    form = ExpertsForm(spec.activation, spec.gated, spec.biased)
+    stock = {name: _random(form, name, len(used), sizes, generator).to(experts.dtype) for name in stock_names(form)}
+    for name, tensor in stock.items():
+        for place, expert in enumerate(used):
+            for part, values in canonical_parts(form, name, tensor[place]):
+                experts.load(expert, part, values)
     for tokens in _TOKENS:
         x, grad = (torch.randn(tokens, sizes["hidden"], generator=generator).to(experts.dtype) for _ in range(2))
         place = torch.randint(len(used), (tokens, sizes["top_k"]), generator=generator)
@@ -48,7 +48,7 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
         index = torch.tensor(used)[place]
         out, saved = experts.forward(x, index, weights, save=True)
         found = (out, *experts.backward(grad, index, weights, saved=saved, x_TH=None))
-        expected = _reference(x, place, weights, gate_up, down, grad, spec.activation)
+        expected = _reference(x, place, weights, tuple(stock.values()), grad, form)
         _compare(spec, tokens, found, expected)
         two = experts.with_threads(2)
         again, saved = two.forward(x, index, weights, save=True)
@@ -59,13 +59,23 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
         _require_same_bits(spec, tokens, recomputed, found, "recomputed activations than with kept ones")
 
 
+def _random(
+    form: ExpertsForm, name: StockTensor, num_experts: int, sizes: dict[str, int], generator: torch.Generator
+) -> Tensor:
+    """Values of a size that keeps every product near one, so that a limit of the activation is met and passed."""
+    shape = stock_shape(form, name, num_experts, sizes["hidden"], sizes["intermediate"])
+    scale = 1.0 if name.endswith("_bias") else shape[-1] ** -0.5
+    return torch.randn(shape, generator=generator).mul_(scale)
+
+
 def _reference(
-    x: Tensor, place: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, grad: Tensor, activation: str
+    x: Tensor, place: Tensor, weights: Tensor, stock: tuple[Tensor, ...], grad: Tensor, form: ExpertsForm
 ) -> tuple[Tensor, ...]:
     """Output and gradients in fp64 where the kernel computes in it, else in fp32."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     x, weights = (tensor.to(dtype).requires_grad_() for tensor in (x, weights))
-    out = fused_moe_reference(x, place, weights, gate_up.to(dtype), down.to(dtype), activation)
+    first, down, *biases = (tensor.to(dtype) for tensor in stock)
+    out = fused_moe_reference(x, place, weights, first, down, form, *biases)
     return (out.detach(), *torch.autograd.grad(out, (x, weights), grad.to(dtype)))
 
 

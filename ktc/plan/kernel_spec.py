@@ -12,6 +12,7 @@ from ktc.runtime.experts_form import Activation
 WeightFormat = Literal[
     "bf16", "fp16", "fp32", "fp64", "int8", "int4", "fp8", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"
 ]
+SILU = Activation()
 # Which weight formats each instruction set multiplies: what runtime/include/ktc can instantiate in this version.
 KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
     "avx512_bf16": ("bf16",),
@@ -42,7 +43,7 @@ class KernelSpec:
     format_gate_up: WeightFormat
     format_down: WeightFormat
     isa: Isa
-    activation: Activation = Activation()
+    activation: Activation = SILU
     gated: bool = True
     biased: bool = False
     max_lora_rank: int = 0

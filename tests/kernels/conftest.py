@@ -11,6 +11,7 @@ from ktc.codegen.render import KernelSource, render
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.kernel_library import KernelLibrary
+from ktc.runtime.stock_experts import canonical_parts
 
 
 @pytest.fixture(scope="session")
@@ -33,15 +34,14 @@ def load(kernels: KernelLibrary) -> Load:
             layer.hidden,
             layer.intermediate,
             layer.top_k,
-            spec.activation if spec else "silu",
+            layer.form,
             kernel=kernels.kernel(spec.entry) if spec else None,
             **options,  # type: ignore[arg-type]
         )
-        for expert in range(layer.num_experts):
-            gate, up = layer.gate_up[expert].chunk(2)
-            module.load_expert(expert, "gate", gate)
-            module.load_expert(expert, "up", up)
-            module.load_expert(expert, "down", layer.down[expert])
+        for name, tensor in layer.stock.items():
+            for expert in range(layer.num_experts):
+                for part, values in canonical_parts(layer.form, name, tensor[expert]):
+                    module.load_expert(expert, part, values)
         return module
 
     return make

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kernel_layers import ISAS, Load, error, random_layer, run, spec_of
+from kernel_layers import FORMS, ISAS, Load, error, random_layer, run, spec_of
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
@@ -24,9 +24,10 @@ from ktc.runtime.kernel_library import KernelLibrary
 SPEC = spec_of(ISAS[0])
 
 
-def test_gradcheck_in_float64(load: Load) -> None:
-    layer = random_layer(9, 7, 4, 2, 6)
-    module = load(layer, spec_of("scalar", "fp64"))
+@pytest.mark.parametrize("form", FORMS)
+def test_gradcheck_in_float64(load: Load, form: str) -> None:
+    layer = random_layer(9, 7, 4, 2, 6, form=form)
+    module = load(layer, spec_of("scalar", "fp64", form))
     x, weights = layer.x.clone().requires_grad_(), layer.weights.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda a, b: module(a, layer.index, b), (x, weights))
 
@@ -137,7 +138,7 @@ def test_tensors_of_another_shape_are_refused(load: Load) -> None:
     with pytest.raises(ValueError, match="must be int64"):
         module(layer.x, layer.index.int(), layer.weights)
     with pytest.raises(ValueError, match=r"expected shape \(48, 64\), found \(64, 48\)"):
-        module.load_expert(0, "gate", layer.down[0])
+        module.load_expert(0, "gate", layer.stock["down_proj"][0])
 
 
 def test_a_layer_that_is_not_loaded_does_not_run() -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_layers import CONSTANT, ISAS, Layer, Load, error, random_layer, run, spec_of
+from kernel_layers import CONSTANT, FORMS, ISAS, Layer, Load, error, random_layer, run, spec_of
 
 from ktc.host import Isa
-from ktc.plan.kernel_spec import Activation
+from ktc.runtime.stock_experts import canonical_parts
 
 # Hidden, intermediate, experts, experts per token, tokens, and how many experts get any.
 SHAPES = {
@@ -37,23 +37,44 @@ def test_output_and_gradients_are_those_of_the_reference(load: Load, isa: Isa, s
     assert error(d_weights, expected_d_weights) <= 5e-3
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "scalar"])
-def test_the_vector_gelu_is_that_of_the_reference(load: Load, isa: Isa) -> None:
-    layer = random_layer(64, 48, 4, 2, 33)
-    found = run(load(layer, spec_of(isa, activation="gelu")), layer)
-    for ours, theirs in zip(found, layer.expected("gelu"), strict=True):
-        assert error(ours, theirs) <= 5e-3
+@pytest.mark.parametrize("shape", ["odd sizes", "one token", "two experts get all"])
+@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("isa", ISAS)
+def test_experts_of_any_form_are_those_of_the_reference(load: Load, isa: Isa, form: str, shape: str) -> None:
+    *sizes, experts_used = SHAPES[shape]
+    layer = random_layer(*sizes, experts_used=experts_used, form=form)
+    out, d_x, d_weights = run(load(layer, spec_of(isa, form=form)), layer)
+    expected_out, expected_d_x, expected_d_weights = layer.expected()
+    assert error(out, expected_out) <= 3e-3
+    assert error(d_x, expected_d_x) <= 4e-3
+    assert error(d_weights, expected_d_weights) <= 5e-3
 
 
-@pytest.mark.parametrize(("dtype", "activation", "allowed"), [("fp32", "gelu", 1e-6), ("fp64", "silu", 1e-14)])
-def test_the_scalar_oracle_is_exact_in_its_own_dtype(
-    load: Load, dtype: str, activation: Activation, allowed: float
+@pytest.mark.parametrize("form", FORMS)
+def test_the_scalar_oracle_is_exact_in_float64(load: Load, form: str) -> None:
+    layer = random_layer(70, 37, 5, 2, 29, form=form)
+    module = load(layer, spec_of("scalar", "fp64", form))
+    for ours, theirs in zip(run(module, layer, torch.float64), layer.expected(), strict=True):
+        assert error(ours, theirs) <= 1e-14
+
+
+def test_the_scalar_oracle_is_exact_in_float32(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 29, form="gelu")
+    module = load(layer, spec_of("scalar", "fp32", "gelu"))
+    for ours, theirs in zip(run(module, layer, torch.float32), layer.expected(), strict=True):
+        assert error(ours, theirs) <= 1e-6
+
+
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[-1]])
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_way_to_run_a_form_gives_the_same_bits(
+    load: Load, isa: Isa, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = random_layer(70, 37, 5, 2, 29)
-    torch_dtype = torch.float32 if dtype == "fp32" else torch.float64
-    spec = spec_of("scalar", dtype, activation)  # type: ignore[arg-type]
-    for ours, theirs in zip(run(load(layer, spec), layer, torch_dtype), layer.expected(activation), strict=True):
-        assert error(ours, theirs) <= allowed
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    layer = random_layer(200, 150, 6, 3, 45, form=form)
+    alone = run(load(layer, spec_of(isa, form=form)), layer)
+    for options in ({"threads": 2}, {"threads": 3}, {"activations": "recompute"}):
+        assert all(map(torch.equal, run(load(layer, spec_of(isa, form=form), **options), layer), alone)), options
 
 
 def test_constant_sizes_change_no_bit(load: Load) -> None:
@@ -106,9 +127,8 @@ def test_a_token_gets_the_same_alone_and_among_others(load: Load, isa: Isa) -> N
 def test_the_order_of_the_experts_does_not_matter(load: Load, isa: Isa) -> None:
     layer = random_layer(64, 48, 6, 1, 40)  # one expert per token: the order of a sum would show in the last bit
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-    shuffled = replace(
-        layer, gate_up=layer.gate_up[order], down=layer.down[order], index=torch.argsort(order)[layer.index]
-    )
+    stock = {name: tensor[order] for name, tensor in layer.stock.items()}
+    shuffled = replace(layer, stock=stock, index=torch.argsort(order)[layer.index])
     found = run(load(shuffled, spec_of(isa)), shuffled)
     assert all(map(torch.equal, found, run(load(layer, spec_of(isa)), layer)))
 
@@ -135,15 +155,14 @@ def test_no_tokens_give_no_rows(load: Load, isa: Isa) -> None:
     assert (out.shape, d_x.shape, d_weights.shape) == ((0, 64), (0, 64), (0, 2))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_packed_weights_come_back_as_they_were(load: Load, isa: Isa) -> None:
-    layer = random_layer(70, 37, 3, 2, 1)
-    module = load(layer, spec_of(isa))
-    for expert in range(3):
-        gate, up = layer.gate_up[expert].chunk(2)
-        assert torch.equal(module.expert(expert, "gate").double(), gate)
-        assert torch.equal(module.expert(expert, "up").double(), up)
-        assert torch.equal(module.expert(expert, "down").double(), layer.down[expert])
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_weights_come_back_as_they_were(load: Load, form: str) -> None:
+    layer = random_layer(70, 37, 3, 2, 1, form=form)
+    for module in (load(layer, spec_of(ISAS[0], form=form)), load(layer, None, dtype=torch.float64)):
+        for name, tensor in layer.stock.items():
+            for expert in range(3):
+                for part, values in canonical_parts(layer.form, name, tensor[expert]):
+                    assert torch.equal(module.expert(expert, part).double(), values), part
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

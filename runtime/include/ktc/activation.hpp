@@ -1,47 +1,61 @@
-// The activation of the gate, and its derivative, over an ISA's `Lanes`.
+// What experts do between their products, over an ISA's `Lanes`: functions of one value, and what combines them with
+// gate and up. `Constants` are what the template chose: kAlpha, kLimit (infinite for none) and kUpOffset.
+//
+// Where PyTorch's derivative is zero the gradient is, even if what it would be multiplied with is infinite.
 #pragma once
+
+#include <limits>
 
 namespace ktc {
 
 template <class Lanes>
-struct ActivationAndSlope {
+struct ValueAndGradient {
   Lanes value;
-  Lanes slope;
+  Lanes gradient;  // `upstream` times the function's slope
 };
 
+// x sigmoid(alpha x)
+template <class Constants>
 struct Silu {
   template <class Lanes>
-  [[gnu::always_inline]] static Lanes value(Lanes gate) {
-    return gate * sigmoid(gate);
+  [[gnu::always_inline]] static Lanes value(Lanes x) {
+    return x * sigmoid(x);
   }
 
   template <class Lanes>
-  [[gnu::always_inline]] static ActivationAndSlope<Lanes> value_and_slope(Lanes gate) {
+  [[gnu::always_inline]] static ValueAndGradient<Lanes> value_and_gradient(Lanes x, Lanes upstream) {
     const Lanes one(1);
-    const Lanes s = sigmoid(gate);
-    return {gate * s, s * (one + gate * (one - s))};
+    const Lanes s = sigmoid(x);
+    return {x * s, upstream * (s * (one + scaled(x) * (one - s)))};
   }
 
  private:
   template <class Lanes>
   [[gnu::always_inline]] static Lanes sigmoid(Lanes x) {
-    return Lanes(1) / (Lanes(1) + exp(Lanes(0) - x));
+    return Lanes(1) / (Lanes(1) + exp(Lanes(0) - scaled(x)));
+  }
+
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes scaled(Lanes x) {
+    if constexpr (Constants::kAlpha == 1) return x;
+    return x * Lanes(Constants::kAlpha);
   }
 };
 
 // The exact GELU, x Phi(x).
+template <class Constants>
 struct Gelu {
   template <class Lanes>
-  [[gnu::always_inline]] static Lanes value(Lanes gate) {
-    return gate * normal_cdf(gate);
+  [[gnu::always_inline]] static Lanes value(Lanes x) {
+    return x * normal_cdf(x);
   }
 
   template <class Lanes>
-  [[gnu::always_inline]] static ActivationAndSlope<Lanes> value_and_slope(Lanes gate) {
+  [[gnu::always_inline]] static ValueAndGradient<Lanes> value_and_gradient(Lanes x, Lanes upstream) {
     constexpr double kInverseSqrtTwoPi = 0.39894228040143267794;
-    const Lanes cdf = normal_cdf(gate);
-    const Lanes density = exp(gate * gate * Lanes(-0.5)) * Lanes(kInverseSqrtTwoPi);
-    return {gate * cdf, cdf + gate * density};
+    const Lanes cdf = normal_cdf(x);
+    const Lanes density = exp(x * x * Lanes(-0.5)) * Lanes(kInverseSqrtTwoPi);
+    return {x * cdf, upstream * (cdf + x * density)};
   }
 
  private:
@@ -49,6 +63,156 @@ struct Gelu {
   [[gnu::always_inline]] static Lanes normal_cdf(Lanes x) {
     constexpr double kInverseSqrtTwo = 0.70710678118654752440;
     return (Lanes(1) + erf(x * Lanes(kInverseSqrtTwo))) * Lanes(0.5);
+  }
+};
+
+// x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x sigmoid(2 u).
+template <class Constants>
+struct GeluTanh {
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes value(Lanes x) {
+    return x * sigmoid_of_2u(x);
+  }
+
+  template <class Lanes>
+  [[gnu::always_inline]] static ValueAndGradient<Lanes> value_and_gradient(Lanes x, Lanes upstream) {
+    const Lanes one(1);
+    const Lanes s = sigmoid_of_2u(x);
+    const Lanes slope_of_2u = (one + x * x * Lanes(3 * kCubic)) * Lanes(kTwoSqrtTwoOverPi);
+    return {x * s, upstream * (s + x * (s * (one - s)) * slope_of_2u)};
+  }
+
+ private:
+  static constexpr double kTwoSqrtTwoOverPi = 1.59576912160573071176;
+  static constexpr double kCubic = 0.044715;
+
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes sigmoid_of_2u(Lanes x) {
+    const Lanes u2 = (x + x * x * x * Lanes(kCubic)) * Lanes(kTwoSqrtTwoOverPi);
+    return Lanes(1) / (Lanes(1) + exp(Lanes(0) - u2));
+  }
+};
+
+template <class Constants>
+struct Relu {
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes value(Lanes x) {
+    return zero_up_to(0, x, x);
+  }
+
+  template <class Lanes>
+  [[gnu::always_inline]] static ValueAndGradient<Lanes> value_and_gradient(Lanes x, Lanes upstream) {
+    return {value(x), zero_up_to(0, x, upstream)};
+  }
+};
+
+// The square of ReLU.
+template <class Constants>
+struct Relu2 {
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes value(Lanes x) {
+    const Lanes positive = zero_up_to(0, x, x);
+    return positive * positive;
+  }
+
+  template <class Lanes>
+  [[gnu::always_inline]] static ValueAndGradient<Lanes> value_and_gradient(Lanes x, Lanes upstream) {
+    const Lanes positive = zero_up_to(0, x, x);
+    return {positive * positive, zero_up_to(0, x, upstream * (positive + positive))};
+  }
+};
+
+// From the gradient of what the down product reads, before it is weighted. `d_weight` is this much of the routing
+// weight's gradient, lane by lane; the others carry the routing weight.
+template <class Lanes>
+struct GatedGradients {
+  Lanes d_weight;
+  Lanes d_gate;
+  Lanes d_up;
+};
+
+// f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
+//
+// `gradients` reads gate and up as `kept_gate` and `kept_up` gave them to be kept. What lies beyond a limit is kept as
+// infinite: rounded to bf16 it might lie upon the limit, and get a gradient.
+template <template <class> class FunctionType, class Constants>
+struct Gated {
+  using Function = FunctionType<Constants>;
+  static constexpr bool kGated = true;
+
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes value(Lanes gate, Lanes up) {
+    return Function::value(bounded_gate(gate)) * factor(up);
+  }
+
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes kept_gate(Lanes gate) {
+    if constexpr (!kLimited) return gate;
+    return gate + infinite_beyond_limit(gate);
+  }
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes kept_up(Lanes up) {
+    if constexpr (!kLimited) return up;
+    return up + infinite_beyond_limit(up) - infinite_beyond_limit(Lanes(0) - up);
+  }
+
+  template <class Lanes>
+  [[gnu::always_inline]] static GatedGradients<Lanes> gradients(Lanes gate, Lanes up, Lanes d_value, Lanes weight) {
+    const Lanes weighted = d_value * weight;
+    const Lanes times = factor(up);
+    const auto [activated, d_bounded] = Function::value_and_gradient(bounded_gate(gate), weighted * times);
+    const Lanes d_weight = d_value * activated * times;
+    const Lanes d_factor = weighted * activated;
+    if constexpr (!kLimited) return {d_weight, d_bounded, d_factor};
+    constexpr auto kLast = std::numeric_limits<typename Lanes::Scalar>::max();
+    return {d_weight, zero_outside(-kInfinity, kLast, gate, d_bounded), zero_outside(-kLast, kLast, up, d_factor)};
+  }
+
+ private:
+  static constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  static constexpr double kLimit = Constants::kLimit;
+  static constexpr bool kLimited = kLimit < kInfinity;
+
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes infinite_beyond_limit(Lanes x) {
+    return zero_up_to(kLimit, x, Lanes(kInfinity));
+  }
+
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes bounded_gate(Lanes gate) {
+    if constexpr (!kLimited) return gate;
+    return clamped(gate, -kInfinity, kLimit);
+  }
+
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes factor(Lanes up) {
+    const Lanes bounded = kLimited ? clamped(up, -kLimit, kLimit) : up;
+    if constexpr (Constants::kUpOffset == 0) return bounded;
+    return bounded + Lanes(Constants::kUpOffset);
+  }
+};
+
+template <class Lanes>
+struct UngatedGradients {
+  Lanes d_weight;
+  Lanes d_up;
+};
+
+// f(up), for experts without a gate
+template <template <class> class FunctionType, class Constants>
+struct Ungated {
+  using Function = FunctionType<Constants>;
+  static constexpr bool kGated = false;
+
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes value(Lanes up) {
+    return Function::value(up);
+  }
+
+  template <class Lanes>
+  [[gnu::always_inline]] static UngatedGradients<Lanes> gradients(Lanes up, Lanes d_value, Lanes weight) {
+    const auto [activated, d_up] = Function::value_and_gradient(up, d_value * weight);
+    return {d_value * activated, d_up};
   }
 };
 

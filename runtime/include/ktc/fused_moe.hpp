@@ -1,5 +1,5 @@
-// The fused mixture of experts: one class per ISA, weight format, activation and shape. This is what a template
-// instantiates.
+// The fused mixture of experts: one class per ISA, weight format, activation (gated or not), biases or none, and shape.
+// This is what a template instantiates.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,6 @@
 #include <string>
 #include <type_traits>
 
-#include "ktc/activation.hpp"
 #include "ktc/moe_backward.hpp"
 #include "ktc/moe_forward.hpp"
 #include "ktc/moe_kernel.hpp"
@@ -17,9 +16,9 @@
 
 namespace ktc {
 
-template <class Isa, class Format, class Activation, class Shape>
+template <class Isa, class Format, class Activation, bool kBiased, class Shape>
 class FusedMoe final : public MoeKernel {
-  using Layer = MoeLayer<Isa, Format, Activation, Shape>;
+  using Layer = MoeLayer<Isa, Format, Activation, kBiased, Shape>;
   using Element = typename Layer::Element;
   static_assert(std::is_same_v<Element, typename Format::Element>, "an unquantised format is read as it is stored");
   static_assert(kHalfPanel % ElementTraits<Element>::kDepth == 0);
@@ -32,8 +31,7 @@ class FusedMoe final : public MoeKernel {
   }
 
   std::size_t saved_bytes(std::int64_t tokens) const override {
-    const std::int64_t elements = tokens * layer_.shape.top_k() * 2 * layer_.shape.padded_intermediate();
-    return static_cast<std::size_t>(elements) * sizeof(Element);
+    return static_cast<std::size_t>(tokens * layer_.shape.top_k() * layer_.first_size()) * sizeof(Element);
   }
 
   void pack(std::byte* packed, std::int64_t expert, weight_format::Part part, const void* source, SourceType type,
@@ -50,7 +48,7 @@ class FusedMoe final : public MoeKernel {
   void unpack(const std::byte* packed, std::int64_t expert, weight_format::Part part, void* target, std::int64_t rows,
               std::int64_t columns) const override {
     check_expert(expert);
-    layer_.format.unpack(packed, expert, part, MatrixView(static_cast<Element*>(target), rows, columns));
+    layer_.format.unpack(packed, expert, part, target, rows, columns);
   }
 
   void forward(Engine& engine, const ForwardArguments& arguments) const override {

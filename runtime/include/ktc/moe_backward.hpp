@@ -1,8 +1,9 @@
 // Gradients of hidden states and routing weights, from the one packed copy that forward reads.
 //
-// With dY the gradient of the output, per slot: d_activated = W_down^T dY; d_weight = <d_activated, activated>;
-// dX += W_gate^T d_gate + W_up^T d_up, where d_gate and d_up carry the routing weight. Both products contract along the
-// other axis than forward's, so each panel is transposed into a scratch first and then multiplied as in forward.
+// With dY the gradient of the output, per slot: d_activated = W_down^T dY; d_weight = <d_activated, activated>, and
+// <dY, b_down> more where down has a bias; dX += W_gate^T d_gate + W_up^T d_up, where d_gate and d_up carry the routing
+// weight. Both products contract along the other axis than forward's, so each panel is transposed into a scratch first
+// and then multiplied as in forward.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +14,36 @@
 
 namespace ktc {
 
-// After d_activated of 32 intermediate columns: d_gate and d_up for the last product, in the order of the packed
-// gate-and-up panels, and this panel's part of the routing weight's gradient.
+// The parts of each routing weight's gradient: (S, Ip / 32 and one for the bias of down). Fixed columns, summed in
+// order afterwards, so that no worker's share shows.
+template <class Layer>
+class WeightGradients {
+ public:
+  using Accumulator = typename Layer::Accumulator;
+
+  WeightGradients(Accumulator* partial_S, std::int64_t num_parts) : partial_S_(partial_S), num_parts_(num_parts) {}
+
+  static std::int64_t num_parts(const Layer& layer) {
+    return layer.shape.padded_intermediate() / kPanelWidth + (Layer::kBiased ? 1 : 0);
+  }
+  std::int64_t of_bias() const { return num_parts_ - 1; }
+
+  void put(std::int64_t slot, std::int64_t part, Accumulator value) const {
+    partial_S_[slot * num_parts_ + part] = value;
+  }
+  Accumulator total(std::int64_t slot) const {
+    Accumulator sum = 0;
+    for (std::int64_t part = 0; part < num_parts_; ++part) sum += partial_S_[slot * num_parts_ + part];
+    return sum;
+  }
+
+ private:
+  Accumulator* partial_S_;
+  std::int64_t num_parts_;
+};
+
+// After d_activated of 32 intermediate columns: d_gate and d_up for the last product, in the order of the packed first
+// panels, and this panel's part of the routing weight's gradient.
 template <class Layer>
 class ActivationGradient {
  public:
@@ -22,54 +51,92 @@ class ActivationGradient {
   using Lanes = typename Layer::Lanes;
   using Accumulator = typename Layer::Accumulator;
 
-  // `partial_S` is (S, Ip / 32): fixed columns, summed in order afterwards, so that no worker's share shows.
-  ActivationGradient(const Layer& layer, const Element* saved_S, const Accumulator* weight_S, Element* d_gate_up_S,
-                     Accumulator* partial_S)
-      : layer_(layer), saved_S_(saved_S), weight_S_(weight_S), d_gate_up_S_(d_gate_up_S), partial_S_(partial_S) {}
+  ActivationGradient(const Layer& layer, const Element* saved_S, const Accumulator* weight_S, Element* d_first_S,
+                     const WeightGradients<Layer>& weight_gradients)
+      : layer_(layer),
+        saved_S_(saved_S),
+        weight_S_(weight_S),
+        d_first_S_(d_first_S),
+        weight_gradients_(weight_gradients) {}
 
-  void prefetch(const SlotGroup& group, std::int64_t panel) const {
-    layer_.prefetch_saved(saved_S_, group, panel * kPanelWidth, kPanelWidth);
+  void prefetch(const SlotGroup& group, PanelIndex index) const {
+    layer_.prefetch_saved(saved_S_, group, index.panel * kPanelWidth, kPanelWidth);
   }
 
-  void operator()(const SlotGroup& group, std::int64_t panel, Accumulator* tile) const {
-    const std::int64_t num_panels = layer_.shape.padded_intermediate() / kPanelWidth;
-    Accumulator weight_gradient[Layer::Isa::kMaxRows] = {};
-    for (int half = 0; half < 2; ++half) half_panel(group, 2 * panel + half, tile + half * kHalfPanel, weight_gradient);
+  void operator()(const SlotGroup& group, PanelIndex index, Accumulator* tile) const {
+    Accumulator d_weight[Layer::Isa::kMaxRows] = {};
+    for (int half = 0; half < 2; ++half) half_panel(group, 2 * index.panel + half, tile + half * kHalfPanel, d_weight);
     for (int row = 0; row < group.rows; ++row) {
-      partial_S_[(group.first_slot + row) * num_panels + panel] = weight_gradient[row];
+      weight_gradients_.put(group.first_slot + row, index.panel, d_weight[row]);
     }
   }
 
  private:
-  void half_panel(const SlotGroup& group, std::int64_t half, Accumulator* tile, Accumulator* weight_gradient) const {
+  void half_panel(const SlotGroup& group, std::int64_t half, Accumulator* tile, Accumulator* d_weight) const {
     const std::int64_t padded = layer_.shape.padded_intermediate();
     const bool has_padding = layer_.valid_lanes(half) < kHalfPanel;
-    alignas(64) Element d_gate[Layer::Isa::kMaxRows][kHalfPanel];
-    alignas(64) Element d_up[Layer::Isa::kMaxRows][kHalfPanel];
+    alignas(64) Element d_first[Layer::kFirstParts][Layer::Isa::kMaxRows][kHalfPanel];
     for (int row = 0; row < group.rows; ++row) {
       Accumulator* d_activated = tile + row * kPanelWidth;
       if (has_padding) layer_.clear_padding(d_activated, half);
       const std::int64_t slot = group.first_slot + row;
-      const Element* saved = layer_.saved_gate(saved_S_, slot) + half * kHalfPanel;
-      const Lanes up = Lanes::from_elements(saved + padded);
-      const auto [activated, slope] = Layer::Activation::value_and_slope(Lanes::from_elements(saved));
+      const Element* saved = layer_.saved(saved_S_, slot) + half * kHalfPanel;
       const Lanes unweighted = Lanes::load(d_activated);
-      const Lanes weighted = unweighted * Lanes(weight_S_[slot]);
-      weight_gradient[row] += (unweighted * activated * up).sum();
-      (weighted * up * slope).to_elements(d_gate[row]);
-      (weighted * activated).to_elements(d_up[row]);
+      const Lanes weight(weight_S_[slot]);
+      const Lanes first = Lanes::from_elements(saved);
+      if constexpr (Layer::kGated) {
+        const Lanes up = Lanes::from_elements(saved + padded);
+        const auto gradients = Layer::Activation::gradients(first, up, unweighted, weight);
+        d_weight[row] += gradients.d_weight.sum();
+        gradients.d_gate.to_elements(d_first[0][row]);
+        gradients.d_up.to_elements(d_first[1][row]);
+      } else {
+        const auto gradients = Layer::Activation::gradients(first, unweighted, weight);
+        d_weight[row] += gradients.d_weight.sum();
+        gradients.d_up.to_elements(d_first[0][row]);
+      }
     }
-    const PackedRows<Layer> rows(d_gate_up_S_, 2 * padded);
-    rows.write(group, half * kPanelWidth, d_gate);
-    rows.write(group, half * kPanelWidth + kHalfPanel, d_up);
+    const PackedRows<Layer> rows(d_first_S_, layer_.first_size());
+    for (std::int64_t part = 0; part < Layer::kFirstParts; ++part) {
+      rows.write(group, (half * Layer::kFirstParts + part) * kHalfPanel, d_first[part]);
+    }
   }
 
   const Layer& layer_;
   const Element* saved_S_;
   const Accumulator* weight_S_;
-  Element* d_gate_up_S_;
-  Accumulator* partial_S_;
+  Element* d_first_S_;
+  WeightGradients<Layer> weight_gradients_;
 };
+
+// <dY, b_down> of each slot in `groups`: what the routing weight of an expert with a bias earns beside its product.
+template <class Layer>
+void add_bias_to_weight_gradients(const Layer& layer, const std::byte* packed, const Routing& routing, Range groups,
+                                  const MatrixView<const typename Layer::Element>& grad_out_TH,
+                                  const WeightGradients<Layer>& weight_gradients) {
+  using Lanes = typename Layer::Lanes;
+  using Accumulator = typename Layer::Accumulator;
+  const std::int64_t whole = grad_out_TH.columns / kHalfPanel * kHalfPanel;
+  for (const ActiveExpert& active : routing.active_experts()) {
+    const Accumulator* bias = layer.format.down_bias(packed, active.expert);
+    const std::int64_t last = std::min(groups.end, static_cast<std::int64_t>(active.last_group));
+    for (auto index = std::max(groups.begin, static_cast<std::int64_t>(active.first_group)); index < last; ++index) {
+      const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
+      for (std::int64_t slot = group.first_slot; slot < group.first_slot + group.rows; ++slot) {
+        const auto* grad = grad_out_TH.row(routing.token(slot));
+        Lanes sums(0);
+        for (std::int64_t column = 0; column < whole; column += kHalfPanel) {
+          sums = fused_multiply_add(Lanes::from_elements(grad + column), Lanes::load(bias + column), sums);
+        }
+        Accumulator sum = sums.sum();
+        for (std::int64_t column = whole; column < grad_out_TH.columns; ++column) {
+          sum += static_cast<Accumulator>(grad[column]) * bias[column];
+        }
+        weight_gradients.put(slot, weight_gradients.of_bias(), sum);
+      }
+    }
+  }
+}
 
 template <class Layer>
 void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& arguments) {
@@ -84,11 +151,12 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
   const std::int64_t slots = routing.num_slots();
   const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
   const std::int64_t num_i_panels = shape.padded_intermediate() / kPanelWidth;
+  const std::int64_t num_weight_parts = WeightGradients<Layer>::num_parts(layer);
   const std::int64_t hidden_size = slots * shape.padded_hidden();
-  const std::int64_t gate_up_size = slots * 2 * shape.padded_intermediate();
+  const std::int64_t first_size = slots * layer.first_size();
   const std::int64_t sums_size = TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden());
   const std::int64_t scratch_size =
-      TransposedPanels<Isa>::scratch_size(std::max(layer.format.num_down_panels(), layer.format.num_gate_up_panels()));
+      TransposedPanels<Isa>::scratch_size(std::max(layer.format.num_down_panels(), layer.format.num_first_panels()));
   const MatrixView grad_out_TH(static_cast<const Element*>(arguments.grad_out), arguments.tokens, shape.hidden());
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
   const MatrixView grad_hidden_TH(static_cast<Element*>(arguments.grad_hidden_states), arguments.tokens,
@@ -97,17 +165,18 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
   auto* grad_weight = static_cast<Accumulator*>(arguments.grad_top_k_weights);
 
   engine.exclusively([&](ThreadPool& pool, Workspace& workspace) {
-    workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(gate_up_size) +
+    workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(first_size) +
                       Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(slots) +
-                      Workspace::bytes<Accumulator>(slots * num_i_panels) +
-                      Workspace::bytes<Element>(recompute ? gate_up_size : 0) +
+                      Workspace::bytes<Accumulator>(slots * num_weight_parts) +
+                      Workspace::bytes<Element>(recompute ? first_size : 0) +
                       Workspace::bytes<Element>(scratch_size * pool.threads()));
     auto* packed_TH = workspace.take<Element>(hidden_size);  // hidden states where recomputed, then dY
-    auto* d_gate_up_S = workspace.take<Element>(gate_up_size);
+    auto* d_first_S = workspace.take<Element>(first_size);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
     auto* weight_S = workspace.take<Accumulator>(slots);
-    auto* partial_S = workspace.take<Accumulator>(slots * num_i_panels);
-    auto* recomputed_S = workspace.take<Element>(recompute ? gate_up_size : 0);
+    const WeightGradients<Layer> weight_gradients(workspace.take<Accumulator>(slots * num_weight_parts),
+                                                  num_weight_parts);
+    auto* recomputed_S = workspace.take<Element>(recompute ? first_size : 0);
     auto* scratch = workspace.take<Element>(scratch_size * pool.threads());
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
     const Element* saved_S = recompute ? recomputed_S : static_cast<const Element*>(arguments.saved);
@@ -120,30 +189,31 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       if (recompute) {
         gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), packed_TH);
         worker.barrier.arrive_and_wait();
-        sweep<Isa>(routing, share(layer.format.num_gate_up_panels()), layer.gate_up_panels(arguments.packed), packed_TH,
-                   GateUpEpilogue<Layer>(layer, nullptr, recomputed_S));
+        sweep<Isa>(routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed), packed_TH,
+                   FirstEpilogue<Layer>(layer, arguments.packed, nullptr, recomputed_S));
         worker.barrier.arrive_and_wait();
       }
       gather_slots<Isa>(routing, grad_out_TH, shape.padded_hidden(), share(num_groups), packed_TH);
       sums.clear(share(arguments.tokens));
+      if constexpr (Layer::kBiased) {
+        add_bias_to_weight_gradients(layer, arguments.packed, routing, share(num_groups), grad_out_TH,
+                                     weight_gradients);
+      }
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(num_i_panels),
                  transposed(layer.down_panels(arguments.packed), layer.format.num_down_panels()), packed_TH,
-                 ActivationGradient<Layer>(layer, saved_S, weight_S, d_gate_up_S, partial_S));
+                 ActivationGradient<Layer>(layer, saved_S, weight_S, d_first_S, weight_gradients));
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(layer.format.num_down_panels()),
-                 transposed(layer.gate_up_panels(arguments.packed), layer.format.num_gate_up_panels()), d_gate_up_S,
-                 AddToTokens<Layer>(routing, sums, nullptr));
+                 transposed(layer.first_panels(arguments.packed), layer.format.num_first_panels()), d_first_S,
+                 AddToTokens<Layer>(layer, routing, sums, nullptr, nullptr));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), grad_hidden_TH);
       const Range pairs = share(slots);
       for (std::int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
-        const Accumulator* partial = partial_S + routing.slot(pair) * num_i_panels;
-        Accumulator sum = 0;
-        for (std::int64_t panel = 0; panel < num_i_panels; ++panel) sum += partial[panel];
-        grad_weight[pair] = sum;
+        grad_weight[pair] = weight_gradients.total(routing.slot(pair));
       }
     });
   });

@@ -1,4 +1,5 @@
-// out[t] = sum over k of weight[t, k] * down(act(gate x) * up x), for the experts that token t was sent to.
+// out[t] = sum over k of weight[t, k] * down(act(gate x, up x)), for the experts that token t was sent to; each of
+// the three products has its bias where the layer has biases.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +36,8 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
     for (std::int64_t pair = 0; pair < routing.num_slots(); ++pair) weight_S[routing.slot(pair)] = weight[pair];
 
     if (arguments.saved != nullptr) {
-      prefer_huge_pages(arguments.saved, static_cast<std::size_t>(2 * activated_size) * sizeof(Element));
+      prefer_huge_pages(arguments.saved,
+                        static_cast<std::size_t>(routing.num_slots() * layer.first_size()) * sizeof(Element));
     }
 
     pool.run([&](Worker worker) {
@@ -44,12 +46,12 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       sums.clear(share(arguments.tokens));
       worker.barrier.arrive_and_wait();
 
-      sweep<Isa>(routing, share(layer.format.num_gate_up_panels()), layer.gate_up_panels(arguments.packed), hidden_S,
-                 GateUpEpilogue(layer, activated_S, static_cast<Element*>(arguments.saved)));
+      sweep<Isa>(routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed), hidden_S,
+                 FirstEpilogue(layer, arguments.packed, activated_S, static_cast<Element*>(arguments.saved)));
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(layer.format.num_down_panels()), layer.down_panels(arguments.packed), activated_S,
-                 AddToTokens<Layer>(routing, sums, weight_S));
+                 AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), out_TH);
     });

@@ -45,10 +45,10 @@ class MoeKernel {
   virtual std::size_t packed_bytes() const = 0;
   virtual std::size_t saved_bytes(std::int64_t tokens) const = 0;
 
-  // `source` is row-major: (I, H) for gate and up, (H, I) for down.
+  // `source` is row-major: (I, H) for gate and up, (H, I) for down, (1, I) and (1, H) for their biases.
   virtual void pack(std::byte* packed, std::int64_t expert, weight_format::Part part, const void* source,
                     SourceType type, std::int64_t rows, std::int64_t columns) const = 0;
-  // The inverse, in the kernel's element type.
+  // The inverse, in the kernel's element type; biases in its accumulator type.
   virtual void unpack(const std::byte* packed, std::int64_t expert, weight_format::Part part, void* target,
                       std::int64_t rows, std::int64_t columns) const = 0;
 

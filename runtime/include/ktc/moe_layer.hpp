@@ -13,7 +13,7 @@
 
 namespace ktc {
 
-template <class IsaType, class FormatType, class ActivationType, class ShapeType>
+template <class IsaType, class FormatType, class ActivationType, bool kHasBiases, class ShapeType>
 struct MoeLayer {
   using Isa = IsaType;
   using Format = FormatType;
@@ -21,9 +21,14 @@ struct MoeLayer {
   using Element = typename Isa::Element;
   using Accumulator = typename Isa::Accumulator;
   using Lanes = typename Isa::Lanes;
-  static constexpr int kDepth = ElementTraits<Element>::kDepth;
+  static constexpr bool kBiased = kHasBiases;
+  static constexpr bool kGated = Activation::kGated;
+  // Of the first product: how many vectors of a panel one half panel of intermediate columns takes, gate and up or up.
+  static constexpr std::int64_t kFirstParts = kGated ? 2 : 1;
+  static constexpr std::int64_t kHalvesPerFirstPanel = 2 / kFirstParts;
 
-  explicit MoeLayer(const MoeSizes& sizes) : shape(sizes), format(sizes.hidden, sizes.intermediate) {}
+  explicit MoeLayer(const MoeSizes& sizes)
+      : shape(sizes), format(sizes.hidden, sizes.intermediate, {.gate = kGated, .biases = kBiased}) {}
 
   ShapeType shape;
   Format format;
@@ -31,8 +36,10 @@ struct MoeLayer {
   Routing route(const std::int64_t* top_k_index, std::int64_t tokens) const {
     return Routing(top_k_index, tokens, shape.top_k(), shape.num_experts(), Isa::kMaxRows);
   }
-  StoredPanels<Isa> gate_up_panels(const std::byte* packed) const {
-    return {format.gate_up(packed, 0), format.expert_size(), format.gate_up_panel_size()};
+  // Outputs of the first product, padded: of gate and up, or of up alone.
+  std::int64_t first_size() const { return kFirstParts * shape.padded_intermediate(); }
+  StoredPanels<Isa> first_panels(const std::byte* packed) const {
+    return {format.first(packed, 0), format.expert_size(), format.first_panel_size()};
   }
   StoredPanels<Isa> down_panels(const std::byte* packed) const {
     return {format.down(packed, 0), format.expert_size(), format.down_panel_size()};
@@ -49,18 +56,17 @@ struct MoeLayer {
     std::fill(lanes + valid, lanes + kHalfPanel, Accumulator{});
   }
 
-  // What forward keeps of a slot: gate, then up, Ip elements each.
-  Element* saved_gate(Element* saved_S, std::int64_t slot) const {
-    return saved_S + slot * 2 * shape.padded_intermediate();
-  }
-  const Element* saved_gate(const Element* saved_S, std::int64_t slot) const {
-    return saved_S + slot * 2 * shape.padded_intermediate();
+  // What forward keeps of a slot: gate if there is one, then up, Ip elements each, as the activation reads them.
+  template <class SavedElement>
+  SavedElement* saved(SavedElement* saved_S, std::int64_t slot) const {
+    return saved_S + slot * first_size();
   }
   void prefetch_saved(const Element* saved_S, const SlotGroup& group, std::int64_t column, std::int64_t size) const {
     for (int row = 0; row < group.rows; ++row) {
-      const Element* gate = saved_gate(saved_S, group.first_slot + row) + column;
-      prefetch_row(gate, size);
-      prefetch_row(gate + shape.padded_intermediate(), size);
+      const Element* kept = saved(saved_S, group.first_slot + row) + column;
+      for (std::int64_t part = 0; part < kFirstParts; ++part) {
+        prefetch_row(kept + part * shape.padded_intermediate(), size);
+      }
     }
   }
 };
@@ -84,48 +90,66 @@ class PackedRows {
   std::int64_t contraction_;
 };
 
-// After gate and up of 16 intermediate columns: act(gate) * up, ready for the down product. Either target may be null.
+// After a panel of the first product: the activation, ready for the down product. Either target may be null.
 template <class Layer>
-class GateUpEpilogue {
+class FirstEpilogue {
  public:
   using Element = typename Layer::Element;
   using Lanes = typename Layer::Lanes;
   using Accumulator = typename Layer::Accumulator;
 
-  GateUpEpilogue(const Layer& layer, Element* activated_S, Element* saved_S)
-      : layer_(layer), activated_S_(activated_S), saved_S_(saved_S) {}
+  FirstEpilogue(const Layer& layer, const std::byte* packed, Element* activated_S, Element* saved_S)
+      : layer_(layer), packed_(packed), activated_S_(activated_S), saved_S_(saved_S) {}
 
-  void prefetch(const SlotGroup& group, std::int64_t panel) const {
-    if (saved_S_ != nullptr) layer_.prefetch_saved(saved_S_, group, panel * kHalfPanel, kHalfPanel);
+  void prefetch(const SlotGroup& group, PanelIndex index) const {
+    constexpr std::int64_t kColumns = Layer::kHalvesPerFirstPanel * kHalfPanel;
+    if (saved_S_ != nullptr) layer_.prefetch_saved(saved_S_, group, index.panel * kColumns, kColumns);
   }
 
-  void operator()(const SlotGroup& group, std::int64_t panel, Accumulator* tile) const {
-    const std::int64_t padded = layer_.shape.padded_intermediate();
-    const bool has_padding = layer_.valid_lanes(panel) < kHalfPanel;
-    alignas(64) Element activated[Layer::Isa::kMaxRows][kHalfPanel];
-    for (int row = 0; row < group.rows; ++row) {
-      Accumulator* gate = tile + row * kPanelWidth;
-      Accumulator* up = gate + kHalfPanel;
-      if (has_padding) {
-        layer_.clear_padding(gate, panel);
-        layer_.clear_padding(up, panel);
-      }
-      const Lanes gate_lanes = Lanes::load(gate);
-      const Lanes up_lanes = Lanes::load(up);
-      if (saved_S_ != nullptr) {
-        Element* saved = layer_.saved_gate(saved_S_, group.first_slot + row) + panel * kHalfPanel;
-        gate_lanes.to_elements(saved);
-        up_lanes.to_elements(saved + padded);
-      }
-      (Layer::Activation::value(gate_lanes) * up_lanes).to_elements(activated[row]);
-    }
-    if (activated_S_ != nullptr) {
-      PackedRows<Layer>(activated_S_, padded).write(group, panel * kHalfPanel, activated);
+  void operator()(const SlotGroup& group, PanelIndex index, Accumulator* tile) const {
+    const Accumulator* bias = nullptr;
+    if constexpr (Layer::kBiased) bias = layer_.format.first_bias(packed_, index.expert) + index.panel * kPanelWidth;
+    for (std::int64_t half = 0; half < Layer::kHalvesPerFirstPanel; ++half) {
+      half_panel(group, index.panel * Layer::kHalvesPerFirstPanel + half, tile + half * kHalfPanel,
+                 Layer::kBiased ? bias + half * kHalfPanel : nullptr);
     }
   }
 
  private:
+  void half_panel(const SlotGroup& group, std::int64_t half, Accumulator* tile, const Accumulator* bias) const {
+    const std::int64_t padded = layer_.shape.padded_intermediate();
+    const bool has_padding = layer_.valid_lanes(half) < kHalfPanel;
+    alignas(64) Element activated[Layer::Isa::kMaxRows][kHalfPanel];
+    for (int row = 0; row < group.rows; ++row) {
+      const auto product = [&](std::int64_t part) {
+        Accumulator* sums = tile + row * kPanelWidth + part * kHalfPanel;
+        if (has_padding) layer_.clear_padding(sums, half);
+        if constexpr (!Layer::kBiased) return Lanes::load(sums);
+        return Lanes::load(sums) + Lanes::load(bias + part * kHalfPanel);
+      };
+      const auto save = [&](const Lanes& lanes, std::int64_t part) {
+        if (saved_S_ == nullptr) return;
+        lanes.to_elements(layer_.saved(saved_S_, group.first_slot + row) + part * padded + half * kHalfPanel);
+      };
+      if constexpr (Layer::kGated) {
+        const Lanes gate = product(0);
+        const Lanes up = product(1);
+        save(Layer::Activation::kept_gate(gate), 0);
+        save(Layer::Activation::kept_up(up), 1);
+        Layer::Activation::value(gate, up).to_elements(activated[row]);
+      } else {
+        const Lanes up = product(0);
+        save(up, 0);
+        Layer::Activation::value(up).to_elements(activated[row]);
+      }
+    }
+    if (activated_S_ != nullptr) {
+      PackedRows<Layer>(activated_S_, padded).write(group, half * kHalfPanel, activated);
+    }
+  }
+
   const Layer& layer_;
+  const std::byte* packed_;
   Element* activated_S_;
   Element* saved_S_;
 };
@@ -180,31 +204,48 @@ class TokenSums {
   std::int64_t stride_;
 };
 
-// After the last product of forward or backward: add each slot, times its weight if there is one, to its token.
+// After the last product of forward or backward: add each slot to its token. Forward's carry the routing weight
+// (`weight_S` is null in backward), and before it the bias of down where there is one (`packed` is null without).
 template <class Layer>
 class AddToTokens {
  public:
+  using Lanes = typename Layer::Lanes;
   using Accumulator = typename Layer::Accumulator;
 
-  AddToTokens(const Routing& routing, const TokenSums<Layer>& sums, const Accumulator* weight_S)
-      : routing_(routing), sums_(sums), weight_S_(weight_S) {}
+  AddToTokens(const Layer& layer, const Routing& routing, const TokenSums<Layer>& sums, const Accumulator* weight_S,
+              const std::byte* packed)
+      : layer_(layer), routing_(routing), sums_(sums), weight_S_(weight_S), packed_(packed) {}
 
-  void prefetch(const SlotGroup& group, std::int64_t panel) const {
-    for (int row = 0; row < group.rows; ++row) sums_.prefetch(routing_.token(group.first_slot + row), panel);
+  void prefetch(const SlotGroup& group, PanelIndex index) const {
+    for (int row = 0; row < group.rows; ++row) sums_.prefetch(routing_.token(group.first_slot + row), index.panel);
   }
 
-  void operator()(const SlotGroup& group, std::int64_t panel, const Accumulator* tile) const {
+  void operator()(const SlotGroup& group, PanelIndex index, Accumulator* tile) const {
+    if (packed_ != nullptr) add_bias(group, index, tile);
     for (int row = 0; row < group.rows; ++row) {
       const std::int64_t slot = group.first_slot + row;
       const Accumulator weight = weight_S_ == nullptr ? Accumulator{1} : weight_S_[slot];
-      sums_.add(routing_.token(slot), panel, tile + row * kPanelWidth, weight);
+      sums_.add(routing_.token(slot), index.panel, tile + row * kPanelWidth, weight);
     }
   }
 
  private:
+  void add_bias(const SlotGroup& group, PanelIndex index, Accumulator* tile) const {
+    const Accumulator* bias = layer_.format.down_bias(packed_, index.expert) + index.panel * kPanelWidth;
+    for (std::int64_t half = 0; half < kPanelWidth; half += kHalfPanel) {
+      const Lanes lanes = Lanes::load(bias + half);
+      for (int row = 0; row < group.rows; ++row) {
+        Accumulator* sums = tile + row * kPanelWidth + half;
+        (Lanes::load(sums) + lanes).store(sums);
+      }
+    }
+  }
+
+  const Layer& layer_;
   const Routing& routing_;
   const TokenSums<Layer>& sums_;
   const Accumulator* weight_S_;
+  const std::byte* packed_;
 };
 
 }  // namespace ktc

@@ -51,8 +51,8 @@ typename Panels::Ahead work_ahead(const Panels& panels, const SweepOrder& here, 
   return panels.ahead(next.index(), after_next.done() ? next.index() : after_next.index(), calls);
 }
 
-// For every active expert and each panel in `own`: multiply all its slots and call `epilogue(group, panel, tile)`,
-// announced by `epilogue.prefetch(group, panel)`. `rows` are packed slots, `panels.contraction()` elements each (see
+// For every active expert and each panel in `own`: multiply all its slots and call `epilogue(group, index, tile)`,
+// announced by `epilogue.prefetch(group, index)`. `rows` are packed slots, `panels.contraction()` elements each (see
 // `gather_slots`).
 template <class Isa, class Panels, class Epilogue>
 void sweep(const Routing& routing, Range own, Panels panels, const typename Isa::Element* rows,
@@ -71,9 +71,9 @@ void sweep(const Routing& routing, Range own, Panels panels, const typename Isa:
     auto ahead = streams ? typename Panels::Ahead{} : work_ahead(panels, here, num_groups * Isa::steps_ahead(steps));
     const auto* packed = panels.current(here.index());
     for (; group <= last_group; ++group) {
-      epilogue.prefetch(*group, here.index().panel);
+      epilogue.prefetch(*group, here.index());
       Isa::multiply(group->rows, steps, rows + group->first_slot * contraction, packed, tile, ahead);
-      epilogue(*group, here.index().panel, tile);
+      epilogue(*group, here.index(), tile);
     }
     ahead.finish();
     panels.advance();

@@ -64,6 +64,21 @@ class Lanes {
     return {_mm256_min_ps(highest, _mm256_max_ps(lowest, x.low_)),
             _mm256_min_ps(highest, _mm256_max_ps(lowest, x.high_))};
   }
+  // `value` where low <= x <= high, elsewhere and where x is NaN zero.
+  friend Lanes zero_outside(float low, float high, Lanes x, Lanes value) {
+    const __m256 lowest = _mm256_set1_ps(low);
+    const __m256 highest = _mm256_set1_ps(high);
+    const auto inside = [=](__m256 v) {
+      return _mm256_and_ps(_mm256_cmp_ps(v, lowest, _CMP_GE_OQ), _mm256_cmp_ps(v, highest, _CMP_LE_OQ));
+    };
+    return {_mm256_and_ps(inside(x.low_), value.low_), _mm256_and_ps(inside(x.high_), value.high_)};
+  }
+  // Zero where x <= bound, elsewhere and where x is NaN `value`.
+  friend Lanes zero_up_to(float bound, Lanes x, Lanes value) {
+    const __m256 last = _mm256_set1_ps(bound);
+    return {_mm256_and_ps(_mm256_cmp_ps(x.low_, last, _CMP_NLE_UQ), value.low_),
+            _mm256_and_ps(_mm256_cmp_ps(x.high_, last, _CMP_NLE_UQ), value.high_)};
+  }
   friend Lanes with_sign_of(Lanes magnitude, Lanes sign) {
     const __m256 sign_bit = _mm256_set1_ps(-0.0f);
     const Lanes size = absolute(magnitude);

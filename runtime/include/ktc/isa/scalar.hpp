@@ -55,6 +55,23 @@ class Lanes {
     return make([&](int lane) { return a.values_[lane] / b.values_[lane]; });
   }
   friend Lanes fused_multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) { return a * b + c; }
+  // NaN passes.
+  friend Lanes clamped(const Lanes& x, double low, double high) {
+    return make([&](int lane) {
+      const Scalar value = x.values_[lane];
+      return value < Scalar(low) ? Scalar(low) : value > Scalar(high) ? Scalar(high) : value;
+    });
+  }
+  // `value` where low <= x <= high, elsewhere and where x is NaN zero.
+  friend Lanes zero_outside(double low, double high, const Lanes& x, const Lanes& value) {
+    return make([&](int lane) {
+      return x.values_[lane] >= Scalar(low) && x.values_[lane] <= Scalar(high) ? value.values_[lane] : Scalar{};
+    });
+  }
+  // Zero where x <= bound, elsewhere and where x is NaN `value`.
+  friend Lanes zero_up_to(double bound, const Lanes& x, const Lanes& value) {
+    return make([&](int lane) { return x.values_[lane] <= Scalar(bound) ? Scalar{} : value.values_[lane]; });
+  }
   friend Lanes exp(const Lanes& x) {
     return make([&](int lane) { return std::exp(x.values_[lane]); });
   }
