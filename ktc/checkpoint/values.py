@@ -115,7 +115,9 @@ def _fp8_values(codes: Tensor) -> Tensor:
 
 def _scale_values(scales: Tensor) -> Tensor:
     """fp32 of scales; bytes are exponents of two."""
-    return torch.ldexp(torch.ones(()), scales.int() - 127) if scales.dtype == torch.uint8 else scales.float()
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
 
 
 def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int], columns: int) -> Tensor:
