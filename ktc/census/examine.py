@@ -16,6 +16,7 @@ import torch
 
 from ktc import dsl, twin
 from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
+from ktc.capture.length import PLAIN
 from ktc.census import describe
 from ktc.census.types import MATCHED, NONE, BlockProof, Family
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
@@ -97,7 +98,11 @@ def _described(row: Family, captured: CapturedModel) -> Family:
         router=_joined(describe.router_words(node) for _, node in experts),
         activation=_joined(str(ops.attributes(node)["form"]) for _, node in experts),
         shared_experts=_joined(describe.shared_words(node, beside[block.key]) for block, node in experts),
-        reasons=tuple(f"`{b.class_name}` could not be captured: {b.opaque}" for b in blocks.values() if not b.graph),
+        reasons=tuple(
+            f"`{b.class_name}` could not be captured: {b.opaque}"
+            for b in blocks.values()
+            if b.graph is None and not b.opaque.startswith(PLAIN)
+        ),
     )
 
 
@@ -165,7 +170,9 @@ def _attention_verdict(
     for block in captured.blocks:
         name = f"{block.key} {block.class_name}"
         if block.graph is None:
-            if describe.is_mixer(name):
+            if block.opaque.startswith(PLAIN):
+                kinds.append(f"linear (`{block.class_name}`)")
+            elif describe.is_mixer(name):
                 kinds.append(f"opaque (`{block.class_name}`)")
                 verdict = f"opaque: `{block.class_name}` could not be captured: {block.opaque}"
             continue

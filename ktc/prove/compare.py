@@ -110,8 +110,15 @@ def _run(
     inputs = {**dict(zip(names, tensors, strict=True)), "hidden_states": hidden}
     module = original if use_original else rewritten
     frozen = {name for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)}
-    parameters = {name: p for name, p in module.named_parameters() if not any(name.startswith(f + ".") for f in frozen)}
-    with _routing_weights(module, frozen) as routing:
+    # A router's correction bias may be a parameter that its own code never trains.
+    parameters = {
+        name: p
+        for name, p in module.named_parameters()
+        if p.requires_grad and not any(name.startswith(f + ".") for f in frozen)
+    }
+    # A list of experts is not called, so there only the router's own gradients tell of the routing weights.
+    called = {name for name in frozen if not isinstance(original.get_submodule(name), nn.ModuleList)}
+    with _routing_weights(module, called) as routing:
         if use_original:
             args, kwargs = rebuild([inputs[n] for n in names])
             output = main_output(module(*args, **kwargs))
