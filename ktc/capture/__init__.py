@@ -5,8 +5,9 @@ With `twin`, the only place that knows Hugging Face model classes and names.
 
 from ktc.capture.model import capture
 from ktc.capture.source import open_model
-from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo
+from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ExpertList, ModelSource, ModuleInfo, TensorInfo
 
 __all__ = [
-    "BlockGraph", "BlockSite", "CapturedModel", "ModelSource", "ModuleInfo", "TensorInfo", "capture", "open_model",
+    "BlockGraph", "BlockSite", "CapturedModel", "ExpertList", "ModelSource", "ModuleInfo", "TensorInfo", "capture",
+    "open_model",
 ]  # fmt: skip

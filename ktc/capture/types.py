@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from ktc.graph.typed import named_modules
 
 if TYPE_CHECKING:
     from torch import fx
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
     from ktc.checkpoint import CheckpointIndex
 
+_QUANTISED = {"fp8": "fp8", "fbgemm_fp8": "fp8", "compressed-tensors": "int4", "mxfp4": "mxfp4"}
 _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # where families write the number of experts
 
 
@@ -84,7 +87,7 @@ class BlockSite:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
-    """What one layer caches of one sequence: bytes per token (of at most `window` tokens, if set), and at any length."""
+    """What a layer caches of one sequence: bytes per token (of at most `window` tokens, if set), and at any length."""
 
     per_token: int
     fixed: int
@@ -109,6 +112,20 @@ class CapturedModel:
     def sites_of(self, key: str) -> tuple[BlockSite, ...]:
         """Where the block `key` stands, in the order of the layers."""
         return tuple(s for s in self.sites if s.block == key)
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The FQNs of the table of embeddings and of the head that makes logits, empty where there is none."""
+        table, head = self.model.get_input_embeddings(), cast("object", self.model.get_output_embeddings())
+        names = {id(module): fqn for fqn, module in named_modules(self.model)}
+        return names.get(id(table), ""), names.get(id(head), "")
+
+    @property
+    def stored_format(self) -> str:
+        """In what a checkpoint of this model holds its experts, by the config alone: `fp8`, `int4`, else the dtype."""
+        found: object = getattr(self.source.config, "quantization_config", None)
+        method = cast("dict[str, object]", found).get("quant_method") if isinstance(found, dict) else None
+        return _QUANTISED.get(str(method), dtype_name(self.model.dtype))
 
     @property
     def facts(self) -> dict[str, Any]:

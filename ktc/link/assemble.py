@@ -21,7 +21,7 @@ from ktc.match import Matches
 from ktc.plan import Plan
 from ktc.plan.report import plan_json
 from ktc.prove import Proof
-from ktc.rewrite import RewrittenBlock, recipe
+from ktc.rewrite import RewrittenBlock, block_code, block_file, recipe, stack_rows
 from ktc.runtime.kernel_library import KernelLibrary
 
 
@@ -46,7 +46,7 @@ def assemble(
         checkpoint=captured.source.folder,
         class_name=type(captured.model).__name__,
         dtype=str(captured.model.dtype).removeprefix("torch."),
-        weights=weights.sources,
+        weights=stack_rows(weights.sources, blocks),
         rules=PurePosixPath(rules.entry).name,
         settings=settings,
         rule_files=rule_files(rules.sources, rules.entry),
@@ -64,8 +64,17 @@ def assemble(
             lora.targets, lora.r, lora.lora_alpha, lora.lora_dropout, lora.rank_pattern, lora.alpha_pattern
         ),
         proofs=tuple(proof.to_json() for proof in proofs),
+        blocks={block_file(block): _block_code(captured, block) for block in blocks if block.experts is not None},
         graphs={stage: to_json(dump_stage(stage, captured, matches, plan, blocks)) for stage in STAGES},
     )
+
+
+def _block_code(captured: CapturedModel, block: RewrittenBlock) -> str:
+    site = block.rewrite.sites[0].fqn
+    stock = captured.model.get_submodule(site)
+    where = f"`{site}`" if len(block.rewrite.sites) == 1 else f"`{site}` and {len(block.rewrite.sites) - 1} more"
+    title = f"What {where} computes: `{type(stock).__name__}`, its loop over experts as one call."
+    return block_code(block.graph, stock, title, captured.model.dtype)
 
 
 def host_json(host: Host) -> dict[str, Any]:

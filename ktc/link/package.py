@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,7 +47,7 @@ class Package:
     config.json and the weights, `class_name` and `dtype` the stock class and its dtype as torch spells it ("bfloat16").
     `rules` is the entry among `rule_files`, which maps names to texts; `graphs` maps stage names to JSON. `plan` is any
     JSON value that tells two plans apart, `bindings` the source of the Python bindings, `lora` the arguments of
-    `LoraConfig` or `None`, `proofs` the reports of the rewrites.
+    `LoraConfig` or `None`, `proofs` the reports of the rewrites, `blocks` the code of blocks by its file.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Package:
     lora: Mapping[str, Any] | None
     graphs: Mapping[str, str]
     proofs: tuple[Mapping[str, Any], ...] = ()
+    blocks: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def link(package: Package, out: Path, force: bool = False) -> Path:
@@ -106,7 +107,8 @@ def _texts(package: Package, name: str) -> dict[str, str]:
         "__init__.py": _rendered("__init__.py.j2", facts),
         "modeling_ktc.py": _rendered("modeling_ktc.py.j2", facts),
     }
-    sealed = {file: _sha256(texts[file].encode()) for file in manifest.SEALED}
+    texts |= package.blocks
+    sealed = {file: _sha256(texts[file].encode()) for file in (*manifest.SEALED, *package.blocks)}
     texts[manifest.FILE] = _manifest(package, sealed).to_json()
     texts |= {f"rules/{file}": text for file, text in package.rule_files.items()}
     texts |= {f"graph/{stage}.json": text for stage, text in package.graphs.items()}

@@ -16,7 +16,7 @@ from torch import fx, nn
 from transformers import PreTrainedModel
 
 from ktc import twin
-from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
+from ktc.capture import BlockGraph, CapturedModel, ExpertList, ModelSource, capture
 from ktc.diagnostics import Diagnostic, ProofFailed
 from ktc.graph import ops
 from ktc.graph.typed import input_of, named_modules, nodes_of, owner_of
@@ -24,6 +24,7 @@ from ktc.plan import BlockRewrite
 from ktc.prove.compare import Call, Proof, compare
 from ktc.rewrite import RewrittenBlock, rewrite_block
 from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.graph_block import ExpertStack, stacked_experts
 from ktc.runtime.stock_experts import canonical_parts, stock_names
 
 SEED = 20260
@@ -103,7 +104,7 @@ def prove_block(captured: CapturedModel, block: RewrittenBlock, witness: Witness
     # The witness lives on the CPU; the transfers of the plan's placement carry values and change none.
     graph = rewrite_block(small.graph, BlockRewrite(block.rewrite.key, small.key, (site,), actions, "cpu"))
     original = witness.model.get_submodule(site.fqn)
-    bind(graph, original)
+    bind(graph, original, small.experts)
     with _one_thread():
         forward, gradients = compare(original, graph, witness.calls[site.fqn], SEED)
     rules = tuple(dict.fromkeys(a.rule for a in actions))
@@ -152,21 +153,23 @@ def _behind(node: fx.Node) -> fx.Node:
     return node
 
 
-def bind(graph: fx.GraphModule, original: nn.Module) -> None:
+def bind(graph: fx.GraphModule, original: nn.Module, experts: ExpertList | None = None) -> None:
     """Gives a rewritten graph the tensors of the block it stands for: experts are loaded, everything else is shared."""
     for name, module in named_modules(graph):
         if isinstance(module, FusedMoe):
             sizes = (module.num_experts, module.hidden, module.intermediate, module.top_k)
             replacement = FusedMoe(*sizes, str(module.form), dtype=torch.float32)
-            load_experts(replacement, original.get_submodule(name))
+            load_experts(replacement, original.get_submodule(name), experts)
             graph.set_submodule(name, replacement)
     tensors = {**dict(original.named_parameters()), **dict(original.named_buffers())}
     for name in [n for n, _ in [*graph.named_parameters(), *graph.named_buffers()] if n in tensors]:
         setattr(*owner_of(graph, name), tensors[name])
 
 
-def load_experts(module: FusedMoe, experts: nn.Module) -> None:
-    """Gives `module` the weights of a stock experts module of its form."""
+def load_experts(module: FusedMoe, experts: nn.Module, listed: ExpertList | None = None) -> None:
+    """Gives `module` the weights of a stock experts module of its form, or of the modules that `listed` describes."""
+    if listed is not None and isinstance(experts, nn.ModuleList):
+        experts = ExpertStack(stacked_experts(experts, module.form, listed.parts))
     for name in stock_names(module.form):
         stacked = experts.get_parameter(name)
         for expert in range(module.num_experts):

@@ -1,6 +1,10 @@
 """Rewriting: torch.fx passes over copies of the block graphs, as the plan says. It chooses nothing."""
 
 from ktc.rewrite.apply import PASSES, RewrittenBlock, rewrite, rewrite_block
-from ktc.rewrite.recipe import recipe
+from ktc.rewrite.block_code import block_code
+from ktc.rewrite.expert_rows import stack_rows
+from ktc.rewrite.recipe import block_file, recipe
 
-__all__ = ["PASSES", "RewrittenBlock", "recipe", "rewrite", "rewrite_block"]
+__all__ = [
+    "PASSES", "RewrittenBlock", "block_code", "block_file", "recipe", "rewrite", "rewrite_block", "stack_rows",
+]  # fmt: skip

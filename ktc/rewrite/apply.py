@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ktc.capture import CapturedModel
+from ktc.capture import CapturedModel, ExpertList
 from ktc.graph.typed import nodes_of
 from ktc.graph.verify import verify
 from ktc.plan import BlockRewrite, Plan
@@ -32,15 +32,18 @@ class RewrittenBlock:
 
     rewrite: BlockRewrite
     graph: fx.GraphModule
+    experts: ExpertList | None = None  # the list that the stock block loops over: the graph then replaces its code
 
 
 def rewrite(captured: CapturedModel, plan: Plan) -> tuple[RewrittenBlock, ...]:
     """Carries out the plan's rewrites on copies of the captured graphs."""
     blocks: list[RewrittenBlock] = []
     for block_rewrite in plan.rewrites:
-        graph = captured.block(block_rewrite.block).graph
-        assert graph is not None, f"the plan rewrites the opaque block `{block_rewrite.block}`"
-        blocks.append(RewrittenBlock(block_rewrite, rewrite_block(graph, block_rewrite)))
+        block = captured.block(block_rewrite.block)
+        assert block.graph is not None, f"the plan rewrites the opaque block `{block.key}`"
+        fused = any(action.target == "cpu_moe" for action in block_rewrite.actions)
+        graph = rewrite_block(block.graph, block_rewrite)
+        blocks.append(RewrittenBlock(block_rewrite, graph, block.experts if fused else None))
     return tuple(blocks)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from ktc.capture import ExpertList
 from ktc.graph import ops
 from ktc.graph.typed import nodes_of
 from ktc.host import Host
@@ -20,6 +21,8 @@ def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...
     for block in blocks:
         nodes = {str(n.target): n for n in nodes_of(block.graph) if n.op == "call_module"}
         for site in block.rewrite.sites:
+            if block.experts is not None:
+                rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
             for action in block.rewrite.actions:
                 kernel, fqn = action.kernel, f"{site.fqn}.{action.fqn}"
                 args = _kernel_args(kernel, nodes[action.fqn], action, plan.host) if kernel else {}
@@ -27,6 +30,26 @@ def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
                 rows.append((site.layer, Rewrite(fqn, module, entry, device, args, action.rule, str(action.span))))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
+
+
+def block_file(block: RewrittenBlock) -> str:
+    """Where OUT keeps the code of a rewritten block."""
+    return f"blocks/{block.rewrite.key}.py"
+
+
+def _graph_block(block: RewrittenBlock, experts: ExpertList, fqn: str) -> Rewrite:
+    """The step before a block's others, where its own code loops over its experts."""
+    action = next(action for action in block.rewrite.actions if action.target == "cpu_moe")
+    args: dict[str, int | str] = {
+        "file": block_file(block),
+        "experts": experts.fqn,
+        "num_experts": experts.count,
+        "hidden": experts.hidden,
+        "intermediate": experts.intermediate,
+        "form": experts.form,
+        "parts": " ".join(f"{part}={name}" for part, name in experts.parts.items()),
+    }
+    return Rewrite(fqn, "graph_block", None, block.rewrite.device, args, action.rule, str(action.span))
 
 
 def _kernel_args(kernel: KernelSpec, node: fx.Node, action: NodeAction, host: Host) -> dict[str, int | str]:

@@ -29,9 +29,13 @@ SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ARGUMENTS: Mapping[str, Mapping[str, type]] = {
     "lora_linear": {},
+    "graph_block": {
+        **dict.fromkeys(("num_experts", "hidden", "intermediate"), int),
+        **dict.fromkeys(("file", "experts", "form", "parts"), str),
+    },
     "fused_moe": {
         **dict.fromkeys(("num_experts", "hidden", "intermediate", "top_k", "threads"), int),
-        **dict.fromkeys(("activation", "activations"), str),
+        **dict.fromkeys(("form", "activations"), str),
     },
 }
 
@@ -112,7 +116,7 @@ class Rewrite:
 class Manifest:
     """The whole record. `placement` maps module names to devices; the nearest ancestor's entry counts.
 
-    `files` has the sha256 of the files in `SEALED`.
+    `files` has the sha256 of the files in `SEALED`, and of the code of blocks.
     """
 
     schema: int
@@ -167,10 +171,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sealed(manifest: Manifest, folder: Path) -> None:
-    """Raises `InputRefused` (L404) with the files of `SEALED` that are not as they were written."""
+    """Raises `InputRefused` (L404) with the sealed files that are not as they were written."""
     hint = f"compile it again: `{manifest.renewal(folder)}`"
     problems: list[Diagnostic] = []
-    for name in SEALED:
+    for name in manifest.files:
         try:
             found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         except OSError as error:
@@ -197,6 +201,8 @@ def _faults(manifest: Manifest) -> Iterator[str]:
     for fqn, device in manifest.placement.items():
         if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", device):
             yield f"`.placement` puts `{fqn}` on `{device}`"
+    if strange := [name for name in manifest.files if not re.fullmatch(r"(blocks/)?\w+\.(py|json)", name)]:
+        yield f"`.files` names `{strange[0]}`"
     if missing := sorted(set(SEALED) - manifest.files.keys()):
         yield f"`.files` lacks `{missing[0]}`"
     if manifest.library is not None and not re.fullmatch(r"lib[\w.+-]*", manifest.library.file):
@@ -206,6 +212,8 @@ def _faults(manifest: Manifest) -> Iterator[str]:
             yield f"the spec of kernel `{kernel.entry}` has no dtype"
     for step in manifest.rewrites:
         yield from _step_faults(step, {kernel.entry for kernel in manifest.kernels})
+        if step.module == "graph_block" and step.args.get("file") not in manifest.files:
+            yield f"the code of `{step.fqn}` is not sealed"
 
 
 def _step_faults(step: Rewrite, kernels: set[str]) -> Iterator[str]:

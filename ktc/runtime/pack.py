@@ -85,9 +85,13 @@ def pack_in_memory(path: Path, *, weights: str | Path | None = None) -> Iterator
     """The name of each layer, and the content digest that it has when it is packed now. Nothing is written."""
     opened = _open(path, weights)
     skeleton = _Skeleton(opened)
-    for layer in packed_store.layers(opened.manifest, opened.rows, opened.index):
+
+    def digest(layer: Layer) -> str:
         with skeleton.packed(layer, opened.index, Tally(0, None)) as module:
-            yield layer.step.fqn, packed_file.digest_of(module.packed_storage)
+            return packed_file.digest_of(module.packed_storage)
+
+    for layer in packed_store.layers(opened.manifest, opened.rows, opened.index):
+        yield layer.step.fqn, digest(layer)
 
 
 def _open(path: Path, weights: str | Path | None) -> _Opened:
@@ -177,7 +181,7 @@ class _Skeleton:
         manifest = opened.manifest
         stock = compiled_class(load.stock_class(manifest, opened.folder))
         self.model = load.build_on_meta(stock, load.read_config(opened.folder), manifest, None, reference=False)
-        realise(self.model, manifest.rewrites, opened.library)
+        realise(self.model, manifest.rewrites, opened.library, opened.folder)
 
     def size(self, layer: Layer) -> int:
         """Bytes that the packed layer will have."""
@@ -207,10 +211,12 @@ def _pack_layers(opened: _Opened, missing: Sequence[Layer], progress: Progress |
     rows = (*plain, *(row for layer in missing for row in layer.rows))
     to_read = sum(weight_store.stored_bytes(row, opened.index) for row in rows)
     tally = Tally(to_write + to_read, progress)
-    made: dict[str, Header] = {}
-    for layer in missing:
+
+    def pack_layer(layer: Layer) -> Header:  # no name may hold one layer while the next is packed
         with skeleton.packed(layer, opened.index, tally) as module:
-            made[layer.step.fqn] = _write(opened.store, layer, module, tally)
+            return _write(opened.store, layer, module, tally)
+
+    made = {layer.step.fqn: pack_layer(layer) for layer in missing}
     _check_finite(plain, opened.index, tally)
     return made
 

@@ -7,6 +7,7 @@ modules. Refused: a step for a module that is not there or of another kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,19 @@ from torch import Tensor, nn
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.experts_form import parse_form
 from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.graph_block import graph_block
 from ktc.runtime.kernel_library import Kernel, KernelLibrary
 from ktc.runtime.lora_linear import KTLinear
 from ktc.runtime.manifest import Rewrite
 from ktc.runtime.stock_experts import StockTensor, canonical_parts, stock_names, stock_shape
 
 
-def realise(model: nn.Module, recipe: Sequence[Rewrite], kernels: KernelLibrary | None) -> None:
+def realise(
+    model: nn.Module, recipe: Sequence[Rewrite], kernels: KernelLibrary | None, folder: Path | None = None
+) -> None:
     """Put every module of `recipe` into `model`, in place. Without `kernels` each one is its PyTorch reference.
 
+    `folder` holds the code of the blocks that the recipe replaces by their graphs.
     Raises `InputRefused` (L420) where the model has no such module: it was compiled for another transformers version.
     """
     for step in recipe:
@@ -33,6 +38,10 @@ def realise(model: nn.Module, recipe: Sequence[Rewrite], kernels: KernelLibrary 
             raise InputRefused(_no_such_module(step, "no module")) from error
         kernel = kernels.kernel(step.kernel) if kernels is not None and step.kernel is not None else None
         try:
+            if step.module == "graph_block":
+                assert folder is not None, "a recipe with code of blocks comes from a folder"
+                graph_block(old, step.args, folder)
+                continue
             made = _MAKERS[step.module](old, step, kernel)
         except ValueError as error:  # the sizes of another model, or no activation of ours
             raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}` of another kind ({error})")) from error
