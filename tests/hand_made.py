@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ktc import host
@@ -82,3 +83,25 @@ def package(checkpoint: Path, kernel: tuple[KernelFile, KernelLibrary] | None = 
         lora=adapter_json(targets, 8, 32, 0.0, {}, {}),
         graphs={"captured": "{}"},
     )
+
+
+def zeros(folder: Path) -> Path:
+    """A Qwen3-MoE checkpoint of zeros, small but for its three layers of experts of 48 MiB each."""
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=512,
+        moe_intermediate_size=512,
+        num_experts=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+    )
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = {name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder

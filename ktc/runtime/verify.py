@@ -131,7 +131,7 @@ def _store(
         listed = packed_store.read_index(folder)
     except InputRefused:  # said above
         return
-    yield from _contents(folder, listed, Tally(sum(entry.size for entry in listed.layers), progress))
+    yield from _contents(folder, listed, Tally(sum(entry.size - packed_file.DATA for entry in listed.layers), progress))
     if source and isinstance(found, PackedStore):
         yield from _against_source(folder, found, checkpoint)
 
