@@ -93,6 +93,7 @@ def compile_command(
 ) -> None:
     """Compile MODEL by RULES into an importable package."""
     with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
         from ktc import compiler
         from ktc.cli_report import StageReport
 
@@ -156,13 +157,16 @@ def check_command(
     model: OptionalModel = None,
     host_file: HostFile = None,
     settings: Settings = None,
+    length: Annotated[int | None, typer.Option("--length", min=1, help="Tokens per sequence that must fit.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences at once that must fit.")] = None,
     as_json: Json = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
     log_file: LogFile = None,
 ) -> None:
-    """Check RULES; with MODEL also whether and where they fit it, and what the plan would be."""
+    """Check RULES; with MODEL also whether and where they fit it, what the plan would be, and what memory it needs."""
     with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
         from ktc import compiler, dsl
         from ktc.cli_report import StageReport
 
@@ -170,8 +174,11 @@ def check_command(
         if model is None:
             report.observe("rules", dsl.load(rules, _settings(settings)))
         else:
+            from ktc.plan import Point
+
             with report.progress():
-                compiler.analyse(model, rules, _settings(settings), _host(host_file, None), report.observe)
+                target = _host(host_file, None)
+                compiler.analyse(model, rules, _settings(settings), target, report.observe, Point(batch, length))
         report.finish_check()
 
 
@@ -194,6 +201,7 @@ def graph_command(
 ) -> None:
     """Show the graph of a model at a stage, or what changed between two."""
     with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
         from ktc import cli_graph
 
         color = session.color and output is None
@@ -217,6 +225,7 @@ def import_kt_yaml_command(
 ) -> None:
     """Turn the optimize rules in FILE into a rule file for MODEL, verified module by module."""
     with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
         from ktc.kt_yaml import import_kt_yaml
 
         found = import_kt_yaml(file, model)
@@ -278,6 +287,7 @@ def census_command(
 ) -> None:
     """Take every mixture-of-experts family of the installed transformers through the compiler, as small twins."""
     with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
         from ktc import cli_census
 
         cli_census.run(session, families or (), "json" if as_json else form, output)

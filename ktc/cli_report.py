@@ -5,6 +5,7 @@ In: the values that the compiler's `observe` reports. Out: what a `Session` show
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -20,11 +21,14 @@ from ktc.cli_tables import (
     count,
     devices_table,
     kernels_table,
+    needs_table,
+    parameters_line,
     proofs_table,
     reasons_table,
     relative,
     rules_table,
     size,
+    workloads_table,
 )
 from ktc.diagnostics import HostLacks
 
@@ -79,9 +83,11 @@ class StageReport:
     def finish_check(self) -> None:
         """The tables of `ktc check`, its warnings and its JSON."""
         self._warn()
-        self._session.result(self._json())
+        self._session.result({"seconds": self._seconds, "peak_rss": _peak_rss(), **self._json()})
         if "plan" in self._values:
             self._session.show(self._tables())
+            seconds = sum(self._seconds.values())
+            self._session.show(Text(f"checked in {seconds:.1f} s, with {size(_peak_rss())} of memory at most"))
         else:
             self._session.show("the rules are good")
 
@@ -123,13 +129,21 @@ class StageReport:
     def _tables(self) -> Group:
         matches, plan = cast("Matches", self._values["match"]), cast("Plan", self._values["plan"])
         proofs = cast("tuple[Proof, ...] | None", self._values.get("prove"))
-        parts: list[Any] = [rules_table(cast("RuleSet", self._values["rules"]), matches, plan), devices_table(plan)]
+        parts: list[Any] = [rules_table(cast("RuleSet", self._values["rules"]), matches, plan)]
+        parts += [devices_table(plan), workloads_table(plan), parameters_line(plan)]
         parts += [adapter_line(plan.lora)] if plan.lora else []
         parts += [kernels_table(plan)] if plan.kernels else []
         parts += [proofs_table(proofs)] if proofs else []
         if self._session.verbose or proofs is None:
             parts.append(reasons_table(plan))
+        if self._session.verbose:
+            parts += [needs_table(plan), Text("\n".join(plan.memory.notes))]
         return Group(*parts)
+
+
+def _peak_rss() -> int:
+    """The most memory that this process has held so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _summary(stage: str, value: Any) -> str:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ktc.plan import LoraPlan, Plan
     from ktc.prove import Proof
 
+_KINDS = {
+    "attention": "attention", "experts": "experts, packed", "mlp": "dense, shared, router",
+    "embeddings": "embeddings", "lm_head": "lm_head", "other": "other",
+}  # fmt: skip
 _STATES = {"works": ("works", "green"), "limited": ("limited", "yellow"), "missing": ("MISSING", "bold red")}
 
 
@@ -43,11 +47,59 @@ def _planned_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def devices_table(plan: Plan) -> Table:
-    """Bytes of weights per device and what it may hold."""
-    table = _table("device", "weights", "budget")
-    for load in plan.devices:
-        table.add_row(load.device, size(load.weights), "" if load.budget is None else size(load.budget))
+    """One column per device: bytes of weights by what they are for, the adapter, the budget, and whether that fits."""
+    devices = plan.memory.devices
+    table = _table("bytes", *(held.device for held in devices))
+    for kind, words in _KINDS.items():
+        if any(kind in held.kinds for held in devices):
+            table.add_row(words, *(size(held.kinds.get(kind, 0)) for held in devices))
+    table.add_row("weights", *(size(held.weights) for held in devices), style="bold")
+    if any(held.adapter for held in devices):
+        table.add_row("LoRA, its gradients, Adam", *(size(held.adapter) for held in devices))
+    table.add_row("budget", *("unknown" if held.budget is None else size(held.budget) for held in devices))
+    table.add_row("", *(_room(held.weights + held.adapter, held.budget) for held in devices))
     return table
+
+
+def _room(needed: int, budget: int | None) -> Text:
+    if budget is None:
+        return Text()
+    if needed <= budget:
+        return Text(f"fits, {size(budget - needed)} left", style="green")
+    return Text(f"SHORT BY {size(needed - budget)}", style="bold red")
+
+
+def workloads_table(plan: Plan) -> Table:
+    """What each use needs on each device at one size of input, and the largest sizes that fit."""
+    devices = [held.device for held in plan.memory.devices]
+    first = plan.memory.workloads[0]
+    table = _table(
+        f"at batch {first.batch}, length {first.length}", *devices, "", "longest at batch 1", f"batch at {first.length}"
+    )
+    for use in plan.memory.workloads:
+        needs = (size(sum(use.needs[device].values())) for device in devices)
+        short = ", ".join(f"{device} short by {size(missing)}" for device, missing in use.short.items())
+        fits = Text(short, style="bold red") if short else Text("fits", style="green")
+        longest = f"{use.longest:,}" + (f" ({use.bound} full)" if use.bound in devices else " (the model's own limit)")
+        table.add_row(use.name, *needs, fits, longest, f"{use.widest:,}")
+    return table
+
+
+def needs_table(plan: Plan) -> Table:
+    """The workloads taken apart."""
+    table = _table("workload", "device", "of that")
+    for use in plan.memory.workloads:
+        for device, parts in use.needs.items():
+            table.add_row(use.name, device, ", ".join(f"{what} {size(held)}" for what, held in parts.items() if held))
+    return table
+
+
+def parameters_line(plan: Plan) -> Text:
+    """The model's size as its makers count it."""
+    memory = plan.memory
+    return Text(
+        f"{memory.parameters:,} parameters ({memory.parameters / 1e9:,.1f}B), a token meets {memory.active / 1e9:,.1f}B"
+    )
 
 
 def adapter_line(lora: LoraPlan) -> Text:

@@ -27,7 +27,7 @@ from ktc.graph.typed import nodes_of
 from ktc.host import Host, detect
 from ktc.link import assemble, check_out, dump_stage, link
 from ktc.match import Match, Matches, NearMiss, match
-from ktc.plan import Plan, make_plan
+from ktc.plan import ANY_SIZE, Plan, Point, make_plan
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.report import plan_json
 from ktc.prove import Proof, prove
@@ -139,16 +139,24 @@ def dumps(model: Model, rules: str | Path, stages: Sequence[Stage], *, host: Hos
 
 
 def analyse(
-    model: Model, rules: str | Path, settings: Mapping[str, str], host: Host | None, observe: Observe
+    model: Model,
+    rules: str | Path,
+    settings: Mapping[str, str],
+    host: Host | None,
+    observe: Observe,
+    asked: Point = ANY_SIZE,
 ) -> tuple[CapturedModel, Matches, Plan, tuple[RewrittenBlock, ...]]:
-    """The stages that need no weights and no compiler. Raises as `compile` does, but for a plan over budget."""
+    """The stages that need no weights and no compiler. Raises as `compile` does, but for a plan over budget.
+
+    `asked` is the size of input that the user wants to fit.
+    """
     see, host = _seen(observe), host or detect(probe_gpu=True)
     ruleset = see("rules", dsl.load(rules, settings))
     captured = see("capture", capture(see("model", open_model(model, fetch_weights=False))))
     index = captured.source.index
     weights = see("weights", map_weights(captured.model, index)).sources if index is not None else ()
     matches = see("match", match(captured, ruleset, host))
-    plan = see("plan", make_plan(captured, weights, matches, ruleset, host))
+    plan = see("plan", make_plan(captured, weights, matches, ruleset, host, asked))
     return captured, matches, plan, see("rewrite", rewrite(captured, plan))
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ktc import host, twin
 from ktc.capture.types import ModelSource
@@ -79,8 +80,11 @@ def _read_config(folder: Path) -> PreTrainedConfig:
             )
         )
     try:
-        if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
             raise ValueError("the top level is no object")
+        if known := _by_architecture(cast("dict[str, Any]", content)):
+            return known
         return cast(
             "PreTrainedConfig",
             AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
@@ -94,3 +98,17 @@ def _read_config(folder: Path) -> PreTrainedConfig:
                 hint="check it against the model's own page",
             )
         ) from error
+
+
+def _by_architecture(content: dict[str, Any]) -> PreTrainedConfig | None:
+    """The config of a model whose `model_type` transformers does not know but whose class it has (Kimi-K2 names
+    `DeepseekV3ForCausalLM`); None where there is nothing to make up for."""
+    if content.get("model_type") in CONFIG_MAPPING:
+        return None
+    classes = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    named = content.get("architectures")
+    kind = classes.get(str(cast("list[object]", named)[0])) if isinstance(named, list) and named else None
+    if kind is None:
+        return None
+    fields = {name: value for name, value in content.items() if name not in ("model_type", "auto_map")}
+    return CONFIG_MAPPING[kind].from_dict(fields)

@@ -1,9 +1,20 @@
 """Planning: claims, devices and kernels decided for a host. It reads graphs and touches none."""
 
 from ktc.plan.make import make_plan
-from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, MemoryPlan, NodeAction, Placement, Plan, Point, Reason
+from ktc.plan.types import (
+    ANY_SIZE,
+    BlockRewrite,
+    DeviceMemory,
+    LoraPlan,
+    MemoryPlan,
+    NodeAction,
+    Placement,
+    Plan,
+    Point,
+    Reason,
+)
 
 __all__ = [
-    "BlockRewrite", "DeviceMemory", "LoraPlan", "MemoryPlan", "NodeAction", "Placement", "Plan", "Point", "Reason",
-    "make_plan",
+    "ANY_SIZE", "BlockRewrite", "DeviceMemory", "LoraPlan", "MemoryPlan", "NodeAction", "Placement", "Plan", "Point",
+    "Reason", "make_plan",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -31,11 +31,11 @@ _VIEWS = ops.TRANSPARENT - {"cast", "clone", "repeat", "contiguous", "dropout"} 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA on a linear node: its rank, the bytes of an element of its weights, and whether it drops inputs."""
+    """A LoRA on a linear node: its rank, bytes of an element of its weights, and of a dropout mask (0: no dropout)."""
 
     rank: int
     item: int
-    dropout: bool
+    mask: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def _saved_copies(node: fx.Node, adapter: Adapter | None) -> float:
         return 0.0
     source = node.all_input_nodes[0]
     seen = elements_per_token(source)
-    return seen * (adapter.item + adapter.dropout) + adapter.rank * adapter.item
+    return seen * (adapter.item + adapter.mask) + adapter.rank * adapter.item
 
 
 def _live(node: fx.Node) -> float:
@@ -123,7 +123,7 @@ def _storage(node: fx.Node) -> fx.Node:
     """The node whose memory a value lies in: views, and the parts of a split, are looked through."""
     while ops.operator(node) in _VIEWS or ops.operator(node) in ("getitem", "split", "slice"):
         sources = [source for source in node.all_input_nodes if source.op != "get_attr"]
-        if not sources or not per_token(sources[0]) and ops.operator(sources[0]) != "split":
+        if not sources or (not per_token(sources[0]) and ops.operator(sources[0]) != "split"):
             break
         node = sources[0]
     return node
@@ -137,10 +137,10 @@ def per_token(node: fx.Node) -> float:
 
 def elements_per_token(node: fx.Node) -> float:
     """Elements per token of a node's value, by the sizes that it was traced with."""
-    sizes = [_traced(size) for size in ops.shape_of(node)]
-    grows = any(isinstance(size, torch.SymInt) for size in ops.shape_of(node))
-    return prod(sizes) / _TOKENS if grows else 0.0
+    shape = ops.shape_of(node)
+    grows = any(isinstance(size, torch.SymInt) for size in shape)
+    return prod(map(_traced, shape)) / _TOKENS if grows else 0.0
 
 
 def _traced(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    return int(cast("Any", size).node.hint) if isinstance(size, torch.SymInt) else int(size)

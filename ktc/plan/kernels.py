@@ -18,7 +18,8 @@ from ktc.runtime.experts_form import parse_form
 ISAS = tuple(KERNELS)
 # A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.
 FORMATS = tuple(name for name in get_args(WeightFormat) if all(name in formats for formats in KERNELS.values()))
-_STORED = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "fp8": "fp8"}
+# What the loader hands to a kernel; codes with scales become bf16 on their way, as `plan/stored.py` tells.
+_LOADED = {"f16": "fp16", "f32": "fp32", "f64": "fp64", **dict.fromkeys(("fp8", "int4", "mxfp4"), "bf16")}
 
 Name = TypeVar("Name")
 
@@ -54,7 +55,8 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[str, ...], host: Ho
 
 def _format(claim: Claim, stored: tuple[str, ...]) -> WeightFormat:
     asked = str(claim.settings["format"])
-    wanted = " and ".join(_STORED.get(name, name) for name in stored) if asked == "stored" else asked
+    loaded = dict.fromkeys(_LOADED.get(name, name) for name in stored)
+    wanted = " and ".join(loaded) if asked == "stored" else asked
     found = _one_of(get_args(WeightFormat), wanted)
     if found is None:
         message = f"the checkpoint stores these experts as `{wanted}`, which no one kernel reads"

@@ -22,14 +22,15 @@ from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import choose_kernel, thread_count
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.placement import device_of, place
-from ktc.plan.types import BlockRewrite, Claim, NodeAction, Plan, Point
+from ktc.plan.stored import dequantised
+from ktc.plan.types import ANY_SIZE, BlockRewrite, Claim, NodeAction, Plan, Point
 
 REWRITING = ("lora_linear", "cpu_moe")  # targets that change nodes; `place` moves them, `keep` only claims
 
 
 def make_plan(
     captured: CapturedModel, weights: Sequence[WeightSource], matches: Matches, rules: RuleSet, host: Host,
-    asked: Point = Point(),
+    asked: Point = ANY_SIZE,
 ) -> Plan:  # fmt: skip
     """Decides everything that later stages carry out. `weights` is empty where MODEL is only a config; `asked` is the
     size of input that must fit.
@@ -58,7 +59,10 @@ def make_plan(
         kernels=tuple(dict.fromkeys(kernels.values())),
         lora=lora,
         memory=memory,
-        reasons=explain(captured, matches, rewrites, planned_only(claims), placements, host),
+        reasons=(
+            *explain(captured, matches, rewrites, planned_only(claims), placements, host),
+            *dequantised(captured, weights),
+        ),
         warnings=(*matches.warnings, *_left_alone(captured, rewrites)),
         over_budget=over_budget(memory, mode, asked),
         unavailable=unavailable,
@@ -86,9 +90,10 @@ def _node(captured: CapturedModel, claim: Claim) -> fx.Node:
 
 
 def _stored_dtypes(captured: CapturedModel, weights: Sequence[WeightSource], path: str) -> tuple[str, ...]:
-    """The dtypes in which the checkpoint stores the experts, the model's own where there is no checkpoint."""
-    stored = {source.dtype for source in weights if source.target.startswith(path + ".")}
-    return tuple(sorted(stored)) or (str(captured.facts["dtype"]),)
+    """The dtypes in which the checkpoint stores the experts, what the config says of them where there is none."""
+    of_path = [source for source in weights if source.target.startswith(path + ".")]
+    stored = {source.quantised.method if source.quantised else source.dtype for source in of_path}
+    return tuple(sorted(stored)) or (captured.stored_format,)
 
 
 def _group(

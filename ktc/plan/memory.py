@@ -14,12 +14,12 @@ from ktc.capture import BlockGraph, CapturedModel
 from ktc.diagnostics import Diagnostic
 from ktc.dsl.ruleset import RuleSet
 from ktc.graph import ops
-from ktc.graph.typed import named_modules, nodes_of
+from ktc.graph.typed import nodes_of
 from ktc.host import Host
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import packed_bytes
 from ktc.plan.placement import budget_of, device_of, gib
-from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, MemoryPlan, Point, Workload
+from ktc.plan.types import ANY_SIZE, BlockRewrite, DeviceMemory, LoraPlan, MemoryPlan, Point, Workload
 from ktc.plan.workloads import workloads
 
 KINDS = ("attention", "experts", "mlp", "embeddings", "lm_head", "other")
@@ -59,7 +59,7 @@ def over_budget(memory: MemoryPlan, mode: str, asked: Point) -> tuple[Diagnostic
             message = f"the plan puts {gib(held.weights)} of weights{state} on `{held.device}`, its budget is "
             hint = f"place less there, choose a smaller format, or set `plan {{ {held.device} = SIZE }}`"
             found.append(Diagnostic("M070", message + gib(held.budget), hint=hint))
-    if not found and asked != Point():
+    if not found and asked != ANY_SIZE:
         found += [problem for problem in [_asked_for_too_much(memory.workloads, mode)] if problem is not None]
     return tuple(found)
 
@@ -109,12 +109,8 @@ def _kinds(captured: CapturedModel) -> dict[str, str]:
         kinds[site.fqn] = _kind_of(block)
         for name in _experts_of(block):
             kinds[f"{site.fqn}.{name}".rstrip(".")] = "experts"
-    ends = {
-        id(captured.model.get_output_embeddings()): "lm_head",
-        id(captured.model.get_input_embeddings()): "embeddings",
-    }
-    kinds |= {fqn: ends[id(module)] for fqn, module in named_modules(captured.model) if id(module) in ends}
-    return kinds
+    table, head = captured.ends
+    return {**kinds, **({head: "lm_head"} if head else {}), **({table: "embeddings"} if table else {})}
 
 
 def _kind_of(block: BlockGraph) -> str:
@@ -155,9 +151,14 @@ def _idle(captured: CapturedModel) -> int:
         for name, share in _experts_of(block).items():
             module = captured.model.get_submodule(f"{site.fqn}.{name}".rstrip("."))
             idle += round(sum(parameter.numel() for parameter in module.parameters()) * (1 - share))
-    table, head = captured.model.get_input_embeddings(), captured.model.get_output_embeddings()
-    tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", None)
-    return idle + (0 if tied or table is None else sum(p.numel() for p in table.parameters()))
+    table, head = captured.ends
+    if not table or (head and _weight(captured, head) is _weight(captured, table)):
+        return idle  # a tied table is the head as well
+    return idle + sum(parameter.numel() for parameter in captured.model.get_submodule(table).parameters())
+
+
+def _weight(captured: CapturedModel, fqn: str) -> object:
+    return getattr(captured.model.get_submodule(fqn), "weight", None)
 
 
 def _experts_of(block: BlockGraph) -> dict[str, float]:
@@ -170,4 +171,3 @@ def _experts_of(block: BlockGraph) -> dict[str, float]:
             chosen = int(ops.shape_of(node.args[1])[-1])
             found[str(node.meta["fqn"])] = chosen / int(ops.attributes(node)["num_experts"])
     return found
-

@@ -93,6 +93,9 @@ class Point:
     length: int | None = None
 
 
+ANY_SIZE = Point()
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What a use of the model needs at `batch` sequences of `length` tokens: bytes by device and purpose.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ktc.capture import CapturedModel
 from ktc.dsl.ruleset import RuleSet
 from ktc.graph import ops
-from ktc.graph.typed import named_modules, nodes_of
+from ktc.graph.typed import nodes_of
 from ktc.plan.activations import Adapter, Footprint, footprint
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import Slots, slots_of
@@ -65,7 +65,7 @@ def workloads(
     rules: RuleSet,
     asked: Point,
 ) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
-    """The uses of the model, and what their numbers do not cover. Training stands there only for a program with LoRA."""
+    """The uses of the model, and what their numbers do not cover. Training is among them for a program with LoRA."""
     model = _described(captured, rewrites, placements, devices, lora)
     limit = int(getattr(captured.source.config.get_text_config(), "max_position_embeddings", 0) or _MOST)
     tokens = rules.plan.get("tokens")
@@ -183,13 +183,11 @@ def _described(
         layer.slots = slots or layer.slots
     for fqn, number in _norms_between_blocks(captured, hidden):
         layers[number].add(device_of(fqn, placements), 4 * hidden, 0.0)
-    names = {id(module): fqn for fqn, module in named_modules(captured.model)}
-    head = captured.model.get_output_embeddings()
     return _Model(
         captured,
         tuple(layers[number] for number in sorted(layers)),
         devices,
-        device_of(names.get(id(head), ""), placements),
+        device_of(captured.ends[1], placements),
         int(captured.source.config.get_text_config().vocab_size),
         item,
         hidden * item,
@@ -207,7 +205,9 @@ def _of_block(
     for action in rewrite.actions if rewrite is not None else ():
         if action.target == "lora_linear" and rewrite is not None and lora is not None:
             path = f"{rewrite.sites[0].fqn}.{action.fqn}"
-            adapters[action.node] = Adapter(lora.rank_pattern.get(path, lora.r), max(4, item), lora.lora_dropout > 0)
+            # A GPU keeps a dropout mask as bytes, a CPU as numbers.
+            mask = 0 if lora.lora_dropout == 0 else 1 if rewrite.device != "cpu" else max(4, item)
+            adapters[action.node] = Adapter(lora.rank_pattern.get(path, lora.r), max(4, item), mask)
         elif isinstance(action.kernel, KernelSpec):
             slots = slots_of(action.kernel, keep=action.settings["activations"] == "keep")
     found = footprint(graph, adapters, hidden)
