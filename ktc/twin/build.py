@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from ktc.twin.sizes import EXPERT_COUNTS, TOP_KS, is_size
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -24,6 +26,7 @@ def build(
     A value depends on `seed`, the tensor's name and its shape alone: neither on the order of the modules nor on torch's
     global generator, which is left as it was. Matrices keep the scale of their input; norms, biases and buffers (a
     router's correction bias) move by 0.1 from their initial value, so that leaving one out of a computation shows.
+    A table that says which experts a token goes to names different ones in every row.
     """
     with torch.random.fork_rng(devices=[]):
         # `torch.manual_seed` would seed the GPUs too, now or at their first use
@@ -32,15 +35,19 @@ def build(
     tensors: dict[str, torch.Tensor] = model.state_dict()
     with torch.no_grad():
         for name, tensor in tensors.items():
+            generator = torch.Generator().manual_seed(seed * 0x1_0000_0001 + zlib.crc32(name.encode()))
             if tensor.is_floating_point():
-                _randomise(tensor, name, seed)
+                _randomise(tensor, generator)
+            elif tensor.dim() == 2 and tensor.shape[1] in {getattr(config, top_k, None) for top_k in TOP_KS}:
+                experts = next(count for count in EXPERT_COUNTS if is_size(getattr(config, count, None)))
+                order = torch.rand(tensor.shape[0], getattr(config, experts), generator=generator).argsort(1)
+                tensor.copy_(order[:, : tensor.shape[1]])
     model.eval()
     nn.Module.to(model, device=device, dtype=dtype)
     return model
 
 
-def _randomise(tensor: torch.Tensor, name: str, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed * 0x1_0000_0001 + zlib.crc32(name.encode()))
+def _randomise(tensor: torch.Tensor, generator: torch.Generator) -> None:
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
     if tensor.dim() < 2:
         tensor.add_(0.1 * noise)
