@@ -21,6 +21,7 @@ from ktc.graph import ops
 _NAME = "ktc_capture"  # of the operator library, and of our implementations in transformers' registers
 # Where a config keeps the names of its implementations; the public setters check names against what transformers ships.
 _CHOICES = ("_experts_implementation_internal", "_attn_implementation_internal")
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "layer_idx"})
 
 
 class UnsupportedAttention(Exception):
@@ -34,9 +35,7 @@ def _library() -> torch.library.Library:
         "experts(Tensor x, Tensor indices, Tensor weights, Tensor gate_up, Tensor down, str form, "
         "Tensor? gate_up_bias, Tensor? down_bias) -> Tensor"
     )
-    library.define(
-        "sdpa(Tensor q, Tensor k, Tensor v, float scale, bool causal, int window, Tensor? sinks) -> Tensor"
-    )
+    library.define("sdpa(Tensor q, Tensor k, Tensor v, float scale, bool causal, int window, Tensor? sinks) -> Tensor")
     library.impl("experts", _experts_on_meta, "Meta")
     library.impl("sdpa", _sdpa_on_meta, "Meta")
     return library
@@ -58,22 +57,36 @@ def semantic_function(target: object) -> Any | None:
 
 
 class _CaptureExperts:
-    """The experts marker. A form is read at a module's first call, since export cannot run inside export."""
+    """The experts marker. A form is read at a module's first call, since export cannot run inside export, and once for
+    all modules with the same code: a deep model has one of them per layer, and to trace each is most of its capture."""
 
     def __init__(self) -> None:
         self._forms: dict[nn.Module, str] = {}
+        self._by_code: dict[object, str] = {}
 
     def __call__(
         self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
     ) -> Tensor:
         if module not in self._forms:
-            self._forms[module] = form_of(module)
+            code = _code_of(module)
+            if code not in self._by_code:
+                self._by_code[code] = form_of(module)
+            self._forms[module] = self._by_code[code]
         first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-        weights = getattr(module, first), getattr(module, "down_proj")
+        weights = getattr(module, first), module.down_proj
         biased = getattr(module, "has_bias", False)
-        biases = (getattr(module, f"{first}_bias"), getattr(module, "down_proj_bias")) if biased else (None, None)
+        biases = (getattr(module, f"{first}_bias"), module.down_proj_bias) if biased else (None, None)
         operands = hidden_states, top_k_index, top_k_weights, *weights
         return torch.ops.ktc_capture.experts(*operands, self._forms[module], *biases)
+
+
+def _code_of(module: nn.Module) -> object:
+    """What two modules have in common that compute alike but for their tensors: classes, plain settings, and the very
+    objects that they hold besides."""
+    held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    settings = tuple(sorted((k, v if isinstance(v, int | float | str) else f"at {id(v)}") for k, v in held.items()))
+    children = tuple((name, _code_of(child)) for name, child in module.named_children())
+    return type(module), repr(settings), children
 
 
 def _capture_attention(
