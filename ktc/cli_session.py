@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ktc import diagnostics as words
+from ktc import versions
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 
 if TYPE_CHECKING:
@@ -94,6 +95,11 @@ class Session:
         """Raises KeyboardInterrupt if one was asked for: an import in the middle of it may have swallowed the first."""
         if self._interrupted:
             raise KeyboardInterrupt
+
+    def require_versions(self) -> None:
+        """Refuses a torch, transformers or peft that is too old (H230), warns about one newer than any tried (H231)."""
+        if newer := versions.require():
+            self.diagnose(newer)
 
     @property
     def color(self) -> bool:

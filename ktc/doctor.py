@@ -5,7 +5,6 @@ Nothing is changed and nothing raised: each finding is a row with its state, wha
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -14,12 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from ktc import versions
 from ktc.host import Host, cache_dir, detect
 
 State = Literal["works", "limited", "missing"]
 
-# Oldest release that has what ktc uses, newest one that it was tried with.
-_SUPPORTED = {"torch": ((2, 11), (2, 13)), "transformers": ((5, 6), (5, 23)), "peft": ((0, 18), (0, 21))}
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _OLDEST_COMPILER = 11  # the first g++ with all of C++20 that the headers use; it also knows AVX512-BF16 and AMX
 
@@ -36,12 +34,12 @@ class Finding:
 
 def examine() -> tuple[Host, tuple[Finding, ...]]:
     """This machine and all findings about it, in the order in which they matter."""
-    host = detect(probe_gpu=_installed("torch") is not None)
+    host = detect(probe_gpu=versions.installed("torch") is not None)
     findings = (
         _instruction_set(host),
         _compiler(host),
         _python_header(),
-        *(_package(name) for name in _SUPPORTED),
+        *(_package(name) for name in versions.SUPPORTED),
         _gpus(host),
         _memory(host),
         _huge_pages(),
@@ -69,7 +67,7 @@ def _compiler(host: Host) -> Finding:
     if host.compiler is None:
         return Finding("C++ compiler", "missing", "none on the path", remedy)
     found = f"{host.compiler.path} {host.compiler.version}"
-    major = _release(host.compiler.version)[:1]
+    major = versions.release(host.compiler.version)[:1]
     too_old = "clang" not in host.compiler.path and major < (_OLDEST_COMPILER,)
     return Finding("C++ compiler", "limited" if too_old else "works", found, remedy if too_old else "")
 
@@ -83,17 +81,15 @@ def _python_header() -> Finding:
 
 
 def _package(name: str) -> Finding:
-    oldest, newest = _SUPPORTED[name]
-    range_ = f"{_dotted(oldest)} to {_dotted(newest)}"
-    version = _installed(name)
-    if version is None:
+    oldest, newest = versions.SUPPORTED[name]
+    found, supported = versions.installed(name), versions.range_of(name)
+    if found is None:
         index = " --index-url https://download.pytorch.org/whl/cpu (without a GPU)" if name == "torch" else ""
-        return Finding(name, "missing", "not installed", f"`pip install '{name}>={_dotted(oldest)}'`{index}")
-    if not oldest <= _release(version)[:2] <= newest:
-        return Finding(
-            name, "limited", f"{version}, supported are {range_}", f"`pip install '{name}~={_dotted(newest)}'`"
-        )
-    return Finding(name, "works", f"{version} (supported: {range_})")
+        return Finding(name, "missing", "not installed", f"`pip install '{name}>={versions.dotted(oldest)}'`{index}")
+    if not oldest <= versions.release(found)[:2] <= newest:
+        remedy = f"`pip install '{name}~={versions.dotted(newest)}'`"
+        return Finding(name, "limited", f"{found}, supported are {supported}", remedy)
+    return Finding(name, "works", f"{found} (supported: {supported})")
 
 
 def _gpus(host: Host) -> Finding:
@@ -129,21 +125,6 @@ def _cache() -> Finding:
             "cache folder", "missing", f"{folder} cannot be written", "set KTC_CACHE_DIR to a folder of yours"
         )
     return Finding("cache folder", "works", f"{folder}, {_gib(shutil.disk_usage(existing).free)} free")
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0]))
-
-
-def _dotted(release: tuple[int, ...]) -> str:
-    return ".".join(map(str, release))
 
 
 def _gib(size: int) -> str:

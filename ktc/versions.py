@@ -1,0 +1,64 @@
+"""Which versions of torch, transformers and peft ktc works with, and whether the installed ones are among them.
+
+In: the metadata of installed packages; none is imported. Out: release numbers and diagnostics. Older ones than the
+oldest are refused, since they lack what ktc calls; newer ones than the newest tried get a warning.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Mapping
+
+from ktc.diagnostics import Diagnostic, HostLacks
+
+Release = tuple[int, ...]
+
+# Oldest release that has what ktc uses, newest one that it was tried with: `make test-all` runs the tests with both.
+SUPPORTED: Mapping[str, tuple[Release, Release]] = {
+    "torch": ((2, 11), (2, 15)),
+    "transformers": ((5, 6), (5, 23)),
+    "peft": ((0, 18), (0, 21)),
+}
+
+
+def require() -> tuple[Diagnostic, ...]:
+    """A warning (H231) per package that is newer than the newest tried. Raises HostLacks (H230) with all that are
+    missing or too old."""
+    refused, warnings = list[Diagnostic](), list[Diagnostic]()
+    for name, (oldest, newest) in SUPPORTED.items():
+        found = installed(name)
+        if found is None or release(found) < oldest:
+            state = "it is not installed" if found is None else f"{found} is installed"
+            message = f"ktc needs `{name}` {range_of(name)}, but {state}"
+            refused.append(Diagnostic("H230", message, hint=f"`pip install '{name}~={dotted(newest)}'`"))
+        elif release(found)[:2] > newest:
+            message = f"ktc was tried with `{name}` {range_of(name)}, and {found} is installed"
+            hint = f"if something fails: `pip install '{name}~={dotted(newest)}'`"
+            warnings.append(Diagnostic("H231", message, hint=hint, severity="warning"))
+    if refused:
+        raise HostLacks(*refused)
+    return tuple(warnings)
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, None if it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def range_of(package: str) -> str:
+    """`2.11 to 2.13`."""
+    return " to ".join(map(dotted, SUPPORTED[package]))
+
+
+def release(version: str) -> Release:
+    """`2.13.0+cpu` -> (2, 13, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0]))
+
+
+def dotted(numbers: Release) -> str:
+    """(2, 13) -> `2.13`."""
+    return ".".join(map(str, numbers))
