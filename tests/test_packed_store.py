@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,7 @@ import ktc
 from ktc.diagnostics import InputRefused
 from ktc.host import find_compiler
 from ktc.link import link
-from ktc.runtime import packed_file, packed_store
+from ktc.runtime import packed_file, packed_store, weights_stage
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
@@ -339,3 +340,23 @@ def test_memory_holds_the_packed_model_and_a_piece_at_most(
     assert size > 140 << 20
     assert size < growth("load", packed, big) < size + (16 << 20)
     assert growth("load", packed, big, "map") < 8 << 20
+
+
+@pytest.mark.slow
+def test_a_mapped_start_is_at_once(
+    hand_made: ModuleType, kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = link(hand_made.package(hand_made.zeros(tmp_path / "big"), kernel), tmp_path / "big_out")
+    inner, seconds = weights_stage.fill_weights, list[float]()
+
+    def timed(*arguments: Any, **options: Any) -> None:
+        begun = time.perf_counter()
+        inner(*arguments, **options)
+        seconds.append(time.perf_counter() - begun)
+
+    monkeypatch.setattr(weights_stage, "fill_weights", timed)
+    ktc.load(big)
+    ktc.pack(big)
+    ktc.load(big, map=True)
+    ktc.load(big, map=True)
+    assert seconds[2] * 20 < seconds[0], "20 times is the promise, some hundred times is usual"

@@ -1,0 +1,301 @@
+"""Loading a model of several gigabytes: Hugging Face, ktc from the checkpoint, from a packed store read and mapped.
+
+    python benchmarks/loading.py [--size-gb 4] [--shape qwen3] [--json]
+
+Builds a checkpoint of random bf16 weights in shards, with one tensor per expert and projection as older checkpoints
+have them, compiles it with `moe-lora`, packs it, and measures each way of loading in processes of its own: seconds of
+the weights stage, most anonymous memory, and the time of decoding afterwards: the first pass over 16 tokens (where a
+mapped model touches its pages), then one token at a time. ktc's kernels use the threads that the plan chose, PyTorch
+one: compare the tokens of ktc's rows with one another, not with "hf". "cold" drops the files from the page cache first,
+"warm" follows a load of the same kind. All of it lies in a folder below the system's temporary one and is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+# experts, hidden, intermediate, experts per token
+SHAPES: Final = {"qwen3": (128, 2048, 768, 8), "v2lite": (64, 2048, 1408, 6)}
+SHARD_BYTES: Final = 1 << 30
+VOCABULARY: Final = 32000
+DECODED: Final = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size-gb", type=float, default=4.0)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--measure", nargs=3, metavar=("METHOD", "FOLDER", "DECODE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(_measured(*options.measure)))
+        return
+    folder = Path(tempfile.mkdtemp(prefix="ktc-loading-"))
+    try:
+        report = _run(folder, options.size_gb, options.shape)
+    finally:
+        shutil.rmtree(folder)
+    print(json.dumps(report, indent=1) if options.json else _table(report))
+
+
+def _run(folder: Path, size_gb: float, shape: str) -> dict[str, Any]:
+    free = shutil.disk_usage(folder).free
+    if free < 2.5e9 * size_gb:
+        sys.exit(f"{folder} has {free / 1e9:.0f} GB free; the checkpoint and its packed store need {2.2 * size_gb:.0f}")
+    model, out = folder / "model", folder / "loaded_model"
+    stored = _write_checkpoint(model, size_gb, shape)
+    _say(f"wrote {stored / 1e9:.2f} GB; compiling")
+    import ktc
+
+    ktc.compile(model, "moe-lora", out)
+    rows = [_row("hf", "warm", model), _row("unpacked", "cold", out), _row("unpacked", "warm", out)]
+    started = time.perf_counter()
+    packed = ktc.pack(out)
+    pack_seconds = time.perf_counter() - started
+    _say(f"packed {packed.size / 1e9:.2f} GB in {pack_seconds:.1f} s")
+    started = time.perf_counter()
+    assert all(finding.state == "good" for finding in ktc.verify(out))
+    verify_seconds = time.perf_counter() - started
+    for method in ("read", "map"):
+        rows += [_row(method, "cold", out), _row(method, "warm", out)]
+    return {
+        "shape": shape,
+        "checkpoint_bytes": stored,
+        "packed_bytes": packed.size,
+        "pack_seconds": pack_seconds,
+        "verify_seconds": verify_seconds,
+        "rows": rows,
+    }
+
+
+# The checkpoint
+
+
+def _write_checkpoint(folder: Path, size_gb: float, shape: str) -> int:
+    """Shards, index and config of a Qwen3-MoE model of at least `size_gb`; returns the bytes of its tensors."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    experts, hidden, inner, top_k = SHAPES[shape]
+    layer_bytes = experts * 3 * hidden * inner * 2
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        num_hidden_layers=-int(-size_gb * 1e9 // layer_bytes),
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=VOCABULARY,
+        dtype=torch.bfloat16,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    folder.mkdir()
+    config.save_pretrained(folder)
+    weight_map: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+    number = 0
+    noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(1)).mul_(0.02).bfloat16()
+    noise = noise.repeat(-(-VOCABULARY * hidden // len(noise)) + 1)
+    for place, (name, size) in enumerate(_tensors(config)):
+        begin = place * 4099 % (1 << 24)  # each tensor another stretch of the noise
+        values = noise[begin : begin + torch.Size(size).numel()].reshape(size)
+        shard[name] = torch.ones_like(values) if "norm" in name else values.clone()
+        if sum(tensor.nbytes for tensor in shard.values()) > SHARD_BYTES:
+            number = _write_shard(folder, shard, weight_map, number, save_file)
+    number = _write_shard(folder, shard, weight_map, number, save_file)
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    return total
+
+
+def _write_shard(folder: Path, shard: dict[str, Any], weight_map: dict[str, str], number: int, save: Any) -> int:
+    if shard:
+        file = f"model-{number + 1:05d}.safetensors"
+        save(shard, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+        shard.clear()
+    return number + 1
+
+
+def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes as checkpoints of this family have them, experts one by one."""
+    hidden, inner, head = config.hidden_size, config.moe_intermediate_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    yield "lm_head.weight", (config.vocab_size, hidden)
+    yield "model.norm.weight", (hidden,)
+    for layer in range(config.num_hidden_layers):
+        stem = f"model.layers.{layer}"
+        yield f"{stem}.input_layernorm.weight", (hidden,)
+        yield f"{stem}.post_attention_layernorm.weight", (hidden,)
+        yield f"{stem}.self_attn.q_proj.weight", (heads * head, hidden)
+        yield f"{stem}.self_attn.k_proj.weight", (kv_heads * head, hidden)
+        yield f"{stem}.self_attn.v_proj.weight", (kv_heads * head, hidden)
+        yield f"{stem}.self_attn.o_proj.weight", (hidden, heads * head)
+        yield f"{stem}.self_attn.q_norm.weight", (head,)
+        yield f"{stem}.self_attn.k_norm.weight", (head,)
+        yield f"{stem}.mlp.gate.weight", (config.num_experts, hidden)
+        for expert in range(config.num_experts):
+            yield f"{stem}.mlp.experts.{expert}.gate_proj.weight", (inner, hidden)
+            yield f"{stem}.mlp.experts.{expert}.up_proj.weight", (inner, hidden)
+            yield f"{stem}.mlp.experts.{expert}.down_proj.weight", (hidden, inner)
+
+
+# Measuring
+
+
+def _row(method: str, cache: str, folder: Path) -> dict[str, Any]:
+    if cache == "cold":
+        _forget(folder)
+        _forget(folder.parent / "model")
+    command = [sys.executable, __file__, "--measure", method, str(folder), "no" if cache == "cold" else "yes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    row = {"method": method, "cache": cache, **found}
+    _say(f"{row}")
+    return row
+
+
+def _forget(folder: Path) -> None:
+    """Drop a folder's files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def _measured(method: str, folder: str, decode: str) -> dict[str, Any]:
+    """One load in this process, and the decoding after it."""
+    import torch
+
+    torch.set_num_threads(1)
+    with _Watch() as watch:
+        model, seconds, stage = _load(method, folder)
+    report = {"seconds": seconds, "weights_seconds": stage, "peak_anonymous": watch.growth}
+    if decode == "yes":
+        report |= _decoded(model)
+    return report
+
+
+def _load(method: str, folder: str) -> tuple[Any, float, float]:
+    """The model, the seconds of the whole load, and those of its weights stage."""
+    import torch
+
+    if method == "hf":
+        from transformers import AutoModelForCausalLM
+
+        started = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        seconds = time.perf_counter() - started
+        return model, seconds, seconds
+    import ktc
+    from ktc.runtime import weights_stage
+
+    inner, stages = weights_stage.fill_weights, list[float]()
+
+    def timed(*arguments: Any, **options: Any) -> None:
+        begun = time.perf_counter()
+        inner(*arguments, **options)
+        stages.append(time.perf_counter() - begun)
+
+    weights_stage.fill_weights = timed
+    started = time.perf_counter()
+    model = ktc.load(folder, map=method == "map")
+    return model, time.perf_counter() - started, stages[0]
+
+
+def _decoded(model: Any) -> dict[str, float]:
+    """Milliseconds of the first pass, and of one token with a cache: the median after the first few."""
+    import torch
+
+    ids = torch.arange(100, 116)[None]
+    times: list[float] = []
+    with torch.no_grad():
+        begun = time.perf_counter()
+        state = model(ids, use_cache=True)
+        first = time.perf_counter() - begun
+        for _ in range(DECODED + 4):
+            token = state.logits[:, -1:].argmax(-1)
+            begun = time.perf_counter()
+            state = model(token, past_key_values=state.past_key_values, use_cache=True)
+            times.append(time.perf_counter() - begun)
+    return {"first_ms": first * 1e3, "token_ms": statistics.median(times[4:]) * 1e3}
+
+
+class _Watch:
+    """The most anonymous memory that the process had while it was watched, above what it had before."""
+
+    def __enter__(self) -> _Watch:
+        self._done = threading.Event()
+        self._before = self._most = _anonymous()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(0.01):
+            self._most = max(self._most, _anonymous())
+
+    @property
+    def growth(self) -> int:
+        return self._most - self._before
+
+
+def _anonymous() -> int:
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+# Telling
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _table(report: dict[str, Any]) -> str:
+    unpacked = next(r for r in report["rows"] if r["method"] == "unpacked" and r["cache"] == "warm")
+    sizes = f"checkpoint {report['checkpoint_bytes'] / 1e9:.2f} GB, packed {report['packed_bytes'] / 1e9:.2f} GB"
+    lines = [
+        f"{sizes} in {report['pack_seconds']:.1f} s, verified in {report['verify_seconds']:.1f} s",
+        "| load | page cache | whole load | weights stage | speed | peak anonymous | 16 tokens | one token |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        faster = f"{unpacked['weights_seconds'] / row['weights_seconds']:.1f}x"
+        first, token = (f"{row[name]:.1f} ms" if name in row else "" for name in ("first_ms", "token_ms"))
+        lines.append(
+            f"| {row['method']} | {row['cache']} | {row['seconds']:.2f} s | {row['weights_seconds']:.3f} s | {faster} "
+            f"| {row['peak_anonymous'] / 1e9:.2f} GB | {first} | {token} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
