@@ -92,6 +92,8 @@ def random_layer(
     def values(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=generator).mul(scale).bfloat16().double()
 
+    scores = torch.rand(tokens, num_experts, generator=generator)
+    scores[:, experts_used or num_experts :] -= 1
     asked = parse_form(form)
     shapes = {name: stock_shape(asked, name, num_experts, hidden, intermediate) for name in stock_names(asked)}
     contraction = {name: intermediate if name.startswith("down") else hidden for name in shapes}
@@ -99,8 +101,6 @@ def random_layer(
         name: values(*shape, scale=0.5 if name.endswith("_bias") else contraction[name] ** -0.5)
         for name, shape in shapes.items()
     }
-    scores = torch.rand(tokens, num_experts, generator=generator)
-    scores[:, experts_used or num_experts :] -= 1
     return Layer(
         hidden,
         intermediate,

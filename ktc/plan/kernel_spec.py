@@ -16,6 +16,7 @@ SILU = Activation()
 # Which weight formats each instruction set multiplies: what runtime/include/ktc can instantiate in this version.
 KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
     "avx512_bf16": ("bf16",),
+    "avx512": ("bf16",),
     "avx2": ("bf16",),
     "scalar": ("bf16", "fp32", "fp64"),
 }

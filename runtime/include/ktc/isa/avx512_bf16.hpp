@@ -10,61 +10,16 @@
 #include <utility>
 
 #include "ktc/element.hpp"
-#include "ktc/math.hpp"
+#include "ktc/isa/avx512_lanes.hpp"
+#include "ktc/isa/avx512_transpose.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc::avx512_bf16 {
 
-class Lanes {
- public:
-  using Scalar = float;
-
-  explicit Lanes(float value) : v_(_mm512_set1_ps(value)) {}
-
-  static Lanes load(const float* source) { return Lanes(_mm512_loadu_ps(source)); }
-  static Lanes from_elements(const bf16* source) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
-    return Lanes(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
-  }
-  void store(float* target) const { _mm512_storeu_ps(target, v_); }
-  void to_elements(bf16* target) const {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), std::bit_cast<__m256i>(_mm512_cvtneps_pbh(v_)));
-  }
-  float sum() const { return _mm512_reduce_add_ps(v_); }
-
-  friend Lanes operator+(Lanes a, Lanes b) { return Lanes(_mm512_add_ps(a.v_, b.v_)); }
-  friend Lanes operator-(Lanes a, Lanes b) { return Lanes(_mm512_sub_ps(a.v_, b.v_)); }
-  friend Lanes operator*(Lanes a, Lanes b) { return Lanes(_mm512_mul_ps(a.v_, b.v_)); }
-  friend Lanes operator/(Lanes a, Lanes b) { return Lanes(_mm512_div_ps(a.v_, b.v_)); }
-  friend Lanes fused_multiply_add(Lanes a, Lanes b, Lanes c) { return Lanes(_mm512_fmadd_ps(a.v_, b.v_, c.v_)); }
-  friend Lanes rounded(Lanes x) { return Lanes(_mm512_roundscale_ps(x.v_, _MM_FROUND_TO_NEAREST_INT)); }
-  friend Lanes absolute(Lanes x) { return Lanes(_mm512_abs_ps(x.v_)); }
-  friend Lanes times_power_of_two(Lanes x, Lanes n) { return Lanes(_mm512_scalef_ps(x.v_, n.v_)); }
-  friend Lanes clamped(Lanes x, float low, float high) {
-    // MAXPS and MINPS return their second operand when one is NaN, so x comes second.
-    return Lanes(_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), x.v_)));
-  }
-  // `value` where low <= x <= high, elsewhere and where x is NaN zero.
-  friend Lanes zero_outside(float low, float high, Lanes x, Lanes value) {
-    const __mmask16 from_low = _mm512_cmp_ps_mask(x.v_, _mm512_set1_ps(low), _CMP_GE_OQ);
-    return Lanes(
-        _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(from_low, x.v_, _mm512_set1_ps(high), _CMP_LE_OQ), value.v_));
-  }
-  // Zero where x <= bound, elsewhere and where x is NaN `value`.
-  friend Lanes zero_up_to(float bound, Lanes x, Lanes value) {
-    return Lanes(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v_, _mm512_set1_ps(bound), _CMP_NLE_UQ), value.v_));
-  }
-  friend Lanes with_sign_of(Lanes magnitude, Lanes sign) {
-    const __m512 sign_bit = _mm512_set1_ps(-0.0f);
-    return Lanes(_mm512_or_ps(_mm512_andnot_ps(sign_bit, magnitude.v_), _mm512_and_ps(sign_bit, sign.v_)));
-  }
-  friend Lanes exp(Lanes x) { return exp_by_polynomial(x); }
-  friend Lanes erf(Lanes x) { return erf_by_polynomial(x); }
-
- private:
-  explicit Lanes(__m512 v) : v_(v) {}
-  __m512 v_;
+struct Rounding {
+  static __m256i to_bf16(__m512 x) { return std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
 };
+using Lanes = avx512::Lanes<Rounding>;
 
 // 12 rows x 2 vectors are 24 accumulators; 2 vectors of the panel and 1 broadcast row value beside them leave 5 of the
 // 32 registers free, and each load of the panel feeds 12 instructions.
@@ -119,38 +74,6 @@ template <int kRows, class Ahead>
   next = ahead;
 }
 
-// Transposing a 16 x 16 quarter of a block: k and n are its two indices; before, register k/2 holds (n, k%2) in its
-// 16-bit places, after, register n/2 holds (k, n%2). Pieces of 128 bits move by loading them where they belong, which
-// costs no shuffle; the rest is one two-register permutation per vector, of bits (k0, n0, n1) to (n0, k0, k1) of the
-// place inside a piece, where k1 chooses the register and n1 is constant.
-using WordOrder = std::array<std::uint16_t, 32>;
-
-constexpr WordOrder word_order(unsigned n1) {
-  WordOrder order{};
-  for (unsigned place = 0; place < order.size(); ++place) {
-    const unsigned n0 = place & 1;
-    const unsigned k0 = place >> 1 & 1;
-    const unsigned k1 = place >> 2 & 1;
-    const unsigned piece = place >> 3;
-    order[place] = static_cast<std::uint16_t>(k0 | n0 << 1 | n1 << 2 | piece << 3 | k1 << 5);
-  }
-  return order;
-}
-
-alignas(64) inline constexpr WordOrder kLowerWords = word_order(0);
-alignas(64) inline constexpr WordOrder kUpperWords = word_order(1);
-
-// The 128-bit pieces at `source` of four registers, each two further along k/2.
-[[gnu::always_inline]] inline __m512i four_pieces(const bf16* source, int stride) {
-  const auto piece = [=](int index) {
-    return _mm_load_si128(reinterpret_cast<const __m128i*>(source + index * 2 * stride));
-  };
-  __m512i pieces = _mm512_broadcast_i32x4(piece(0));
-  pieces = _mm512_mask_broadcast_i32x4(pieces, 0x00f0, piece(1));
-  pieces = _mm512_mask_broadcast_i32x4(pieces, 0x0f00, piece(2));
-  return _mm512_mask_broadcast_i32x4(pieces, 0xf000, piece(3));
-}
-
 struct Isa {
   using Element = bf16;
   using Accumulator = float;
@@ -171,19 +94,8 @@ struct Isa {
   // How often `multiply` calls `ahead.step()`.
   static constexpr std::int64_t steps_ahead(std::int64_t steps) { return steps / kUnroll; }
 
-  // Of the four 16 x 16 quarters of a block, piece by piece: two of the rebuilt vectors.
   [[gnu::always_inline]] static void transpose_piece(const bf16* source, bf16* target, unsigned piece) {
-    constexpr int kStride = 2 * 32;          // a quarter has every second vector of its block
-    constexpr int kSecondHalf = 8 * 2 * 32;  // 16 further along k
-    constexpr int kRightLanes = 32;          // 16 further along n
-    const unsigned right = piece / 4 % 2;
-    const unsigned lower = piece / 8;
-    const bf16* from = source + right * kRightLanes + lower * kSecondHalf + piece % 4 * 8;
-    bf16* to = target + right * kSecondHalf + lower * kRightLanes + piece % 4 * 2 * kStride;
-    const __m512i even = four_pieces(from, kStride);
-    const __m512i odd = four_pieces(from + kStride, kStride);
-    _mm512_store_si512(to, _mm512_permutex2var_epi16(even, _mm512_load_si512(kLowerWords.data()), odd));
-    _mm512_store_si512(to + kStride, _mm512_permutex2var_epi16(even, _mm512_load_si512(kUpperWords.data()), odd));
+    avx512::transpose_piece(source, target, piece);
   }
 };
 

@@ -1,0 +1,66 @@
+// Half a panel of fp32 in one register: the `Lanes` of every ISA that has AVX-512. `Rounding` gives bf16, to nearest
+// even.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "ktc/element.hpp"
+#include "ktc/math.hpp"
+
+namespace ktc::avx512 {
+
+template <class Rounding>
+class Lanes {
+ public:
+  using Scalar = float;
+
+  explicit Lanes(float value) : v_(_mm512_set1_ps(value)) {}
+
+  static Lanes load(const float* source) { return Lanes(_mm512_loadu_ps(source)); }
+  static Lanes from_elements(const bf16* source) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+    return Lanes(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+  }
+  void store(float* target) const { _mm512_storeu_ps(target, v_); }
+  void to_elements(bf16* target) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), Rounding::to_bf16(v_));
+  }
+  float sum() const { return _mm512_reduce_add_ps(v_); }
+
+  friend Lanes operator+(Lanes a, Lanes b) { return Lanes(_mm512_add_ps(a.v_, b.v_)); }
+  friend Lanes operator-(Lanes a, Lanes b) { return Lanes(_mm512_sub_ps(a.v_, b.v_)); }
+  friend Lanes operator*(Lanes a, Lanes b) { return Lanes(_mm512_mul_ps(a.v_, b.v_)); }
+  friend Lanes operator/(Lanes a, Lanes b) { return Lanes(_mm512_div_ps(a.v_, b.v_)); }
+  friend Lanes fused_multiply_add(Lanes a, Lanes b, Lanes c) { return Lanes(_mm512_fmadd_ps(a.v_, b.v_, c.v_)); }
+  friend Lanes rounded(Lanes x) { return Lanes(_mm512_roundscale_ps(x.v_, _MM_FROUND_TO_NEAREST_INT)); }
+  friend Lanes absolute(Lanes x) { return Lanes(_mm512_abs_ps(x.v_)); }
+  friend Lanes times_power_of_two(Lanes x, Lanes n) { return Lanes(_mm512_scalef_ps(x.v_, n.v_)); }
+  friend Lanes clamped(Lanes x, float low, float high) {
+    // MAXPS and MINPS return their second operand when one is NaN, so x comes second.
+    return Lanes(_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), x.v_)));
+  }
+  // `value` where low <= x <= high, elsewhere and where x is NaN zero.
+  friend Lanes zero_outside(float low, float high, Lanes x, Lanes value) {
+    const __mmask16 from_low = _mm512_cmp_ps_mask(x.v_, _mm512_set1_ps(low), _CMP_GE_OQ);
+    return Lanes(
+        _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(from_low, x.v_, _mm512_set1_ps(high), _CMP_LE_OQ), value.v_));
+  }
+  // Zero where x <= bound, elsewhere and where x is NaN `value`.
+  friend Lanes zero_up_to(float bound, Lanes x, Lanes value) {
+    return Lanes(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v_, _mm512_set1_ps(bound), _CMP_NLE_UQ), value.v_));
+  }
+  friend Lanes with_sign_of(Lanes magnitude, Lanes sign) {
+    const __m512 sign_bit = _mm512_set1_ps(-0.0f);
+    return Lanes(_mm512_or_ps(_mm512_andnot_ps(sign_bit, magnitude.v_), _mm512_and_ps(sign_bit, sign.v_)));
+  }
+  friend Lanes exp(Lanes x) { return exp_by_polynomial(x); }
+  friend Lanes erf(Lanes x) { return erf_by_polynomial(x); }
+
+ private:
+  explicit Lanes(__m512 v) : v_(v) {}
+  __m512 v_;
+};
+
+}  // namespace ktc::avx512
