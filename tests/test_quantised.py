@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from ktc.checkpoint import (
     write_sources,
 )
 from ktc.checkpoint.reader import TensorReader
+from ktc.compiler import inspect
 from ktc.diagnostics import InputRefused
 from ktc.runtime import weight_store
 from ktc.runtime.fused_moe import FusedMoe
@@ -404,3 +406,26 @@ def test_packed_int4_that_does_not_add_up_is_refused(tmp_path: Path, change: Cha
 
     named = {f"{STEM}.{key}": tensor for key, tensor in stored.items()}
     assert expected in refusal(named, config_of(16), changed, "deepseek_v3", tmp_path)
+
+
+# What the plan says
+
+
+def test_the_plan_tells_what_grows_at_load(tmp_path: Path) -> None:
+    model, tensors = twin_of("deepseek_v3", tmp_path)
+    stored, _ = in_fp8(tensors)
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": FP8_CONFIG}))
+    (tmp_path / "p.ktr").write_text('import "std/moe.ktr"\nrule e { match moe.block => cpu_moe() }\n')
+    plan = inspect(tmp_path, tmp_path / "p.ktr").plan
+    assert {kernel.format_down for kernel in plan.kernels} == {"bf16"}
+    assert plan.unavailable == ()
+    experts = model.get_submodule("model.layers.1.mlp.experts")
+    size = 2 * 2 * sum(parameter.numel() for parameter in experts.parameters())
+    told = {reason.path: reason.text for reason in plan.reasons if "dequantised" in reason.text}
+    text = f"stored as fp8 32x32, dequantised to bf16 at load: {size:,} bytes"
+    assert told["model.layers.[1..2].mlp.experts"] == text
+    (tmp_path / "model.safetensors").unlink()
+    by_config = [reason.text for reason in inspect(tmp_path, tmp_path / "p.ktr").plan.reasons]
+    assert "stored as fp8 by config.json, dequantised to bf16 at load" in by_config

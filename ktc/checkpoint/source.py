@@ -63,9 +63,9 @@ class Quantised:
 
     def __str__(self) -> str:
         rows, columns = self.block
-        if columns < self.shape[-1]:
-            return f"{self.method} {rows}x{columns}" if rows > 1 else f"{self.method} in groups of {columns}"
-        return f"{self.method} with a scale per {'row' if rows == 1 else 'matrix'}"
+        if columns >= self.shape[-1] and (rows == 1 or rows >= self.shape[-2]):
+            return f"{self.method} with a scale per {'row' if rows == 1 else 'matrix'}"
+        return f"{self.method} in groups of {columns}" if rows == 1 else f"{self.method} {rows}x{columns}"
 
 
 @dataclass(frozen=True, slots=True)

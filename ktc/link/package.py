@@ -47,7 +47,9 @@ class Package:
     config.json and the weights, `class_name` and `dtype` the stock class and its dtype as torch spells it ("bfloat16").
     `rules` is the entry among `rule_files`, which maps names to texts; `graphs` maps stage names to JSON. `plan` is any
     JSON value that tells two plans apart, `bindings` the source of the Python bindings, `lora` the arguments of
-    `LoraConfig` or `None`, `proofs` the reports of the rewrites, `blocks` the code of blocks by its file.
+    `LoraConfig` or `None`, `proofs` the reports of the rewrites, `blocks` the code of blocks by its file,
+    `code` the sha256 of the files of the model's own code, `memory` the planned bytes of tensors per device, and
+    `model_type` the stock one, which a checkpoint may spell in a way that transformers does not know.
     """
 
     name: str
@@ -69,7 +71,10 @@ class Package:
     lora: Mapping[str, Any] | None
     graphs: Mapping[str, str]
     proofs: tuple[Mapping[str, Any], ...] = ()
+    memory: Mapping[str, int] = field(default_factory=dict[str, int])
+    model_type: str = ""
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
+    code: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def link(package: Package, out: Path, force: bool = False) -> Path:
@@ -105,7 +110,7 @@ def _texts(package: Package, name: str) -> dict[str, str]:
         "weights.json": write_sources(package.weights),
         "proofs.json": _json(package.proofs),
         "__init__.py": _rendered("__init__.py.j2", facts),
-        "modeling_ktc.py": _rendered("modeling_ktc.py.j2", facts),
+        "modeling_ktc.py": _rendered("own_code.py.j2" if package.code else "modeling_ktc.py.j2", facts),
     }
     texts |= package.blocks
     sealed = {file: _sha256(texts[file].encode()) for file in (*manifest.SEALED, *package.blocks)}
@@ -124,11 +129,19 @@ def _in_docstring(text: str) -> str:
 
 
 def _config(package: Package) -> str:
-    """The stock config with our class in it; model type and config class stay, so that other tools know it."""
+    """The stock config with our class in it; model type and config class stay, so that other tools know it.
+
+    What it says of the checkpoint's codes goes: the model that is loaded from OUT is not quantised.
+    """
     content = json.loads((package.checkpoint / "config.json").read_text(encoding="utf-8"))
     config = without_code_references(cast("dict[str, Any]", content))
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            cast("dict[str, Any]", part).pop("quantization_config", None)
+    config["model_type"] = package.model_type or config.get("model_type")
     config["architectures"] = [f"Ktc{package.class_name}"]
-    config["auto_map"] = {"AutoModelForCausalLM": f"modeling_ktc.Ktc{package.class_name}"}
+    if not package.code:  # a model of its own code is loaded by ktc alone
+        config["auto_map"] = {"AutoModelForCausalLM": f"modeling_ktc.Ktc{package.class_name}"}
     return _json(config)
 
 
@@ -146,6 +159,7 @@ def _manifest(package: Package, files: Mapping[str, str]) -> Manifest:
             class_name=package.class_name,
             dtype=package.dtype,
             config_sha256=_sha256((package.checkpoint / "config.json").read_bytes()),
+            code=dict(package.code),
         ),
         rules=RulesRecord(package.rules, dict(package.settings), rule_text, _sha256(rule_text.encode())),
         plan_sha256=_sha256(json.dumps(package.plan, sort_keys=True).encode()),
@@ -156,6 +170,7 @@ def _manifest(package: Package, files: Mapping[str, str]) -> Manifest:
         library=None if library is None else LibraryRecord(_library_file(library), _sha256(library.read_bytes())),
         rewrites=package.rewrites,
         placement=dict(package.placement),
+        memory=dict(package.memory),
         files=files,
     )
 
