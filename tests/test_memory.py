@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from dataclasses import replace
 from functools import cache
@@ -13,13 +14,17 @@ from families import CPU, captured, config_of, planned, rules
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from ktc import dsl
+import ktc
+from ktc import dsl, host
 from ktc.capture import CapturedModel, capture, open_model
+from ktc.diagnostics import InputRefused
 from ktc.graph.typed import nodes_of
 from ktc.host import Gpu
 from ktc.link.adapter import adapter_json
 from ktc.match import match
 from ktc.plan import MemoryPlan, Point, make_plan
+from ktc.runtime.manifest import read_manifest
+from ktc.runtime.memory import tensor_bytes
 
 CONFIGS = Path(__file__).parent / "configs"
 BIG = replace(CPU, memory=1536 << 30, gpus=(Gpu("a", 80 << 30),), cores=64, threads=64)
@@ -116,12 +121,27 @@ def test_tied_embeddings_are_counted_once() -> None:
 def test_an_input_that_does_not_fit_is_told_with_the_largest_that_does(tmp_path: Path) -> None:
     program = rules("rule e { match moe.block => cpu_moe() }", tmp_path)
     model = captured("deepseek_v2")
-    host = replace(CPU, memory=2 << 20)
+    small = replace(CPU, memory=2 << 20)
     asked = Point(64, 512)
-    plan = make_plan(model, (), match(model, program, host), program, host, asked)
+    plan = make_plan(model, (), match(model, program, small), program, small, asked)
     (problem,) = plan.over_budget
     assert problem.code == "M075"
     assert "batch 64 and length 512 is short of" in problem.message
     use = plan.memory.workloads[-1]
     assert use.longest > 0
     assert f"length {use.longest} at batch 1" in problem.hint
+
+
+def test_a_loaded_model_has_the_bytes_of_its_plan(tmp_path: Path) -> None:
+    out = ktc.compile(
+        "tiny:deepseek_v3", "moe-lora", tmp_path / "sized_model", host=host.restrict(host.detect(), "scalar")
+    )
+    planned_bytes = read_manifest(out).memory
+    assert tensor_bytes(ktc.load(out), {}) == pytest.approx(planned_bytes, rel=0.001)
+    manifest = json.loads((out / "ktc.json").read_text())
+    manifest["memory"]["cpu"] -= 2 << 20
+    (out / "ktc.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputRefused) as refused:
+        ktc.load(out)
+    assert [d.code for d in refused.value.diagnostics] == ["L413"]
+    assert ktc.load(out, reference=True) is not None
