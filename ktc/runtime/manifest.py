@@ -23,7 +23,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Isa
 
 FILE = "ktc.json"
-SCHEMA = 2
+SCHEMA = 3
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -64,13 +64,17 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """The source model: `name` as adapters name it, `class_name` the stock class, `dtype` as torch spells it."""
+    """The source model: `name` as adapters name it, `class_name` the stock class, `dtype` as torch spells it.
+
+    `code` has the sha256 of the code files in `folder`, where the class is theirs and not of transformers.
+    """
 
     name: str
     folder: str
     class_name: str
     dtype: str
     config_sha256: str
+    code: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,8 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole record. `placement` maps module names to devices; the nearest ancestor's entry counts.
+    """The whole record. `placement` maps module names to devices; the nearest ancestor's entry counts. `memory` has the
+    bytes of tensors that the plan puts on each device, nothing where there was no plan.
 
     `files` has the sha256 of the files in `SEALED`, and of the code of blocks.
     """
@@ -130,6 +135,7 @@ class Manifest:
     library: LibraryRecord | None
     rewrites: tuple[Rewrite, ...]
     placement: Mapping[str, str]
+    memory: Mapping[str, int]
     files: Mapping[str, str]
 
     def to_json(self) -> str:
@@ -139,7 +145,8 @@ class Manifest:
         """The command that compiles this model again into `folder`, by the rules that the folder holds."""
         settings = (part for key, value in self.rules.settings.items() for part in ("--set", f"{key}={value}"))
         rules = str(folder / "rules" / self.rules.name)
-        return shlex.join(["ktc", "compile", self.model.name, rules, "-o", str(folder), *settings, "--force"])
+        trust = ["--trust-remote-code"] if self.model.code else []
+        return shlex.join(["ktc", "compile", self.model.name, rules, "-o", str(folder), *settings, *trust, "--force"])
 
 
 def read_manifest(folder: Path) -> Manifest:
