@@ -77,6 +77,23 @@ def test_tied_embeddings_are_not_demanded(tmp_path: Path) -> None:
     assert "lm_head.weight" not in targets
 
 
+@pytest.mark.parametrize(
+    ("held", "warned"), [(("model.embed_tokens.weight",), False), (("lm_head.weight",), False), (None, True)]
+)
+def test_either_of_two_tied_tensors_will_do_and_both_are_told(
+    held: tuple[str, ...] | None, warned: bool, tmp_path: Path
+) -> None:
+    config = twin.shrink(AutoConfig.for_model("qwen3_moe", tie_word_embeddings=True))
+    twin.build(config, seed=0).save_pretrained(tmp_path)
+    tensors = tensors_of(tmp_path)
+    table = tensors.pop("model.embed_tokens.weight")
+    both = ("model.embed_tokens.weight", "lm_head.weight")
+    weights = mapped(config, {**tensors, **{name: table.clone() for name in held or both}}, tmp_path)
+    (row,) = [row for row in weights.sources if row.target in both]
+    assert (row.target, row.source_key) == (both[0], (held or both)[0])
+    assert [d.code for d in weights.warnings] == ["I118"] * warned
+
+
 def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.pop(name)
 

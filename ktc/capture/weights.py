@@ -46,6 +46,7 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     places = {weight.name: place(weight.name) for weight in weights}
     tied = _tied(model, {spot.target for spot in places.values() if isinstance(spot, Place)})
     problems: list[Diagnostic] = []
+    warnings: list[Diagnostic] = []
     unused: list[str] = []
     taken: dict[Place, WeightSource] = {}
     for weight in weights:
@@ -56,6 +57,7 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
             continue
         target = tied.get(spot.target, spot.target)
         if target is None:
+            warnings.append(_tied_beside(weight, spot))
             continue
         if target not in targets:
             unused.append(weight.entry.name)
@@ -65,11 +67,11 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
         problems += _misfits(source, spot, targets[target], taken.get(spot))
         taken[spot] = source
     taken, gaps = _joined(taken, targets)
-    demanded = {name: tensor for name, tensor in targets.items() if tied.get(name, name) is not None}
+    demanded = {name: tensor for name, tensor in targets.items() if name not in tied}
     problems += (*gaps, *_missing(demanded, taken.values()))
     if problems:
         raise InputRefused(*_shortened(problems))
-    return WeightMap(tuple(taken.values()), _unexpected(model, unused))
+    return WeightMap(tuple(taken.values()), (*warnings, *_unexpected(model, unused)))
 
 
 def quantisation(model: PreTrainedModel) -> Mapping[str, Any] | None:
@@ -90,6 +92,12 @@ def _tied(model: PreTrainedModel, present: Collection[str]) -> dict[str, str | N
         if copy in present and original not in present and original not in tied.values():
             tied[copy] = original
     return tied
+
+
+def _tied_beside(weight: StoredWeight, place: Place) -> Diagnostic:
+    message = f"`{weight.name}` is not read: config.json ties `{place.target}` to another tensor of the checkpoint"
+    hint = "if the two differ, set `tie_word_embeddings` to false in config.json"
+    return Diagnostic("I118", message, hint=hint, severity="warning")
 
 
 def _source(weight: StoredWeight, place: Place, target: Tensor) -> WeightSource:
