@@ -24,6 +24,9 @@ _CHOICES = ("_experts_implementation_internal", "_attn_implementation_internal")
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "layer_idx"})
 
 
+_POSITIONS = frozenset({"position_ids", "cache_position"})  # an attention core is given them and does not use them
+
+
 class UnsupportedAttention(Exception):
     """The attention of a block has a form that the `sdpa` operator does not express; the block stays as it is."""
 
@@ -92,10 +95,15 @@ def _code_of(module: nn.Module) -> object:
 def _capture_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, s_aux: Tensor | None = None,
-    is_causal: bool | None = None, softcap: float | None = None, **_: Any,
+    is_causal: bool | None = None, softcap: float | None = None, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     if softcap is not None:
         raise UnsupportedAttention("attention scores with a soft cap are not supported in this version")
+    if attention_mask is not None:  # the model's own masks are absent while it is captured
+        raise UnsupportedAttention("attention that computes a mask of its own is not supported in this version")
+    unknown = next((name for name, value in more.items() if isinstance(value, Tensor) and name not in _POSITIONS), None)
+    if unknown is not None:
+        raise UnsupportedAttention(f"attention whose core is given `{unknown}` is not supported in this version")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
     window = -1 if sliding_window is None else int(sliding_window)
