@@ -48,6 +48,7 @@ IsaName = Annotated[
     str | None, typer.Option("--isa", help="The kernels' instruction set; the default is the best one here.")
 ]
 HostFile = Annotated[Path | None, typer.Option("--host", help="Plan for the machine that this TOML file describes.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings along.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: traces of internal errors, every rewrite.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
@@ -85,6 +86,7 @@ def compile_command(
     isa: IsaName = None,
     host_file: HostFile = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a compiled model.")] = False,
+    trust: Trust = False,
     pack: Annotated[bool, typer.Option("--pack", help="Keep the packed experts in OUT, for quick starts.")] = False,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -106,6 +108,7 @@ def compile_command(
                 settings=_settings(settings),
                 host=_host(host_file, isa),
                 force=force,
+                trust_remote_code=trust,
                 observe=report.observe,
             )
         report.finish_compile(path)
@@ -159,6 +162,7 @@ def check_command(
     settings: Settings = None,
     length: Annotated[int | None, typer.Option("--length", min=1, help="Tokens per sequence that must fit.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences at once that must fit.")] = None,
+    trust: Trust = False,
     as_json: Json = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -178,7 +182,10 @@ def check_command(
 
             with report.progress():
                 target = _host(host_file, None)
-                compiler.analyse(model, rules, _settings(settings), target, report.observe, Point(batch, length))
+                asked = Point(batch, length)
+                compiler.analyse(
+                    model, rules, _settings(settings), target, report.observe, asked, trust_remote_code=trust
+                )
         report.finish_check()
 
 
@@ -193,6 +200,7 @@ def graph_command(
         tuple[str, str] | None,
         typer.Option("--diff", metavar="A B", help="Compare two compiled models, graph files, or stages of MODEL."),
     ] = None,
+    trust: Trust = False,
     output: Output = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -205,7 +213,7 @@ def graph_command(
         from ktc import cli_graph
 
         color = session.color and output is None
-        request = cli_graph.Request(model, rules, stage, layer, "json" if as_json else form, diff, color)
+        request = cli_graph.Request(model, rules, stage, layer, "json" if as_json else form, diff, color, trust)
         text = cli_graph.render(request)
         if as_json:
             session.result(json.loads(text))

@@ -28,6 +28,7 @@ class Request:
     form: str
     diff: tuple[str, str] | None
     color: bool = False
+    trust_remote_code: bool = False
 
 
 def render(request: Request) -> str:
@@ -38,7 +39,7 @@ def render(request: Request) -> str:
         raise InputRefused(Diagnostic("U010", "`ktc graph` wants a MODEL or `--diff A B`"))
     # a page shows the way to the stage, every other form the stage alone
     stages = STAGES[: STAGES.index(request.stage) + 1] if request.form == "html" else (request.stage,)
-    dumps = _dumps(request.model, stages, request.rules)
+    dumps = _dumps(request, request.model, stages)
     dump = dumps[-1]
     if request.layer is not None and not dump.of_layer(request.layer):
         layers = sorted({layer for block in dump.blocks for layer in block.layers})
@@ -64,15 +65,15 @@ def _difference(request: Request, first: str, second: str) -> str:
 def _side(request: Request, side: str) -> ModelDump:
     """One side of a difference: a stage of MODEL if one was given, else a compiled model, a model or a graph file."""
     if request.model is not None and side in STAGES:
-        return _dumps(request.model, (side,), request.rules)[0]
+        return _dumps(request, request.model, (side,))[0]
     if side in STAGES and not Path(side).exists():
         raise InputRefused(
             Diagnostic("U013", f"`{side}` is a stage: say of which MODEL", hint=f"`ktc graph MODEL --diff {side} ...`")
         )
-    return _dumps(side, (request.stage,), request.rules)[0]
+    return _dumps(request, side, (request.stage,))[0]
 
 
-def _dumps(model: str, stages: Sequence[Stage], rules: str) -> list[ModelDump]:
+def _dumps(request: Request, model: str, stages: Sequence[Stage]) -> list[ModelDump]:
     """The stages of a compiled model or of one to be analysed; a graph file is the one stage it holds."""
     path = Path(model)
     if path.is_file():
@@ -81,7 +82,7 @@ def _dumps(model: str, stages: Sequence[Stage], rules: str) -> list[ModelDump]:
         return [read_dump(path / "graph" / f"{stage}.json") for stage in stages]
     from ktc import compiler
 
-    return compiler.dumps(model, rules, stages)
+    return compiler.dumps(model, request.rules, stages, trust_remote_code=request.trust_remote_code)
 
 
 def _of_layer(dump: ModelDump, layer: int | None) -> ModelDump:

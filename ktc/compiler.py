@@ -55,16 +55,18 @@ def compile(
     settings: Mapping[str, str] | None = None,
     host: Host | None = None,
     force: bool = False,
+    trust_remote_code: bool = False,
     observe: Observe = _unobserved,
 ) -> Path:
     """Compiles `model` by `rules` into the package `out` and returns its path.
 
+    `trust_remote_code` runs the model's own code, where a local folder brings it.
     Raises InputRefused, HostLacks or ProofFailed; whatever it raises, nothing is left at `out`.
     """
     see, host, settings = _seen(observe), host or detect(probe_gpu=True), settings or {}
     check_out(Path(out), force)
     ruleset = see("rules", dsl.load(rules, settings))
-    source = see("model", open_model(model))
+    source = see("model", open_model(model, trust_remote_code=trust_remote_code))
     captured = see("capture", _with_experts(capture(source)))
     weights = see("weights", map_weights(captured.model, _index(captured)))
     matches = see("match", match(captured, ruleset, host))
@@ -104,10 +106,13 @@ class Report:
 
 def inspect(
     model: Model, rules: str | Path, *,
-    settings: Mapping[str, str] | None = None, host: Host | None = None, observe: Observe = _unobserved,
+    settings: Mapping[str, str] | None = None, host: Host | None = None, trust_remote_code: bool = False,
+    observe: Observe = _unobserved,
 ) -> Report:  # fmt: skip
     """Runs the stages up to the proof; a config.json is enough and nothing is written. Raises as `compile` does."""
-    captured, matches, plan, blocks = analyse(model, rules, settings or {}, host, observe)
+    captured, matches, plan, blocks = analyse(
+        model, rules, settings or {}, host, observe, trust_remote_code=trust_remote_code
+    )
     proofs = _seen(observe)("prove", prove(captured, blocks))
     diagnostics = (*plan.warnings, *plan.unavailable, *plan.over_budget)
     return Report(matches.matches, matches.near_misses, proofs, plan, diagnostics, captured, blocks)
@@ -115,7 +120,8 @@ def inspect(
 
 def check(
     rules: str | Path, model: Model | None = None, *,
-    settings: Mapping[str, str] | None = None, host: Host | None = None, observe: Observe = _unobserved,
+    settings: Mapping[str, str] | None = None, host: Host | None = None, trust_remote_code: bool = False,
+    observe: Observe = _unobserved,
 ) -> tuple[Diagnostic, ...]:  # fmt: skip
     """Everything there is to say about `rules`, with `model` also about their fit; empty means good.
 
@@ -124,17 +130,21 @@ def check(
     try:
         if model is None:
             return _seen(observe)("rules", dsl.load(rules, settings or {})).warnings
-        _, _, plan, _ = analyse(model, rules, settings or {}, host, observe)
+        _, _, plan, _ = analyse(model, rules, settings or {}, host, observe, trust_remote_code=trust_remote_code)
     except (InputRefused, HostLacks) as error:
         return error.diagnostics
     return (*plan.warnings, *plan.unavailable, *plan.over_budget)
 
 
-def dumps(model: Model, rules: str | Path, stages: Sequence[Stage], *, host: Host | None = None) -> list[ModelDump]:
+def dumps(
+    model: Model, rules: str | Path, stages: Sequence[Stage], *, host: Host | None = None,
+    trust_remote_code: bool = False,
+) -> list[ModelDump]:  # fmt: skip
     """The graphs of `model` at some stages, for inspection. The stage `captured` alone needs no rule to match."""
     if tuple(stages) == ("captured",):
-        return [dump_stage("captured", capture(open_model(model, fetch_weights=False)), None, None)]
-    captured, matches, plan, blocks = analyse(model, rules, {}, host, _unobserved)
+        source = open_model(model, fetch_weights=False, trust_remote_code=trust_remote_code)
+        return [dump_stage("captured", capture(source), None, None)]
+    captured, matches, plan, blocks = analyse(model, rules, {}, host, _unobserved, trust_remote_code=trust_remote_code)
     return [dump_stage(stage, captured, matches, plan, blocks) for stage in stages]
 
 
@@ -145,6 +155,8 @@ def analyse(
     host: Host | None,
     observe: Observe,
     asked: Point = ANY_SIZE,
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[CapturedModel, Matches, Plan, tuple[RewrittenBlock, ...]]:
     """The stages that need no weights and no compiler. Raises as `compile` does, but for a plan over budget.
 
@@ -152,7 +164,8 @@ def analyse(
     """
     see, host = _seen(observe), host or detect(probe_gpu=True)
     ruleset = see("rules", dsl.load(rules, settings))
-    captured = see("capture", capture(see("model", open_model(model, fetch_weights=False))))
+    source = see("model", open_model(model, fetch_weights=False, trust_remote_code=trust_remote_code))
+    captured = see("capture", capture(source))
     index = captured.source.index
     weights = see("weights", map_weights(captured.model, index)).sources if index is not None else ()
     matches = see("match", match(captured, ruleset, host))

@@ -16,13 +16,17 @@ from ktc import host, twin
 from ktc.capture.types import ModelSource
 from ktc.checkpoint import CheckpointIndex, has_weights, open_index
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.runtime import remote_code
 
 
-def open_model(model: str | Path | PreTrainedModel, fetch_weights: bool = True) -> ModelSource:
+def open_model(
+    model: str | Path | PreTrainedModel, fetch_weights: bool = True, *, trust_remote_code: bool = False
+) -> ModelSource:
     """Opens MODEL: its config, and the headers of the weights that are here.
 
     From the hub only small files come without `fetch_weights`. A model object stands for the folder it was loaded from,
-    if that is here. Raises InputRefused where MODEL is no folder, has no usable config, or its weights are damaged.
+    if that is here. Code in a local folder is run only with `trust_remote_code`. Raises InputRefused where MODEL is no
+    folder, has no usable config, is a model of its own code that nobody trusts, or its weights are damaged.
     """
     if isinstance(model, PreTrainedModel):
         name = str(model.name_or_path or "")
@@ -37,7 +41,24 @@ def open_model(model: str | Path | PreTrainedModel, fetch_weights: bool = True) 
         # An adapter of a hub model names the hub id as its base, not where this machine keeps its copy.
         folder = _from_hub(name, fetch_weights)
         return ModelSource(name, folder, _read_config(folder), _index(folder) if fetch_weights else None)
+    file = remote_code.model_file(folder)
+    if trust_remote_code and file is not None:
+        config, _ = remote_code.run_code(folder)
+        return ModelSource(str(folder), folder, config, _index(folder), remote_code.code_files(folder))
+    if file is not None and not _is_stock(folder):
+        raise InputRefused(_untrusted(folder, file))
     return ModelSource(str(folder), folder, _read_config(folder), _index(folder))
+
+
+def _is_stock(folder: Path) -> bool:
+    """Whether transformers has the model that config.json names, so that no code beside it is needed."""
+    content = cast("dict[str, Any]", json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    return content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _by_architecture(content) is not None
+
+
+def _untrusted(folder: Path, file: str) -> Diagnostic:
+    message = f"`{folder.name}` is a model of its own code (`{file}`), which ktc does not run unless you trust it"
+    return Diagnostic("I108", message, hint=f"read `{folder / file}`, then add `--trust-remote-code`")
 
 
 def _index(folder: Path | None) -> CheckpointIndex | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +27,7 @@ class ModelSource:
     folder: Path | None
     config: PreTrainedConfig
     index: CheckpointIndex | None
+    code: Mapping[str, str] = field(default_factory=dict[str, str])  # sha256 of the code files that the model runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,23 +45,23 @@ def _expert_on_meta(x: Tensor, number: int) -> Tensor:
     return torch.empty_like(x)
 
 
-class _ExpertNumber(int):
-    """The number of an expert that also takes what code does to a tensor of one element."""
+class _Number(int):
+    """A number that also takes what code does to a tensor of one element."""
 
-    def __getitem__(self, _: object) -> _ExpertNumber:
+    def __getitem__(self, _: object) -> _Number:
         return self
 
-    def __getattr__(self, name: str) -> Callable[..., _ExpertNumber]:
+    def __getattr__(self, name: str) -> Callable[..., _Number]:
         if name not in _SELF:
             raise AttributeError(name)
         return lambda *_, **__: self
 
 
-class _ExpertNumbers(list[_ExpertNumber]):
+class _ExpertNumbers(list[_Number]):
     """Every expert's number, in order, in place of a tensor of those that occur."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(map(_ExpertNumber, range(count)))
+        super().__init__(map(_Number, range(count)))
 
     def __getattr__(self, name: str) -> Callable[..., _ExpertNumbers]:
         if name not in _SELF | {"tolist", "numpy", "unique"}:
@@ -91,8 +91,9 @@ class _NoData(TorchFunctionMode):
                 return True
             if name == "bincount":
                 return first.new_zeros(self._count)
-            if name in ("tolist", "numpy") and tuple(first.shape) == (self._count,):
-                return [sys.maxsize, *[0] * (self._count - 1)]  # tokens of each expert: the first one gets them all
+            if name in ("tolist", "numpy", "__iter__") and self._counts_tokens(first):
+                counts = [_Number(sys.maxsize), *[_Number(0)] * (self._count - 1)]  # the first expert gets them all
+                return iter(counts) if name == "__iter__" else counts
             if name == "cpu":
                 return first
             if name in ("__getitem__", "__setitem__"):
@@ -104,6 +105,9 @@ class _NoData(TorchFunctionMode):
             return _ExpertNumbers(self._count)
         rows = self._rows(mask)
         return rows if as_tuple else torch.stack(rows, -1)
+
+    def _counts_tokens(self, tensor: Tensor) -> bool:
+        return tuple(tensor.shape) == (self._count,) and not tensor.is_floating_point()
 
     def _rows(self, mask: Tensor) -> tuple[Tensor, ...]:
         return tuple(markers().picked(mask, dim) for dim in range(mask.dim()))

@@ -58,12 +58,15 @@ def assemble(
         library=library.path if library is not None else None,
         rewrites=recipe(tuple(blocks), plan),
         placement={p.fqn: p.device for p in plan.placements},
+        memory={held.device: held.weights for held in plan.devices},
+        model_type=captured.source.config.model_type,
         lora=None
         if lora is None
         else adapter_json(
             lora.targets, lora.r, lora.lora_alpha, lora.lora_dropout, lora.rank_pattern, lora.alpha_pattern
         ),
         proofs=tuple(proof.to_json() for proof in proofs),
+        code=captured.source.code,
         blocks={block_file(block): _block_code(captured, block) for block in blocks if block.experts is not None},
         graphs={stage: to_json(dump_stage(stage, captured, matches, plan, blocks)) for stage in STAGES},
     )

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from ktc.graph import ops
 from ktc.graph.typed import input_of, nodes_of
 
-_KNOWN = frozenset({"torch", "device", "inf", "nan"})
+_KNOWN = frozenset({"torch", "device", "inf", "nan", "getattr", "NoneType", "pytree", "fx_pytree"})
 _MAKERS = frozenset({"zeros", "zeros_like", "ones", "full", "arange", "empty", "scalar_tensor"})
 _DELETIONS = re.compile(r";  (?:\w+ = )+None$", re.MULTILINE)
 _HALF = (torch.bfloat16, torch.float16)
@@ -27,7 +27,9 @@ def block_code(graph_module: fx.GraphModule, block: nn.Module, title: str, dtype
     """The text of the file. `block` is the stock module, `dtype` the model's."""
     graph = fx.Graph()
     graph.output(_Copy(graph, graph_module, block, dtype if dtype in _HALF else None).result())
-    graph.eliminate_dead_code()
+    for node in [node for node in reversed(graph.nodes) if node.op not in ("placeholder", "output")]:
+        if not node.users:
+            graph.erase_node(node)
     code = graph.python_code("self")
     strange = code.globals.keys() - _KNOWN
     assert not strange, f"the code of `{title}` would need {sorted(strange)}"

@@ -99,7 +99,8 @@ class CompiledModel:
 
     @classmethod
     def _stock(cls) -> Any:
-        return next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+        families = ("transformers.", "transformers_modules.")
+        return next(base for base in cls.__mro__ if base.__module__.startswith(families))
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

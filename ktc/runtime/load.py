@@ -22,11 +22,12 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from ktc import host
 from ktc.checkpoint import CheckpointIndex, WeightSource, open_index, read_sources
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.runtime import peft_glue, weight_store, weights_stage
+from ktc.runtime import peft_glue, remote_code, weight_store, weights_stage
 from ktc.runtime.buffers import compute_buffers
 from ktc.runtime.compiled_model import compiled_class
 from ktc.runtime.kernel_library import KernelLibrary
 from ktc.runtime.manifest import Manifest, Versions, check_sealed, read_manifest
+from ktc.runtime.memory import check_bytes
 from ktc.runtime.packed_store import PackedStore
 from ktc.runtime.placement import check_devices, device_map, follow
 from ktc.runtime.progress import Progress, progress_bar
@@ -40,6 +41,7 @@ def load(
     reference: bool = False,
     map: bool = False,
     allow_nonfinite: bool = False,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """The compiled model in `path`, in evaluation mode, without adapters.
@@ -48,11 +50,13 @@ def load(
     PyTorch reference in fp32, needs no library, and generates token for token what the stock model in fp32 does.
     Where `ktc pack` has left a packed store, experts are read from it into huge pages; with `map` they are mapped from
     it, read-only and shared by all processes that do so, and the other weights from the checkpoint: at once, and for
-    somewhat slower tokens. `progress` is called with the bytes read and the bytes to read.
+    somewhat slower tokens. `trust_remote_code` runs the code that the model was compiled with, where its folder brought
+    it along. `progress` is called with the bytes read and the bytes to read.
     Raises `InputRefused` or `HostLacks`, each with what to do.
     """
     manifest = read_manifest(Path(path))
-    model_class = compiled_class(stock_class(manifest, Path(path)))
+    checkpoint = None if weights is None else Path(weights)
+    model_class = compiled_class(stock_class(manifest, Path(path), checkpoint, trust_remote_code=trust_remote_code))
     return load_as(
         model_class,
         Path(path),
@@ -89,8 +93,12 @@ def load_as(
     store = _store(folder, manifest, sources, index, library, map)
     placement = {} if reference else dict(manifest.placement)
     check_devices(placement)
-    model = build_on_meta(model_class, copy.deepcopy(config) or read_config(folder), manifest, attention, reference)
-    realise(model, manifest.rewrites, library)
+    model = build_on_meta(
+        model_class, copy.deepcopy(config) or read_config(folder, model_class), manifest, attention, reference
+    )
+    realise(model, manifest.rewrites, library, folder)
+    if not reference:
+        check_bytes(model, manifest, folder, placement)  # before anything is read, and below of what was
     with progress_bar(f"loading {folder.name}") as bar:
         report = progress or bar
         weights_stage.fill_weights(
@@ -99,6 +107,8 @@ def load_as(
     compute_buffers(model, placement)
     model.tie_weights()
     weight_store.check_filled(model)
+    if not reference:
+        check_bytes(model, manifest, folder, placement)
     follow(model, placement)
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
     return _finished(model, folder, manifest, base, placement)
@@ -121,14 +131,37 @@ def _store(
     return None
 
 
-def stock_class(manifest: Manifest, folder: Path) -> type[PreTrainedModel]:
-    """The class of transformers that was compiled. Raises `InputRefused` (L403) where it has none of that name."""
+def stock_class(
+    manifest: Manifest, folder: Path, checkpoint: Path | None = None, *, trust_remote_code: bool = False
+) -> type[PreTrainedModel]:
+    """The class that was compiled: of transformers, or of the code in the `checkpoint`.
+
+    Raises `InputRefused`: L403 where transformers has none of that name, L425 for code that is not trusted, L426 for
+    code that is not the one that was compiled.
+    """
+    if manifest.model.code:
+        return _class_of_its_own_code(manifest, folder, checkpoint or Path(manifest.model.folder), trust_remote_code)
     found = getattr(transformers, manifest.model.class_name, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel) and found is not PreTrainedModel):
         message = f"transformers {transformers.__version__} has no model class `{manifest.model.class_name}`"
         hint = f"install transformers {manifest.versions.transformers}, or compile again: `{manifest.renewal(folder)}`"
         raise InputRefused(Diagnostic("L403", message, hint=hint))
     return found
+
+
+def _class_of_its_own_code(manifest: Manifest, folder: Path, checkpoint: Path, trusted: bool) -> type[PreTrainedModel]:
+    compiled, found = manifest.model.code, remote_code.code_files(checkpoint)
+    if not trusted:
+        file = remote_code.model_file(checkpoint) or ", ".join(compiled)
+        message = f"`{folder.name}` is a model of its own code, and loading it would run `{checkpoint / file}`"
+        hint = "if you trust that code: `load(trust_remote_code=True)`"
+        raise InputRefused(Diagnostic("L425", message, hint=hint))
+    changed = sorted(name for name in compiled.keys() | found if compiled.get(name) != found.get(name))
+    if changed:
+        message = f"the code of the model is not the one that was compiled: `{checkpoint / changed[0]}` differs"
+        hint = f"compile again: `{manifest.renewal(folder)}`"
+        raise InputRefused(Diagnostic("L426", message, hint=hint))
+    return remote_code.run_code(checkpoint, folder)[1]
 
 
 # What must hold before anything is read
@@ -193,9 +226,10 @@ def read_rows(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
         raise InputRefused(Diagnostic("L402", f"`{folder / 'weights.json'}` is damaged: {error}", hint=hint)) from error
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """The config of the compiled model."""
-    return cast("PreTrainedConfig", AutoConfig.from_pretrained(folder))
+def read_config(folder: Path, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    """The config of the compiled model; where its class is of its own code, the one that this class takes."""
+    own = remote_code.config_class_of(model_class)
+    return cast("PreTrainedConfig", (own or AutoConfig).from_pretrained(folder))
 
 
 # The model itself

@@ -180,7 +180,7 @@ class _Skeleton:
     def __init__(self, opened: _Opened) -> None:
         manifest = opened.manifest
         stock = compiled_class(load.stock_class(manifest, opened.folder))
-        self.model = load.build_on_meta(stock, load.read_config(opened.folder), manifest, None, reference=False)
+        self.model = load.build_on_meta(stock, load.read_config(opened.folder, stock), manifest, None, reference=False)
         realise(self.model, manifest.rewrites, opened.library, opened.folder)
 
     def size(self, layer: Layer) -> int:

@@ -1,0 +1,87 @@
+"""Code that a model folder brings along: which files, and the classes in it, once its user trusts it.
+
+In: a model folder whose config.json has an `auto_map`. Out: names and digests of the files, without running one; the
+config and model classes, which runs them. Refused: code of another repository, code without a causal LM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from ktc.diagnostics import Diagnostic, InputRefused
+
+_MODEL = "AutoModelForCausalLM"
+
+
+def code_files(folder: Path) -> dict[str, str]:
+    """The sha256 of every Python file in `folder`, by name."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.py"))}
+
+
+def model_file(folder: Path) -> str | None:
+    """The file that `auto_map` names for causal LMs (`modeling_x.py`); None where there is none."""
+    reference = _auto_map(folder).get(_MODEL)
+    return None if not isinstance(reference, str) else f"{reference.split('--')[-1].rpartition('.')[0]}.py"
+
+
+def _auto_map(folder: Path) -> Mapping[str, Any]:
+    try:
+        content: object = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found = cast("dict[str, Any]", content).get("auto_map") if isinstance(content, dict) else None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """Runs the code in `folder`: the config (read from `config_folder`, if given) and the class of the model.
+
+    The config's class belongs to the model's alone, so that everything that builds a model from this config builds that
+    one. Raises `InputRefused` (I109) where the code cannot be used.
+    """
+    references = _auto_map(folder)
+    foreign = next((str(r) for r in references.values() if isinstance(r, str) and "--" in r), None)
+    if foreign is not None:
+        message = f"config.json of `{folder.name}` names code of another repository: `{foreign}`"
+        raise InputRefused(Diagnostic("I109", message, hint="copy its files into the folder, and name them there"))
+    try:
+        model_class = _class(references[_MODEL], folder, PreTrainedModel)
+        if "AutoConfig" in references:
+            config = _class(references["AutoConfig"], folder, PreTrainedConfig).from_pretrained(config_folder or folder)
+        else:
+            config = _of_a_class_of_its_own(AutoConfig.from_pretrained(config_folder or folder, local_files_only=True))
+        model_class.config_class = type(config)
+        AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)
+    except Exception as error:  # foreign code raises anything
+        words = (str(error).strip().splitlines() or [""])[0][:200]
+        message = f"the code of `{folder.name}` cannot be used: {type(error).__name__}: {words}"
+        raise InputRefused(
+            Diagnostic("I109", message, hint="try it with the transformers that it was written for")
+        ) from error
+    return config, model_class
+
+
+def config_class_of(model_class: type[PreTrainedModel]) -> type[PreTrainedConfig] | None:
+    """The class of the config of a model of its own code; None for a model of transformers."""
+    own = any(base.__module__.startswith("transformers_modules.") for base in model_class.__mro__)
+    return cast("type[PreTrainedConfig]", model_class.config_class) if own else None
+
+
+def _class(reference: str, folder: Path, wanted: type[Any]) -> Any:
+    found: object = get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
+    if not (isinstance(found, type) and issubclass(found, wanted)):
+        raise TypeError(f"`{reference}` is no `{wanted.__name__}`")
+    return found
+
+
+def _of_a_class_of_its_own(config: PreTrainedConfig) -> PreTrainedConfig:
+    stock = type(config)
+    config.__class__ = type(stock.__name__, (stock,), {"__module__": stock.__module__})
+    return config
