@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo test test-all fuzz check format clean
+.PHONY: setup demo test test-all versions census fuzz check format clean
 
 setup: $(READY)
 
@@ -32,10 +32,19 @@ check: $(READY)
 	$(BIN)/lint-imports --no-logo
 
 test: check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not full"
 
-test-all: check
-	$(BIN)/python -m pytest
+# Everything: slow tests, the census of all families, and the quick tests with the oldest and newest supported versions.
+test-all: check versions
+	$(BIN)/python -m pytest -m ""
+
+# The quick tests with the oldest and the newest supported torch, transformers and peft, each in build/versions.
+versions: $(READY)
+	$(BIN)/python tests/version_matrix.py $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
+
+# The table of all mixture-of-experts families, written anew.
+census: $(READY)
+	$(BIN)/ktc census --format markdown -o docs/census.md
 
 # Broken rule programs for as long as SECONDS says; a fault is printed with its seed.
 SECONDS ?= 600

@@ -96,6 +96,8 @@ def _line(family: Family) -> str:
 
 
 def _show(session: Session, census: Census, form: Form, output: Path | None) -> None:
+    if session.as_json and output is None:
+        return  # the session prints it
     if form == "markdown":
         from ktc.census import markdown
 

@@ -76,7 +76,7 @@ class Family:
         worst: dict[str, float] = {}
         for proof in self.proofs:
             for name, error in proof.gradients.items():
-                worst[name] = max(worst.get(name, 0.0), error)
+                worst[name] = max(worst.get(name, error), error)
         return worst
 
     @property
