@@ -37,7 +37,7 @@ _SHARED_WIDTHS = (
     "shared_expert_intermediate_size", "shared_experts_intermediate_size", "shared_intermediate_size",
     "moe_shared_expert_intermediate_size",
 )  # fmt: skip
-_WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "rel_extent")
+_WINDOWS = ("sliding_window", "sliding_window_size", "rel_extent")
 _CHUNKS = ("mamba_chunk_size", "chunk_size", "block_size")  # below the witness's sequences: several chunks in each
 # The size each attribute shrinks to. An attribute that the config lacks, or that is None or 0 there, stays as it is.
 _SIZES: Mapping[str, int] = {
@@ -53,6 +53,7 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(_CHUNKS, 16),
     "head_dim": HEAD_DIM,
     "kv_channels": HEAD_DIM,
+    "attention_chunk_size": 128,  # beyond the witness's sequences: the model's mask, not its attention, cuts the chunks
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "o_lora_rank": 24,
@@ -94,7 +95,11 @@ _SIZES: Mapping[str, int] = {
     "split_ngram_parts": 8,
     "ple_embed_dim": 64,
 }
-_STATE_SPACE = (("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("mamba_num_heads", "mamba_head_dim", "expand"))
+_STATE_SPACE = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("mamba_num_heads", "mamba_head_dim", "expand"),
+    ("num_heads", "head_dim", "expand"),
+)
 _HEAD_DIMS = (HEAD_DIM, 24, 32, 48, 64, 96, 128)
 _AT_MOST = frozenset({*TOP_KS, *_SHARED_COUNTS, "mamba_n_groups", "n_groups", "o_groups"})
 _NOT_PARTS = ("quantization_config", "per_layer_config", "generation_config")
@@ -232,5 +237,7 @@ def _shrink_groups(small: dict[str, Any], old: Settings) -> None:
 def _shrink_state_space_heads(small: dict[str, Any], old: Settings) -> None:
     """The heads of a state-space layer fill its inner width, `expand` times the hidden size."""
     for heads, width, expand in _STATE_SPACE:
-        if is_size(old.get(heads)) and heads in small:
-            small[heads] = int(old.get(expand) or 2) * HIDDEN // _SIZES[width]
+        if is_size(old.get(heads)) and heads in small and is_size(old.get(width)) and old.get(expand):
+            small[heads] = int(old[expand]) * HIDDEN // small[width]
+            if is_size(small.get("mamba_d_ssm")):
+                small["mamba_d_ssm"] = small[heads] * small[width]
