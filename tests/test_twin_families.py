@@ -143,3 +143,8 @@ def test_shrinking_keeps_what_settings_mean(
         setattr(config, name, value)
     small = twin.shrink(config)
     assert {name: getattr(small, name) for name in expected} == expected
+
+
+def test_a_config_class_that_refuses_its_small_sizes_is_told_about() -> None:
+    with pytest.raises(InputRefused, match="xlnet.*d_head"):
+        twin.shrink(AutoConfig.for_model("xlnet"))
