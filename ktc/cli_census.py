@@ -13,10 +13,12 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from rich import box
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +29,8 @@ from ktc.diagnostics import Diagnostic, InputRefused, suggest
 if TYPE_CHECKING:
     from ktc.census import Census, Family
 
-Form = Literal["text", "json", "markdown"]
+Form: TypeAlias = Literal["text", "json", "markdown"]
+_WIDE = 200  # of the table in a file
 
 
 def run(session: Session, names: Sequence[str], form: Form, output: Path | None) -> None:
@@ -90,23 +93,39 @@ def _examine(session: Session, asked: Sequence[str], examine: Callable[[str], Fa
 
 
 def _line(family: Family) -> str:
+    experts = "rewritten" if family.matched else family.experts.partition(":")[0]
     state = "WRONG" if family.wrong else "proven" if family.proven else "not proven"
     first = f"  {family.reasons[0]}" if family.reasons else ""
-    return f"  {family.family:24s}{family.seconds:6.1f} s  {state}{first}"
+    return f"  {family.family:20s}{family.seconds:6.1f} s  experts {experts}, {state}{first}"
 
 
 def _show(session: Session, census: Census, form: Form, output: Path | None) -> None:
     if session.as_json and output is None:
         return  # the session prints it
-    if form == "markdown":
-        from ktc.census import markdown
-
-        session.emit(markdown(census, date.today()), output)
-    elif form == "json" or output is not None:
-        session.emit(json.dumps(census.to_json(), indent=2), output)
+    form = "json" if session.as_json and form == "text" else form
+    if form == "text" and output is None:
+        session.show(Group(_table(census), Text(_summary(census))))
     else:
-        session.show(_table(census))
-        session.show(Text(_summary(census)))
+        session.emit(_FORMS[form](census), output)
+
+
+def _page(census: Census) -> str:
+    from ktc.census import markdown
+
+    return markdown(census, date.today())
+
+
+def _json(census: Census) -> str:
+    return json.dumps(census.to_json(), indent=2)
+
+
+def _text(census: Census) -> str:
+    written = Console(file=StringIO(), width=_WIDE)
+    written.print(_table(census), Text(_summary(census)))
+    return cast("StringIO", written.file).getvalue()
+
+
+_FORMS: dict[Form, Callable[[Census], str]] = {"markdown": _page, "json": _json, "text": _text}
 
 
 def _table(census: Census) -> Table:
