@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ktc import twin
 from ktc.capture import ModelSource, capture
 from ktc.diagnostics import InputRefused
+from ktc.graph.typed import named_modules
 from ktc.prove.run import SHAPES
 from ktc.twin.sizes import EXPERT_COUNTS, TOP_KS
 
@@ -25,7 +28,7 @@ ALL = [*SHOWN, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))
 
 
 def kinds_of_layers(model: nn.Module) -> dict[int, frozenset[tuple[str, str]]]:
@@ -35,7 +38,7 @@ def kinds_of_layers(model: nn.Module) -> dict[int, frozenset[tuple[str, str]]]:
     return {
         index: frozenset(
             (".".join("0" if part.isdigit() else part for part in name.split(".")), type(module).__name__)
-            for name, module in layer.named_modules()
+            for name, module in named_modules(layer)
         )
         for index, layer in enumerate(stack)
     }
@@ -146,5 +149,5 @@ def test_shrinking_keeps_what_settings_mean(
 
 
 def test_a_config_class_that_refuses_its_small_sizes_is_told_about() -> None:
-    with pytest.raises(InputRefused, match="xlnet.*d_head"):
+    with pytest.raises(InputRefused, match=r"xlnet.*d_head"):
         twin.shrink(AutoConfig.for_model("xlnet"))
