@@ -115,7 +115,7 @@ def compile_command(
         if pack:
             from ktc import cli_pack
 
-            cli_pack.pack(session, path)
+            cli_pack.pack(session, path, trusted=trust)
 
 
 @app.command("pack")
@@ -123,6 +123,7 @@ def pack_command(
     out: CompiledModel,
     weights: Weights = None,
     force: Annotated[bool, typer.Option("--force", help="Pack every layer anew.")] = False,
+    trust: Trust = False,
     as_json: Json = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -132,7 +133,7 @@ def pack_command(
     with Session(as_json, verbose, quiet, log_file) as session:
         from ktc import cli_pack
 
-        cli_pack.pack(session, out, weights, force)
+        cli_pack.pack(session, out, weights, force, trust)
 
 
 @app.command("verify")
@@ -142,6 +143,7 @@ def verify_command(
     source: Annotated[
         bool, typer.Option("--source", help="Pack the checkpoint again in memory and compare every byte.")
     ] = False,
+    trust: Trust = False,
     as_json: Json = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -151,7 +153,7 @@ def verify_command(
     with Session(as_json, verbose, quiet, log_file) as session:
         from ktc import cli_pack
 
-        cli_pack.verify(session, out, weights, source)
+        cli_pack.verify(session, out, weights, source, trust)
 
 
 @app.command("check")
@@ -298,7 +300,7 @@ def census_command(
         session.require_versions()
         from ktc import cli_census
 
-        cli_census.run(session, families or (), "json" if as_json else form, output)
+        cli_census.run(session, families or (), form, output)
 
 
 @app.command("doctor")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _STYLES = {"good": "green", "stale": "yellow", "altered": "bold red", "missing": "bold red"}
 
 
-def pack(session: Session, out: Path, weights: Path | None = None, force: bool = False) -> None:
+def pack(session: Session, out: Path, weights: Path | None = None, force: bool = False, trusted: bool = False) -> None:
     """Packs what the store of `out` lacks and tells what was done."""
     from ktc.runtime.pack import pack as pack_store
     from ktc.runtime.packed_store import renewal
@@ -34,7 +34,7 @@ def pack(session: Session, out: Path, weights: Path | None = None, force: bool =
     session.go_on()
     try:
         with progress_bar(f"packing {out.name}", session.quiet) as bar:
-            report = pack_store(out, weights=weights, force=force, progress=bar)
+            report = pack_store(out, weights=weights, force=force, trust_remote_code=trusted, progress=bar)
     except KeyboardInterrupt:
         session.console.print(f"what is packed is kept; `{renewal(relative(out.absolute()))}` goes on", markup=False)
         raise
@@ -44,13 +44,13 @@ def pack(session: Session, out: Path, weights: Path | None = None, force: bool =
     session.show(Text(f"{relative(report.folder)} holds {size(report.size)}: {done}"))
 
 
-def verify(session: Session, out: Path, weights: Path | None, source: bool) -> None:
+def verify(session: Session, out: Path, weights: Path | None, source: bool, trusted: bool) -> None:
     """Shows every finding; the exit code is 1 if one is not good."""
     from ktc.runtime.progress import progress_bar
     from ktc.runtime.verify import verify as verify_model
 
     with progress_bar(f"verifying {out.name}", session.quiet) as bar:
-        findings = verify_model(out, weights=weights, source=source, progress=bar)
+        findings = verify_model(out, weights=weights, source=source, trust_remote_code=trusted, progress=bar)
     session.show(_table(findings))
     session.result({"out": str(out), "findings": [asdict(finding) for finding in findings]})
     session.exit_code = 0 if all(finding.state == "good" for finding in findings) else 1

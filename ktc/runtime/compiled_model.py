@@ -100,7 +100,9 @@ class CompiledModel:
     @classmethod
     def _stock(cls) -> Any:
         families = ("transformers.", "transformers_modules.")
-        return next(base for base in cls.__mro__ if base.__module__.startswith(families))
+        # the class of `modeling_ktc.py` lives among those of remote code too
+        bases = (base for base in cls.__mro__ if CompiledModel not in base.__mro__)
+        return next(base for base in bases if base.__module__.startswith(families))
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

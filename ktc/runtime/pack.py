@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ktc.checkpoint import CheckpointIndex, WeightSource, open_index
 from ktc.checkpoint.reader import TensorReader
@@ -49,6 +50,7 @@ class _Opened:
 
     folder: Path
     manifest: Manifest
+    model_class: type[PreTrainedModel]
     library: KernelLibrary
     rows: tuple[WeightSource, ...]
     index: CheckpointIndex
@@ -59,14 +61,20 @@ class _Opened:
 
 
 def pack(
-    path: str | Path, *, weights: str | Path | None = None, force: bool = False, progress: Progress | None = None
+    path: str | Path,
+    *,
+    weights: str | Path | None = None,
+    force: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
 ) -> PackReport:
     """Pack what the store of the compiled model in `path` lacks; with `force` every layer anew.
 
-    `weights` names the checkpoint if it has moved. Memory holds one layer. `progress` counts the bytes read from the
+    `weights` names the checkpoint if it has moved, `trust_remote_code` is that of `ktc.load`. Memory holds one layer.
+    `progress` counts the bytes read from the
     checkpoint and written to the store. Raises `InputRefused` as `ktc.load` does, and L443 to L445.
     """
-    opened = _open(Path(path), weights)
+    opened = _open(Path(path), weights, trust_remote_code)
     checkpoint = packed_store.checkpoint_digest(opened.index)
     layers = packed_store.layers(opened.manifest, opened.rows, opened.index)
     with _sole_writer(opened.store):
@@ -81,9 +89,11 @@ def pack(
     return _report(opened, tuple(made), kept)
 
 
-def pack_in_memory(path: Path, *, weights: str | Path | None = None) -> Iterator[tuple[str, str]]:
+def pack_in_memory(
+    path: Path, *, weights: str | Path | None = None, trust_remote_code: bool = False
+) -> Iterator[tuple[str, str]]:
     """The name of each layer, and the content digest that it has when it is packed now. Nothing is written."""
-    opened = _open(path, weights)
+    opened = _open(path, weights, trust_remote_code)
     skeleton = _Skeleton(opened)
 
     def digest(layer: Layer) -> str:
@@ -94,7 +104,7 @@ def pack_in_memory(path: Path, *, weights: str | Path | None = None) -> Iterator
         yield layer.step.fqn, digest(layer)
 
 
-def _open(path: Path, weights: str | Path | None) -> _Opened:
+def _open(path: Path, weights: str | Path | None, trusted: bool) -> _Opened:
     folder = path.resolve()
     manifest = read_manifest(folder)
     checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
@@ -102,8 +112,9 @@ def _open(path: Path, weights: str | Path | None) -> _Opened:
     if library is None or not any(step.kernel for step in manifest.rewrites):
         message = f"no kernel runs experts of `{folder}`, so there is nothing to pack"
         raise InputRefused(Diagnostic("L443", message, hint="compile it by rules with `cpu_moe`"))
+    stock = load.stock_class(manifest, folder, checkpoint, trust_remote_code=trusted)
     rows = load.read_rows(folder, manifest)
-    return _Opened(folder, manifest, library, rows, open_index(checkpoint))
+    return _Opened(folder, manifest, compiled_class(stock), library, rows, open_index(checkpoint))
 
 
 def _report(opened: _Opened, packed: tuple[str, ...], kept: dict[str, Header]) -> PackReport:
@@ -179,8 +190,8 @@ class _Skeleton:
 
     def __init__(self, opened: _Opened) -> None:
         manifest = opened.manifest
-        stock = compiled_class(load.stock_class(manifest, opened.folder))
-        self.model = load.build_on_meta(stock, load.read_config(opened.folder, stock), manifest, None, reference=False)
+        config = load.read_config(opened.folder, opened.model_class)
+        self.model = load.build_on_meta(opened.model_class, config, manifest, None, reference=False)
         realise(self.model, manifest.rewrites, opened.library, opened.folder)
 
     def size(self, layer: Layer) -> int:

@@ -36,11 +36,17 @@ class Finding:
 
 
 def verify(
-    path: str | Path, *, weights: str | Path | None = None, source: bool = False, progress: Progress | None = None
+    path: str | Path,
+    *,
+    weights: str | Path | None = None,
+    source: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[Finding, ...]:
     """Check the compiled model in `path`; with `source` also that packing the checkpoint again gives the stored bytes.
 
-    `weights` names the checkpoint if it has moved. `progress` counts the packed bytes. Raises `InputRefused` as
+    `weights` names the checkpoint if it has moved, `trust_remote_code` is that of `ktc.load`, for `source` alone.
+    `progress` counts the packed bytes. Raises `InputRefused` as
     `read_manifest` does (L400 to L402).
     """
     folder = Path(path).resolve()
@@ -49,7 +55,8 @@ def verify(
     return (
         *_files(folder, manifest),
         *_checkpoint(folder, manifest, checkpoint),
-        *_store(folder, manifest, checkpoint, source, progress),
+        *_store(folder, manifest, checkpoint, progress),
+        *(_against_source(folder, checkpoint, trust_remote_code) if source else ()),
     )
 
 
@@ -112,9 +119,7 @@ def _checkpoint(folder: Path, manifest: Manifest, checkpoint: Path) -> Iterator[
 # The packed store
 
 
-def _store(
-    folder: Path, manifest: Manifest, checkpoint: Path, source: bool, progress: Progress | None
-) -> Iterator[Finding]:
+def _store(folder: Path, manifest: Manifest, checkpoint: Path, progress: Progress | None) -> Iterator[Finding]:
     if not (folder / packed_store.FOLDER).is_dir():
         return
     try:
@@ -132,8 +137,6 @@ def _store(
     except InputRefused:  # said above
         return
     yield from _contents(folder, listed, Tally(sum(entry.size - packed_file.DATA for entry in listed.layers), progress))
-    if source and isinstance(found, PackedStore):
-        yield from _against_source(folder, found, checkpoint)
 
 
 def _contents(folder: Path, index: packed_store.PackedIndex, tally: Tally) -> Iterator[Finding]:
@@ -148,7 +151,13 @@ def _contents(folder: Path, index: packed_store.PackedIndex, tally: Tally) -> It
         yield _compared("packed layer", found, entry.content, path.name, remedy)
 
 
-def _against_source(folder: Path, store: PackedStore, checkpoint: Path) -> Iterator[Finding]:
-    for fqn, content in pack_in_memory(folder, weights=checkpoint):
-        remedy = packed_store.damaged(folder, store.path(fqn), "").hint
-        yield _compared("packed from source", content, store.headers[fqn].content, fqn, remedy)
+def _against_source(folder: Path, checkpoint: Path, trusted: bool) -> Iterator[Finding]:
+    """What the store holds beside what packing gives now. Says nothing of a store that has no index to go by."""
+    try:
+        listed = {entry.fqn: entry for entry in packed_store.read_index(folder).layers}
+    except InputRefused:
+        return
+    for fqn, content in pack_in_memory(folder, weights=checkpoint, trust_remote_code=trusted):
+        remedy = packed_store.damaged(folder, folder / packed_store.FOLDER / packed_store.file_name(fqn), "").hint
+        expected = listed[fqn].content if fqn in listed else ""
+        yield _compared("packed from source", content, expected, fqn, remedy)
