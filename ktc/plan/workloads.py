@@ -80,7 +80,7 @@ def workloads(
 
 
 def _notes(captured: CapturedModel) -> Iterator[str]:
-    yield "weights, adapter and cache are counted; activations are estimated, to a quarter or so (docs/design.md, Memory)"
+    yield "weights, adapter and cache are counted; activations are estimated, to a quarter or so (docs/design.md)"
     yield "budgets leave a tenth of each device to CUDA or the process itself, unless the program sets them"
     if captured.cache is None:
         yield "this model's cache could not be measured and is not counted"
