@@ -72,6 +72,19 @@ def test_check_for_a_machine_that_is_too_small_ends_with_three(run: Run, tmp_pat
     code, out, err = run("check", "moe-lora", MODEL, "--host", tmp_path / "small.toml")
     assert code == 3, err
     assert "cpu" in out
+    assert "SHORT BY" in out
+
+
+def test_check_answers_whether_a_size_of_input_fits(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "host.toml").write_text('memory = "4GiB"\ncores = 1\n')
+    asked = ("check", "moe-lora", MODEL, "--host", tmp_path / "host.toml", "--length", "256", "--batch", "100000")
+    code, out, err = run(*asked)
+    assert (code, "M075" in err) == (3, True), err
+    for words in ("longest at batch 1", "train with gradient checkpointing", "infer", "a token meets", "checked in"):
+        assert words in out
+    report = json.loads(run(*asked, "--json")[1])
+    assert {"rules", "capture", "plan"} <= report["seconds"].keys()
+    assert report["peak_rss"] > 0
 
 
 def test_bad_rules_end_with_two_and_quote_the_line(run: Run, tmp_path: Path) -> None:
