@@ -73,6 +73,9 @@ def _region(graph_module: fx.GraphModule, experts: ExpertList) -> _Region:
     region = next((region for region in found if region is not None), None)
     if region is None:
         raise NoExperts(f"the code around `{experts.fqn}` does more with hidden states than to route and to weigh them")
+    cut = frozenset({region.hidden, region.indices, region.weights})
+    if any(region.weights in _behind(node, cut) for marker in markers for node in tensor_inputs(marker)):
+        raise NoExperts(f"the routing weights go into the modules of `{experts.fqn}`, not onto their results")
     return region
 
 

@@ -88,8 +88,9 @@ def _behind(node: fx.Node) -> fx.Node:
 def _read(fqn: str, count: int, mlp: _Mlp) -> ExpertList | None:
     wide, narrow = (ops.shape_of(node.args[1]) for node in (mlp.first[0], mlp.last))
     fused = len(mlp.first) == 1 and wide[0] == 2 * narrow[1]
-    for order in [mlp.first] if fused or len(mlp.first) == 1 else [mlp.first, mlp.first[::-1]]:
-        form = form_of_code(_between(mlp, order), gated=fused or len(order) == 2)
+    gated = fused or len(mlp.first) == 2
+    for order in [mlp.first] if len(mlp.first) == 1 else [mlp.first, mlp.first[::-1]]:
+        form = form_of_code(_between(mlp, order), gated, width=int(narrow[1]) * (2 if gated else 1))
         if form is not None:
             break
     else:

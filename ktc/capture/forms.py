@@ -45,12 +45,12 @@ def form_of(module: nn.Module) -> str:
     return str(replace(found, biased=biased, transposed=transposed))
 
 
-def form_of_code(code: Callable[[Tensor], Tensor], gated: bool) -> ExpertsForm | None:
-    """The form whose activation computes what `code` does; None if there is none."""
-    constants = _constants(code)
+def form_of_code(code: Callable[[Tensor], Tensor], gated: bool, width: int = 2 * _SAMPLES) -> ExpertsForm | None:
+    """The form whose activation computes what `code` does on `width` columns; None if there is none."""
+    constants = _constants(code, width)
     generator = torch.Generator().manual_seed(0)
     spread = max([_SPREAD, *(1.5 * abs(number) for number in constants)])  # beyond every limit
-    sample = spread * (2 * torch.rand(_SAMPLES, 2 * _SAMPLES, generator=generator, dtype=torch.float64) - 1)
+    sample = spread * (2 * torch.rand(_SAMPLES, width, generator=generator, dtype=torch.float64) - 1)
     expected = code(sample)
     for form in _candidates(constants, gated):
         actual = activated(form, sample)
@@ -66,7 +66,7 @@ def _candidates(constants: frozenset[float], gated: bool) -> Iterator[ExpertsFor
         yield ExpertsForm(Activation(function), gated, interleaved=interleaved)
     if not gated:
         return
-    positive = sorted(number for number in constants if 0 < number)
+    positive = sorted(number for number in constants if number > 0)
     limits, alphas, offsets = (None, *positive), (1.0, *positive), (0.0, *sorted(constants))
     for limit, alpha, offset, interleaved in product(limits, alphas, offsets, (False, True)):
         yield ExpertsForm(Activation("silu", alpha, limit, offset), interleaved=interleaved)
@@ -74,13 +74,13 @@ def _candidates(constants: frozenset[float], gated: bool) -> Iterator[ExpertsFor
         yield ExpertsForm(Activation(function, limit=limit), interleaved=interleaved)
 
 
-def _constants(code: Callable[[Tensor], Tensor]) -> frozenset[float]:
+def _constants(code: Callable[[Tensor], Tensor], width: int) -> frozenset[float]:
     """The numbers that the traced code computes with."""
 
     class Gate(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             return code(hidden)
 
-    program = torch.export.export(Gate(), (torch.empty(2, 8, device="meta"),), strict=False)
+    program = torch.export.export(Gate(), (torch.empty(2, width, device="meta"),), strict=False)
     numbers = (a for node in nodes_of(program.graph_module) for a in (*node.args, *node.kwargs.values()))
     return frozenset(float(n) for n in numbers if isinstance(n, int | float) and abs(n) < _LARGEST)

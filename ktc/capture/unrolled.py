@@ -91,7 +91,7 @@ class _NoData(TorchFunctionMode):
                 return True
             if name == "bincount":
                 return first.new_zeros(self._count)
-            if name in ("tolist", "numpy", "__iter__") and self._counts_tokens(first):
+            if name in ("tolist", "numpy", "unbind", "__iter__") and self._counts_tokens(first):
                 counts = [_Number(sys.maxsize), *[_Number(0)] * (self._count - 1)]  # the first expert gets them all
                 return iter(counts) if name == "__iter__" else counts
             if name == "cpu":

@@ -1,0 +1,141 @@
+"""A model of its own code, with experts in a list that a Python loop calls: refused, trusted, compiled, loaded, tuned."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import ktc
+from ktc import twin
+from ktc.capture import open_model
+from ktc.diagnostics import InputRefused
+from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.peft_glue import read_lora_config
+
+SOURCE = Path(__file__).parents[1] / "remote_code" / "orchard"
+IDS = torch.randint(3, 250, (2, 24), generator=torch.Generator().manual_seed(1))
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        modules = str(tmp_path_factory.mktemp("modules"))
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+        patch.syspath_prepend(modules)
+        yield
+
+
+def checkpoint(folder: Path, loop: str) -> Path:
+    """The model folder with seeded weights."""
+    shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "loop": loop}))
+    tensors = stock(folder, torch.bfloat16).state_dict()
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def stock(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    return twin.build(open_model(folder, trust_remote_code=True).config, 0, torch.bfloat16).to(dtype)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("remote") / "orchard", "hit")
+
+
+@pytest.fixture(scope="module")
+def out(model: Path) -> Path:
+    return ktc.compile(
+        model, "moe-lora", model.parent / "orchard_ktc", settings={"device": "cpu"}, trust_remote_code=True
+    )
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits.float()
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def refusal(action: Callable[[], object]) -> str:
+    with pytest.raises(InputRefused) as caught:
+        action()
+    return str(caught.value)
+
+
+def test_code_is_not_run_unless_it_is_trusted(model: Path, out: Path) -> None:
+    compiling = refusal(lambda: ktc.compile(model, "moe-lora", model.parent / "other"))
+    assert "I108" in compiling
+    assert "modeling_orchard.py" in compiling
+    loading = refusal(lambda: ktc.load(out))
+    assert "L425" in loading
+    assert str(model / "modeling_orchard.py") in loading
+
+
+def test_logits_are_as_near_to_fp32_as_those_of_stock_bf16(model: Path, out: Path) -> None:
+    ours, wanted = ktc.load(out, trust_remote_code=True), logits(stock(model, torch.float32))
+    assert isinstance(ours.get_submodule("trunk.trees.1.grove.pickers"), FusedMoe)
+    assert relative(logits(ours), wanted) <= 1.5 * relative(logits(stock(model, torch.bfloat16)), wanted)
+
+
+def test_reference_mode_generates_the_tokens_of_stock_fp32(model: Path, out: Path) -> None:
+    ours, exact = ktc.load(out, reference=True, trust_remote_code=True), stock(model, torch.float32)
+    settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(ours.generate(IDS, **settings), exact.generate(IDS, **settings))
+
+
+def test_a_lora_step_moves_attention_and_the_router_stays_a_module(out: Path) -> None:
+    tuned = get_peft_model(ktc.load(out, trust_remote_code=True), read_lora_config(out)).train()
+    before = tuned(input_ids=IDS, labels=IDS).loss
+    optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=10.0)
+    before.backward()
+    gradients = [p.grad for p in tuned.parameters() if p.requires_grad]
+    assert all(g is not None for g in gradients)
+    optimizer.step()
+    assert tuned(input_ids=IDS, labels=IDS).loss < before
+    block = tuned.get_submodule("base_model.model.trunk.trees.0.grove")
+    assert type(block).__name__ == "KtcOrchardGrove"
+    assert type(block.get_submodule("chooser")) is nn.Linear
+
+
+def test_code_of_a_block_that_was_altered_is_refused(out: Path) -> None:
+    path = next((out / "blocks").glob("*.py"))
+    text = path.read_text()
+    try:
+        path.write_text(text.replace("True", "False"))
+        assert "L404" in refusal(lambda: ktc.load(out, trust_remote_code=True))
+    finally:
+        path.write_text(text)
+
+
+def test_code_of_the_model_that_was_altered_is_refused(model: Path, out: Path) -> None:
+    path = model / "modeling_orchard.py"
+    text = path.read_text()
+    try:
+        path.write_text(text + "\n")
+        assert "L426" in refusal(lambda: ktc.load(out, trust_remote_code=True))
+    finally:
+        path.write_text(text)
+
+
+def test_a_loop_that_is_none_leaves_its_block_alone_and_the_rest_compiles(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "orchard_scaled", "scaled")
+    options = {"settings": {"device": "cpu"}, "trust_remote_code": True}
+    report = ktc.inspect(folder, "moe-lora", **options)
+    assert "the routing weights go into the modules of `pickers`" in report.captured.block("grove_0").opaque
+    made = ktc.load(ktc.compile(folder, "moe-lora", tmp_path / "scaled_ktc", **options), trust_remote_code=True)
+    assert relative(logits(made), logits(stock(folder, torch.bfloat16))) < 1e-6
+    assert len(read_lora_config(tmp_path / "scaled_ktc").target_modules) == 8
