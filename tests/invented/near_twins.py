@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import use_experts_implementation
 
-from invented.skeleton import CHOSEN, EXPERTS, Bank, InventedConfig, invent
+from invented.skeleton import CHOSEN, EXPERTS, Bank, InventedConfig, Still, invent
 
 Route = Callable[["Router", Tensor], tuple[Tensor, Tensor]]
 
@@ -198,4 +198,4 @@ def _model(name: str, route: Route, bank: type[Bank]) -> type[InventedConfig]:
             chosen, weights = self.steer(flat)
             return self.pool(flat, chosen, weights).view_as(hidden_states)
 
-    return invent(name, Mixture)
+    return invent(name, Mixture, Still)

@@ -96,6 +96,16 @@ class Fused(nn.Module):
         return self.back(attend(self, turned(self.level(q), angle), turned(self.level(k), angle), v, mask))
 
 
+class Still(nn.Module):
+    """No attention at all: for models whose mixture alone is looked at."""
+
+    def __init__(self, config: InventedConfig, layer: int) -> None:
+        super().__init__()
+
+    def forward(self, hidden_states: Tensor, angle: Tensor, mask: Tensor | None = None) -> Tensor:
+        return hidden_states
+
+
 class Layer(nn.Module):
     def __init__(
         self, config: InventedConfig, attention: type[nn.Module], mixture: type[nn.Module], layer: int
