@@ -69,11 +69,7 @@ def fill_weights(
     rest = [source for source in sources if source.target.rpartition(".")[0] not in packed]
     if map:
         rest = list(map_weights(model, rest, index, placement))
-    to_read = sum(
-        index.tensors[s.source_key].end - index.tensors[s.source_key].begin
-        for s in rest
-        if s.source_key in index.tensors
-    )
+    to_read = sum(weight_store.stored_bytes(source, index) for source in rest)
     tally = Tally(to_read + (store.size if store is not None and not map else 0), progress)
     if store is not None:
         (_map_experts if map else _read_experts)(model, store, tally)
