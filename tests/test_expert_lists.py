@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
-from ktc.capture import ExpertList, markers
+from ktc.capture import BlockGraph, CapturedModel, ExpertList, ModelSource, capture, markers
 from ktc.capture.canonical import NoExperts, same_computation
 from ktc.capture.expert_list import candidates, expert_list
 from ktc.capture.loop import capture_loop
@@ -173,3 +174,34 @@ def test_a_list_of_modules_that_differ_is_no_list_of_experts() -> None:
     block = grove("range")
     block.get_submodule("pickers.1").w1.in_features = HIDDEN + 1
     assert candidates(block) == []
+
+
+def test_facts_do_not_depend_on_the_names_in_a_config() -> None:
+    config = importlib.import_module("orchard.configuration_orchard").OrchardConfig(hidden_size=HIDDEN)
+    model = importlib.import_module("orchard.modeling_orchard").OrchardForCausalLM(config)
+    del config.hidden_size
+    source = ModelSource("orchard", None, config, None)
+    graph, _ = captured(grove("range"))
+    seen = CapturedModel(source, model, (), (BlockGraph("grove_0", "OrchardGrove", graph),), ())
+    assert (seen.facts["hidden"], seen.facts["experts"]) == (HIDDEN, EXPERTS)
+    assert CapturedModel(source, model, (), (), ()).facts["experts"] == 0
+
+
+def test_a_block_that_depends_on_data_is_named_with_its_line_and_the_rest_is_captured() -> None:
+    module = importlib.import_module("orchard.modeling_orchard")
+    config = importlib.import_module("orchard.configuration_orchard").OrchardConfig(
+        hidden_size=HIDDEN, picker_width=INNER, pickers=EXPERTS, trees=1
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.OrchardGrove, "forward", _asks_for_data)
+        AutoModelForCausalLM.register(type(config), module.OrchardForCausalLM, exist_ok=True)
+        seen = capture(ModelSource("orchard", None, config, None))
+    assert seen.block("attn_0").graph is not None
+    assert seen.block("grove_0").graph is None
+    assert "its code depends on data: `if hidden_states.sum().item() > 0:`" in seen.block("grove_0").opaque
+
+
+def _asks_for_data(_: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:
+    if hidden_states.sum().item() > 0:
+        return hidden_states, None
+    return -hidden_states, None

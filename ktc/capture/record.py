@@ -6,7 +6,9 @@ list of experts runs as if all of them were chosen. Refused: a model that does n
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ from ktc.capture.export import BATCH, SEQUENCE
 from ktc.capture.unrolled import routed_anyhow
 from ktc.diagnostics import Diagnostic, InputRefused
 
+# What torch says where code asks a meta tensor for its values.
+_NO_DATA = ("nonzero", "no data", "on meta tensors", "data-dependent")
+_ELSEWHERE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -45,6 +50,15 @@ def first_line(error: BaseException | None) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
+def _reason(error: Exception) -> str:
+    """Why a block does not run on meta: the line of its code that asks for data, else what was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_ELSEWHERE)]
+    if own and any(words in str(error) for words in _NO_DATA):
+        return f"its code depends on data: `{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno})"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def _run(
     model: PreTrainedModel,
     blocks: Mapping[str, nn.Module],
@@ -58,7 +72,7 @@ def _run(
             try:
                 return _run_block(block, original, args, kwargs)
             except Exception as error:  # noqa: BLE001 - whatever a foreign block raises makes it opaque, with its words
-                failed[fqn] = f"{type(error).__name__}: {first_line(error)}"
+                failed[fqn] = _reason(error)
                 hidden = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
                 stand_in = torch.empty_like(hidden)
                 return (stand_in, None) if returns_tuple(fqn) else stand_in

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ktc.graph.typed import named_modules
+from ktc.graph import ops
+from ktc.graph.typed import named_modules, nodes_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -131,15 +132,30 @@ class CapturedModel:
     @property
     def facts(self) -> dict[str, Any]:
         """The facts that rules know as `model.*`."""
-        config = self.source.config.get_text_config()
-        counts = (getattr(config, name, None) for name in _EXPERT_COUNTS)
         return {
             "type": self.source.config.model_type,
             "layers": len({s.layer for s in self.sites}),
-            "hidden": int(config.hidden_size),
-            "experts": next((int(count) for count in counts if count), 0),
+            "hidden": self._hidden(),
+            "experts": self._experts(),
             "dtype": dtype_name(self.model.dtype),
         }
+
+    def _hidden(self) -> int:
+        """The width of the embedding where the config has another name for it; 0 where there is neither."""
+        width = getattr(self.source.config.get_text_config(), "hidden_size", None)
+        if isinstance(width, int):
+            return width
+        table = getattr(self.model.get_input_embeddings(), "weight", None)
+        return int(table.shape[-1]) if table is not None else 0
+
+    def _experts(self) -> int:
+        """The experts of a layer as the graphs have them, else as the config says."""
+        graphs = [block.graph for block in self.blocks if block.graph is not None]
+        nodes = (node for graph in graphs for node in nodes_of(graph) if ops.operator(node) == "experts")
+        seen = [int(ops.attributes(node)["num_experts"]) for node in nodes]
+        config = self.source.config.get_text_config()
+        counts = [getattr(config, name, None) for name in _EXPERT_COUNTS]
+        return max(seen, default=next((count for count in counts if isinstance(count, int) and count), 0))
 
 
 _DTYPES = {
