@@ -82,7 +82,7 @@ def test_a_captured_graph_computes_what_its_block_computes(family: str, shape: t
 
 
 def test_experts_of_an_unsupported_form_leave_the_block_opaque_with_a_reason() -> None:
-    model = captured("qwen3_moe", hidden_act="selu")
+    model = captured("qwen3_moe", hidden_act="mish")
     opaque = {b.class_name: b.opaque for b in model.blocks if b.graph is None}
     assert opaque["Qwen3MoeSparseMoeBlock"].endswith("has an activation that no kernel computes")
 

@@ -15,7 +15,7 @@ from ktc.diagnostics import ProofFailed
 from ktc.graph import ops
 from ktc.graph.typed import input_of, nodes_of
 from ktc.prove import compare, prove
-from ktc.prove.compare import TOLERANCE, Call, relative_error
+from ktc.prove.compare import TOLERANCE, Call, InDouble, relative_error
 from ktc.prove.run import bind, record_calls
 from ktc.rewrite import apply, rewrite
 from ktc.runtime.experts_form import Activation, ExpertsForm
@@ -172,3 +172,16 @@ def test_a_witness_that_does_not_run_is_told_in_its_own_words(monkeypatch: pytes
     _, plan = planned(model, dsl.load("moe-lora", {}))
     with pytest.raises(ProofFailed, match=r"P302.*AttributeError: no such thing"):
         prove(model, rewrite(model, plan))
+
+
+def test_rounding_of_the_original_is_told_from_an_error_in_double_precision() -> None:
+    # `1 - s` for s near 1, as attention with sinks has it: fp32 alone is off by 1e-4 here, whatever the rewrite.
+    class Cancelling(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 1 - (x.abs() + 8).to(torch.float32).sigmoid()
+
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    truth = (-(x.double().abs() + 8)).sigmoid()
+    assert relative_error(Cancelling()(x), truth) > 1e-5
+    with InDouble():
+        assert relative_error(Cancelling()(x.double()), truth) < 1e-12
