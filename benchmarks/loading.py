@@ -78,6 +78,7 @@ def _run(folder: Path, size_gb: float, shape: str) -> dict[str, Any]:
         "packed_bytes": packed.size,
         "pack_seconds": pack_seconds,
         "verify_seconds": verify_seconds,
+        "layer_cpu_ms": layer_speed(shape),
         "rows": rows,
     }
 
@@ -173,6 +174,50 @@ def _row(method: str, cache: str, folder: Path) -> dict[str, Any]:
     row = {"method": method, "cache": cache, **found}
     _say(f"{row}")
     return row
+
+
+def layer_speed(shape: str) -> dict[str, float]:
+    """CPU milliseconds of one layer's experts on one token, one thread, all pages touched: read and mapped in turn."""
+    import torch
+
+    from ktc import host
+    from ktc.codegen import build, render
+    from ktc.plan.kernel_spec import KernelSpec
+    from ktc.runtime import packed_file
+    from ktc.runtime.fused_moe import FusedMoe
+    from ktc.runtime.packed_file import Header, Origin
+
+    num_experts, hidden, inner, top_k = SHAPES[shape]
+    isa = host.detect().isas[0]
+    spec = KernelSpec("fused_moe", hidden, inner, num_experts, top_k, "bf16", "bf16", "bf16", isa)
+    kernel = build.build(render.render([spec], {spec: "benchmark"}), host.detect()).kernel(spec.entry)
+    read, mapped = (FusedMoe(num_experts, hidden, inner, top_k, kernel=kernel) for _ in range(2))
+    read.take_packed()
+    storage = read.packed_storage
+    torch.frombuffer(storage, dtype=torch.bfloat16).normal_(std=0.02)
+
+    def header(content: str) -> Header:
+        return Header(packed_file.SCHEMA, "", spec.entry, num_experts, len(storage), Origin("", "", "", ""), content)
+
+    with tempfile.TemporaryDirectory(prefix="ktc-loading-") as folder:
+        path = Path(folder) / "layer.packed"
+        packed_file.write(path, header, storage, lambda _: None)
+        mapping = packed_file.map_read_only(path, len(storage))
+    mapped.take_packed(mapping)
+    for begin in range(0, len(storage), 4096):  # touch every page
+        mapping[begin]
+    x = torch.randn(1, hidden).bfloat16()
+    routings = [torch.randperm(num_experts)[None, :top_k] for _ in range(64)]
+    weights = torch.full((1, top_k), 1 / top_k)
+    times: dict[str, list[float]] = {"read": [], "map": []}
+    with torch.no_grad():
+        for _ in range(20):
+            for name, module in (("read", read), ("map", mapped)):
+                begun = time.process_time()
+                for index in routings:
+                    module(x, index, weights)
+                times[name].append((time.process_time() - begun) / len(routings) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def _forget(folder: Path) -> None:
@@ -294,6 +339,8 @@ def _table(report: dict[str, Any]) -> str:
             f"| {row['method']} | {row['cache']} | {row['seconds']:.2f} s | {row['weights_seconds']:.3f} s | {faster} "
             f"| {row['peak_anonymous'] / 1e9:.2f} GB | {first} | {token} |"
         )
+    layer = report["layer_cpu_ms"]
+    lines.append(f"one layer, one token, CPU time: read {layer['read']:.3f} ms, mapped {layer['map']:.3f} ms")
     return "\n".join(lines)
 
 
