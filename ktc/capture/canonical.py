@@ -9,7 +9,7 @@ what the loop computes is not shown here but by the proof, on the block's own co
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -157,7 +157,7 @@ def _is_choice(node: fx.Node, tokens: Sequence[Any], count: int, *, floating: bo
     held = tensor_of(node)
     if held is None or held.dim() != 2 or held.is_floating_point() != floating or held.dtype == torch.bool:
         return False
-    columns = held.shape[1]
+    columns: Any = held.shape[1]
     return isinstance(columns, int) and columns <= count and _same(held.shape[:1], [_product(tokens)])
 
 
@@ -174,7 +174,7 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _spelled(size: Any) -> str:
-    return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+    return str(cast("Any", size.node).expr) if isinstance(size, torch.SymInt) else str(size)
 
 
 # new nodes -----------------------------------------------------------------------------------------------------------
@@ -189,12 +189,14 @@ def _shaped_as(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
         return node
     source = next(n for n in _behind(like, frozenset()) if n.op == "placeholder" and _tensor(n).dim() == wanted.dim())
     sizes: list[fx.Node | int] = []
-    for dim, size in enumerate(wanted.shape):
+    shape: list[Any] = list(wanted.shape)
+    for dim, size in enumerate(shape):
         if isinstance(size, int):
             sizes.append(size)
             continue
-        sizes.append(graph.call_function(torch.ops.aten.sym_size.int, (source, dim)))
-        sizes[-1].meta["val"] = size
+        symbol = graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
+        symbol.meta["val"] = size
+        sizes.append(symbol)
     return _reshaped(graph, node, sizes, wanted)
 
 

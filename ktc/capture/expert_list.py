@@ -7,9 +7,9 @@ the activation by its values as everywhere. Lists of anything else are not exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,7 +31,7 @@ def candidates(block: nn.Module) -> list[tuple[str, nn.ModuleList]]:
 
 
 def _children(modules: nn.ModuleList) -> list[nn.Module]:
-    return list(cast("Iterator[nn.Module]", iter(modules)))
+    return list(modules)
 
 
 def _structure(module: nn.Module) -> object:
@@ -126,7 +126,7 @@ def _value(node: fx.Node, values: dict[fx.Node, object], sample: Tensor) -> obje
             values[node] = _value(input_of(node, 0), values, sample)
         else:
             assert node.op == "call_function" and callable(node.target), f"`{node.name}` is no call"
-            args = fx.map_arg(node.args, lambda n: _value(n, values, sample))
-            kwargs = fx.map_arg(node.kwargs, lambda n: _value(n, values, sample))
+            args = fx.map_arg(node.args, lambda n: cast("Any", _value(n, values, sample)))
+            kwargs = fx.map_arg(node.kwargs, lambda n: cast("Any", _value(n, values, sample)))
             values[node] = node.target(*cast("tuple[object, ...]", args), **cast("Mapping[str, object]", kwargs))
     return values[node]

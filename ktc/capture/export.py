@@ -130,8 +130,8 @@ def _lower(program: ExportedProgram, block: nn.Module, input_names: Sequence[str
         elif node.op == "placeholder":
             copies[node] = graph.placeholder(next(names))
         elif node.op == "output":
-            results = tuple(copies[result] for result in nodes_in(node.args[0]))
-            graph.output(results if len(results) > 1 else results[0])
+            results = [copies[result] for result in nodes_in(node.args[0])]
+            graph.output(tuple(results) if len(results) > 1 else results[0])
             continue
         elif getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in _DROP:
             continue

@@ -31,7 +31,7 @@ def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dic
     """The arguments of every block, and of those that cannot run on meta, why. Raises InputRefused (I107)."""
     # What a block returns that cannot run is unknown: hidden states, or a tuple that begins with them.
     error: Exception | None = None
-    for returns_tuple in (lambda fqn: "attn" in fqn.rpartition(".")[2], lambda _: True, lambda _: False):
+    for returns_tuple in (_like_attention, _always, _never):
         calls, failed = dict[str, Call](), dict[str, str]()
         try:
             _run(model, blocks, calls, failed, returns_tuple)
@@ -48,6 +48,18 @@ def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dic
 def first_line(error: BaseException | None) -> str:
     """What an exception of foreign code says, in a line."""
     return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def _like_attention(fqn: str) -> bool:
+    return "attn" in fqn.rpartition(".")[2]
+
+
+def _always(_: str) -> bool:
+    return True
+
+
+def _never(_: str) -> bool:
+    return False
 
 
 def _reason(error: Exception) -> str:

@@ -9,7 +9,7 @@ Everything else that asks for data raises as it does on meta tensors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
@@ -97,7 +97,7 @@ class _NoData(TorchFunctionMode):
             if name == "cpu":
                 return first
             if name in ("__getitem__", "__setitem__"):
-                args = (first, self._places(args[1]), *args[2:])
+                args = tuple(self._places(value) if place == 1 else value for place, value in enumerate(args))
         return func(*args, **given)
 
     def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
@@ -116,7 +116,7 @@ class _NoData(TorchFunctionMode):
         """An index without masks: each becomes the places that it picks."""
         parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
         if not any(_is_mask(part) for part in parts):
-            return index
+            return cast("Any", index)
         return tuple(place for part in parts for place in (self._rows(part) if _is_mask(part) else (part,)))
 
 
@@ -127,7 +127,7 @@ def _is_mask(part: object) -> bool:
 @contextmanager
 def routed_anyhow(experts: nn.ModuleList) -> Generator[None]:
     """While inside, a loop over `experts` runs without data, and each of them is one marker."""
-    children = list(cast("Iterator[nn.Module]", iter(experts)))
+    children = list(experts)
     for number, child in enumerate(children):
         child.forward = _marker(number)
     try:

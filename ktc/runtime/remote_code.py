@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.dynamic_module_utils import (
+    get_class_from_dynamic_module,  # pyright: ignore[reportUnknownVariableType]
+)
 
 from ktc.diagnostics import Diagnostic, InputRefused
 
@@ -75,7 +77,7 @@ def config_class_of(model_class: type[PreTrainedModel]) -> type[PreTrainedConfig
 
 
 def _class(reference: str, folder: Path, wanted: type[Any]) -> Any:
-    found: object = get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
+    found = cast("object", get_class_from_dynamic_module(reference, str(folder), local_files_only=True))
     if not (isinstance(found, type) and issubclass(found, wanted)):
         raise TypeError(f"`{reference}` is no `{wanted.__name__}`")
     return found
