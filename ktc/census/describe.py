@@ -27,7 +27,7 @@ def experts_nodes(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def kind_of(graph: fx.GraphModule, name: str) -> Kind:
-    """What a captured block is; `name` is how it and its class are called, which tells mixers of other kinds."""
+    """What a captured block is; `name` is that of its class, which tells mixers of other kinds."""
     operators = {ops.operator(node) for node in nodes_of(graph)}
     if "experts" in operators:
         return "experts"
@@ -37,7 +37,7 @@ def kind_of(graph: fx.GraphModule, name: str) -> Kind:
 
 
 def is_mixer(name: str) -> bool:
-    """Whether a block that could not be captured mixes positions, by how it and its class are called."""
+    """Whether a block that could not be captured mixes positions, by the name of its class."""
     return _MIXERS.search(name) is not None
 
 
@@ -67,6 +67,16 @@ def shared_words(experts: fx.Node, beside: Sequence[str]) -> str:
     if any(ops.operator(node) == "linear" for node in extra):
         return "gated" if any(ops.operator(node) == "sigmoid" for node in extra) else "plain"
     return "plain, beside the block" if beside else "none"
+
+
+def attention_words(graph: fx.GraphModule, latent: bool) -> str:
+    """`gqa`, `mha` or `mqa` by the heads of the core, or `mla`; with a sliding window or sinks in brackets."""
+    core = next(node for node in nodes_of(graph) if ops.operator(node) == "sdpa")
+    heads, kv_heads = (int(ops.shape_of(operand)[1]) for operand in core.args[:2])
+    kind = "mla" if latent else "mha" if heads == kv_heads else "mqa" if kv_heads == 1 else "gqa"
+    about = ops.attributes(core)
+    words = ["sliding"] * (int(about["window"]) >= 0) + ["sinks"] * bool(about["sinks"])
+    return f"{kind} ({', '.join(words)})" if words else kind
 
 
 def _data_inputs(experts: fx.Node) -> list[fx.Node]:

@@ -27,7 +27,7 @@ captured, matched by the bundled `moe-lora` program, rewritten, and compared in 
 * *Experts*: whether those of every layer are rewritten.
 * *Forward*, *gradient*: the worst relative error of outputs and of all gradients over all rewrites, attention included.
 * *Routing*: what the router computes; "own code" runs as it is, before the rewritten experts.
-* *Attention*: the pattern of each distinct block; linear attention stays as it is, and "own code" fits no pattern.
+* *Attention*: the pattern of each distinct block; what is linear, opaque or "own code" stays as it is.
 """
 
 
@@ -75,11 +75,15 @@ def cells(family: Family) -> tuple[str, ...]:
 def _verdict(family: Family) -> str:
     if family.wrong:
         return "WRONG"
-    return "yes" if family.proven else "no"
+    if family.proven:
+        return "yes" if family.matched else "attention only"
+    return "no"
 
 
 def _error(error: float | None) -> str:
-    return "" if error is None else f"{error:.0e}"
+    if error is None:
+        return ""
+    return f"{error:.0e}" if error else "0"
 
 
 def _reasons(census: Census) -> Iterator[str]:

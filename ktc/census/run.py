@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -22,10 +22,9 @@ from ktc.census.types import MATCHED, NONE, BlockProof, Family
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.dsl import RuleSet
 from ktc.graph import ops
-from ktc.graph.typed import nodes_of
 from ktc.host import Host
 from ktc.match import Match, Matches, match
-from ktc.plan import Plan, make_plan
+from ktc.plan import BlockRewrite, Plan, make_plan
 from ktc.prove import Witness, prove_block, witness_of
 from ktc.rewrite import RewrittenBlock, rewrite
 
@@ -35,6 +34,8 @@ HOST = Host(
     isas=("avx512_bf16", "avx512", "avx2", "scalar"), features=frozenset(), cores=2, threads=2, numa=1,
     memory=1 << 40, gpus=(), python_abi="", compiler=None,
 )  # fmt: skip
+MOE, ATTENTION = ("moe",), ("attention", "mla")  # roles of patterns: what explains a whole block
+NEAREST = "; closest: "
 LARGEST = 100_000_000  # parameters of a twin; more means that a size of this family was not shrunk
 
 
@@ -45,7 +46,8 @@ def examine(family: str) -> Family:
         for further in _steps(row):
             row = further
     except Exception as error:  # noqa: BLE001 - one family's failure is its reason, whatever it is
-        row = replace(row, reasons=(_words(error), *row.reasons))
+        told = any(reason in _words(error) for reason in row.reasons)  # the plan repeats what capture said
+        row = row if told else replace(row, reasons=(_words(error), *row.reasons))
     gc.collect()  # graphs and modules refer to each other
     return replace(row, seconds=time.perf_counter() - started)
 
@@ -58,12 +60,12 @@ def _steps(row: Family) -> Iterator[Family]:
     yield (row := _described(row, captured))
     _refuse_large(captured)
     matches, plan, blocks = _rewritten(captured)
-    yield (row := _judged(row, captured, matches, plan))
+    yield (row := _judged(row, captured, matches, plan.rewrites, plan.unavailable))
     witness = witness_of(captured)
     proofs = tuple(_proven(captured, block, witness) for block in blocks)
     failures = [f"`{p.class_name}` cannot be proven: {p.failure}" for p in proofs if p.failure]
     wrong = [_wrong_words(proof) for proof in proofs if proof.wrong]
-    yield replace(row, proofs=proofs, reasons=(*wrong, *row.reasons, *failures))
+    yield replace(row, proofs=proofs, reasons=tuple(dict.fromkeys((*wrong, *row.reasons, *failures))))
 
 
 @cache
@@ -88,21 +90,26 @@ def _refuse_large(captured: CapturedModel) -> None:
 
 # verdicts ------------------------------------------------------------------------------------------------------------
 def _described(row: Family, captured: CapturedModel) -> Family:
-    """What the captured blocks compute, before any pattern is asked."""
-    blocks = {b.key: b for b in captured.blocks}
-    kinds = {key: describe.kind_of(b.graph, f"{key} {b.class_name}") for key, b in blocks.items() if b.graph}
-    experts = [(b, n) for b in blocks.values() if b.graph for n in describe.experts_nodes(b.graph)]
+    """What the captured blocks compute, and the verdicts before any pattern is asked."""
+    graphs = [(block, block.graph) for block in captured.blocks if block.graph is not None]
+    kinds = {block.key: describe.kind_of(graph, block.class_name) for block, graph in graphs}
+    experts = [(block, node) for block, graph in graphs for node in describe.experts_nodes(graph)]
     beside = {key: _dense_beside(captured, key, kinds) for key in kinds}
+    judged = _judged(row, captured, Matches((), ()), (), ())
     return replace(
-        row,
+        judged,
         router=_joined(describe.router_words(node) for _, node in experts),
         activation=_joined(str(ops.attributes(node)["form"]) for _, node in experts),
         shared_experts=_joined(describe.shared_words(node, beside[block.key]) for block, node in experts),
-        reasons=tuple(
-            f"`{b.class_name}` could not be captured: {b.opaque}"
-            for b in blocks.values()
-            if b.graph is None and not b.opaque.startswith(PLAIN)
-        ),
+        reasons=_uncaptured(captured),
+    )
+
+
+def _uncaptured(captured: CapturedModel) -> tuple[str, ...]:
+    return tuple(
+        f"`{block.class_name}` could not be captured: {block.opaque}"
+        for block in captured.blocks
+        if block.graph is None and not block.opaque.startswith(PLAIN)
     )
 
 
@@ -116,29 +123,35 @@ def _joined(words: Iterator[str]) -> str:
     return "; ".join(dict.fromkeys(words))
 
 
-def _judged(row: Family, captured: CapturedModel, matches: Matches, plan: Plan) -> Family:
+def _judged(
+    row: Family, captured: CapturedModel, matches: Matches, rewrites: Sequence[BlockRewrite],
+    unavailable: Sequence[Diagnostic],
+) -> Family:  # fmt: skip
     """The verdicts on experts, routing and attention, with the reason for each that is not `matched`."""
     by_block: dict[str, list[Match]] = {}
     for found in matches.matches:
         by_block.setdefault(found.block, []).append(found)
-    experts = _experts_verdict(captured, plan)
+    experts = _experts_verdict(captured, rewrites)
     routing = _routing_verdict(captured, by_block, matches) if experts == MATCHED else experts
     attention, kinds = _attention_verdict(captured, by_block, matches)
-    unbuilt = [f"no kernel: {d.message}" for d in plan.unavailable]
-    told = [
-        verdict.removeprefix("opaque: ") for verdict in (experts, routing, attention) if verdict.startswith("opaque")
-    ]
+    verdicts = (experts, routing, attention)
+    told = [v.removeprefix("opaque: ") for v in verdicts if v not in (MATCHED, NONE)]
+    unbuilt = [f"no kernel: {problem.message}" for problem in unavailable]
+    near = [words for words in (v.partition(NEAREST)[2] for v in verdicts) if words]
     return replace(
         row, experts=experts, routing=routing, attention=attention, attention_kinds=kinds,
-        near_miss=str(matches.near_misses[0]) if matches.near_misses and told else "",
-        reasons=tuple(dict.fromkeys((*told, *row.reasons, *unbuilt))),
+        near_miss=near[0] if near else "", reasons=tuple(dict.fromkeys((*told, *row.reasons, *unbuilt))),
     )  # fmt: skip
 
 
-def _experts_verdict(captured: CapturedModel, plan: Plan) -> str:
-    rewritten = {(r.block, a.node) for r in plan.rewrites for a in r.actions if a.target == "cpu_moe"}
+def _experts_verdict(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> str:
+    rewritten = {(r.block, a.node) for r in rewrites for a in r.actions if a.target == "cpu_moe"}
     graphs = [(b, b.graph) for b in captured.blocks if b.graph is not None]
-    opaque = [b for b in captured.blocks if b.graph is None and not describe.is_mixer(f"{b.key} {b.class_name}")]
+    opaque = [
+        b
+        for b in captured.blocks
+        if b.graph is None and not b.opaque.startswith(PLAIN) and not describe.is_mixer(b.class_name)
+    ]
     nodes = [(b, node.name) for b, graph in graphs for node in describe.experts_nodes(graph)]
     left = [b for b, name in nodes if (b.key, name) not in rewritten]
     if opaque:
@@ -157,8 +170,8 @@ def _routing_verdict(captured: CapturedModel, by_block: Mapping[str, list[Match]
     for block in captured.blocks:
         if block.graph is None or not describe.experts_nodes(block.graph):
             continue
-        if not any(_role(found) == "moe" for found in by_block.get(block.key, ())):
-            return f"opaque: the routing of `{block.class_name}` stays its own code{_nearest(block, matches)}"
+        if not any(_role(found.root) in MOE for found in by_block.get(block.key, ())):
+            return f"opaque: the routing of `{block.class_name}` stays its own code{_nearest(block, matches, MOE)}"
     return MATCHED
 
 
@@ -168,45 +181,38 @@ def _attention_verdict(
     """The verdict over all softmax attention, and the kind of each distinct mixer in words."""
     verdict, kinds = NONE, list[str]()
     for block in captured.blocks:
-        name = f"{block.key} {block.class_name}"
         if block.graph is None:
+            if not describe.is_mixer(block.class_name):
+                continue
             if block.opaque.startswith(PLAIN):
                 kinds.append(f"linear (`{block.class_name}`)")
-            elif describe.is_mixer(name):
+            else:
                 kinds.append(f"opaque (`{block.class_name}`)")
                 verdict = f"opaque: `{block.class_name}` could not be captured: {block.opaque}"
             continue
-        kind = describe.kind_of(block.graph, name)
+        kind = describe.kind_of(block.graph, block.class_name)
         if kind == "linear attention":
             kinds.append(f"linear (`{block.class_name}`)")
         if kind != "attention":
             continue
-        found = next((m for m in by_block.get(block.key, ()) if _role(m) in ("attention", "mla")), None)
+        found = next((m for m in by_block.get(block.key, ()) if _role(m.root) in ATTENTION), None)
         if found is None:
             kinds.append(f"own code (`{block.class_name}`)")
-            verdict = f"opaque: `{block.class_name}` fits no attention pattern{_nearest(block, matches)}"
+            verdict = f"opaque: `{block.class_name}` fits no attention pattern{_nearest(block, matches, ATTENTION)}"
         else:
-            kinds.append(found.root.rpartition(".")[2] + _core_words(block))
+            kinds.append(describe.attention_words(block.graph, latent=_role(found.root) == "mla"))
             verdict = MATCHED if verdict == NONE else verdict
     return verdict, tuple(dict.fromkeys(kinds))
 
 
-def _role(found: Match) -> str:
-    pattern = _rules().patterns.get(found.root)
-    return pattern.declaration.role.text if pattern and pattern.declaration.role else ""
+def _role(pattern: str) -> str:
+    found = _rules().patterns.get(pattern)
+    return found.declaration.role.text if found and found.declaration.role else ""
 
 
-def _nearest(block: BlockGraph, matches: Matches) -> str:
-    near = max((m for m in matches.near_misses if m.block == block.key), key=lambda m: m.matched, default=None)
-    return "" if near is None else f"; closest: {near}"
-
-
-def _core_words(block: BlockGraph) -> str:
-    assert block.graph is not None
-    cores = [ops.attributes(node) for node in nodes_of(block.graph) if ops.operator(node) == "sdpa"]
-    words = ["sliding"] if any(int(core["window"]) >= 0 for core in cores) else []
-    words += ["sinks"] if any(core.get("sinks") for core in cores) else []
-    return f" ({', '.join(words)})" if words else ""
+def _nearest(block: BlockGraph, matches: Matches, roles: Collection[str]) -> str:
+    near = [m for m in matches.near_misses if m.block == block.key and _role(m.pattern) in roles]
+    return f"{NEAREST}{max(near, key=lambda miss: miss.matched)}" if near else ""
 
 
 # proofs --------------------------------------------------------------------------------------------------------------
