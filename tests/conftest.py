@@ -76,3 +76,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _repaired_transformers() -> None:
+    """Releases before 5.15 forgot an attribute without which the group-limited routing of DeepSeek-V2 cannot run."""
+    from ktc import versions
+
+    if versions.release(versions.installed("transformers") or "0") >= (5, 15):
+        return
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2
+
+    block = modeling_deepseek_v2.DeepseekV2Moe
+    block.num_experts = property(lambda self: self.experts.num_experts)

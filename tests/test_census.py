@@ -20,14 +20,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE = Path(__file__).parent.parent / "docs" / "census.md"
 # What the families of every run compute: router, shared experts, attention.
 KNOWN = {
-    "deepseek_v2": ("softmax, top 4", "plain", "mla"),
+    "deepseek_v2": ("softmax, top 4, scaled", "plain", "mla"),
     "deepseek_v3": ("sigmoid, + bias, grouped, top 4, renormalised, scaled", "plain", "mla"),
-    "qwen2_moe": ("softmax, top 4", "gated", "gqa"),
+    "qwen2_moe": ("softmax, top 4", "gated", "mha"),
     "qwen3_moe": ("softmax, top 4", "none", "gqa"),
     "qwen3_next": ("softmax, top 4, renormalised", "gated", "linear (`Qwen3NextGatedDeltaNet`), gqa"),
-    "glm4_moe": ("sigmoid, + bias, top 4, renormalised, scaled", "plain", "gqa"),
+    "glm4_moe": ("sigmoid, + bias, grouped, top 4, renormalised, scaled", "plain", "gqa"),
     "mixtral": ("softmax, top 2, renormalised", "none", "gqa"),
-    "olmoe": ("softmax, top 4", "none", "gqa"),
+    "olmoe": ("softmax, top 4", "none", "mha"),
     "gpt_oss": ("softmax over the chosen, top 4", "none", "gqa (sliding, sinks), gqa (sinks)"),
     "minimax_m2": ("sigmoid, + bias, top 4, renormalised", "none", "gqa"),
     "ernie4_5_moe": ("softmax, + bias, top 4, renormalised", "plain", "gqa"),
