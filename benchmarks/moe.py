@@ -97,7 +97,7 @@ class Machine:
         tools = toolchain.find(host.detect())
         source = Path(__file__).with_name("machine_peak.cpp")
         built, library = folder / "machine_peak.o", folder / "machine_peak.so"
-        contract = () if isa == "avx512_bf16" else ("-ffp-contract=fast",)
+        contract = () if isa in ("avx512_bf16", "amx") else ("-ffp-contract=fast",)
         toolchain.run((*tools.compile_command(source, built, isa), *contract))
         toolchain.run(tools.link_command((built,), library))
         self._native = ctypes.CDLL(str(library))

@@ -36,7 +36,9 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
     generator = torch.Generator().manual_seed(20)
     used = sorted({0, sizes["num_experts"] // 2, sizes["num_experts"] - 1})[:_MAX_EXPERTS]
     form = ExpertsForm(spec.activation, spec.gated, spec.biased)
-    stock = {name: _random(form, name, len(used), sizes, generator).to(experts.dtype) for name in stock_names(form)}
+    stock: dict[StockTensor, Tensor] = {
+        name: _random(form, name, len(used), sizes, generator).to(experts.dtype) for name in stock_names(form)
+    }
     for name, tensor in stock.items():
         for place, expert in enumerate(used):
             for part, values in canonical_parts(form, name, tensor[place]):

@@ -15,11 +15,14 @@ WeightFormat = Literal[
 SILU = Activation()
 # Which weight formats each instruction set multiplies: what runtime/include/ktc can instantiate in this version.
 KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
+    "amx": ("bf16",),
     "avx512_bf16": ("bf16",),
     "avx512": ("bf16",),
     "avx2": ("bf16",),
     "scalar": ("bf16", "fp32", "fp64"),
 }
+# Written, and not yet measured on a machine that has it: for rules that name it, not for `auto`.
+ON_REQUEST: frozenset[Isa] = frozenset({"amx"})
 # Scales included: int4 has one bf16 scale per 32 weights, the GGUF formats their own blocks.
 BITS_PER_WEIGHT: Mapping[WeightFormat, float] = {
     "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64, "int8": 8, "int4": 4.5, "fp8": 8,

@@ -11,7 +11,7 @@ from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
 from ktc.graph import ops
 from ktc.host import Host, Isa
-from ktc.plan.kernel_spec import KERNELS, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import KERNELS, ON_REQUEST, KernelSpec, WeightFormat
 from ktc.plan.types import Claim
 from ktc.runtime.experts_form import parse_form
 
@@ -68,7 +68,7 @@ def _format(claim: Claim, stored: tuple[str, ...]) -> WeightFormat:
 def _isa(claim: Claim, host: Host) -> Isa:
     asked = str(claim.settings["isa"])
     if asked == "auto":
-        return next(isa for isa in host.isas if isa in ISAS)
+        return next(isa for isa in host.isas if isa in ISAS and isa not in ON_REQUEST)
     found = _one_of(host.isas, asked)
     if found is None:
         hint = f"this host can run: {', '.join(host.isas)}; or write `isa = auto`"

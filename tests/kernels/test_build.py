@@ -20,7 +20,7 @@ from kernel_layers import ISAS, SPECS, spec_of
 from torch import Tensor
 
 from ktc import host
-from ktc.codegen import self_test
+from ktc.codegen import self_test, toolchain
 from ktc.codegen.build import build
 from ktc.codegen.render import KernelSource, render
 from ktc.diagnostics import HostLacks, InputRefused, KtcError
@@ -81,9 +81,17 @@ def test_the_order_of_the_specs_and_repeats_change_nothing() -> None:
 def test_combinations_without_a_kernel_are_refused_together() -> None:
     mixed = dataclasses.replace(spec_of("avx2"), format_down="int8")
     with pytest.raises(InputRefused) as refused:
-        render([spec_of("amx"), mixed, spec_of("scalar")], {})
+        render([spec_of("avx512", "fp32"), mixed, spec_of("scalar")], {})
     assert [fault.code for fault in refused.value.diagnostics] == ["H220", "H220"]
     assert "no kernel computes in `bf16` on `bf16/int8` weights with `avx2`" in str(refused.value)
+
+
+def test_a_kernel_for_amx_compiles_where_it_cannot_run(tmp_path: Path) -> None:
+    unit = render([spec_of("amx")], {}).units[0]
+    source, target = tmp_path / unit.name, tmp_path / "unit.o"
+    source.write_text(unit.text)
+    toolchain.run(toolchain.find(host.detect()).compile_command(source, target, unit.isa))
+    assert target.stat().st_size > 0
 
 
 # What the host must have

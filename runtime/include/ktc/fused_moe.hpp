@@ -24,7 +24,8 @@ class FusedMoe final : public MoeKernel {
   static_assert(kHalfPanel % ElementTraits<Element>::kDepth == 0);
 
  public:
-  explicit FusedMoe(const MoeSizes& sizes) : layer_(sizes) {}
+  // Throws std::runtime_error where the system does not let the process use the ISA's registers.
+  explicit FusedMoe(const MoeSizes& sizes) : layer_(sizes) { Isa::require(); }
 
   std::size_t packed_bytes() const override {
     return static_cast<std::size_t>(layer_.shape.num_experts() * layer_.format.expert_size()) * sizeof(Element);

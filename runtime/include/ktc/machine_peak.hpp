@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+#include "ktc/isa/amx_tiles.hpp"
+#elif defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
@@ -39,6 +41,21 @@ struct PeakMultiply {
 #endif
 
 // Multiply-adds on registers alone, `rounds` of each accumulator; returns the floating point operations done.
+#if defined(__AMX_BF16__)
+inline std::int64_t multiply_in_registers(std::int64_t rounds) {
+  constexpr std::int64_t kFlops = 2 * amx::kTileRows * amx::kTileRows * (amx::kTileBytes / 2);
+  amx::request_tiles();
+  amx::Tiles tiles;
+  tiles.shape_for(2 * amx::kTileRows);
+  for (std::int64_t round = 0; round < rounds; ++round) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  return rounds * 4 * kFlops;
+}
+#else
 inline std::int64_t multiply_in_registers(std::int64_t rounds) {
   typename PeakMultiply::Vector sums[kPeakAccumulators];
 #pragma GCC unroll 24
@@ -54,6 +71,7 @@ inline std::int64_t multiply_in_registers(std::int64_t rounds) {
   }
   return rounds * kPeakAccumulators * PeakMultiply::kFlops;
 }
+#endif
 
 // Read `bytes`, a multiple of 512, once and in order; returns a number that depends on all of them.
 inline std::uint64_t read_in_order(const std::byte* data, std::size_t bytes) {

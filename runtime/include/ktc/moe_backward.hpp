@@ -59,15 +59,15 @@ class ActivationGradient {
         d_first_S_(d_first_S),
         weight_gradients_(weight_gradients) {}
 
-  void prefetch(const SlotGroup& group, PanelIndex index) const {
-    layer_.prefetch_saved(saved_S_, group, index.panel * kPanelWidth, kPanelWidth);
+  void prefetch(const SlotGroup& group, PanelPart part) const {
+    layer_.prefetch_saved(saved_S_, group, part.panel * kPanelWidth, kPanelWidth);
   }
 
-  void operator()(const SlotGroup& group, PanelIndex index, Accumulator* tile) const {
+  void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const {
     Accumulator d_weight[Layer::Isa::kMaxRows] = {};
-    for (int half = 0; half < 2; ++half) half_panel(group, 2 * index.panel + half, tile + half * kHalfPanel, d_weight);
+    for (int half = 0; half < 2; ++half) half_panel(group, 2 * part.panel + half, tile + half * kHalfPanel, d_weight);
     for (int row = 0; row < group.rows; ++row) {
-      weight_gradients_.put(group.first_slot + row, index.panel, d_weight[row]);
+      weight_gradients_.put(group.first_slot + row, part.panel, d_weight[row]);
     }
   }
 
@@ -169,7 +169,8 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
                       Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(slots) +
                       Workspace::bytes<Accumulator>(slots * num_weight_parts) +
                       Workspace::bytes<Element>(recompute ? first_size : 0) +
-                      Workspace::bytes<Element>(scratch_size * pool.threads()));
+                      Workspace::bytes<Element>(scratch_size * pool.threads()) +
+                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * pool.threads()));
     auto* packed_TH = workspace.take<Element>(hidden_size);  // hidden states where recomputed, then dY
     auto* d_first_S = workspace.take<Element>(first_size);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
@@ -178,11 +179,13 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
                                                   num_weight_parts);
     auto* recomputed_S = workspace.take<Element>(recompute ? first_size : 0);
     auto* scratch = workspace.take<Element>(scratch_size * pool.threads());
+    auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * pool.threads());
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
     const Element* saved_S = recompute ? recomputed_S : static_cast<const Element*>(arguments.saved);
 
     pool.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
+      Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
       const auto transposed = [&](const StoredPanels<Isa>& stored, std::int64_t num_panels) {
         return TransposedPanels<Isa>(stored, num_panels, scratch + worker.index * scratch_size);
       };
@@ -190,7 +193,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
         gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), packed_TH);
         worker.barrier.arrive_and_wait();
         sweep<Isa>(routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed), packed_TH,
-                   FirstEpilogue<Layer>(layer, arguments.packed, nullptr, recomputed_S));
+                   at_hand, FirstEpilogue<Layer>(layer, arguments.packed, nullptr, recomputed_S));
         worker.barrier.arrive_and_wait();
       }
       gather_slots<Isa>(routing, grad_out_TH, shape.padded_hidden(), share(num_groups), packed_TH);
@@ -202,12 +205,12 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(num_i_panels),
-                 transposed(layer.down_panels(arguments.packed), layer.format.num_down_panels()), packed_TH,
+                 transposed(layer.down_panels(arguments.packed), layer.format.num_down_panels()), packed_TH, at_hand,
                  ActivationGradient<Layer>(layer, saved_S, weight_S, d_first_S, weight_gradients));
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(layer.format.num_down_panels()),
-                 transposed(layer.first_panels(arguments.packed), layer.format.num_first_panels()), d_first_S,
+                 transposed(layer.first_panels(arguments.packed), layer.format.num_first_panels()), d_first_S, at_hand,
                  AddToTokens<Layer>(layer, routing, sums, nullptr, nullptr));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), grad_hidden_TH);

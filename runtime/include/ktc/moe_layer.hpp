@@ -82,7 +82,9 @@ class PackedRows {
   void write(const SlotGroup& group, std::int64_t first_k, const Element (*lanes)[kHalfPanel]) const {
     const Element* rows[Layer::Isa::kMaxRows];
     for (int row = 0; row < group.rows; ++row) rows[row] = lanes[row];
-    interleave(rows, group.rows, 0, kHalfPanel, packed_ + group.first_slot * contraction_ + first_k * group.rows);
+    with_row_depth<typename Layer::Isa>(group.rows, [&]<int kRowDepth>(std::integral_constant<int, kRowDepth>) {
+      interleave<kRowDepth>(rows, group.rows, first_k, first_k + kHalfPanel, packed_ + group.first_slot * contraction_);
+    });
   }
 
  private:
@@ -101,16 +103,16 @@ class FirstEpilogue {
   FirstEpilogue(const Layer& layer, const std::byte* packed, Element* activated_S, Element* saved_S)
       : layer_(layer), packed_(packed), activated_S_(activated_S), saved_S_(saved_S) {}
 
-  void prefetch(const SlotGroup& group, PanelIndex index) const {
+  void prefetch(const SlotGroup& group, PanelPart part) const {
     constexpr std::int64_t kColumns = Layer::kHalvesPerFirstPanel * kHalfPanel;
-    if (saved_S_ != nullptr) layer_.prefetch_saved(saved_S_, group, index.panel * kColumns, kColumns);
+    if (saved_S_ != nullptr) layer_.prefetch_saved(saved_S_, group, part.panel * kColumns, kColumns);
   }
 
-  void operator()(const SlotGroup& group, PanelIndex index, Accumulator* tile) const {
+  void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const {
     const Accumulator* bias = nullptr;
-    if constexpr (Layer::kBiased) bias = layer_.format.first_bias(packed_, index.expert) + index.panel * kPanelWidth;
+    if constexpr (Layer::kBiased) bias = layer_.format.first_bias(packed_, part.expert) + part.panel * kPanelWidth;
     for (std::int64_t half = 0; half < Layer::kHalvesPerFirstPanel; ++half) {
-      half_panel(group, index.panel * Layer::kHalvesPerFirstPanel + half, tile + half * kHalfPanel,
+      half_panel(group, part.panel * Layer::kHalvesPerFirstPanel + half, tile + half * kHalfPanel,
                  Layer::kBiased ? bias + half * kHalfPanel : nullptr);
     }
   }
@@ -216,22 +218,22 @@ class AddToTokens {
               const std::byte* packed)
       : layer_(layer), routing_(routing), sums_(sums), weight_S_(weight_S), packed_(packed) {}
 
-  void prefetch(const SlotGroup& group, PanelIndex index) const {
-    for (int row = 0; row < group.rows; ++row) sums_.prefetch(routing_.token(group.first_slot + row), index.panel);
+  void prefetch(const SlotGroup& group, PanelPart part) const {
+    for (int row = 0; row < group.rows; ++row) sums_.prefetch(routing_.token(group.first_slot + row), part.panel);
   }
 
-  void operator()(const SlotGroup& group, PanelIndex index, Accumulator* tile) const {
-    if (packed_ != nullptr) add_bias(group, index, tile);
+  void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const {
+    if (packed_ != nullptr) add_bias(group, part, tile);
     for (int row = 0; row < group.rows; ++row) {
       const std::int64_t slot = group.first_slot + row;
       const Accumulator weight = weight_S_ == nullptr ? Accumulator{1} : weight_S_[slot];
-      sums_.add(routing_.token(slot), index.panel, tile + row * kPanelWidth, weight);
+      sums_.add(routing_.token(slot), part.panel, tile + row * kPanelWidth, weight);
     }
   }
 
  private:
-  void add_bias(const SlotGroup& group, PanelIndex index, Accumulator* tile) const {
-    const Accumulator* bias = layer_.format.down_bias(packed_, index.expert) + index.panel * kPanelWidth;
+  void add_bias(const SlotGroup& group, PanelPart part, Accumulator* tile) const {
+    const Accumulator* bias = layer_.format.down_bias(packed_, part.expert) + part.panel * kPanelWidth;
     for (std::int64_t half = 0; half < kPanelWidth; half += kHalfPanel) {
       const Lanes lanes = Lanes::load(bias + half);
       for (int row = 0; row < group.rows; ++row) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "ktc/panel_source.hpp"
@@ -17,80 +18,173 @@
 
 namespace ktc {
 
-// The panels of a sweep in its order: all of one active expert, then those of the next.
+// How much of one expert's product an ISA keeps at hand: `groups` of slots against `panels`, `contraction` at a time.
+struct Blocking {
+  std::int64_t panels;
+  std::int64_t groups;
+  std::int64_t contraction;
+};
+
+// The parts of panels that a sweep multiplies, in its order: expert by expert; of an expert block by block, in which
+// all panels get the first stretch of the contraction, then all the next. Without blocking that is panel by panel.
+template <class Isa>
 class SweepOrder {
  public:
-  SweepOrder(const Routing& routing, Range own) : experts_(&routing.active_experts()), own_(own), panel_(own.begin) {}
+  SweepOrder(const Routing& routing, Range own, std::int64_t contraction)
+      : routing_(&routing), own_(own), contraction_(contraction) {
+    if (!done()) enter_expert();
+  }
 
-  bool done() const { return own_.begin == own_.end || active_ == experts_->size(); }
-  const ActiveExpert& active() const { return (*experts_)[active_]; }
-  PanelIndex index() const { return {active().expert, panel_}; }
+  bool done() const { return own_.begin == own_.end || active_ == routing_->active_experts().size(); }
+  PanelPart part() const { return {expert().expert, panel_, first_k_, std::min(blocking_.contraction, rest_k())}; }
+  bool begins_sum() const { return first_k_ == 0; }
+  bool ends_sum() const { return rest_k() <= blocking_.contraction; }
+
+  const SlotGroup* begin() const { return routing_->groups().data() + first_group_; }
+  const SlotGroup* end() const { return routing_->groups().data() + last_group(); }
+  std::int64_t num_groups() const { return last_group() - first_group_; }
+  // Where the sums of the first group belong among those kept at hand; the others' follow.
+  std::int64_t first_sum() const { return ends_sum() && begins_sum() ? 0 : (panel_ - first_panel_) * num_groups(); }
+  bool keeps_sums() const { return !(ends_sum() && begins_sum()); }
 
   SweepOrder next() const {
     SweepOrder result = *this;
-    if (++result.panel_ == own_.end) {
-      result.panel_ = own_.begin;
-      ++result.active_;
-    }
+    result.advance();
     return result;
   }
 
  private:
-  const std::vector<ActiveExpert>* experts_;
+  const ActiveExpert& expert() const { return routing_->active_experts()[active_]; }
+  std::int64_t rest_k() const { return contraction_ - first_k_; }
+  std::int64_t last_panel() const { return std::min(first_panel_ + blocking_.panels, own_.end); }
+  std::int64_t last_group() const {
+    return std::min(first_group_ + blocking_.groups, static_cast<std::int64_t>(expert().last_group));
+  }
+
+  void enter_expert() {
+    const auto first = static_cast<std::int64_t>(expert().first_group);
+    const auto last = static_cast<std::int64_t>(expert().last_group);
+    blocking_ = {.panels = 1, .groups = last - first, .contraction = contraction_};
+    if constexpr (Isa::kBlocked) {
+      const SlotGroup& last_group = routing_->groups()[static_cast<std::size_t>(last - 1)];
+      const std::int64_t rows = last_group.first_slot + last_group.rows - routing_->groups()[first].first_slot;
+      if (rows >= Isa::kBlockedRows) blocking_ = Isa::kBlocking;
+    }
+    first_panel_ = panel_ = own_.begin;
+    first_group_ = first;
+    first_k_ = 0;
+  }
+
+  void advance() {
+    if (++panel_ < last_panel()) return;
+    if (!ends_sum()) {
+      panel_ = first_panel_;
+      first_k_ += blocking_.contraction;
+      return;
+    }
+    first_k_ = 0;
+    if (last_group() < static_cast<std::int64_t>(expert().last_group)) {
+      panel_ = first_panel_;
+      first_group_ = last_group();
+      return;
+    }
+    first_group_ = static_cast<std::int64_t>(expert().first_group);
+    first_panel_ = panel_;
+    if (panel_ < own_.end) return;
+    if (++active_ < routing_->active_experts().size()) enter_expert();
+  }
+
+  const Routing* routing_;
   Range own_;
+  std::int64_t contraction_;
   std::size_t active_ = 0;
-  std::int64_t panel_;
+  Blocking blocking_{};
+  std::int64_t first_panel_ = 0;
+  std::int64_t panel_ = 0;
+  std::int64_t first_group_ = 0;
+  std::int64_t first_k_ = 0;
 };
 
-// What to do beside the products of one panel: get the next one ready, and nothing after the last.
-template <class Panels>
-typename Panels::Ahead work_ahead(const Panels& panels, const SweepOrder& here, std::int64_t calls) {
-  const SweepOrder next = here.next();
+// What to do beside the products of one part: get the next one ready, and nothing after the last.
+template <class Isa, class Panels>
+typename Panels::Ahead work_ahead(const Panels& panels, const SweepOrder<Isa>& here, std::int64_t calls) {
+  const auto next = here.next();
   if (next.done()) return {};
-  const SweepOrder after_next = next.next();
-  return panels.ahead(next.index(), after_next.done() ? next.index() : after_next.index(), calls);
+  const auto after_next = next.next();
+  return panels.ahead(next.part(), after_next.done() ? next.part() : after_next.part(), calls);
 }
 
-// For every active expert and each panel in `own`: multiply all its slots and call `epilogue(group, index, tile)`,
-// announced by `epilogue.prefetch(group, index)`. `rows` are packed slots, `panels.contraction()` elements each (see
-// `gather_slots`).
+// Sums that a worker of `sweep` keeps at hand, in accumulators.
+template <class Isa>
+constexpr std::int64_t sums_at_hand() {
+  if constexpr (Isa::kBlocked) return Isa::kBlocking.panels * Isa::kBlocking.groups * Isa::kMaxRows * kPanelWidth;
+  return Isa::kMaxRows * kPanelWidth;
+}
+
+// For every active expert and each panel in `own`: multiply all its slots and call `epilogue(group, part, tile)`,
+// announced by `epilogue.prefetch(group, part)`. `rows` are packed slots, `panels.contraction()` elements each (see
+// `gather_slots`). `sums` are `sums_at_hand()` accumulators of this worker's own.
 template <class Isa, class Panels, class Epilogue>
 void sweep(const Routing& routing, Range own, Panels panels, const typename Isa::Element* rows,
-           const Epilogue& epilogue) {
-  alignas(64) typename Isa::Accumulator tile[Isa::kMaxRows * kPanelWidth];
+           typename Isa::Accumulator* sums, const Epilogue& epilogue) {
+  constexpr std::int64_t kTile = Isa::kMaxRows * kPanelWidth;
+  constexpr int kDepth = ElementTraits<typename Isa::Element>::kDepth;
   const std::int64_t contraction = panels.contraction();
-  const std::int64_t steps = contraction / ElementTraits<typename Isa::Element>::kDepth;
-  SweepOrder here(routing, own);
-  if (!here.done()) panels.start(here.index());
+  Isa isa;
+  SweepOrder<Isa> here(routing, own, contraction);
+  if (!here.done()) panels.start(here.part());
 
   for (; !here.done(); here = here.next()) {
-    const auto* group = &routing.groups()[here.active().first_group];
-    const auto* last_group = &routing.groups()[here.active().last_group - 1];
-    const std::int64_t num_groups = last_group - group + 1;
+    const PanelPart part = here.part();
+    const std::int64_t steps = part.size_k / kDepth;
+    const SlotGroup* group = here.begin();
+    const std::int64_t num_groups = here.num_groups();
     const bool streams = Panels::kFromMemory && num_groups == 1 && group->rows <= Isa::kStreamRows;
-    auto ahead = streams ? typename Panels::Ahead{} : work_ahead(panels, here, num_groups * Isa::steps_ahead(steps));
-    const auto* packed = panels.current(here.index());
-    for (; group <= last_group; ++group) {
-      epilogue.prefetch(*group, here.index());
-      Isa::multiply(group->rows, steps, rows + group->first_slot * contraction, packed, tile, ahead);
-      epilogue(*group, here.index(), tile);
+    auto ahead = streams ? typename Panels::Ahead{}
+                         : work_ahead(panels, here, num_groups * Isa::steps_ahead(group->rows, steps));
+    const auto* packed = panels.current(part);
+    auto* tile = sums + here.first_sum() * kTile;
+    for (; group != here.end(); ++group) {
+      if (here.ends_sum()) epilogue.prefetch(*group, part);
+      const auto* a = rows + group->first_slot * contraction + part.first_k * group->rows;
+      if (here.begins_sum()) {
+        isa.multiply(group->rows, steps, a, packed, tile, ahead);
+      } else if constexpr (Isa::kBlocked) {
+        isa.multiply_add(group->rows, steps, a, packed, tile, ahead);
+      }
+      if (here.ends_sum()) epilogue(*group, part, tile);
+      if (here.keeps_sums()) tile += kTile;
     }
     ahead.finish();
     panels.advance();
   }
 }
 
-// Packed slots: group after group, [k step][row][kDepth neighbours of k], so that the micro-kernel reads one stretch.
-// Rows of the source, thousands of bytes apart, would fall into the same sets of L1.
-template <class Element>
+// Packed slots: group after group, [k / depth][row][depth neighbours of k], with the depth in which the ISA reads a
+// group of so many rows, so that the micro-kernel reads one stretch. Rows of the source, thousands of bytes apart,
+// would fall into the same sets of L1.
+template <class Isa, class Function>
+void with_row_depth(int rows, Function&& function) {
+  if constexpr (Isa::kBlocked) {
+    if (Isa::multiplies_tiles(rows)) return function(std::integral_constant<int, Isa::kTileDepth>{});
+  }
+  function(std::integral_constant<int, ElementTraits<typename Isa::Element>::kDepth>{});
+}
+
+// Elements of a row that `interleave` copies at a time: its bounds are multiples of it.
+template <int kRowDepth>
+inline constexpr std::int64_t kCopied = std::min<std::int64_t>(kRowDepth, kHalfPanel);
+
+// Write the stretch [first_k, last_k) of each row, which begins at `rows[row]`, into the packed group at `target`.
+template <int kRowDepth, class Element>
 void interleave(const Element* const* rows, int num_rows, std::int64_t first_k, std::int64_t last_k, Element* target) {
-  constexpr std::int64_t kDepth = ElementTraits<Element>::kDepth;
-  constexpr std::int64_t kChunk = 16 * kDepth;  // a cache line of each row at a time
+  constexpr std::int64_t kChunk = 16 * ElementTraits<Element>::kDepth;  // a cache line of each row at a time
   for (std::int64_t chunk = first_k; chunk < last_k; chunk += kChunk) {
     const std::int64_t end = std::min(chunk + kChunk, last_k);
     for (int row = 0; row < num_rows; ++row) {
-      for (std::int64_t k = chunk; k < end; k += kDepth) {
-        std::memcpy(target + (k - first_k) * num_rows + row * kDepth, rows[row] + k, kDepth * sizeof(Element));
+      for (std::int64_t k = chunk; k < end; k += kCopied<kRowDepth>) {
+        Element* place = target + k / kRowDepth * kRowDepth * num_rows + row * kRowDepth + k % kRowDepth;
+        std::memcpy(place, rows[row] + k - first_k, kCopied<kRowDepth> * sizeof(Element));
       }
     }
   }
@@ -101,18 +195,23 @@ template <class Isa>
 void gather_slots(const Routing& routing, const MatrixView<const typename Isa::Element>& tokens, std::int64_t padded,
                   Range groups, typename Isa::Element* target) {
   using Element = typename Isa::Element;
-  constexpr std::int64_t kDepth = ElementTraits<Element>::kDepth;
-  const std::int64_t whole = tokens.columns / kDepth * kDepth;
   for (std::int64_t index = groups.begin; index < groups.end; ++index) {
     const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
     const Element* rows[Isa::kMaxRows];
     for (int row = 0; row < group.rows; ++row) rows[row] = tokens.row(routing.token(group.first_slot + row));
 
-    Element* packed = target + group.first_slot * padded;
-    interleave(rows, group.rows, 0, whole, packed);
-    std::fill(packed + whole * group.rows, packed + padded * group.rows, Element{});
-    if (whole == tokens.columns) continue;
-    for (int row = 0; row < group.rows; ++row) packed[whole * group.rows + row * kDepth] = rows[row][whole];
+    with_row_depth<Isa>(group.rows, [&]<int kRowDepth>(std::integral_constant<int, kRowDepth>) {
+      Element* packed = target + group.first_slot * padded;
+      const std::int64_t whole = tokens.columns / kCopied<kRowDepth> * kCopied<kRowDepth>;
+      const std::int64_t last_step = tokens.columns / kRowDepth * kRowDepth;
+      std::fill(packed + last_step * group.rows, packed + padded * group.rows, Element{});
+      interleave<kRowDepth>(rows, group.rows, 0, whole, packed);
+      for (std::int64_t k = whole; k < tokens.columns; ++k) {
+        for (int row = 0; row < group.rows; ++row) {
+          packed[last_step * group.rows + row * kRowDepth + k - last_step] = rows[row][k];
+        }
+      }
+    });
   }
 }
 

@@ -1,7 +1,7 @@
 // Where a product gets its weight panels from: as they are stored, or transposed.
 //
-// Both are asked for one panel after the other, in the order of a sweep, and prepare the next one while the current one
-// is multiplied. `Ahead` is what the micro-kernel calls for that at each of its steps.
+// Both are asked for one part of a panel after the other, in the order of a sweep, and prepare the next one while the
+// current one is multiplied. `Ahead` is what the micro-kernel calls for that at each of its steps.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,12 @@
 
 namespace ktc {
 
-struct PanelIndex {
+// A panel, or of its contraction the stretch [first_k, first_k + size_k), whole blocks.
+struct PanelPart {
   std::int64_t expert;
   std::int64_t panel;
+  std::int64_t first_k;
+  std::int64_t size_k;
 };
 
 // One matrix per expert, as it is packed.
@@ -32,15 +35,17 @@ struct StoredPanels {
 
   std::int64_t contraction() const { return panel_size / kPanelWidth; }
 
-  void start(PanelIndex) const {}
-  const Element* current(PanelIndex index) const { return at(index); }
-  Ahead ahead(PanelIndex next, PanelIndex, std::int64_t calls) const {
-    return Ahead(at(next), panel_size * static_cast<std::int64_t>(sizeof(Element)), calls);
+  void start(PanelPart) const {}
+  const Element* current(PanelPart part) const { return at(part); }
+  Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {
+    return Ahead(at(next), next.size_k * kPanelWidth * static_cast<std::int64_t>(sizeof(Element)), calls);
   }
   void advance() const {}
 
  private:
-  const Element* at(PanelIndex index) const { return first + index.expert * expert_stride + index.panel * panel_size; }
+  const Element* at(PanelPart part) const {
+    return first + part.expert * expert_stride + part.panel * panel_size + part.first_k * kPanelWidth;
+  }
 };
 
 // Rebuilds a panel of the transposed weights, piece by piece, over `calls` of `step`, and fetches the one after it.
@@ -112,17 +117,18 @@ class TransposedPanels {
 
   std::int64_t contraction() const { return num_panels_ * kPanelWidth; }
 
-  void start(PanelIndex index) { Ahead(at(index), stored_.panel_size, num_panels_, 0, read_, 1).finish(); }
-  const Element* current(PanelIndex) const { return read_; }
-  Ahead ahead(PanelIndex next, PanelIndex after_next, std::int64_t calls) const {
+  void start(PanelPart part) { Ahead(at(part), stored_.panel_size, part.size_k / kPanelWidth, 0, read_, 1).finish(); }
+  const Element* current(PanelPart) const { return read_; }
+  Ahead ahead(PanelPart next, PanelPart after_next, std::int64_t calls) const {
     const std::int64_t after = (at(after_next) - at(next)) * static_cast<std::int64_t>(sizeof(Element));
-    return Ahead(at(next), stored_.panel_size, num_panels_, after, written_, calls);
+    return Ahead(at(next), stored_.panel_size, next.size_k / kPanelWidth, after, written_, calls);
   }
   void advance() { std::swap(read_, written_); }
 
  private:
-  const Element* at(PanelIndex index) const {
-    return stored_.first + index.expert * stored_.expert_stride + index.panel * weight_format::kBlock;
+  const Element* at(PanelPart part) const {
+    return stored_.first + part.expert * stored_.expert_stride + part.first_k / kPanelWidth * stored_.panel_size +
+           part.panel * weight_format::kBlock;
   }
 
   StoredPanels<Isa> stored_;

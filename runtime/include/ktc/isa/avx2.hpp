@@ -169,6 +169,9 @@ struct Isa {
   using Lanes = avx2::Lanes;
   static constexpr int kMaxRows = avx2::kMaxRows;
   static constexpr int kStreamRows = 0;
+  static constexpr bool kBlocked = false;
+
+  static void require() {}
 
   // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
   template <class Ahead>
@@ -183,7 +186,7 @@ struct Isa {
   }
 
   // How often `multiply` calls `ahead.step()`: once per unrolled step of each half.
-  static constexpr std::int64_t steps_ahead(std::int64_t steps) { return 2 * steps / kUnroll; }
+  static constexpr std::int64_t steps_ahead(int, std::int64_t steps) { return 2 * steps / kUnroll; }
 
   // One pair of k of all outputs, 2 x 2 elements at a time.
   static void transpose_piece(const bf16* source, bf16* target, unsigned piece) {

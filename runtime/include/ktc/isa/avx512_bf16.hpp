@@ -80,6 +80,9 @@ struct Isa {
   using Lanes = avx512_bf16::Lanes;
   static constexpr int kMaxRows = avx512_bf16::kMaxRows;
   static constexpr int kStreamRows = avx512_bf16::kStreamRows;
+  static constexpr bool kBlocked = false;
+
+  static void require() {}
 
   // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
   template <class Ahead>
@@ -92,7 +95,7 @@ struct Isa {
   }
 
   // How often `multiply` calls `ahead.step()`.
-  static constexpr std::int64_t steps_ahead(std::int64_t steps) { return steps / kUnroll; }
+  static constexpr std::int64_t steps_ahead(int, std::int64_t steps) { return steps / kUnroll; }
 
   [[gnu::always_inline]] static void transpose_piece(const bf16* source, bf16* target, unsigned piece) {
     avx512::transpose_piece(source, target, piece);

@@ -1,7 +1,8 @@
 // Plain C++ on any element type: the oracle the vector versions are tested against, and the one that runs anywhere.
 //
-// The interface every ISA has: `Element`, `Lanes` (half a panel of accumulators), `kMaxRows`, `kStreamRows`,
-// `multiply`, `prefetch_calls` and `transpose_block`.
+// The interface every ISA has: `Element`, `Accumulator`, `Lanes` (half a panel of accumulators), `kMaxRows` of a group,
+// `kStreamRows`, `kBlocked` (see `Blocking`), `require` (what the process must be granted first), `multiply`,
+// `steps_ahead` and `transpose_piece`. A sweep makes one object of it per worker.
 #pragma once
 
 #include <algorithm>
@@ -97,6 +98,9 @@ struct Isa {
   using Lanes = scalar::Lanes<Element>;
   static constexpr int kMaxRows = 4;
   static constexpr int kStreamRows = 0;
+  static constexpr bool kBlocked = false;
+
+  static void require() {}
 
   // tile[row][32] = sum over k of a[k][row] * panel[k][32], for `steps` groups of kDepth neighbours of k.
   template <class Ahead>
@@ -120,7 +124,7 @@ struct Isa {
   }
 
   // How often `multiply` calls `ahead.step()`.
-  static constexpr std::int64_t steps_ahead(std::int64_t) { return 1; }
+  static constexpr std::int64_t steps_ahead(int, std::int64_t) { return 1; }
 
   // One of the `kBlockPieces` pieces of a packed 32 x 32 block, rebuilt with outputs and contraction exchanged.
   static void transpose_piece(const Element* source, Element* target, unsigned piece) {

@@ -1,0 +1,129 @@
+// AMX: TDPBF16PS multiplies 16 rows of 32 bf16 with 16 outputs. Groups of up to 32 rows take 2 x 2 tiles of sums and
+// four loads per four products. An expert with a handful of tokens is read as fast as memory gives it either way, and
+// its few rows would leave the tiles empty: AVX512-BF16 computes it, from the same packed weights.
+//
+// A packed panel is what the weights' tiles are loaded from: [k / 2][32 outputs][2], two tiles side by side.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "ktc/element.hpp"
+#include "ktc/isa/amx_tiles.hpp"
+#include "ktc/isa/avx512_bf16.hpp"
+#include "ktc/moe_sweep.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc::amx {
+
+// Neighbours of k in a row of a tile: what one product consumes.
+inline constexpr int kDepth = kTileBytes / sizeof(bf16);
+
+// tile[row][32] of `kAdd` ? what it is : zero, plus the sum over k of a[k][row] * panel[k][32]. The tiles must have the
+// shape for `kLower` ? 17 to 32 : 1 to 16 rows.
+template <bool kLower, bool kAdd, class Ahead>
+[[gnu::noinline]] void multiply_tiles(std::int64_t depth_steps, int rows, const bf16* a, const bf16* panel, float* tile,
+                                      Ahead& next) {
+  constexpr int kSumsStride = kPanelWidth * sizeof(float);
+  constexpr int kPanelStride = kPanelWidth * 2 * sizeof(bf16);
+  constexpr std::int64_t kPanelStep = kDepth * kPanelWidth;
+  constexpr int kRight = kHalfPanel * 2;
+  float* lower = tile + kTileRows * kPanelWidth;
+  Ahead ahead = next;
+  settle_memory();
+  if constexpr (kAdd) {
+    _tile_loadd(0, tile, kSumsStride);
+    _tile_loadd(1, tile + kHalfPanel, kSumsStride);
+    if constexpr (kLower) {
+      _tile_loadd(2, lower, kSumsStride);
+      _tile_loadd(3, lower + kHalfPanel, kSumsStride);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (kLower) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  }
+  for (std::int64_t step = 0; step < depth_steps; ++step) {
+    ahead.step();
+    _tile_loadd(4, a, kTileBytes);
+    _tile_loadd(6, panel, kPanelStride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, panel + kRight, kPanelStride);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kLower) {
+      _tile_loadd(5, a + kTileRows * kDepth, kTileBytes);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    a += rows * kDepth;
+    panel += kPanelStep;
+  }
+  _tile_stored(0, tile, kSumsStride);
+  _tile_stored(1, tile + kHalfPanel, kSumsStride);
+  if constexpr (kLower) {
+    _tile_stored(2, lower, kSumsStride);
+    _tile_stored(3, lower + kHalfPanel, kSumsStride);
+  }
+  settle_memory();
+  next = ahead;
+}
+
+class Isa {
+ public:
+  using Element = bf16;
+  using Accumulator = float;
+  using Lanes = avx512_bf16::Lanes;
+  static constexpr int kMaxRows = 2 * kTileRows;
+  static constexpr int kStreamRows = avx512_bf16::kStreamRows;
+
+  // At 512 of k and 12 groups, the rows (384 KB) and the sums of 16 panels (768 KB) stay in L2 and a stretch of a panel
+  // (32 KB) in L1. An expert with fewer rows is waited for, not multiplied, and best read panel by panel.
+  static constexpr bool kBlocked = true;
+  static constexpr Blocking kBlocking{.panels = 16, .groups = 12, .contraction = 512};
+  static constexpr std::int64_t kBlockedRows = 96;
+
+  static void require() { request_tiles(); }
+
+  static constexpr int kTileDepth = kDepth;
+  static constexpr bool multiplies_tiles(int rows) { return rows > kStreamRows; }
+
+  // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
+  template <class Ahead>
+  void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
+    if (!multiplies_tiles(rows)) return avx512_bf16::Isa::multiply(rows, steps, a, panel, tile, ahead);
+    by_tiles<false>(rows, steps, a, panel, tile, ahead);
+  }
+
+  // The same added to what `tile` holds.
+  template <class Ahead>
+  void multiply_add(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
+    by_tiles<true>(rows, steps, a, panel, tile, ahead);
+  }
+
+  // How often `multiply` calls `ahead.step()`.
+  static constexpr std::int64_t steps_ahead(int rows, std::int64_t steps) {
+    return multiplies_tiles(rows) ? steps / kPairs : avx512_bf16::Isa::steps_ahead(rows, steps);
+  }
+
+  [[gnu::always_inline]] static void transpose_piece(const bf16* source, bf16* target, unsigned piece) {
+    avx512::transpose_piece(source, target, piece);
+  }
+
+ private:
+  static constexpr std::int64_t kPairs = kDepth / 2;
+
+  template <bool kAdd, class Ahead>
+  void by_tiles(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
+    tiles_.shape_for(rows);
+    if (rows > kTileRows) return multiply_tiles<true, kAdd>(steps / kPairs, rows, a, panel, tile, ahead);
+    multiply_tiles<false, kAdd>(steps / kPairs, rows, a, panel, tile, ahead);
+  }
+
+  Tiles tiles_;
+};
+
+}  // namespace ktc::amx
