@@ -169,7 +169,7 @@ def test_experts_and_blocks_that_stay_as_they_are_are_told(tmp_path: Path) -> No
     _, plan = planned(captured("qwen3_moe"), rules(text, tmp_path))
     (warning,) = [d for d in plan.warnings if d.code == "M073"]
     assert "model.layers.[0..2].mlp stays as it is: no rule rewrites the routed experts" in warning.message
-    _, plan = planned(captured("qwen3_moe", hidden_act="relu"), rules(text, tmp_path))
+    _, plan = planned(captured("qwen3_moe", hidden_act="mish"), rules(text, tmp_path))
     (warning,) = [d for d in plan.warnings if d.code == "M073"]
     assert "could not be captured" in warning.message
 

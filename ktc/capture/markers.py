@@ -6,14 +6,15 @@ that export cannot look into. Registered without a mask function, so that no dat
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc.capture.forms import form_of
 from ktc.graph import ops
@@ -24,7 +25,10 @@ _CHOICES = ("_experts_implementation_internal", "_attn_implementation_internal")
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "layer_idx"})
 
 
-_POSITIONS = frozenset({"position_ids", "cache_position"})  # an attention core is given them and does not use them
+_UNUSED = frozenset({"position_ids", "cache_position"})  # an attention core may be given them and does not use them
+# The model's own masks are absent while it is captured; blocks that compute with one are given one.
+_masks_are_given = ContextVar("masks_are_given", default=False)
+_marked_configs: ContextVar[tuple[PreTrainedConfig, ...]] = ContextVar("marked_configs", default=())
 
 
 class UnsupportedAttention(Exception):
@@ -38,7 +42,10 @@ def _library() -> torch.library.Library:
         "experts(Tensor x, Tensor indices, Tensor weights, Tensor gate_up, Tensor down, str form, "
         "Tensor? gate_up_bias, Tensor? down_bias) -> Tensor"
     )
-    library.define("sdpa(Tensor q, Tensor k, Tensor v, float scale, bool causal, int window, Tensor? sinks) -> Tensor")
+    library.define(
+        "sdpa(Tensor q, Tensor k, Tensor v, float scale, bool causal, int window, Tensor? sinks, "
+        "Tensor? mask) -> Tensor"
+    )
     library.impl("experts", _experts_on_meta, "Meta")
     library.impl("sdpa", _sdpa_on_meta, "Meta")
     return library
@@ -99,15 +106,36 @@ def _capture_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     if softcap is not None:
         raise UnsupportedAttention("attention scores with a soft cap are not supported in this version")
-    if attention_mask is not None:  # the model's own masks are absent while it is captured
+    # Where a mask is given, it alone says what is attended to: what else is passed on speaks to other kernels.
+    if attention_mask is not None and not _masks_are_given.get():
         raise UnsupportedAttention("attention that computes a mask of its own is not supported in this version")
-    unknown = next((name for name, value in more.items() if isinstance(value, Tensor) and name not in _POSITIONS), None)
-    if unknown is not None:
+    unknown = next((name for name, value in more.items() if isinstance(value, Tensor) and name not in _UNUSED), None)
+    if unknown is not None and attention_mask is None:
         raise UnsupportedAttention(f"attention whose core is given `{unknown}` is not supported in this version")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
+    causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = -1 if sliding_window is None else int(sliding_window)
-    return torch.ops.ktc_capture.sdpa(query, key, value, float(scale), causal, window, s_aux), None
+    window = window if attention_mask is None else -1  # the mask says it
+    operands = query, key, value, float(scale), causal, window, s_aux, attention_mask
+    return torch.ops.ktc_capture.sdpa(*operands), None
+
+
+@contextmanager
+def masks_given() -> Generator[None]:
+    """While inside, blocks are called with an explicit mask, and what they make of it reaches the attention core.
+
+    Code that does so asks for the implementation by name, so that here the marker goes by the name `sdpa`.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    token, stock = _masks_are_given.set(True), ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", _capture_attention)
+    try:
+        with _chosen(_marked_configs.get(), {"_attn_implementation_internal": "sdpa"}):
+            yield
+    finally:
+        AttentionInterface.register("sdpa", stock)
+        _masks_are_given.reset(token)
 
 
 @contextmanager
@@ -119,11 +147,22 @@ def marked(model: PreTrainedModel) -> Generator[None]:
     _library()
     ExpertsInterface.register(_NAME, _CaptureExperts())
     AttentionInterface.register(_NAME, _capture_attention)
-    configs = list({id(c): c for c in (model.config, model.config.get_text_config())}.values())
-    before = [(config, choice, getattr(config, choice)) for config in configs for choice in _CHOICES]
+    configs = tuple({id(c): c for c in (model.config, model.config.get_text_config())}.values())
+    token = _marked_configs.set(configs)
+    try:
+        with _chosen(configs, dict.fromkeys(_CHOICES, _NAME)):
+            yield
+    finally:
+        _marked_configs.reset(token)
+
+
+@contextmanager
+def _chosen(configs: Sequence[PreTrainedConfig], choices: Mapping[str, str]) -> Generator[None]:
+    """While inside, the configs name other implementations."""
+    before = [(config, choice, getattr(config, choice)) for config in configs for choice in choices]
     try:
         for config, choice, _ in before:
-            setattr(config, choice, _NAME)
+            setattr(config, choice, choices[choice])
         yield
     finally:
         for config, choice, chosen in before:

@@ -7,6 +7,7 @@ exported once. Two blocks are the same if their classes, tensors, settings and c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -20,7 +21,7 @@ from ktc.capture.export import export_block
 from ktc.capture.forms import UNSUPPORTED
 from ktc.capture.length import left_alone
 from ktc.capture.loop import capture_loop
-from ktc.capture.markers import marked
+from ktc.capture.markers import marked, masks_given
 from ktc.capture.normal_form import normalise
 from ktc.capture.record import Call, first_line, record
 from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo, dtype_name
@@ -49,7 +50,8 @@ def capture(source: ModelSource) -> CapturedModel:
             if identity not in graphs:
                 stem = next(part for part in reversed(fqn.split(".")) if not part.isdigit())
                 key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
-                graphs[identity] = _capture_block(key, block, calls[fqn], failed.get(fqn))
+                with masks_given() if isinstance(calls[fqn][1].get("attention_mask"), Tensor) else nullcontext():
+                    graphs[identity] = _capture_block(key, block, calls[fqn], failed.get(fqn))
             sites.append(BlockSite(fqn, layer, graphs[identity].key))
         cache = measure_cache(model)
     return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), tuple(sites), cache)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ktc.capture.expert_list import candidates
 from ktc.capture.export import BATCH, SEQUENCE
+from ktc.capture.markers import masks_given
 from ktc.capture.unrolled import routed_anyhow
 from ktc.diagnostics import Diagnostic, InputRefused
 
@@ -84,6 +86,12 @@ def _run(
             try:
                 return _run_block(block, original, args, kwargs)
             except Exception as error:  # noqa: BLE001 - whatever a foreign block raises makes it opaque, with its words
+                masked = _with_mask(model, args, kwargs)
+                if masked is not None:
+                    with suppress(Exception), masks_given():
+                        result = original(*args, **masked)
+                        calls[fqn] = args, masked
+                        return result
                 failed[fqn] = _reason(error)
                 hidden = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
                 stand_in = torch.empty_like(hidden)
@@ -99,6 +107,19 @@ def _run(
     finally:
         for block in blocks.values():
             del block.forward
+
+
+def _with_mask(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The call with an explicit mask, where a block takes one and was given none: some attention computes with it.
+
+    Stock models make it of booleans for the sdpa kernel, and of scores for eager code where they have no other.
+    """
+    if "attention_mask" not in kwargs or kwargs["attention_mask"] is not None:
+        return None
+    hidden = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    batch, length = hidden.shape[:2]
+    dtype = torch.bool if getattr(model, "_supports_sdpa", False) else model.dtype
+    return {**kwargs, "attention_mask": torch.ones(batch, 1, length, length, dtype=dtype, device="meta")}
 
 
 def _run_block(block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -69,18 +69,20 @@ def experts(
 
 
 def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int, sinks: Tensor | None = None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int,
+    sinks: Tensor | None = None, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The attention core: query (b, h, s, d), key and value (b, h_kv, s, d) -> (b, s, h, d_v). `window` < 0: unlimited.
 
     Positions attend to themselves and, if `causal`, to what stands before them, at most `window` positions back.
-    `sinks` (h,) are scores that take their share of every softmax and have no value.
+    `sinks` (h,) are scores that take their share of every softmax and have no value. A `mask` (b, 1 or h, s, s), bool
+    or added to the scores, stands in the place of both.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    allowed = None
-    if causal or window >= 0:
+    allowed = mask
+    if mask is None and (causal or window >= 0):
         row, column = (torch.arange(size, device=query.device) for size in (query.shape[2], key.shape[2]))
         distance = row[:, None] - column[None, :]
         allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -97,7 +99,8 @@ def _attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, scale: float, allowed: Tensor | None, sinks: Tensor
 ) -> Tensor:
     scores = query @ key.transpose(2, 3) * scale
-    scores = scores if allowed is None else scores.masked_fill(~allowed, -math.inf)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -math.inf) if allowed.dtype == torch.bool else scores + allowed
     sink = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1] @ value
 
@@ -220,7 +223,10 @@ _ATTRIBUTES: dict[str, Callable[[fx.Node], dict[str, Any]]] = {
     "linear": _linear_attributes,
     "experts": _experts_attributes,
     "topk": lambda n: {"k": argument(n, "k")},
-    "sdpa": lambda n: {"scale": n.args[3], "causal": n.args[4], "window": n.args[5], "sinks": n.args[6] is not None},
+    "sdpa": lambda n: {
+        **dict(zip(("scale", "causal", "window"), n.args[3:6], strict=True)),
+        **{name: n.args[place] is not None for name, place in (("sinks", 6), ("mask", 7))},
+    },
     "rms_norm": lambda n: {"eps": n.meta.get("eps", argument(n, "eps", 0.0))},
     "masked_fill": lambda n: {"value": argument(n, "value", -math.inf)},
     "embedding": lambda n: dict(zip(("rows", "dim"), shape_of(n.args[0]), strict=False)),
