@@ -5,6 +5,8 @@
 //         -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mamx-tile -mamx-bf16
 //         benchmarks/native_moe.cpp -o native_moe
 //     native_moe check | native_moe THREADS H I E K TOKENS...
+//
+// Without bf16 products the peak takes a multiply and an add apart, unless built with -ffp-contract=fast.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
