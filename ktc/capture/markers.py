@@ -6,11 +6,11 @@ that export cannot look into. Registered without a mask function, so that no dat
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ def masks_given() -> Generator[None]:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    token, stock = _masks_are_given.set(True), ALL_ATTENTION_FUNCTIONS["sdpa"]
+    token, stock = _masks_are_given.set(True), cast("Callable[..., Any]", ALL_ATTENTION_FUNCTIONS["sdpa"])
     AttentionInterface.register("sdpa", _capture_attention)
     try:
         with _chosen(_marked_configs.get(), {"_attn_implementation_internal": "sdpa"}):

@@ -50,8 +50,8 @@ def load(
     PyTorch reference in fp32, needs no library, and generates token for token what the stock model in fp32 does.
     Where `ktc pack` has left a packed store, experts are read from it into huge pages; with `map` they are mapped from
     it, read-only and shared by all processes that do so, and the other weights from the checkpoint: at once, but the
-    first tokens wait for their pages. `trust_remote_code` runs the code that the model was compiled with, where its folder brought
-    it along. `progress` is called with the bytes read and the bytes to read.
+    first tokens wait for their pages. `trust_remote_code` runs the code that the model was compiled with, where its
+    folder brought it along. `progress` is called with the bytes read and the bytes to read.
     Raises `InputRefused` or `HostLacks`, each with what to do.
     """
     manifest = read_manifest(Path(path))

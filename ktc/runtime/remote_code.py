@@ -58,7 +58,8 @@ def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTraine
         if "AutoConfig" in references:
             config = _class(references["AutoConfig"], folder, PreTrainedConfig).from_pretrained(config_folder or folder)
         else:
-            config = _of_a_class_of_its_own(AutoConfig.from_pretrained(config_folder or folder, local_files_only=True))
+            stock = cast("PreTrainedConfig", AutoConfig.from_pretrained(config_folder or folder, local_files_only=True))
+            config = _of_a_class_of_its_own(stock)
         model_class.config_class = type(config)
         AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)
     except Exception as error:  # foreign code raises anything

@@ -1,6 +1,6 @@
 """Small twins as checkpoint folders, as Hugging Face writes them: shards, index, tokenizer, chat template.
 
-In: a name of `names()` and a cache folder. Out: the checkpoint's folder. Refused: a name that is not in `names()`.
+In: the name of a family and a cache folder. Out: the checkpoint's folder. Refused: a name that is no causal LM family.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, suggest
 from ktc.twin.build import build
+from ktc.twin.families import default_config
 from ktc.twin.shrink import shrink
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ for i in range(10): print(i, add(i, i))
 
 
 def names() -> tuple[str, ...]:
-    """The families that `tiny:NAME` can name."""
+    """The families whose twins have settings of their own; `tiny:NAME` may also name any other causal LM family."""
     return tuple(_FAMILIES)
 
 
@@ -73,17 +75,13 @@ def write(name: str, cache_dir: Path) -> Path:
     """The checkpoint folder of the twin `name` (bf16, shards, tokenizer) below `cache_dir`, made if it is not there.
 
     Its name carries a digest of this package and of the transformers version, so another recipe is another
-    folder and no older compiled model loses its weights. Raises `InputRefused` for a name that is not in `names()`,
+    folder and no older compiled model loses its weights. Raises `InputRefused` for a name that is no causal LM family,
     `HostLacks` (H229) where the folder cannot be written.
     """
-    if name not in _FAMILIES:
-        raise InputRefused(
-            Diagnostic(
-                "I110",
-                f"no small twin is called `{name}`",
-                hint=f"write one of: {', '.join(f'tiny:{n}' for n in names())}",
-            )
-        )
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        hint = suggest(name, known) or f"write one of: {', '.join(f'tiny:{n}' for n in names())}"
+        raise InputRefused(Diagnostic("I110", f"no small twin is called `{name}`", hint=hint))
     folder = cache_dir / f"{name}-{_recipe_digest()}"
     if folder.is_dir():
         return folder
@@ -120,7 +118,8 @@ def _move_into_place(beside: Path, folder: Path) -> None:
 
 def _write_checkpoint(name: str, folder: Path) -> None:
     tokenizer = _train_tokenizer()
-    config = shrink(AutoConfig.for_model(name, **_FAMILIES[name]))
+    settings = _FAMILIES.get(name)
+    config = shrink(default_config(name) if settings is None else AutoConfig.for_model(name, **settings))
     config.vocab_size = len(tokenizer)
     config.pad_token_id, config.bos_token_id, config.eos_token_id = (
         tokenizer.pad_token_id,
