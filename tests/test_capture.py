@@ -100,4 +100,3 @@ def test_the_form_of_experts_is_read_from_their_own_code(family: str, changes: d
     graphs = [b.graph for b in captured(family, **changes).blocks if b.graph is not None]
     found = {ops.attributes(n)["form"] for g in graphs for n in nodes_of(g) if ops.operator(n) == "experts"}
     assert found == {form}
-
