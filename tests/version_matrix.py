@@ -25,6 +25,11 @@ TESTS = (
     "tests/test_prove.py", "tests/test_load.py", "tests/end_to_end/test_compiled_model.py",
 )  # fmt: skip
 TOOLS = ("pytest>=8.3", "hypothesis>=6.130")
+# It runs the stock DeepSeek-V2 in a process of its own, which the oldest transformers cannot (tests/conftest.py).
+NOT_WITH_OLDEST = (
+    "tests/end_to_end/test_compiled_model.py::"
+    "test_in_reference_mode_losses_equal_and_the_adapter_works_in_the_stock_model[deepseek_v2]"
+)
 SHOW = "from ktc import versions; print(*(f'{n} {versions.installed(n)}' for n in versions.SUPPORTED), sep=', ')"
 
 
@@ -55,6 +60,7 @@ def test(end: str, python: Path) -> int:
     print(f"{end}: {shown.stdout.strip()}", flush=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [python, "-m", "pytest", "-m", "not slow and not full", "-p", "no:cacheprovider", *TESTS]
+    command += ["--deselect", NOT_WITH_OLDEST] if end == "oldest" else []
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
