@@ -106,12 +106,14 @@ def _capture_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     if softcap is not None:
         raise UnsupportedAttention("attention scores with a soft cap are not supported in this version")
-    # Where a mask is given, it alone says what is attended to: what else is passed on speaks to other kernels.
     if attention_mask is not None and not _masks_are_given.get():
         raise UnsupportedAttention("attention that computes a mask of its own is not supported in this version")
-    unknown = next((name for name, value in more.items() if isinstance(value, Tensor) and name not in _UNUSED), None)
-    if unknown is not None and attention_mask is None:
-        raise UnsupportedAttention(f"attention whose core is given `{unknown}` is not supported in this version")
+    for name, given in more.items():
+        # Where a mask is given, it alone says what is attended to: indices speak to other kernels. Scores and sinks are
+        # part of the computation all the same.
+        counts = isinstance(given, Tensor) and (attention_mask is None or given.is_floating_point())
+        if counts and name not in _UNUSED:
+            raise UnsupportedAttention(f"attention whose core is given `{name}` is not supported in this version")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = -1 if sliding_window is None else int(sliding_window)
