@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ktc import host
 from ktc.host import Isa
-from ktc.plan.kernel_spec import KERNELS, KernelSpec
+from ktc.plan.kernel_spec import KERNELS, KernelSpec, WeightFormat
 from ktc.runtime.experts_form import ExpertsForm, parse_form
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.fused_moe import FusedMoe
@@ -38,11 +38,12 @@ def spec_of(
     dtype: Dtype = "bf16",
     form: str = "silu",
     sizes: tuple[int | None, int | None, int | None, int | None] = (None, None, None, None),
+    codes: tuple[WeightFormat, int] | None = None,
 ) -> KernelSpec:
     asked = parse_form(form)
-    return KernelSpec(
-        "fused_moe", *sizes, dtype, dtype, dtype, isa, asked.activation, gated=asked.gated, biased=asked.biased
-    )
+    stored, group = codes or (dtype, 0)
+    settings = {"gated": asked.gated, "biased": asked.biased, "group_size": group}
+    return KernelSpec("fused_moe", *sizes, dtype, stored, stored, isa, asked.activation, **settings)
 
 
 SPECS = (

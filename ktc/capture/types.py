@@ -130,6 +130,18 @@ class CapturedModel:
         return _QUANTISED.get(str(method), dtype_name(self.model.dtype))
 
     @property
+    def stored_group(self) -> int:
+        """How many weights of a row share a scale in packed int4 codes, by the config alone; 0: it does not say."""
+        found: object = getattr(self.source.config, "quantization_config", None)
+        groups = cast("dict[str, Any]", found).get("config_groups") if isinstance(found, dict) else None
+        first = next(iter(cast("dict[str, Any]", groups).values()), None) if isinstance(groups, dict) else None
+        settings = cast("dict[str, Any]", first).get("weights") if isinstance(first, dict) else None
+        if not isinstance(settings, dict) or not settings.get("symmetric", True):
+            return 0
+        size = cast("dict[str, Any]", settings).get("group_size")
+        return size if isinstance(size, int) and size > 0 else 0
+
+    @property
     def facts(self) -> dict[str, Any]:
         """The facts that rules know as `model.*`."""
         return {

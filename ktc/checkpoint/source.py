@@ -114,6 +114,15 @@ class WeightSource:
         return (own, self.quantised.scale) if zero is None else (own, self.quantised.scale, zero)
 
     @property
+    def plain_codes(self) -> tuple[Method, int] | None:
+        """The method and group size of codes that can be kept as they are: symmetric, a bf16 scale per run of a row."""
+        found = self.quantised
+        if found is None or found.zero_point is not None or self.steps or self.span is not None:
+            return None
+        whole = found.block[0] == 1 and found.shape[-1] % found.block[1] == 0
+        return ("int4", found.block[1]) if found.method == "int4" and whole and found.scale.dtype == "bf16" else None
+
+    @property
     def format(self) -> str:
         """What the checkpoint stores, in words: `bf16`, `fp8 128x128`, `int4 in groups of 32`."""
         return self.dtype if self.quantised is None else str(self.quantised)

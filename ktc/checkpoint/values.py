@@ -41,6 +41,19 @@ def read_weight(
     return _laid_out(tensor, source.steps, 1 if stacked else 0)
 
 
+def read_codes(
+    reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None
+) -> tuple[Tensor, Tensor]:
+    """Codes (rows, columns), int8, and scales (rows, groups), fp32, of a source that has `plain_codes`."""
+    assert source.quantised is not None, "only quantised weights have codes"
+    *stack, rows, columns = source.quantised.shape
+    matrix = expert if source.transform == "per_expert" and expert is not None else 0
+    run = _shifted(slice(0, rows), matrix * rows)
+    codes = reader.read(_as_rows(index.tensors[source.source_key], math.prod(stack) * rows), run)
+    scales = reader.read(_as_rows(index.tensors[source.quantised.scale.key], math.prod(stack) * rows), run)
+    return _nibbles(codes)[:, :columns] - 8, scales.float()
+
+
 def _dequantised(
     reader: TensorReader,
     index: CheckpointIndex,

@@ -18,11 +18,11 @@ import jinja2
 from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Isa
-from ktc.plan.kernel_spec import KERNELS, KernelSpec
+from ktc.plan.kernel_spec import CODES, KERNELS, KernelSpec
 from ktc.runtime.experts_form import Function
 
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
-_WEIGHT_FORMATS: Final = {"bf16": "Bf16", "fp32": "Fp32", "fp64": "Fp64"}
+_WEIGHT_FORMATS: Final = {"bf16": "Bf16", "fp32": "Fp32", "fp64": "Fp64", "int4": "GroupedInt4<{}>"}
 _FUNCTIONS: Final[Mapping[Function, str]] = {
     "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu", "relu2": "Relu2",
 }  # fmt: skip
@@ -75,7 +75,13 @@ def render(specs: Sequence[KernelSpec], origin: Mapping[KernelSpec, str]) -> Ker
 
 def _unsupported(spec: KernelSpec) -> Diagnostic | None:
     formats = KERNELS.get(spec.isa, ())
-    if spec.format_gate_up in formats and spec.format_gate_up == spec.format_down == spec.dtype:
+    computes_in = "bf16" if spec.format_down in CODES else spec.format_down
+    if (
+        spec.format_gate_up == spec.format_down
+        and spec.format_down in formats
+        and spec.dtype == computes_in
+        and spec.group_size in (CODES[spec.format_down].group_sizes if spec.format_down in CODES else (0,))
+    ):
         return None
     stored = (
         spec.format_gate_up if spec.format_gate_up == spec.format_down else f"{spec.format_gate_up}/{spec.format_down}"
@@ -99,7 +105,8 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
         "origin": _UNSAFE.sub("_", origin),
         "dims": ["ktc::kDynamic" if size is None else size for size in constants],
         "isa": f"{isa}<{_ELEMENTS[spec.dtype]}>" if spec.isa == "scalar" else isa,
-        "weight_format": _WEIGHT_FORMATS[spec.format_gate_up],
+        "weight_format": _WEIGHT_FORMATS[spec.format_down].format(spec.group_size),
+        "weight_header": "quantised" if spec.group_size else "dense",
         "function": _FUNCTIONS[spec.activation.function],
         "constants": {name: _constant(value) for name, value in _constants(spec)},
     }

@@ -2,7 +2,8 @@
 
 In: one kernel and its spec. Refused: a kernel whose output or gradients differ from the reference by more than the
 rounding of its dtype explains, or by one bit between one thread and two, or kept and recomputed activations.
-A dynamic dimension is tried at sizes that are no multiple of a panel.
+A dynamic dimension is tried at sizes that are no multiple of a panel, unless the format of the weights needs them so.
+Quantised weights must be those of their reference to the last bit, and are then what the output is compared by.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, KtcError
-from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.kernel_spec import CODES, KernelSpec
 from ktc.runtime.experts_form import ExpertsForm
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.kernel_library import Kernel
 from ktc.runtime.packed_experts import PackedExperts
-from ktc.runtime.stock_experts import StockTensor, canonical_parts, stock_names, stock_shape
+from ktc.runtime.quantised_reference import dequantise, quantise
+from ktc.runtime.stock_experts import ExpertPart, StockTensor, canonical_parts, stock_names, stock_shape
 
 # Relative Frobenius error. bf16 rounds at 2^-9 and the sums of rounded products stay near 3e-3.
 _TOLERANCE: Final = {"bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-12}
@@ -32,7 +34,7 @@ _RESULTS: Final = ("output", "d hidden states", "d routing weights")
 
 def self_test(kernel: Kernel, spec: KernelSpec) -> None:
     """Raise `KtcError` (H225) if the kernel does not compute what the reference computes, forward or backward."""
-    sizes = {name: getattr(spec, name) or size for name, size in _ODD_SIZES.items()}
+    sizes = {name: getattr(spec, name) or size for name, size in _odd_sizes(spec).items()}
     experts = PackedExperts(kernel, 1, **sizes)
     generator = torch.Generator().manual_seed(20)
     used = sorted({0, sizes["num_experts"] // 2, sizes["num_experts"] - 1})[:_MAX_EXPERTS]
@@ -44,6 +46,8 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
         for place, expert in enumerate(used):
             for part, values in canonical_parts(form, name, tensor[place]):
                 experts.load(expert, part, values)
+                if spec.format_down in CODES and not part.endswith("_bias"):
+                    _take_quantised(spec, experts, expert, part, values)
     results: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     for tokens in _TOKENS:
         x, grad = (torch.randn(tokens, sizes["hidden"], generator=generator).to(experts.dtype) for _ in range(2))
@@ -62,6 +66,22 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
         recomputed = (bare, *experts.backward(grad, index, weights, saved=None, x_TH=x))
         _require_same_bits(spec, tokens, recomputed, found, "recomputed activations than with kept ones")
     _compare(spec, results)
+
+
+def _odd_sizes(spec: KernelSpec) -> dict[str, int]:
+    group = spec.group_size
+    even = spec.format_down in CODES and CODES[spec.format_down].even
+    return _ODD_SIZES | ({"hidden": 2 * group, "intermediate": 3 * group} if even else {})
+
+
+def _take_quantised(spec: KernelSpec, experts: PackedExperts, expert: int, part: ExpertPart, values: Tensor) -> None:
+    """Put in place of `values` what the kernel has made of them."""
+    packed = experts.unpack(expert, part, tuple(values.shape))
+    expected = dequantise(*quantise(values, spec.format_down, spec.group_size), spec.group_size)
+    if not torch.equal(packed, expected):
+        message = f"the built kernel `{spec.entry}` is wrong: it packs other weights than its reference"
+        raise KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))
+    values.copy_(packed)
 
 
 def _random(

@@ -15,19 +15,33 @@ WeightFormat = Literal[
 SILU = Activation()
 # Which weight formats each instruction set multiplies: what runtime/include/ktc can instantiate in this version.
 KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
-    "amx": ("bf16",),
-    "avx512_bf16": ("bf16",),
-    "avx512": ("bf16",),
-    "avx2": ("bf16",),
-    "scalar": ("bf16", "fp32", "fp64"),
+    "amx": ("bf16", "int4"),
+    "avx512_bf16": ("bf16", "int4"),
+    "avx512": ("bf16", "int4"),
+    "avx2": ("bf16", "int4"),
+    "scalar": ("bf16", "fp32", "fp64", "int4"),
 }
 # Written, and not yet measured on a machine that has it: for rules that name it, not for `auto`.
 ON_REQUEST: frozenset[Isa] = frozenset({"amx"})
-# Scales included: int4 has one bf16 scale per 32 weights, the GGUF formats their own blocks.
+# Of the other formats, blocks and their scales included.
 BITS_PER_WEIGHT: Mapping[WeightFormat, float] = {
-    "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64, "int8": 8, "int4": 4.5, "fp8": 8,
+    "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64, "int8": 8, "fp8": 8,
     "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625, "mxfp4": 4.25,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A format of codes that kernels multiply in bf16. `group_sizes`: how many weights of an output share a scale along
+    the contraction; the first is what a program gets that quantises. `even`: rows must be whole groups."""
+
+    bits: int
+    scale_bytes: int
+    group_sizes: tuple[int, ...]
+    even: bool
+
+
+CODES: Mapping[WeightFormat, Codes] = {"int4": Codes(4, 2, (32, 64, 128), even=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,7 @@ class KernelSpec:
     gated: bool = True
     biased: bool = False
     max_lora_rank: int = 0
+    group_size: int = 0  # of quantised weights: how many of a row share a scale
 
     @property
     def entry(self) -> str:
@@ -60,6 +75,7 @@ class KernelSpec:
             for letter, size in zip("HIEk", (self.hidden, self.intermediate, self.num_experts, self.top_k), strict=True)
         )
         formats = "_".join(dict.fromkeys((self.format_gate_up, self.format_down)))
+        formats += f"g{self.group_size}" if self.group_size else ""
         return f"FusedMoe_{dims}_{self.dtype}_{formats}_{self.isa}_{_identifier(self)}"
 
 

@@ -11,27 +11,30 @@ from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
 from ktc.graph import ops
 from ktc.host import Host, Isa
-from ktc.plan.kernel_spec import KERNELS, ON_REQUEST, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import CODES, KERNELS, ON_REQUEST, KernelSpec, WeightFormat
 from ktc.plan.types import Claim
 from ktc.runtime.experts_form import parse_form
 
 ISAS = tuple(KERNELS)
 # A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.
 FORMATS = tuple(name for name in get_args(WeightFormat) if all(name in formats for formats in KERNELS.values()))
-# What the loader hands to a kernel; codes with scales become bf16 on their way, as `plan/stored.py` tells.
+# How a checkpoint stores weights: a dtype or a method by name, and the size of groups that a kernel may keep, else 0.
+StoredFormat = tuple[str, int]
+# What the loader hands to a kernel; codes that none keeps become bf16 on their way, as `plan/stored.py` tells.
 _LOADED = {"f16": "fp16", "f32": "fp32", "f64": "fp64", **dict.fromkeys(("fp8", "int4", "mxfp4"), "bf16")}
 
 Name = TypeVar("Name")
 
 
-def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[str, ...], host: Host) -> KernelSpec:
-    """The kernel for the experts node `node`, whose weights the checkpoint stores as `stored` (dtype names).
+def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[StoredFormat, ...], host: Host) -> KernelSpec:
+    """The kernel for the experts node `node`, whose weights the checkpoint stores as `stored`.
 
     The format and the ISA may be ones that this version does not build; `availability` tells. Raises InputRefused where
     no kernel reads what is stored, HostLacks where the host lacks the ISA.
     """
     about = ops.attributes(node)
-    weight_format = _format(claim, stored)
+    hidden, inter = int(about["hidden"]), int(about["inter"])
+    weight_format, group_size = _format(claim, stored, {"hidden": hidden, "intermediate": inter})
     top_k, num_experts = int(ops.shape_of(node.args[1])[-1]), int(about["num_experts"])
     if top_k > num_experts:
         message = f"the router of `{claim.path}` chooses {top_k} of {num_experts} experts"
@@ -39,8 +42,8 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[str, ...], host: Ho
     form = parse_form(str(about["form"]))
     return KernelSpec(
         op="fused_moe",
-        hidden=int(about["hidden"]),
-        intermediate=int(about["inter"]),
+        hidden=hidden,
+        intermediate=inter,
         num_experts=num_experts,
         top_k=top_k,
         dtype="bf16",
@@ -50,19 +53,44 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[str, ...], host: Ho
         activation=form.activation,
         gated=form.gated,
         biased=form.biased,
+        group_size=group_size,
     )
 
 
-def _format(claim: Claim, stored: tuple[str, ...]) -> WeightFormat:
+def _format(claim: Claim, stored: tuple[StoredFormat, ...], sizes: Mapping[str, int]) -> tuple[WeightFormat, int]:
+    """The format of packed weights and the size of their groups, 0 where they have none."""
     asked = str(claim.settings["format"])
-    loaded = dict.fromkeys(_LOADED.get(name, name) for name in stored)
+    kept = {_kept(name, group, sizes) for name, group in stored}
+    one = next(iter(kept)) if len(kept) == 1 else None
+    if one is not None and asked in ("stored", one[0]):
+        return one
+    loaded = dict.fromkeys(_LOADED.get(name, name) for name, _ in stored)
     wanted = " and ".join(loaded) if asked == "stored" else asked
     found = _one_of(get_args(WeightFormat), wanted)
+    if found is not None and found in CODES:
+        return found, _group(claim, found, sizes)
     if found is None:
         message = f"the checkpoint stores these experts as `{wanted}`, which no one kernel reads"
         hint = f"write `format = {FORMATS[0]}`, or `--set format={FORMATS[0]}` if the program has that parameter"
         raise InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
-    return found
+    return found, 0
+
+
+def _kept(name: str, group: int, sizes: Mapping[str, int]) -> tuple[WeightFormat, int] | None:
+    """The format of kernels that multiply what is stored as it is, if it is quantised and there is one."""
+    found = _one_of(CODES, name)
+    fits = found is not None and group in CODES[found].group_sizes and not any(size % group for size in sizes.values())
+    return (found, group) if found is not None and fits else None
+
+
+def _group(claim: Claim, weight_format: WeightFormat, sizes: Mapping[str, int]) -> int:
+    """The size of groups that weights are quantised in. Raises InputRefused (M068) where a row is not cut evenly."""
+    group = CODES[weight_format].group_sizes[0]
+    for name, size in sizes.items():
+        if size % group:
+            message = f"`{weight_format}` cuts rows into groups of {group}, and {name} is {size}"
+            raise InputRefused(Diagnostic("M068", message, claim.span, hint=f"write `format = {FORMATS[0]}`"))
+    return group
 
 
 def _isa(claim: Claim, host: Host) -> Isa:

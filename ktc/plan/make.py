@@ -19,10 +19,10 @@ from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
 from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.kernels import choose_kernel, thread_count
+from ktc.plan.kernels import StoredFormat, choose_kernel, thread_count
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.placement import device_of, place
-from ktc.plan.stored import dequantised
+from ktc.plan.stored import conversions
 from ktc.plan.types import ANY_SIZE, BlockRewrite, Claim, NodeAction, Plan, Point
 
 REWRITING = ("lora_linear", "cpu_moe")  # targets that change nodes; `place` moves them, `keep` only claims
@@ -61,7 +61,7 @@ def make_plan(
         memory=memory,
         reasons=(
             *explain(captured, matches, rewrites, planned_only(claims), placements, host),
-            *dequantised(captured, weights),
+            *conversions(captured, weights, specs),
         ),
         warnings=(*matches.warnings, *_left_alone(captured, rewrites)),
         over_budget=over_budget(memory, mode, asked),
@@ -78,7 +78,7 @@ def _kernels(
     for claim in claims:
         if claim.target != "cpu_moe":
             continue
-        spec = choose_kernel(claim, _node(captured, claim), _stored_dtypes(captured, weights, claim.path), host)
+        spec = choose_kernel(claim, _node(captured, claim), _stored_formats(captured, weights, claim.path), host)
         by_claim[claim.site, claim.node, claim.rule] = by_fqn[claim.path] = spec
     return by_claim, by_fqn
 
@@ -89,11 +89,17 @@ def _node(captured: CapturedModel, claim: Claim) -> fx.Node:
     return nodes_by_name(graph)[claim.node]
 
 
-def _stored_dtypes(captured: CapturedModel, weights: Sequence[WeightSource], path: str) -> tuple[str, ...]:
-    """The dtypes in which the checkpoint stores the experts, what the config says of them where there is none."""
-    of_path = [source for source in weights if source.target.startswith(path + ".")]
-    stored = {source.quantised.method if source.quantised else source.dtype for source in of_path}
-    return tuple(sorted(stored)) or (captured.stored_format,)
+def _stored_formats(captured: CapturedModel, weights: Sequence[WeightSource], path: str) -> tuple[StoredFormat, ...]:
+    """How the checkpoint stores the experts' matrices, what the config says of them where there is none."""
+    of_path = [
+        source
+        for source in weights
+        if source.target.startswith(path + ".") and not (source.part or "").endswith("_bias")
+    ]
+    stored = {
+        source.plain_codes or (source.quantised.method if source.quantised else source.dtype, 0) for source in of_path
+    }
+    return tuple(sorted(stored)) or ((captured.stored_format, captured.stored_group),)
 
 
 def _group(

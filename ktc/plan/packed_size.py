@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktc.plan.kernel_spec import BITS_PER_WEIGHT, KernelSpec
+from ktc.plan.kernel_spec import BITS_PER_WEIGHT, CODES, KernelSpec
 
 PANEL = 32  # kernels pad every width to whole panels
 _ITEM = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -23,9 +23,18 @@ def padded(size: int) -> int:
 def packed_bytes(spec: KernelSpec) -> int:
     """Bytes of one layer's packed weights; biases stay in fp32."""
     experts, hidden, inter = (size or 0 for size in (spec.num_experts, spec.hidden, spec.intermediate))
-    bits = (1 + spec.gated) * BITS_PER_WEIGHT[spec.format_gate_up] + BITS_PER_WEIGHT[spec.format_down]
+    first = (1 + spec.gated) * padded(inter) * _row_bytes(spec, padded(hidden))
     biases = 4 * (padded(inter) * (1 + spec.gated) + padded(hidden)) if spec.biased else 0
-    return int(experts * (padded(hidden) * padded(inter) * bits / 8 + biases))
+    return experts * (first + padded(hidden) * _row_bytes(spec, padded(inter)) + biases)
+
+
+def _row_bytes(spec: KernelSpec, columns: int) -> int:
+    """One output's weights, with the scales of their groups."""
+    codes = CODES.get(spec.format_down)
+    if codes is None:
+        return int(columns * BITS_PER_WEIGHT[spec.format_down] / 8)
+    groups = -(-columns // spec.group_size) if spec.group_size else 1
+    return columns * codes.bits // 8 + groups * codes.scale_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,34 +1,80 @@
-"""What the checkpoint stores in fewer bits than memory will hold: a reason for each, so that no growth is silent."""
+"""What the loader makes of the checkpoint's weights: a reason for each change, so that no growth or rounding is silent.
+
+Codes of fewer bits are dequantised, unless a kernel multiplies them as they are; weights that a rule wants in fewer
+bits are quantised.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ktc.capture import CapturedModel
 from ktc.checkpoint import WeightSource
 from ktc.plan.explain import collapse
+from ktc.plan.kernel_spec import CODES, KernelSpec
 from ktc.plan.types import Reason
 
 _QUANTISED = ("fp8", "int4", "mxfp4")
 
 
-def dequantised(captured: CapturedModel, weights: Sequence[WeightSource]) -> Iterator[Reason]:
-    """The weights that the loader dequantises, by format and module; by the config alone where `weights` is empty."""
-    dtype = captured.model.dtype
-    loaded = str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-    if not weights and captured.stored_format in _QUANTISED:
-        text = f"stored as {captured.stored_format} by config.json, dequantised to {loaded} at load"
-        yield Reason(captured.model.base_model_prefix or "model", text)
+def conversions(
+    captured: CapturedModel, weights: Sequence[WeightSource], kernels: Mapping[str, KernelSpec]
+) -> Iterator[Reason]:
+    """The weights that the loader converts, by format and module; by the config alone where `weights` is empty.
+
+    `kernels` has the kernel of each module of experts that one runs.
+    """
+    if not weights:
+        yield from _by_config(captured, kernels)
     groups: dict[tuple[str, str], list[WeightSource]] = {}
     for source in weights:
-        if source.quantised is not None:
+        text = _fate(source, kernels.get(source.target.rpartition(".")[0]), _name(captured))
+        if text:
             parent, name = _split(source)
             kind = ["*" if part.isdigit() else part for part in (*parent.split("."), *([name] if source.part else []))]
-            groups.setdefault((source.format, ".".join(kind)), []).append(source)
-    for (stored, _), sources in groups.items():
-        size = sum(math.prod(source.loaded_shape) for source in sources) * dtype.itemsize
-        yield Reason(_paths(sources), f"stored as {stored}, dequantised to {loaded} at load: {size:,} bytes")
+            groups.setdefault((text, ".".join(kind)), []).append(source)
+    for (text, _), sources in groups.items():
+        size = sum(math.prod(source.loaded_shape) for source in sources) * captured.model.dtype.itemsize
+        yield Reason(_paths(sources), text.format(size=f"{size:,}"))
+
+
+def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
+    """What happens to a tensor, empty if it stays as it is stored; `{size}` stands for bytes of the model's dtype."""
+    if spec is not None and spec.format_down in CODES:
+        if source.plain_codes == (spec.format_down, spec.group_size):
+            return f"stored as {source.format}, multiplied as stored"
+        return "" if (source.part or "").endswith("_bias") else f"stored as {source.format}, {_rounded(spec)}"
+    return (
+        ""
+        if source.quantised is None
+        else f"stored as {source.format}, dequantised to {loaded} at load: {{size}} bytes"
+    )
+
+
+def _rounded(spec: KernelSpec) -> str:
+    return f"quantised to {spec.format_down} in groups of {spec.group_size} at load, which rounds each weight"
+
+
+def _by_config(captured: CapturedModel, kernels: Mapping[str, KernelSpec]) -> Iterable[Reason]:
+    stored = captured.stored_format
+    kept = False
+    by_spec: dict[KernelSpec, list[str]] = {}
+    for path, spec in kernels.items():
+        by_spec.setdefault(spec, []).append(path)
+    for spec, paths in by_spec.items():
+        if spec.format_down not in CODES:
+            continue
+        kept = (stored, captured.stored_group) == (spec.format_down, spec.group_size)
+        fate = "multiplied as stored" if kept else _rounded(spec)
+        yield Reason(collapse(paths), f"stored as {stored} by config.json, {fate}")
+    if stored in _QUANTISED and not kept:
+        root = captured.model.base_model_prefix or "model"
+        yield Reason(root, f"stored as {stored} by config.json, dequantised to {_name(captured)} at load")
+
+
+def _name(captured: CapturedModel) -> str:
+    return str(captured.model.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def _paths(sources: Sequence[WeightSource]) -> str:

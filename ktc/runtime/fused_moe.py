@@ -144,6 +144,21 @@ class FusedMoe(nn.Module):
             self._reference_part(expert, part).copy_(tensor.detach())
         self._absent.discard((expert, part))
 
+    def takes_codes(self, method: str, group: int) -> bool:
+        """Whether the kernel multiplies such codes, so that they can be loaded as they are."""
+        return self._experts is not None and self._experts.coding == (method, group) and not self.form.transposed
+
+    def load_codes(self, expert: int, part: Part, codes: Tensor, scales: Tensor) -> None:
+        """Store one part of one expert without a rounding: a code per weight, a scale per row and group.
+
+        Raises `ValueError` for another shape, a code out of range, or a scale that the format cannot hold.
+        """
+        expected = self._shape(part)
+        if tuple(codes.shape) != expected:
+            raise ValueError(f"expert {expert}, `{part}`: expected shape {expected}, found {tuple(codes.shape)}")
+        self._kernel_experts().load_codes(expert, part, codes, scales)
+        self._absent.discard((expert, part))
+
     @property
     def packed_storage(self) -> memoryview:
         """The packed bytes of all experts, in memory of this module. Raises `ValueError` in reference mode."""

@@ -32,9 +32,13 @@ class NativeKernel(Protocol):
     """`ktc::MoeKernel`. Pointers are addresses; see `moe_kernel.hpp` for the shapes behind them."""
 
     packed_bytes: int
+    coding: tuple[str, int] | None
 
     def saved_bytes(self, tokens: int, /) -> int: ...
     def pack(self, packed: int, expert: int, part: Part, source: int, dtype: str, rows: int, cols: int, /) -> None: ...
+    def pack_codes(
+        self, packed: int, expert: int, part: Part, codes: int, scales: int, rows: int, cols: int, groups: int, /
+    ) -> None: ...
     def unpack(self, packed: int, expert: int, part: Part, target: int, rows: int, cols: int, /) -> None: ...
     def forward(
         self, engine: Engine, packed: int, x: int, index: int, weights: int, out: int, saved: int, tokens: int, /

@@ -1,7 +1,8 @@
 """The experts of one layer in a kernel's packed form, and the kernel called on tensors.
 
-In: matrices of any float dtype, one at a time. Out: `forward` and `backward` on contiguous CPU tensors of the kernel's
-dtype. The storage is one anonymous mapping on huge pages, outside PyTorch, so that nothing copies or moves it.
+In: matrices of any float dtype, or codes with their scales, one at a time. Out: `forward` and `backward` on contiguous
+CPU tensors of the kernel's dtype. The storage is one anonymous mapping on huge pages, outside PyTorch, so that nothing
+copies or moves it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ class PackedExperts:
         return self._native.packed_bytes
 
     @property
+    def coding(self) -> tuple[str, int] | None:
+        """The format of the codes that are stored and the size of their groups, `None` where values are stored."""
+        return self._native.coding
+
+    @property
     def storage(self) -> Tensor:
         """The packed bytes of all experts, to be written to a file or filled from one."""
         assert isinstance(self._storage, Tensor), "mapped weights have no storage of their own"
@@ -71,6 +77,17 @@ class PackedExperts:
         rows, columns = (1, *source.shape)[-2:]
         name = _NAMES[source.dtype]
         self._native.pack(self._packed, expert, part, source.data_ptr(), name, rows, columns)
+
+    def load_codes(self, expert: int, part: Part, codes: Tensor, scales: Tensor) -> None:
+        """Pack one part from codes, (rows, columns) of one byte each, and fp32 scales (rows, groups), as they are.
+
+        Raises `ValueError` where the kernel's weights are no codes, or of another shape, group or range.
+        """
+        if not isinstance(self._storage, Tensor):
+            raise RuntimeError("the experts are mapped read-only from a packed store")
+        codes, scales = codes.cpu().contiguous(), scales.cpu().float().contiguous()
+        (rows, columns), groups = codes.shape, scales.shape[1]
+        self._native.pack_codes(self._packed, expert, part, codes.data_ptr(), scales.data_ptr(), rows, columns, groups)
 
     def unpack(self, expert: int, part: Part, shape: tuple[int, ...]) -> Tensor:
         """One part back from packed form, in the kernel's dtype; a bias in the dtype of its sums."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ktc.checkpoint import CheckpointIndex, WeightSource
 from ktc.checkpoint.reader import TensorReader
-from ktc.checkpoint.values import read_weight
+from ktc.checkpoint.values import read_codes, read_weight
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.experts_form import ExpertsForm
 from ktc.runtime.fused_moe import Part
@@ -36,6 +36,8 @@ class ExpertBank(Protocol):
     intermediate: int
 
     def load_expert(self, expert: int, part: Part, tensor: Tensor) -> None: ...
+    def takes_codes(self, method: str, group: int) -> bool: ...
+    def load_codes(self, expert: int, part: Part, codes: Tensor, scales: Tensor) -> None: ...
     def missing(self) -> tuple[tuple[int, Part], ...]: ...
 
 
@@ -60,8 +62,14 @@ def fill(
     done, total = 0, sum(sizes)
     with TensorReader(index.folder) as reader, torch.no_grad():
         for source, size in zip(sources, sizes, strict=True):
-            dtype = _dtype(model, source)
+            dtype, bank = _dtype(model, source), _bank_for_codes(model, source)
             for expert in experts_of(source):
+                if bank is not None:
+                    codes, scales = read_codes(reader, index, source, expert)
+                    if not allow_nonfinite and not is_finite(scales):
+                        raise InputRefused(not_finite(source, expert))
+                    _put_codes(bank, source, expert, codes, scales)
+                    continue
                 tensor = read_weight(reader, index, source, expert, dtype)
                 if not allow_nonfinite and not is_finite(tensor):
                     raise InputRefused(not_finite(source, expert))
@@ -166,6 +174,21 @@ def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) ->
 def _leaf_of(part: Part | str) -> str:
     """The stock tensor that holds a part of its own name."""
     return part.replace("_bias", "") + "_proj" + ("_bias" if part.endswith("_bias") else "")
+
+
+def _bank_for_codes(model: nn.Module, source: WeightSource) -> ExpertBank | None:
+    """The experts that a row fills, if they keep its codes as they are stored."""
+    module = model.get_submodule(source.target.rpartition(".")[0])
+    codes = source.plain_codes
+    return module if codes is not None and isinstance(module, ExpertBank) and module.takes_codes(*codes) else None
+
+
+def _put_codes(bank: ExpertBank, source: WeightSource, expert: int | None, codes: Tensor, scales: Tensor) -> None:
+    assert expert is not None, f"the row of `{source.target}` names no expert"
+    leaf = cast("StockTensor", source.target.rpartition(".")[2])
+    pieces = (_by_part(source, bank.form, leaf, tensor) for tensor in (codes, scales))
+    for (part, piece), (_, scale) in zip(*pieces, strict=True):
+        bank.load_codes(expert, part, piece, scale)
 
 
 def _put(

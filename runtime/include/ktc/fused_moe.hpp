@@ -20,7 +20,7 @@ template <class Isa, class Format, class Activation, bool kBiased, class Shape>
 class FusedMoe final : public MoeKernel {
   using Layer = MoeLayer<Isa, Format, Activation, kBiased, Shape>;
   using Element = typename Layer::Element;
-  static_assert(std::is_same_v<Element, typename Format::Element>, "an unquantised format is read as it is stored");
+  static_assert(std::is_same_v<Element, typename Format::Element>, "a format gives what the ISA multiplies");
   static_assert(kHalfPanel % ElementTraits<Element>::kDepth == 0);
 
  public:
@@ -28,7 +28,12 @@ class FusedMoe final : public MoeKernel {
   explicit FusedMoe(const MoeSizes& sizes) : layer_(sizes) { Isa::require(); }
 
   std::size_t packed_bytes() const override {
-    return static_cast<std::size_t>(layer_.shape.num_experts() * layer_.format.expert_size()) * sizeof(Element);
+    return static_cast<std::size_t>(layer_.shape.num_experts() * layer_.format.expert_bytes());
+  }
+
+  Coding coding() const override {
+    if constexpr (requires { Format::Panel::kCode; }) return {Format::Panel::kCode, Format::Panel::kGroup};
+    return {nullptr, 0};
   }
 
   std::size_t saved_bytes(std::int64_t tokens) const override {
@@ -44,6 +49,12 @@ class FusedMoe final : public MoeKernel {
     if (type == SourceType::kBf16) return pack_from(static_cast<const bf16*>(source));
     if (type == SourceType::kFp32) return pack_from(static_cast<const float*>(source));
     pack_from(static_cast<const double*>(source));
+  }
+
+  void pack_codes(std::byte* packed, std::int64_t expert, weight_format::Part part, const std::uint8_t* codes,
+                  const float* scales, std::int64_t rows, std::int64_t columns, std::int64_t groups) const override {
+    check_expert(expert);
+    layer_.format.pack_codes(packed, expert, part, MatrixView(codes, rows, columns), MatrixView(scales, rows, groups));
   }
 
   void unpack(const std::byte* packed, std::int64_t expert, weight_format::Part part, void* target, std::int64_t rows,

@@ -155,8 +155,9 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
   const std::int64_t hidden_size = slots * shape.padded_hidden();
   const std::int64_t first_size = slots * layer.first_size();
   const std::int64_t sums_size = TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden());
-  const std::int64_t scratch_size =
-      TransposedPanels<Isa>::scratch_size(std::max(layer.format.num_down_panels(), layer.format.num_first_panels()));
+  const std::int64_t scratch_size = std::max(
+      layer.panel_scratch(),
+      Layer::TransposedSource::scratch_size(std::max(layer.format.num_down_panels(), layer.format.num_first_panels())));
   const MatrixView grad_out_TH(static_cast<const Element*>(arguments.grad_out), arguments.tokens, shape.hidden());
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
   const MatrixView grad_hidden_TH(static_cast<Element*>(arguments.grad_hidden_states), arguments.tokens,
@@ -186,14 +187,15 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
     pool.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
-      const auto transposed = [&](const StoredPanels<Isa>& stored, std::int64_t num_panels) {
-        return TransposedPanels<Isa>(stored, num_panels, scratch + worker.index * scratch_size);
+      Element* own_scratch = scratch + worker.index * scratch_size;
+      const auto transposed = [&](const typename Layer::StoredSource& stored, std::int64_t num_panels) {
+        return typename Layer::TransposedSource(stored, num_panels, own_scratch);
       };
       if (recompute) {
         gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), packed_TH);
         worker.barrier.arrive_and_wait();
-        sweep<Isa>(routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed), packed_TH,
-                   at_hand, FirstEpilogue<Layer>(layer, arguments.packed, nullptr, recomputed_S));
+        sweep<Isa>(routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed, own_scratch),
+                   packed_TH, at_hand, FirstEpilogue<Layer>(layer, arguments.packed, nullptr, recomputed_S));
         worker.barrier.arrive_and_wait();
       }
       gather_slots<Isa>(routing, grad_out_TH, shape.padded_hidden(), share(num_groups), packed_TH);
@@ -205,13 +207,13 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(num_i_panels),
-                 transposed(layer.down_panels(arguments.packed), layer.format.num_down_panels()), packed_TH, at_hand,
-                 ActivationGradient<Layer>(layer, saved_S, weight_S, d_first_S, weight_gradients));
+                 transposed(layer.down_panels(arguments.packed, nullptr), layer.format.num_down_panels()), packed_TH,
+                 at_hand, ActivationGradient<Layer>(layer, saved_S, weight_S, d_first_S, weight_gradients));
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(layer.format.num_down_panels()),
-                 transposed(layer.first_panels(arguments.packed), layer.format.num_first_panels()), d_first_S, at_hand,
-                 AddToTokens<Layer>(layer, routing, sums, nullptr, nullptr));
+                 transposed(layer.first_panels(arguments.packed, nullptr), layer.format.num_first_panels()), d_first_S,
+                 at_hand, AddToTokens<Layer>(layer, routing, sums, nullptr, nullptr));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), grad_hidden_TH);
       const Range pairs = share(slots);

@@ -29,12 +29,14 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   engine.exclusively([&](ThreadPool& pool, Workspace& workspace) {
     workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(activated_size) +
                       Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(routing.num_slots()) +
-                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * pool.threads()));
+                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * pool.threads()) +
+                      Workspace::bytes<Element>(layer.panel_scratch() * pool.threads()));
     auto* hidden_S = workspace.take<Element>(hidden_size);
     auto* activated_S = workspace.take<Element>(activated_size);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
     auto* weight_S = workspace.take<Accumulator>(routing.num_slots());
     auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * pool.threads());
+    auto* scratch_W = workspace.take<Element>(layer.panel_scratch() * pool.threads());
     for (std::int64_t pair = 0; pair < routing.num_slots(); ++pair) weight_S[routing.slot(pair)] = weight[pair];
 
     if (arguments.saved != nullptr) {
@@ -45,16 +47,19 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
     pool.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
+      Element* scratch = scratch_W + worker.index * layer.panel_scratch();
       gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), hidden_S);
       sums.clear(share(arguments.tokens));
       worker.barrier.arrive_and_wait();
 
-      sweep<Isa>(routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed), hidden_S,
-                 at_hand, FirstEpilogue(layer, arguments.packed, activated_S, static_cast<Element*>(arguments.saved)));
+      sweep<Isa>(routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed, scratch),
+                 hidden_S, at_hand,
+                 FirstEpilogue(layer, arguments.packed, activated_S, static_cast<Element*>(arguments.saved)));
       worker.barrier.arrive_and_wait();
 
-      sweep<Isa>(routing, share(layer.format.num_down_panels()), layer.down_panels(arguments.packed), activated_S,
-                 at_hand, AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr));
+      sweep<Isa>(routing, share(layer.format.num_down_panels()), layer.down_panels(arguments.packed, scratch),
+                 activated_S, at_hand,
+                 AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), out_TH);
     });

@@ -7,7 +7,7 @@
 
 #include "ktc/engine.hpp"
 #include "ktc/shape.hpp"
-#include "ktc/weight_format/dense.hpp"
+#include "ktc/weight_format/layout.hpp"
 
 namespace ktc {
 
@@ -37,17 +37,28 @@ struct BackwardArguments {
   std::int64_t tokens;
 };
 
+// How weights are stored: the name of their codes, null where they have none, and how many of a row share a scale.
+struct Coding {
+  const char* name;
+  std::int64_t group;
+};
+
 class MoeKernel {
  public:
   virtual ~MoeKernel() = default;
 
   // Bytes of all experts' packed weights; the storage must begin at a multiple of 64 bytes.
   virtual std::size_t packed_bytes() const = 0;
+  virtual Coding coding() const = 0;
   virtual std::size_t saved_bytes(std::int64_t tokens) const = 0;
 
   // `source` is row-major: (I, H) for gate and up, (H, I) for down, (1, I) and (1, H) for their biases.
   virtual void pack(std::byte* packed, std::int64_t expert, weight_format::Part part, const void* source,
                     SourceType type, std::int64_t rows, std::int64_t columns) const = 0;
+  // From codes as a checkpoint stores them, a byte each, and one scale per row and group. Throws std::invalid_argument
+  // where the format has no codes, a scale of its own kind cannot hold `scales` exactly, or a code is out of range.
+  virtual void pack_codes(std::byte* packed, std::int64_t expert, weight_format::Part part, const std::uint8_t* codes,
+                          const float* scales, std::int64_t rows, std::int64_t columns, std::int64_t groups) const = 0;
   // The inverse, in the kernel's element type; biases in its accumulator type.
   virtual void unpack(const std::byte* packed, std::int64_t expert, weight_format::Part part, void* target,
                       std::int64_t rows, std::int64_t columns) const = 0;

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ktc/decoded_panels.hpp"
 #include "ktc/moe_sweep.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
@@ -21,6 +22,8 @@ struct MoeLayer {
   using Element = typename Isa::Element;
   using Accumulator = typename Isa::Accumulator;
   using Lanes = typename Isa::Lanes;
+  using StoredSource = typename PanelSources<Isa, typename Format::Panel>::Stored;
+  using TransposedSource = typename PanelSources<Isa, typename Format::Panel>::Transposed;
   static constexpr bool kBiased = kHasBiases;
   static constexpr bool kGated = Activation::kGated;
   // Of the first product: how many vectors of a panel one half panel of intermediate columns takes, gate and up or up.
@@ -38,11 +41,15 @@ struct MoeLayer {
   }
   // Outputs of the first product, padded: of gate and up, or of up alone.
   std::int64_t first_size() const { return kFirstParts * shape.padded_intermediate(); }
-  StoredPanels<Isa> first_panels(const std::byte* packed) const {
-    return {format.first(packed, 0), format.expert_size(), format.first_panel_size()};
+  // `scratch` is `panel_scratch()` elements of a worker's own.
+  StoredSource first_panels(const std::byte* packed, Element* scratch) const {
+    return {format.first(packed, 0), format.expert_bytes(), format.first_contraction(), scratch};
   }
-  StoredPanels<Isa> down_panels(const std::byte* packed) const {
-    return {format.down(packed, 0), format.expert_size(), format.down_panel_size()};
+  StoredSource down_panels(const std::byte* packed, Element* scratch) const {
+    return {format.down(packed, 0), format.expert_bytes(), format.down_contraction(), scratch};
+  }
+  std::int64_t panel_scratch() const {
+    return StoredSource::scratch_size(std::max(format.first_contraction(), format.down_contraction()));
   }
 
   // Lanes of the 16-wide half panel that are no padding.

@@ -139,14 +139,21 @@ void sweep(const Routing& routing, Range own, Panels panels, const typename Isa:
     const std::int64_t steps = part.size_k / kDepth;
     const SlotGroup* group = here.begin();
     const std::int64_t num_groups = here.num_groups();
-    const bool streams = Panels::kFromMemory && num_groups == 1 && group->rows <= Isa::kStreamRows;
+    const bool streams = num_groups == 1 && group->rows <= Panels::kStreamRows;
     auto ahead = streams ? typename Panels::Ahead{}
                          : work_ahead(panels, here, num_groups * Isa::steps_ahead(group->rows, steps));
-    const auto* packed = panels.current(part);
+    const auto* packed = Panels::kMultipliesCodes && streams ? nullptr : panels.current(part);
     auto* tile = sums + here.first_sum() * kTile;
     for (; group != here.end(); ++group) {
       if (here.ends_sum()) epilogue.prefetch(*group, part);
       const auto* a = rows + group->first_slot * contraction + part.first_k * group->rows;
+      if constexpr (Panels::kMultipliesCodes) {
+        if (streams) {  // the only group, and all of its panel
+          panels.multiply_codes(group->rows, part, a, tile);
+          epilogue(*group, part, tile);
+          break;
+        }
+      }
       if (here.begins_sum()) {
         isa.multiply(group->rows, steps, a, packed, tile, ahead);
       } else if constexpr (Isa::kBlocked) {

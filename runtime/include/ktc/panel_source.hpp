@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 
@@ -24,16 +25,26 @@ struct PanelPart {
 
 // One matrix per expert, as it is packed.
 template <class Isa>
-struct StoredPanels {
+class StoredPanels {
+ public:
   using Element = typename Isa::Element;
   using Ahead = FetchAhead;
-  static constexpr bool kFromMemory = true;
+  static constexpr int kStreamRows = Isa::kStreamRows;  // so few are read from memory as they are multiplied
+  static constexpr bool kMultipliesCodes = false;
 
-  const Element* first;
-  std::int64_t expert_stride;
-  std::int64_t panel_size;
+  // No scratch is needed; quantised weights take one.
+  StoredPanels(const std::byte* first, std::int64_t expert_bytes, std::int64_t contraction, Element*)
+      : first_(reinterpret_cast<const Element*>(first)),
+        expert_stride_(expert_bytes / static_cast<std::int64_t>(sizeof(Element))),
+        panel_size_(contraction * kPanelWidth) {}
 
-  std::int64_t contraction() const { return panel_size / kPanelWidth; }
+  static constexpr std::int64_t scratch_size(std::int64_t) { return 0; }
+
+  std::int64_t contraction() const { return panel_size_ / kPanelWidth; }
+  std::int64_t panel_size() const { return panel_size_; }
+  const Element* panel(std::int64_t expert, std::int64_t index) const {
+    return first_ + expert * expert_stride_ + index * panel_size_;
+  }
 
   void start(PanelPart) const {}
   const Element* current(PanelPart part) const { return at(part); }
@@ -43,9 +54,11 @@ struct StoredPanels {
   void advance() const {}
 
  private:
-  const Element* at(PanelPart part) const {
-    return first + part.expert * expert_stride + part.panel * panel_size + part.first_k * kPanelWidth;
-  }
+  const Element* at(PanelPart part) const { return panel(part.expert, part.panel) + part.first_k * kPanelWidth; }
+
+  const Element* first_;
+  std::int64_t expert_stride_;
+  std::int64_t panel_size_;
 };
 
 // Rebuilds a panel of the transposed weights, piece by piece, over `calls` of `step`, and fetches the one after it.
@@ -104,7 +117,8 @@ class TransposedPanels {
  public:
   using Element = typename Isa::Element;
   using Ahead = TransposeAhead<Isa>;
-  static constexpr bool kFromMemory = false;
+  static constexpr int kStreamRows = 0;
+  static constexpr bool kMultipliesCodes = false;
 
   // `scratch` holds `scratch_size(num_panels)` elements.
   TransposedPanels(const StoredPanels<Isa>& stored, std::int64_t num_panels, Element* scratch)
@@ -117,18 +131,17 @@ class TransposedPanels {
 
   std::int64_t contraction() const { return num_panels_ * kPanelWidth; }
 
-  void start(PanelPart part) { Ahead(at(part), stored_.panel_size, part.size_k / kPanelWidth, 0, read_, 1).finish(); }
+  void start(PanelPart part) { Ahead(at(part), stored_.panel_size(), part.size_k / kPanelWidth, 0, read_, 1).finish(); }
   const Element* current(PanelPart) const { return read_; }
   Ahead ahead(PanelPart next, PanelPart after_next, std::int64_t calls) const {
     const std::int64_t after = (at(after_next) - at(next)) * static_cast<std::int64_t>(sizeof(Element));
-    return Ahead(at(next), stored_.panel_size, next.size_k / kPanelWidth, after, written_, calls);
+    return Ahead(at(next), stored_.panel_size(), next.size_k / kPanelWidth, after, written_, calls);
   }
   void advance() { std::swap(read_, written_); }
 
  private:
   const Element* at(PanelPart part) const {
-    return stored_.first + part.expert * stored_.expert_stride + part.first_k / kPanelWidth * stored_.panel_size +
-           part.panel * weight_format::kBlock;
+    return stored_.panel(part.expert, part.first_k / kPanelWidth) + part.panel * weight_format::kBlock;
   }
 
   StoredPanels<Isa> stored_;

@@ -17,6 +17,7 @@ class Lanes {
   using Scalar = float;
 
   explicit Lanes(float value) : v_(_mm512_set1_ps(value)) {}
+  explicit Lanes(__m512 v) : v_(v) {}
 
   static Lanes load(const float* source) { return Lanes(_mm512_loadu_ps(source)); }
   static Lanes from_elements(const bf16* source) {
@@ -59,7 +60,6 @@ class Lanes {
   friend Lanes erf(Lanes x) { return erf_by_polynomial(x); }
 
  private:
-  explicit Lanes(__m512 v) : v_(v) {}
   __m512 v_;
 };
 

@@ -1,0 +1,43 @@
+"""What the kernels' quantised formats mean, in plain PyTorch: which codes and scales stand for given weights, and back.
+
+In: one matrix (rows, columns). Out: codes (rows, columns) of one byte and fp32 scales (rows, groups), or bf16 weights.
+The C++ of `runtime/include/ktc/weight_format` must agree to the last bit. Refused: weights that are not finite.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def quantise(weights: Tensor, method: str, group: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of `weights`, which are rounded to bf16 first; `group` 0 is a whole row."""
+    rounded = weights.bfloat16().float()
+    if not bool(rounded.isfinite().all()):
+        raise ValueError("weights that are not finite cannot be quantised")
+    blocks = _blocks(rounded, group)
+    codes, scales = _METHODS[method](blocks)
+    return codes.flatten(1)[:, : weights.shape[1]], scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """The bf16 weights that codes and scales stand for: their product in fp32, rounded once."""
+    product = _blocks(codes.float(), group) * scales[..., None]
+    return product.flatten(1)[:, : codes.shape[1]].bfloat16()
+
+
+def _blocks(matrix: Tensor, group: int) -> Tensor:
+    """(rows, groups, size), the last group filled up with zeros."""
+    size = group or matrix.shape[1]
+    padded = F.pad(matrix, (0, -matrix.shape[1] % size))
+    return padded.reshape(matrix.shape[0], -1, size)
+
+
+def _int4(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric, -7 to 7; scales are rounded to bf16 before the codes are chosen, which makes it idempotent."""
+    scales = (blocks.abs().amax(-1) / 7).clamp_min(1e-5).bfloat16().float()
+    return (blocks / scales[..., None]).round().clamp(-7, 7).to(torch.int8), scales
+
+
+_METHODS = {"int4": _int4}

@@ -1,0 +1,179 @@
+// Panels of quantised weights: decoded into a scratch that stays in L2, as they are stored or transposed, and then
+// multiplied as any others. Each is decoded at once, at the speed of the code; the codes of the next one are fetched
+// into L2 while the current one is multiplied.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "ktc/panel_source.hpp"
+#include "ktc/prefetch.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/weight_format/decode.hpp"
+#include "ktc/weight_format/packed.hpp"
+#include "ktc/weight_format/quantised.hpp"
+
+#if defined(__AVX512BF16__)
+#include "ktc/weight_format/multiply_codes.hpp"
+#endif
+
+namespace ktc {
+
+// Up to how many rows an ISA multiplies codes themselves.
+template <class Isa, class Panel>
+constexpr int code_rows() {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<typename Isa::Lanes, avx512_bf16::Lanes>) {
+    if constexpr (requires(__m512i line) { weight_format::bf16_numbers(typename Panel::Code{}, line, 0); }) {
+      return weight_format::kMaxCodeRows;
+    }
+  }
+#endif
+  return 0;
+}
+
+template <class Isa, class PanelType>
+class DecodedPanels {
+ public:
+  using Panel = PanelType;
+  using Element = typename Isa::Element;
+  using Ahead = FetchAhead;
+  static constexpr int kStreamRows = code_rows<Isa, Panel>();
+  static constexpr bool kMultipliesCodes = kStreamRows > 0;
+
+  // `scratch` holds `scratch_size(contraction)` elements.
+  DecodedPanels(const std::byte* first, std::int64_t expert_bytes, std::int64_t contraction, Element* scratch)
+      : first_(first), expert_bytes_(expert_bytes), contraction_(contraction), scratch_(scratch) {}
+
+  static constexpr std::int64_t scratch_size(std::int64_t contraction) { return contraction * kPanelWidth; }
+
+  std::int64_t contraction() const { return contraction_; }
+  const std::byte* panel(std::int64_t expert, std::int64_t index) const {
+    return first_ + expert * expert_bytes_ + index * Panel::bytes(contraction_);
+  }
+
+  void start(PanelPart) const {}
+  const Element* current(PanelPart part) const {
+    const std::int64_t block = part.first_k / kPanelWidth;
+    weight_format::decode_blocks<typename Isa::Lanes, Panel>(panel(part.expert, part.panel), block,
+                                                             block + part.size_k / kPanelWidth, scratch_);
+    return scratch_;
+  }
+  Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {
+    const std::byte* codes = panel(next.expert, next.panel);
+    const std::int64_t block = next.first_k / kPanelWidth;
+    const std::int64_t begin = std::min(Panel::scales_at(block), Panel::codes_at(block));
+    const std::int64_t end = Panel::codes_at(block + next.size_k / kPanelWidth - 1) + Panel::kBlockBytes;
+    return Ahead(codes + begin, end - begin, calls);
+  }
+  void advance() const {}
+
+  // A whole panel and up to `kStreamRows` rows, without decoding.
+  void multiply_codes([[maybe_unused]] int rows, [[maybe_unused]] PanelPart part, [[maybe_unused]] const Element* a,
+                      [[maybe_unused]] typename Isa::Accumulator* tile) const {
+#if defined(__AVX512BF16__)
+    if constexpr (kMultipliesCodes) {
+      weight_format::multiply_codes<Panel>(rows, contraction_, a, panel(part.expert, part.panel), tile);
+    }
+#endif
+  }
+
+ private:
+  const std::byte* first_;
+  std::int64_t expert_bytes_;
+  std::int64_t contraction_;
+  Element* scratch_;
+};
+
+// Fetches one block from each of several panels, evenly over `calls` of `step`.
+class FetchBlocksAhead {
+ public:
+  FetchBlocksAhead() = default;
+  FetchBlocksAhead(const std::byte* scales, std::int64_t scale_bytes, const std::byte* codes, std::int64_t code_bytes,
+                   std::int64_t stride, std::int64_t blocks, std::int64_t calls)
+      : scales_(scales),
+        codes_(codes),
+        scale_bytes_(scale_bytes),
+        code_bytes_(code_bytes),
+        stride_(stride),
+        blocks_left_(blocks),
+        blocks_per_step_((blocks + calls - 1) / calls) {}
+
+  [[gnu::always_inline]] void step() {
+    const std::int64_t blocks = std::min(blocks_per_step_, blocks_left_);
+    blocks_left_ -= blocks;
+    for (std::int64_t block = 0; block < blocks; ++block, scales_ += stride_, codes_ += stride_) {
+      for (std::int64_t at = 0; at < scale_bytes_; at += kCacheLine) __builtin_prefetch(scales_ + at, 0, 2);
+      for (std::int64_t at = 0; at < code_bytes_; at += kCacheLine) __builtin_prefetch(codes_ + at, 0, 2);
+    }
+  }
+  void finish() const {}
+
+ private:
+  const std::byte* scales_ = nullptr;
+  const std::byte* codes_ = nullptr;
+  std::int64_t scale_bytes_ = 0;
+  std::int64_t code_bytes_ = 0;
+  std::int64_t stride_ = 0;
+  std::int64_t blocks_left_ = 0;
+  std::int64_t blocks_per_step_ = 0;
+};
+
+// The same matrices transposed: of each stored panel one block, decoded into L1 and transposed into the scratch.
+template <class Isa, class Panel>
+class DecodedTransposedPanels {
+ public:
+  using Element = typename Isa::Element;
+  using Ahead = FetchBlocksAhead;
+  static constexpr int kStreamRows = 0;
+  static constexpr bool kMultipliesCodes = false;
+
+  // `scratch` holds `scratch_size(num_panels)` elements.
+  DecodedTransposedPanels(const DecodedPanels<Isa, Panel>& stored, std::int64_t num_panels, Element* scratch)
+      : stored_(stored), num_panels_(num_panels), scratch_(scratch) {}
+
+  static constexpr std::int64_t scratch_size(std::int64_t num_panels) { return num_panels * weight_format::kBlock; }
+
+  std::int64_t contraction() const { return num_panels_ * kPanelWidth; }
+
+  void start(PanelPart) const {}
+  const Element* current(PanelPart part) const {
+    alignas(64) Element block[weight_format::kBlock];
+    const std::int64_t first = part.first_k / kPanelWidth;
+    Element* target = scratch_;
+    for (std::int64_t source = first; source < first + part.size_k / kPanelWidth; ++source) {
+      weight_format::decode_blocks<typename Isa::Lanes, Panel>(stored_.panel(part.expert, source), part.panel,
+                                                               part.panel + 1, block);
+      for (unsigned piece = 0; piece < weight_format::kBlockPieces; ++piece) Isa::transpose_piece(block, target, piece);
+      target += weight_format::kBlock;
+    }
+    return scratch_;
+  }
+  Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {
+    const std::byte* from = stored_.panel(next.expert, next.first_k / kPanelWidth);
+    return Ahead(from + Panel::scales_at(next.panel), Panel::kScaleBytes, from + Panel::codes_at(next.panel),
+                 Panel::kBlockBytes, Panel::bytes(stored_.contraction()), next.size_k / kPanelWidth, calls);
+  }
+  void advance() const {}
+
+ private:
+  DecodedPanels<Isa, Panel> stored_;
+  std::int64_t num_panels_;
+  Element* scratch_;
+};
+
+// Where the products of a layer in `Format` get their panels from.
+template <class Isa, class Panel>
+struct PanelSources {
+  using Stored = StoredPanels<Isa>;
+  using Transposed = TransposedPanels<Isa>;
+};
+template <class Isa, class Code, std::int64_t kGroup>
+struct PanelSources<Isa, weight_format::QuantisedPanel<Code, kGroup>> {
+  using Stored = DecodedPanels<Isa, weight_format::QuantisedPanel<Code, kGroup>>;
+  using Transposed = DecodedTransposedPanels<Isa, weight_format::QuantisedPanel<Code, kGroup>>;
+};
+
+}  // namespace ktc

@@ -1,0 +1,88 @@
+// How the parts of an expert lie in its packed form, whatever their panels are made of.
+//
+// An expert is [first panels][H/32 down panels][biases]. A first panel, of the product that reads hidden states, holds
+// 16 outputs of gate and the same 16 of up, so that the activation of both is at hand when one product ends; 32 of up
+// where there is no gate. Biases are kept as accumulators, in the order of the panels' outputs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "ktc/shape.hpp"
+
+namespace ktc::weight_format {
+
+enum class Part { kGate, kUp, kDown, kGateBias, kUpBias, kDownBias };
+
+// Which parts an expert has beside up and down.
+struct Parts {
+  bool gate;
+  bool biases;
+};
+
+inline bool is_bias(Part part) {
+  return part >= Part::kGateBias;
+}
+inline bool is_down(Part part) {
+  return part == Part::kDown || part == Part::kDownBias;
+}
+inline bool is_gate(Part part) {
+  return part == Part::kGate || part == Part::kGateBias;
+}
+
+// The lanes of one part in all panels that hold it: row `panel * lanes + i` is lane `first_lane + i` of its panel.
+struct PartLanes {
+  std::byte* panels;
+  std::int64_t num_panels;
+  std::int64_t padded_k;
+  std::int64_t first_lane;
+  std::int64_t lanes;
+};
+
+class ExpertLayout {
+ public:
+  ExpertLayout(std::int64_t hidden, std::int64_t intermediate, Parts parts)
+      : hidden_(hidden), intermediate_(intermediate), parts_(parts) {}
+
+  Parts parts() const { return parts_; }
+  std::int64_t padded_hidden() const { return round_up(hidden_, kPanelWidth); }
+  std::int64_t padded_intermediate() const { return round_up(intermediate_, kPanelWidth); }
+  std::int64_t num_first_panels() const { return padded_intermediate() / columns_per_first_panel(); }
+  std::int64_t num_down_panels() const { return padded_hidden() / kPanelWidth; }
+
+  std::int64_t num_panels(Part part) const { return is_down(part) ? num_down_panels() : num_first_panels(); }
+  std::int64_t padded_contraction(Part part) const { return is_down(part) ? padded_intermediate() : padded_hidden(); }
+  // Of a panel's 32 outputs, those that belong to a part.
+  std::int64_t lanes(Part part) const { return is_down(part) ? kPanelWidth : columns_per_first_panel(); }
+  std::int64_t first_lane(Part part) const {
+    return is_gate(part) || is_down(part) ? 0 : kPanelWidth - columns_per_first_panel();
+  }
+  std::int64_t bias_place(Part part, std::int64_t output) const {
+    return output / lanes(part) * kPanelWidth + first_lane(part) + output % lanes(part);
+  }
+  std::int64_t first_bias_size() const { return num_first_panels() * kPanelWidth; }
+
+  // Throws std::invalid_argument where a part is none of this layer's, or of another shape.
+  void check(Part part, std::int64_t rows, std::int64_t columns) const {
+    if (is_gate(part) && !parts_.gate) throw std::invalid_argument("this kernel is for experts without a gate");
+    if (is_bias(part) && !parts_.biases) throw std::invalid_argument("this kernel is for experts without biases");
+    const std::int64_t outputs = is_down(part) ? hidden_ : intermediate_;
+    const std::int64_t expected_rows = is_bias(part) ? 1 : outputs;
+    const std::int64_t expected_columns = is_bias(part) ? outputs : is_down(part) ? intermediate_ : hidden_;
+    if (rows == expected_rows && columns == expected_columns) return;
+    throw std::invalid_argument("expected a matrix of " + std::to_string(expected_rows) + " x " +
+                                std::to_string(expected_columns) + ", found " + std::to_string(rows) + " x " +
+                                std::to_string(columns));
+  }
+
+ private:
+  std::int64_t columns_per_first_panel() const { return parts_.gate ? kHalfPanel : kPanelWidth; }
+
+  std::int64_t hidden_;
+  std::int64_t intermediate_;
+  Parts parts_;
+};
+
+}  // namespace ktc::weight_format

@@ -1,0 +1,117 @@
+"""Experts in codes, from checkpoint to kernel: what is stored stays as it is; what does not is told by the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_quantised import config_of, twin_of
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ktc import host
+from ktc.capture.weights import map_weights
+from ktc.checkpoint import open_index
+from ktc.codegen.build import build
+from ktc.codegen.render import render
+from ktc.compiler import inspect
+from ktc.diagnostics import InputRefused
+from ktc.plan import Plan
+from ktc.plan.kernel_spec import KernelSpec
+from ktc.runtime import weight_store
+from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.quantised_reference import dequantise
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+def in_int4(folder: Path, inter: int = 64, group: int = 32) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A checkpoint with its experts in any codes and scales, not those a quantiser would choose, and its weights."""
+    model, tensors = twin_of("deepseek_v3", folder, moe_intermediate_size=inter)
+    generator = torch.Generator().manual_seed(6)
+    stored: dict[str, Tensor] = dict(tensors)
+    worth: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." not in name:
+            continue
+        rows, columns = tensor.shape
+        codes = torch.randint(-8, 8, (rows, columns), generator=generator, dtype=torch.int8)
+        scales = torch.rand(rows, columns // group, generator=generator).add(0.1).bfloat16()
+        del stored[name]
+        stem = name.removesuffix(".weight")
+        nibbles = (codes + 8).to(torch.int32).unflatten(1, (-1, 8))
+        words = nibbles.mul(torch.tensor([1 << 4 * place for place in range(8)])).sum(-1).to(torch.int32)
+        stored |= {f"{stem}.weight_packed": words, f"{stem}.weight_scale": scales}
+        worth[name] = dequantise(codes, scales.float(), group)
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = config_of(group, ignore=["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"])
+    (folder / "config.json").write_text(json.dumps(config))
+    model.config.quantization_config = config["quantization_config"]
+    return model, worth
+
+
+def plan_of(folder: Path, setting: str = "") -> Plan:
+    (folder / "p.ktr").write_text(f'import "std/moe.ktr"\nrule e {{ match moe.block => cpu_moe({setting}) }}\n')
+    return inspect(folder, folder / "p.ktr").plan
+
+
+def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(tmp_path: Path) -> None:
+    model, worth = in_int4(tmp_path)
+    plan = plan_of(tmp_path)
+    (found,) = plan.kernels
+    assert (found.format_gate_up, found.format_down, found.group_size) == ("int4", "int4", 32)
+    assert plan.unavailable == ()
+    told = {reason.path: reason.text for reason in plan.reasons}
+    assert told["model.layers.[1..2].mlp.experts"] == "stored as int4 in groups of 32, multiplied as stored"
+
+    spec = KernelSpec("fused_moe", None, None, None, None, "bf16", "int4", "int4", "scalar", group_size=32)
+    kernel = build(render((spec,), {spec: "test"}), host.detect()).kernel(spec.entry)
+    index = open_index(tmp_path)
+    sources = map_weights(model, index).sources
+    for layer in (1, 2):
+        experts = FusedMoe(found.num_experts or 0, 64, 64, found.top_k or 0, kernel=kernel)
+        model.get_submodule(f"model.layers.{layer}.mlp").experts = experts
+    weight_store.fill(model, [s for s in sources if ".experts." in s.target], index, {})
+    module = model.get_submodule(EXPERTS)
+    assert isinstance(module, FusedMoe)
+    assert module.missing() == ()
+    for name, weights in worth.items():
+        if name.startswith(EXPERTS):
+            expert, part = name.removeprefix(f"{EXPERTS}.").removesuffix("_proj.weight").split(".")
+            assert torch.equal(module.expert(int(expert), part), weights)  # type: ignore[arg-type]
+
+
+def test_the_config_alone_gives_the_same_kernel(tmp_path: Path) -> None:
+    in_int4(tmp_path)
+    with_weights = plan_of(tmp_path).kernels
+    (tmp_path / "model.safetensors").unlink()
+    plan = plan_of(tmp_path)
+    assert plan.kernels == with_weights
+    assert "stored as int4 by config.json, multiplied as stored" in [reason.text for reason in plan.reasons]
+
+
+def test_codes_that_no_kernel_multiplies_are_dequantised_and_told(tmp_path: Path) -> None:
+    in_int4(tmp_path, group=16)
+    plan = plan_of(tmp_path)
+    assert plan.kernels[0].format_down == "bf16"
+    assert any("stored as int4 in groups of 16, dequantised to bf16" in reason.text for reason in plan.reasons)
+
+
+def test_a_program_may_quantise_and_is_told(tmp_path: Path) -> None:
+    twin_of("deepseek_v3", tmp_path, moe_intermediate_size=64)
+    plan = plan_of(tmp_path, "format = int4")
+    assert (plan.kernels[0].format_down, plan.kernels[0].group_size) == ("int4", 32)
+    assert plan.unavailable == ()
+    rounded = "stored as bf16, quantised to int4 in groups of 32 at load, which rounds each weight"
+    assert rounded in [reason.text for reason in plan.reasons]
+
+
+def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
+    twin_of("deepseek_v3", tmp_path, moe_intermediate_size=48)
+    with pytest.raises(InputRefused, match="`int4` cuts rows into groups of 32, and intermediate is 48") as refused:
+        plan_of(tmp_path, "format = int4")
+    assert refused.value.diagnostics[0].code == "M068"
