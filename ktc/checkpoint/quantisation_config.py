@@ -1,0 +1,176 @@
+"""`quantization_config` of config.json, decoded once: what was quantised, and in which blocks.
+
+In: the plain values of an untrusted file. Out: a frozen `QuantisationConfig`. Refused, all problems together, each
+naming its field (I117): values of another type (a bool is no number), sizes below 1, settings that contradict each
+other, patterns that `ktc.checkpoint.module_names` does not read. Keys that say nothing of stored weights are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar, cast
+
+from ktc.checkpoint.module_names import ModuleNames, UnreadablePattern, read_names
+from ktc.decode import Undecodable, decode
+from ktc.diagnostics import Diagnostic
+
+HINT = "use the checkpoint that is not quantised, or one with FP8 blocks, packed INT4 or MXFP4"
+_READ = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4")  # the quantisation methods that ktc reads
+_ROOT = "quantization_config"
+_MOST = 1000  # groups, and patterns in all: each is compared with each module
+_Settings = TypeVar("_Settings", "_Fields", "_GroupFields", "WeightSettings")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSettings:
+    """How compressed-tensors stores the weights of a group, by the names and defaults of its format."""
+
+    num_bits: int = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    strategy: Literal["tensor", "channel", "group", "block", "token", "tensor_group", "attn_head"] | None = None
+    group_size: int | None = None
+    block_structure: tuple[int, int] | None = None
+    actorder: str | bool | None = None
+
+    def block(self, rows: int, columns: int) -> tuple[int, int] | None:
+        """The rows and columns that share a scale in a matrix of this size, `None` where the settings do not say."""
+        if self.block_structure is not None:
+            return self.block_structure
+        if self.group_size is not None:
+            return (1, columns if self.group_size == -1 else self.group_size)
+        return {"channel": (1, columns), "tensor": (rows, columns)}.get(self.strategy or "")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """Modules stored alike: those named, or with `classes` every one. Without `weights` they are not quantised."""
+
+    names: ModuleNames
+    classes: bool
+    weights: WeightSettings | None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisationConfig:
+    """What config.json says of quantised weights; all fields are empty where it says nothing."""
+
+    method: str | None = None
+    block_size: tuple[int, int] | None = None
+    groups: tuple[WeightGroup, ...] = ()
+    ignored: ModuleNames = field(default_factory=ModuleNames)
+
+    def group_of(self, module: str) -> WeightGroup | None:
+        """The group that names `module`; one that names a class, as `Linear`, stands for all that no other names."""
+        named = (group for group in self.groups if group.names.entry_for(module) is not None)
+        return next(named, None) or next((group for group in self.groups if group.classes), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    weight_block_size: tuple[int, int] | None = None
+    config_groups: Mapping[str, Any] | None = None
+    ignore: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupFields:
+    targets: tuple[str, ...] | None = None
+    weights: Mapping[str, Any] | None = None
+
+
+def read_config(config: Mapping[str, Any] | None) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]]:
+    """The decoded block, `None` being that of a checkpoint that is not quantised, and every problem in it (I117)."""
+    if config is None:
+        return QuantisationConfig(), ()
+    method: object = config.get("quant_method")
+    if method not in _READ:
+        shown = method[:40] if isinstance(method, str) else "None" if method is None else type(method).__name__
+        return QuantisationConfig(), (
+            _problem(f"the checkpoint is quantised by `{shown}`; ktc reads {', '.join(_READ)}"),
+        )
+    problems: list[str] = []
+    found = _fields(config, _Fields, _ROOT, problems)
+    _check_sizes(found.weight_block_size, f"{_ROOT}.weight_block_size", problems)
+    groups = [
+        group
+        for name, value in (found.config_groups or {}).items()
+        if (group := _group(value, f"{_ROOT}.config_groups.{name!s:.40}", problems)) is not None
+    ]
+    ignored = _names(found.ignore or (), f"{_ROOT}.ignore", problems)
+    if max(len(groups), sum(len(names.patterns) for names in (ignored, *(group.names for group in groups)))) > _MOST:
+        problems.append(f"`{_ROOT}` in config.json has more than {_MOST} groups or patterns")
+    read = QuantisationConfig(str(method), found.weight_block_size, tuple(groups), ignored)
+    return read, tuple(_problem(problem) for problem in problems)
+
+
+def _problem(message: str) -> Diagnostic:
+    return Diagnostic("I117", message, hint=HINT)
+
+
+def _fields(raw: object, wanted: type[_Settings], place: str, problems: list[str]) -> _Settings:
+    """The fields of `wanted` that `raw` has, each decoded alone: the wrong ones are told and keep their defaults."""
+    read = wanted()
+    if not isinstance(raw, Mapping):
+        problems.append(f"`{place}` in config.json is no object but {type(raw).__name__}")
+        return read
+    values = cast("Mapping[str, Any]", raw)
+    names = [each.name for each in fields(wanted)]
+    defaults = {name: getattr(wanted(), name) for name in names}
+    for name in names:
+        if name not in values:
+            continue
+        value = list(cast("tuple[Any, ...]", values[name])) if isinstance(values[name], tuple) else values[name]
+        try:
+            read = replace(read, **{name: getattr(decode({**defaults, name: value}, wanted), name)})
+        except Undecodable as error:
+            problems.append(f"`{place}` in config.json: {error}")
+    return read
+
+
+def _group(raw: object, place: str, problems: list[str]) -> WeightGroup | None:
+    before = len(problems)
+    found = _fields(raw, _GroupFields, place, problems)
+    if len(problems) > before:
+        return None
+    targets = found.targets or ()
+    classes = any(target[:1].isupper() and "." not in target for target in targets)  # `Linear`, and not `lm_head`
+    weights = None if found.weights is None else _weight_settings(found.weights, f"{place}.weights", problems)
+    return WeightGroup(_names(targets, f"{place}.targets", problems), classes, weights)
+
+
+def _weight_settings(raw: Mapping[str, Any], place: str, problems: list[str]) -> WeightSettings:
+    before = len(problems)
+    found = _fields(raw, WeightSettings, place, problems)
+    if len(problems) > before:
+        return found
+    size, strategy = found.group_size, found.strategy
+    _check_sizes(found.block_structure, f"{place}.block_structure", problems)
+    if size is not None and size != -1:
+        _check_sizes((size,), f"{place}.group_size", problems)
+        if strategy not in (None, "group", "tensor_group"):
+            problems.append(f"`{place}.group_size` in config.json is {size}, but `strategy` is `{strategy}`")
+    elif strategy == "group":
+        problems.append(f"`{place}.group_size` in config.json is missing, and `strategy` is `group`")
+    if (found.block_structure is not None and strategy not in (None, "block")) or (
+        found.block_structure is None and strategy == "block"
+    ):
+        problems.append(f"`{place}.block_structure` in config.json does not fit `strategy`, which is `{strategy}`")
+    return found
+
+
+def _check_sizes(sizes: Iterable[int] | None, place: str, problems: list[str]) -> None:
+    problems += [f"`{place}` in config.json holds {size}, expected 1 or more" for size in sizes or () if size < 1]
+
+
+def _names(entries: Iterable[str], place: str, problems: list[str]) -> ModuleNames:
+    read: list[str] = []
+    for entry in entries:
+        try:
+            read_names((entry,))
+        except UnreadablePattern as error:
+            problems.append(f"`{place}` in config.json: {error}")
+        else:
+            read.append(entry)
+    return read_names(read)
