@@ -90,5 +90,8 @@ def test_a_written_twin_is_a_checkpoint_as_hugging_face_writes_it(family: str, t
 
 def test_an_unknown_twin_is_refused_with_the_names_there_are(tmp_path: Path) -> None:
     with pytest.raises(InputRefused) as refused:
-        twin.write("llama", tmp_path)
-    assert "tiny:deepseek_v2" in refused.value.diagnostics[0].hint
+        twin.write("quimera_900", tmp_path)
+    assert "deepseek_v2" in refused.value.diagnostics[0].hint
+    with pytest.raises(InputRefused, match="no small twin") as refused:
+        twin.write("mixtrl", tmp_path)
+    assert "`mixtral`" in refused.value.diagnostics[0].hint

@@ -21,8 +21,6 @@ KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
     "avx2": ("bf16", "int4"),
     "scalar": ("bf16", "fp32", "fp64", "int4"),
 }
-# Written, and not yet measured on a machine that has it: for rules that name it, not for `auto`.
-ON_REQUEST: frozenset[Isa] = frozenset({"amx"})
 # Of the other formats, blocks and their scales included.
 BITS_PER_WEIGHT: Mapping[WeightFormat, float] = {
     "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64, "int8": 8, "fp8": 8,
