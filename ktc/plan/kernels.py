@@ -11,7 +11,7 @@ from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
 from ktc.graph import ops
 from ktc.host import Host, Isa
-from ktc.plan.kernel_spec import CODES, KERNELS, ON_REQUEST, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import CODES, KERNELS, KernelSpec, WeightFormat
 from ktc.plan.types import Claim
 from ktc.runtime.experts_form import parse_form
 
@@ -36,7 +36,7 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[StoredFormat, ...],
     hidden, inter = int(about["hidden"]), int(about["inter"])
     weight_format, group_size = _format(claim, stored, {"hidden": hidden, "intermediate": inter})
     top_k, num_experts = int(ops.shape_of(node.args[1])[-1]), int(about["num_experts"])
-    if top_k > num_experts:
+    if not 1 <= top_k <= num_experts:
         message = f"the router of `{claim.path}` chooses {top_k} of {num_experts} experts"
         raise InputRefused(Diagnostic("M074", message, claim.span, hint="check config.json"))
     form = parse_form(str(about["form"]))
@@ -96,7 +96,7 @@ def _group(claim: Claim, weight_format: WeightFormat, sizes: Mapping[str, int]) 
 def _isa(claim: Claim, host: Host) -> Isa:
     asked = str(claim.settings["isa"])
     if asked == "auto":
-        return next(isa for isa in host.isas if isa in ISAS and isa not in ON_REQUEST)
+        return next(isa for isa in host.isas if isa in ISAS)
     found = _one_of(host.isas, asked)
     if found is None:
         hint = f"this host can run: {', '.join(host.isas)}; or write `isa = auto`"
