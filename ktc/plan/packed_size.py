@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ktc.plan.kernel_spec import BITS_PER_WEIGHT, CODES, KernelSpec
 
 PANEL = 32  # kernels pad every width to whole panels
+RANK_UNIT = 8  # and the rows of low-rank values to this much
 _ITEM = {"bf16": 2, "fp32": 4, "fp64": 8}
 _INDEX = 8
 
@@ -54,16 +55,33 @@ class Slots:
         return tokens * self._backward
 
 
-def slots_of(spec: KernelSpec, *, keep: bool) -> Slots:
-    """Of a layer that keeps gate and up for backward, or else its input (and computes them again)."""
+def slots_of(spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0)) -> Slots:
+    """Of a layer that keeps gate and up for backward, or else its input (and computes them again).
+
+    `ranks` are those of LoRA on the first product and on down (0: none). Its gradients read the input too, and the
+    low-rank values of each slot: rows of accumulators that are kept, and packed ones in the workspace.
+    """
     item = _ITEM[spec.dtype]
     total = 8 if spec.dtype == "fp64" else 4  # sums are never less than fp32
     chosen, hidden, inter = spec.top_k or 0, padded(spec.hidden or 0), padded(spec.intermediate or 0)
     gate_up = chosen * (1 + spec.gated) * inter * item
     around = 2 * hidden * item  # what comes in and what goes out
     routed = chosen * hidden * item + hidden * total + chosen * total
+    needs_input = not keep or any(ranks)
+    first, both = ranks[:1], ranks
+    rows, first_rows = (chosen * _padded_ranks(some, RANK_UNIT) for some in (both, first))
+    packed_unit = PANEL if spec.isa == "amx" else PANEL // 2
+    packed, first_packed = (chosen * _padded_ranks(some, packed_unit) for some in (both, first))
+    again = 0 if keep else first_rows * total + first_packed * item
+    low_rank = packed * item + (2 * rows - first_rows) * total + again
     return Slots(
-        saved=(gate_up if keep else (spec.hidden or 0) * item) + chosen * (_INDEX + total),
-        _forward=around + routed + chosen * inter * item,
-        _backward=2 * around + routed + gate_up * (1 if keep else 2) + chosen * (inter // PANEL) * total,
+        saved=(gate_up + rows * total if keep else 0)
+        + ((spec.hidden or 0) * item if needs_input else 0)
+        + chosen * (_INDEX + total),
+        _forward=around + routed + chosen * inter * item + packed * item,
+        _backward=2 * around + routed + gate_up * (1 if keep else 2) + chosen * (inter // PANEL) * total + low_rank,
     )
+
+
+def _padded_ranks(ranks: tuple[int, ...], unit: int) -> int:
+    return sum(-(-rank // unit) * unit for rank in ranks)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ktc.runtime.experts_form import Activation, ExpertsForm, Function, parse_form
+from ktc.runtime.experts_lora import ExpertsLora
 
 _FUNCTIONS: Final[Mapping[Function, Callable[[Tensor], Tensor]]] = {
     "silu": F.silu,
@@ -45,14 +46,16 @@ def fused_moe_reference(
     form: str | ExpertsForm = "silu",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    lora: ExpertsLora | None = None,
 ) -> Tensor:
     """Routed experts: `(T, H), (T, K) int64, (T, K), (E, 2I, H), (E, H, I) -> (T, H)`; biases (E, 2I) and (E, H).
 
-    Weights and biases are stored as `form` says: the shapes above are those of a plain form. Differentiable in every
-    float input, in any float dtype. Raises `IndexError` for an expert that does not exist and `ValueError` for an
-    unknown form, or biases where the form has none or the other way round.
-    Rows of one expert keep the order (k, token) and experts are added in ascending order, as the eager
-    implementation of Hugging Face does, so that a model in fp32 generates the same tokens.
+    Weights and biases are stored as `form` says: the shapes above are those of a plain form. `lora` adds low-rank
+    products to both. Differentiable in every float input, in any float dtype.
+    Raises `IndexError` for an expert that does not exist and `ValueError` for an unknown form, or biases where the form
+    has none or the other way round.
+    Rows of one expert keep the order (k, token) and experts are added in ascending order, as the eager implementation
+    of Hugging Face does, so that a model in fp32 generates the same tokens.
     """
     form = parse_form(form) if isinstance(form, str) else form
     if {form.biased} != {gate_up_bias is not None, down_bias is not None}:
@@ -62,8 +65,14 @@ def fused_moe_reference(
     slots_KT = top_k_index.T
     for expert in cast("list[int]", torch.unique(top_k_index).tolist()):
         k, token = torch.where(slots_KT == expert)
-        first = _linear(form, hidden_states[token], gate_up[expert], _row(gate_up_bias, expert))
-        y = _linear(form, activated(form, first), down[expert], _row(down_bias, expert))
+        x = hidden_states[token]
+        first = _linear(form, x, gate_up[expert], _row(gate_up_bias, expert))
+        if lora and lora.first:
+            first = first + lora.first(expert, x)
+        act = activated(form, first)
+        y = _linear(form, act, down[expert], _row(down_bias, expert))
+        if lora and lora.down:
+            y = y + lora.down(expert, act)
         y = y * top_k_weights[token, k, None]
         out_TH = out_TH.index_add(0, token, y.to(out_TH.dtype))
     return out_TH

@@ -1,7 +1,8 @@
 """`FusedMoe`: the routed experts of one layer as one module with one autograd node.
 
-In: hidden states and the router's choice, as Hugging Face's experts modules take them. Out: the weighted sum of the
-experts' outputs. Gradients go to the hidden states and the routing weights; the base weights are frozen.
+In: hidden states and the router's choice, as Hugging Face's experts modules take them, and factors of LoRA. Out: the
+weighted sum of the experts' outputs. Gradients go to the hidden states, the routing weights and the factors; the base
+weights are frozen.
 Without a kernel the module is its own PyTorch reference on plain tensors. Refused: an expert index out of range,
 tensors of another shape than the layer's, a form nobody spells so, a forward before every expert is loaded.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import copy
 import mmap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
@@ -19,9 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktc.runtime.experts_form import ExpertsForm, parse_form
+from ktc.runtime.experts_lora import ExpertsLora, Lora, NativeFactors
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.kernel_library import Kernel, Part
-from ktc.runtime.packed_experts import PackedExperts
+from ktc.runtime.packed_experts import NO_FACTORS, Factors, PackedExperts
 from ktc.runtime.stock_experts import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
 
 P = ParamSpec("P")
@@ -75,7 +78,7 @@ class FusedMoe(nn.Module):
         super().__init__()
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
         self.form = parse_form(form) if isinstance(form, str) else form
-        self.activations = activations
+        self.activations: Literal["keep", "recompute"] = activations
         self._experts = (
             PackedExperts(kernel, threads, num_experts, hidden, intermediate, top_k) if kernel is not None else None
         )
@@ -121,6 +124,11 @@ class FusedMoe(nn.Module):
                 )
                 warnings.warn(kept, stacklevel=2)
         return super()._apply(fn, recurse)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the stock weights are `(E, inputs, outputs)`: PEFT asks."""
+        return self.form.transposed
 
     @property
     def packed_bytes(self) -> int:
@@ -201,27 +209,36 @@ class FusedMoe(nn.Module):
         return tuple(sorted(self._absent, key=lambda pair: (pair[0], parts.index(pair[1]))))
 
     @_never_traced
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None = None
+    ) -> Tensor:
         if self._absent:
             raise RuntimeError(
                 f"{len(self._absent)} expert weights were never loaded, the first is {self.missing()[0]}"
             )
         self._check(hidden_states, top_k_index, top_k_weights)
+        if lora is not None:
+            self._check_lora(lora)
         x_TH, index_TK, weights_TK = hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu()
         if self._experts:
-            out_TH = self._run_kernel(self._experts, x_TH, index_TK, weights_TK)
+            out_TH = self._run_kernel(self._experts, x_TH, index_TK, weights_TK, lora or ExpertsLora())
         else:
             first, down, *biases = (self._held(name) for name in stock_names(self.form))
-            out_TH = fused_moe_reference(x_TH, index_TK, weights_TK, first, down, self.form, *biases)
+            out_TH = fused_moe_reference(x_TH, index_TK, weights_TK, first, down, self.form, *biases, lora=lora)
         return out_TH.to(hidden_states.device)
 
-    def _run_kernel(self, experts: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        wants_grad = torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad)
+    def _run_kernel(
+        self, experts: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora
+    ) -> Tensor:
+        wants_grad = x_TH.requires_grad or weights_TK.requires_grad or lora.requires_grad
+        wants_grad = wants_grad and torch.is_grad_enabled()
         x, weights = x_TH.to(experts.dtype).contiguous(), weights_TK.to(experts.weight_dtype).contiguous()
         if wants_grad:
-            out_TH = _routed_experts(x, index_TK.contiguous(), weights, experts, self.activations)
+            call = _Call(experts, self.form.interleaved, self.activations, _scales(lora))
+            out_TH = _routed_experts(x, index_TK.contiguous(), weights, *lora.factors, call)
         else:  # a token takes 3 ms and leaves no cache warm: to run through autograd's code costs 0.1 ms then
-            out_TH, _ = experts.forward(x, index_TK.contiguous(), weights, save=False)
+            factors = _native(lora, experts, self.form.interleaved, gradients=False)
+            out_TH, _ = experts.forward(x, index_TK.contiguous(), weights, save=False, lora=factors)
         return out_TH.to(x_TH.dtype)
 
     def _check(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
@@ -233,11 +250,51 @@ class FusedMoe(nn.Module):
         if index_TK.dtype != torch.int64:
             raise ValueError(f"`top_k_index` must be int64, found {index_TK.dtype}")
 
+    def _check_lora(self, lora: ExpertsLora) -> None:
+        first, hidden = stock_names(self.form)[0], self.hidden
+        if lora.first is not None:
+            outputs = self.intermediate * (2 if self.form.gated else 1)
+            lora.first.check(first, self.num_experts, hidden, outputs)
+        if lora.down is not None:
+            lora.down.check("down_proj", self.num_experts, self.intermediate, hidden)
+
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}, "
             f"top_k={self.top_k}, form={self.form}, {'packed' if self._experts else 'reference'}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call of the kernel takes beside tensors."""
+
+    experts: PackedExperts
+    interleaved: bool
+    activations: Literal["keep", "recompute"]
+    scales: tuple[float, float]
+
+    def factors(self, tensors: Sequence[Tensor | None], *, gradients: bool) -> Factors:
+        """The kernel's form of A and B of the first product and of down."""
+        first_a, first_b, down_a, down_b = tensors
+        first = None if first_a is None or first_b is None else Lora(first_a, first_b, self.scales[0])
+        down = None if down_a is None or down_b is None else Lora(down_a, down_b, self.scales[1])
+        return _native(ExpertsLora(first, down), self.experts, self.interleaved, gradients=gradients)
+
+
+def _scales(lora: ExpertsLora) -> tuple[float, float]:
+    first, down = (each.scale if each else 1.0 for each in lora.products)
+    return first, down
+
+
+def _native(lora: ExpertsLora, experts: PackedExperts, interleaved: bool, *, gradients: bool) -> Factors:
+    if lora.first is None and lora.down is None:
+        return NO_FACTORS
+    first, down = (
+        NativeFactors.of(each, experts.weight_dtype, interleaved, gradients=gradients) if each else None
+        for each in lora.products
+    )
+    return first, down
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -249,27 +306,27 @@ class _RoutedExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TH: Tensor,
-        index_TK: Tensor,
-        weights_TK: Tensor,
-        experts: PackedExperts,
-        activations: Literal["keep", "recompute"],
-    ) -> Tensor:
-        keep = activations == "keep"
-        out_TH, saved = experts.forward(x_TH, index_TK, weights_TK, save=keep)
-        ctx.experts = experts
-        ctx.save_for_backward(index_TK, weights_TK, saved, None if keep else x_TH)
+    def forward(ctx: Any, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, *rest: Any) -> Tensor:
+        *tensors, call = rest
+        factors = call.factors(tensors, gradients=False)
+        keep = call.activations == "keep"
+        out_TH, saved = call.experts.forward(x_TH, index_TK, weights_TK, save=keep, lora=factors)
+        ctx.call = call
+        needs_x = not keep or any(factors)
+        ctx.save_for_backward(index_TK, weights_TK, saved, x_TH if needs_x else None, *tensors)
         return out_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        index_TK, weights_TK, saved, x_TH = ctx.saved_tensors
-        experts: PackedExperts = ctx.experts
-        grad_x, grad_weights = experts.backward(grad_TH.contiguous(), index_TK, weights_TK, saved=saved, x_TH=x_TH)
-        return grad_x, None, grad_weights, None, None
+        index_TK, weights_TK, saved, x_TH, *tensors = ctx.saved_tensors
+        call: _Call = ctx.call
+        factors = call.factors(tensors, gradients=True)
+        grad_x, grad_weights = call.experts.backward(
+            grad_TH.contiguous(), index_TK, weights_TK, saved=saved, x_TH=x_TH, lora=factors
+        )
+        of_factors = (gradient for each in factors for gradient in (each.gradients if each else (None, None)))
+        return grad_x, None, grad_weights, *of_factors, None
 
 
 def _routed_experts(*arguments: object) -> Tensor:

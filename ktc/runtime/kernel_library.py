@@ -20,6 +20,8 @@ from ktc import host
 from ktc.diagnostics import Diagnostic, InputRefused
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+# A, B and their gradients (addresses, or 0), rank (0: no LoRA), scale, whether the outputs are interleaved.
+NativeLora = tuple[int, int, int, int, int, float, bool]
 
 
 class Engine(Protocol):
@@ -34,14 +36,25 @@ class NativeKernel(Protocol):
     packed_bytes: int
     coding: tuple[str, int] | None
 
-    def saved_bytes(self, tokens: int, /) -> int: ...
+    def saved_bytes(self, tokens: int, first_rank: int, down_rank: int, /) -> int: ...
     def pack(self, packed: int, expert: int, part: Part, source: int, dtype: str, rows: int, cols: int, /) -> None: ...
     def pack_codes(
         self, packed: int, expert: int, part: Part, codes: int, scales: int, rows: int, cols: int, groups: int, /
     ) -> None: ...
     def unpack(self, packed: int, expert: int, part: Part, target: int, rows: int, cols: int, /) -> None: ...
     def forward(
-        self, engine: Engine, packed: int, x: int, index: int, weights: int, out: int, saved: int, tokens: int, /
+        self,
+        engine: Engine,
+        packed: int,
+        x: int,
+        index: int,
+        weights: int,
+        out: int,
+        saved: int,
+        tokens: int,
+        lora_first: NativeLora,
+        lora_down: NativeLora,
+        /,
     ) -> None: ...
     def backward(
         self,
@@ -55,6 +68,8 @@ class NativeKernel(Protocol):
         grad_x: int,
         grad_weights: int,
         tokens: int,
+        lora_first: NativeLora,
+        lora_down: NativeLora,
         /,
     ) -> None: ...
 

@@ -14,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ktc.runtime.experts_lora import NativeFactors, native_arguments
 from ktc.runtime.kernel_library import Engine, Kernel, Part, permitted_threads
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _HUGE_PAGE: Final = 2 << 20
+Factors = tuple[NativeFactors | None, NativeFactors | None]  # LoRA of the first product and of down
+NO_FACTORS: Final[Factors] = (None, None)
 
 
 class PackedExperts:
@@ -96,11 +99,14 @@ class PackedExperts:
         self._native.unpack(self._packed, expert, part, values.data_ptr(), rows, columns)
         return values
 
-    def forward(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, save: bool, lora: Factors = NO_FACTORS
+    ) -> tuple[Tensor, Tensor | None]:
         """The layer's output, and where `save` what backward needs beside the inputs."""
         tokens = x_TH.shape[0]
         out_TH = torch.empty_like(x_TH)
-        saved = torch.empty(self._native.saved_bytes(tokens), dtype=torch.uint8) if save else None
+        ranks = (0 if each is None else each.a.shape[1] for each in lora)
+        saved = torch.empty(self._native.saved_bytes(tokens, *ranks), dtype=torch.uint8) if save else None
         self._native.forward(
             self._engine,
             self._packed,
@@ -110,14 +116,26 @@ class PackedExperts:
             out_TH.data_ptr(),
             saved.data_ptr() if saved is not None else 0,
             tokens,
+            *native_arguments(lora),
         )
         return out_TH, saved
 
     def backward(
-        self, grad_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, *, saved: Tensor | None, x_TH: Tensor | None
+        self,
+        grad_TH: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        saved: Tensor | None,
+        x_TH: Tensor | None,
+        lora: Factors = NO_FACTORS,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of hidden states and routing weights, from what forward saved or else from its input."""
+        """Gradients of hidden states and routing weights, from what forward saved or else from its input.
+
+        Those of LoRA's factors are added to the gradients in `lora`, and need the input too.
+        """
         assert saved is not None or x_TH is not None, "backward needs what forward saved, or its input"
+        assert x_TH is not None or not any(lora), "the gradients of LoRA need the input"
         grad_x_TH = torch.empty_like(grad_TH)
         grad_weights_TK = torch.empty_like(weights_TK)
         self._native.backward(
@@ -131,6 +149,7 @@ class PackedExperts:
             grad_x_TH.data_ptr(),
             grad_weights_TK.data_ptr(),
             grad_TH.shape[0],
+            *native_arguments(lora),
         )
         return grad_x_TH, grad_weights_TK
 

@@ -123,9 +123,10 @@ struct Relu2 {
 };
 
 // From the gradient of what the down product reads, before it is weighted. `d_weight` is this much of the routing
-// weight's gradient, lane by lane; the others carry the routing weight.
+// weight's gradient, lane by lane, and `activated` what the down product read; the others carry the routing weight.
 template <class Lanes>
 struct GatedGradients {
+  Lanes activated;
   Lanes d_weight;
   Lanes d_gate;
   Lanes d_up;
@@ -163,9 +164,11 @@ struct Gated {
     const auto [activated, d_bounded] = Function::value_and_gradient(bounded_gate(gate), weighted * times);
     const Lanes d_weight = d_value * activated * times;
     const Lanes d_factor = weighted * activated;
-    if constexpr (!kLimited) return {d_weight, d_bounded, d_factor};
+    const Lanes value = activated * times;
+    if constexpr (!kLimited) return {value, d_weight, d_bounded, d_factor};
     constexpr auto kLast = std::numeric_limits<typename Lanes::Scalar>::max();
-    return {d_weight, zero_outside(-kInfinity, kLast, gate, d_bounded), zero_outside(-kLast, kLast, up, d_factor)};
+    return {value, d_weight, zero_outside(-kInfinity, kLast, gate, d_bounded),
+            zero_outside(-kLast, kLast, up, d_factor)};
   }
 
  private:
@@ -194,6 +197,7 @@ struct Gated {
 
 template <class Lanes>
 struct UngatedGradients {
+  Lanes activated;
   Lanes d_weight;
   Lanes d_up;
 };
@@ -212,7 +216,7 @@ struct Ungated {
   template <class Lanes>
   [[gnu::always_inline]] static UngatedGradients<Lanes> gradients(Lanes up, Lanes d_value, Lanes weight) {
     const auto [activated, d_up] = Function::value_and_gradient(up, d_value * weight);
-    return {d_value * activated, d_up};
+    return {activated, d_value * activated, d_up};
   }
 };
 

@@ -36,8 +36,8 @@ class FusedMoe final : public MoeKernel {
     return {nullptr, 0};
   }
 
-  std::size_t saved_bytes(std::int64_t tokens) const override {
-    return static_cast<std::size_t>(tokens * layer_.shape.top_k() * layer_.first_size()) * sizeof(Element);
+  std::size_t saved_bytes(std::int64_t tokens, std::int64_t first_rank, std::int64_t down_rank) const override {
+    return SavedSlots<Layer>::bytes(layer_, tokens * layer_.shape.top_k(), first_rank, down_rank);
   }
 
   void pack(std::byte* packed, std::int64_t expert, weight_format::Part part, const void* source, SourceType type,

@@ -1,4 +1,4 @@
-// Gradients of hidden states and routing weights, from the one packed copy that forward reads.
+// Gradients of hidden states, routing weights and LoRA's factors, from the one packed copy that forward reads.
 //
 // With dY the gradient of the output, per slot: d_activated = W_down^T dY; d_weight = <d_activated, activated>, and
 // <dY, b_down> more where down has a bias; dX += W_gate^T d_gate + W_up^T d_up, where d_gate and d_up carry the routing
@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ktc/lora_backward.hpp"
 #include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
 
@@ -52,12 +53,20 @@ class ActivationGradient {
   using Accumulator = typename Layer::Accumulator;
 
   ActivationGradient(const Layer& layer, const Element* saved_S, const Accumulator* weight_S, Element* d_first_S,
-                     const WeightGradients<Layer>& weight_gradients)
+                     const WeightGradients<Layer>& weight_gradients, const LoraColumnGradients<Layer>& lora)
       : layer_(layer),
         saved_S_(saved_S),
         weight_S_(weight_S),
         d_first_S_(d_first_S),
-        weight_gradients_(weight_gradients) {}
+        weight_gradients_(weight_gradients),
+        lora_(lora) {}
+
+  void begin(PanelPart) const {
+    if (lora_.active()) lora_.begin();
+  }
+  void end(PanelPart part) const {
+    if (lora_.active()) lora_.end(part);
+  }
 
   void prefetch(const SlotGroup& group, PanelPart part) const {
     layer_.prefetch_saved(saved_S_, group, part.panel * kPanelWidth, kPanelWidth);
@@ -65,16 +74,19 @@ class ActivationGradient {
 
   void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const {
     Accumulator d_weight[Layer::Isa::kMaxRows] = {};
-    for (int half = 0; half < 2; ++half) half_panel(group, 2 * part.panel + half, tile + half * kHalfPanel, d_weight);
+    for (int half = 0; half < 2; ++half) half_panel(group, part.panel, half, tile + half * kHalfPanel, d_weight);
     for (int row = 0; row < group.rows; ++row) {
       weight_gradients_.put(group.first_slot + row, part.panel, d_weight[row]);
     }
   }
 
  private:
-  void half_panel(const SlotGroup& group, std::int64_t half, Accumulator* tile, Accumulator* d_weight) const {
+  void half_panel(const SlotGroup& group, std::int64_t panel, int side, Accumulator* tile,
+                  Accumulator* d_weight) const {
+    const std::int64_t half = 2 * panel + side;
     const std::int64_t padded = layer_.shape.padded_intermediate();
     const bool has_padding = layer_.valid_lanes(half) < kHalfPanel;
+    alignas(64) Element activated[Layer::Isa::kMaxRows][kHalfPanel];
     alignas(64) Element d_first[Layer::kFirstParts][Layer::Isa::kMaxRows][kHalfPanel];
     for (int row = 0; row < group.rows; ++row) {
       Accumulator* d_activated = tile + row * kPanelWidth;
@@ -88,14 +100,17 @@ class ActivationGradient {
         const Lanes up = Lanes::from_elements(saved + padded);
         const auto gradients = Layer::Activation::gradients(first, up, unweighted, weight);
         d_weight[row] += gradients.d_weight.sum();
+        if (lora_.active()) gradients.activated.to_elements(activated[row]);
         gradients.d_gate.to_elements(d_first[0][row]);
         gradients.d_up.to_elements(d_first[1][row]);
       } else {
         const auto gradients = Layer::Activation::gradients(first, unweighted, weight);
         d_weight[row] += gradients.d_weight.sum();
+        if (lora_.active()) gradients.activated.to_elements(activated[row]);
         gradients.d_up.to_elements(d_first[0][row]);
       }
     }
+    if (lora_.active()) lora_.add(group, side, activated, d_first);
     const PackedRows<Layer> rows(d_first_S_, layer_.first_size());
     for (std::int64_t part = 0; part < Layer::kFirstParts; ++part) {
       rows.write(group, (half * Layer::kFirstParts + part) * kHalfPanel, d_first[part]);
@@ -107,6 +122,7 @@ class ActivationGradient {
   const Accumulator* weight_S_;
   Element* d_first_S_;
   WeightGradients<Layer> weight_gradients_;
+  LoraColumnGradients<Layer> lora_;
 };
 
 // <dY, b_down> of each slot in `groups`: what the routing weight of an expert with a bias earns beside its product.
@@ -166,12 +182,13 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
   auto* grad_weight = static_cast<Accumulator*>(arguments.grad_top_k_weights);
 
   engine.exclusively([&](ThreadPool& pool, Workspace& workspace) {
+    LoraBackward<Layer> lora(layer, routing, arguments, pool.threads());
     workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(first_size) +
                       Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(slots) +
                       Workspace::bytes<Accumulator>(slots * num_weight_parts) +
                       Workspace::bytes<Element>(recompute ? first_size : 0) +
                       Workspace::bytes<Element>(scratch_size * pool.threads()) +
-                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * pool.threads()));
+                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * pool.threads()) + lora.bytes());
     auto* packed_TH = workspace.take<Element>(hidden_size);  // hidden states where recomputed, then dY
     auto* d_first_S = workspace.take<Element>(first_size);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
@@ -181,6 +198,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
     auto* recomputed_S = workspace.take<Element>(recompute ? first_size : 0);
     auto* scratch = workspace.take<Element>(scratch_size * pool.threads());
     auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * pool.threads());
+    lora.take(workspace);
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
     const Element* saved_S = recompute ? recomputed_S : static_cast<const Element*>(arguments.saved);
 
@@ -193,13 +211,19 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       };
       if (recompute) {
         gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), packed_TH);
+        if (lora.first()) lora.recompute_first(worker.index, share(num_groups), packed_TH);
         worker.barrier.arrive_and_wait();
-        sweep<Isa>(routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed, own_scratch),
-                   packed_TH, at_hand, FirstEpilogue<Layer>(layer, arguments.packed, nullptr, recomputed_S));
+        auto* activated_S = lora.down() ? d_first_S : nullptr;  // there is room: gradients come later
+        sweep<Isa>(
+            routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed, own_scratch),
+            packed_TH, at_hand,
+            lora.around_first(worker.index, FirstEpilogue<Layer>(layer, arguments.packed, activated_S, recomputed_S)));
         worker.barrier.arrive_and_wait();
+        if (lora.down()) lora.recompute_down(worker.index, share(num_groups), activated_S);
       }
       gather_slots<Isa>(routing, grad_out_TH, shape.padded_hidden(), share(num_groups), packed_TH);
       sums.clear(share(arguments.tokens));
+      if (lora.down()) lora.begin_down(worker.index, share(num_groups), packed_TH, weight_S);
       if constexpr (Layer::kBiased) {
         add_bias_to_weight_gradients(layer, arguments.packed, routing, share(num_groups), grad_out_TH,
                                      weight_gradients);
@@ -208,12 +232,21 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
 
       sweep<Isa>(routing, share(num_i_panels),
                  transposed(layer.down_panels(arguments.packed, nullptr), layer.format.num_down_panels()), packed_TH,
-                 at_hand, ActivationGradient<Layer>(layer, saved_S, weight_S, d_first_S, weight_gradients));
+                 at_hand,
+                 lora.around_down(worker.index,
+                                  ActivationGradient<Layer>(layer, saved_S, weight_S, d_first_S, weight_gradients,
+                                                            lora.column_gradients(worker.index))));
       worker.barrier.arrive_and_wait();
+      if (lora.first()) {
+        lora.begin_hidden(worker.index, share(num_groups), d_first_S);
+        worker.barrier.arrive_and_wait();
+      }
 
       sweep<Isa>(routing, share(layer.format.num_down_panels()),
                  transposed(layer.first_panels(arguments.packed, nullptr), layer.format.num_first_panels()), d_first_S,
-                 at_hand, AddToTokens<Layer>(layer, routing, sums, nullptr, nullptr));
+                 at_hand,
+                 lora.around_hidden(worker.index, hidden_TH, grad_out_TH,
+                                    AddToTokens<Layer>(layer, routing, sums, nullptr, nullptr)));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), grad_hidden_TH);
       const Range pairs = share(slots);

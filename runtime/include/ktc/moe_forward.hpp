@@ -1,9 +1,10 @@
 // out[t] = sum over k of weight[t, k] * down(act(gate x, up x)), for the experts that token t was sent to; each of
-// the three products has its bias where the layer has biases.
+// the three products has its bias where the layer has biases, and LoRA where the call has factors for it.
 #pragma once
 
 #include <cstdint>
 
+#include "ktc/lora_epilogue.hpp"
 #include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
 
@@ -14,34 +15,48 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   using Isa = typename Layer::Isa;
   using Element = typename Layer::Element;
   using Accumulator = typename Layer::Accumulator;
+  using Panels = LoraPanels<Layer>;
   const auto& shape = layer.shape;
   const Routing routing = layer.route(arguments.top_k_index, arguments.tokens);
   if (arguments.tokens == 0) return;
 
+  const std::int64_t slots = routing.num_slots();
   const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
-  const std::int64_t hidden_size = routing.num_slots() * shape.padded_hidden();
-  const std::int64_t activated_size = routing.num_slots() * shape.padded_intermediate();
+  const std::int64_t hidden_size = slots * shape.padded_hidden();
+  const std::int64_t activated_size = slots * shape.padded_intermediate();
   const std::int64_t sums_size = TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden());
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
   const MatrixView out_TH(static_cast<Element*>(arguments.out), arguments.tokens, shape.hidden());
   const auto* weight = static_cast<const Accumulator*>(arguments.top_k_weights);
+  const auto lora_first = LoraProduct<Layer>::of_first(layer, arguments.lora_first);
+  const auto lora_down = LoraProduct<Layer>::of_down(layer, arguments.lora_down);
 
   engine.exclusively([&](ThreadPool& pool, Workspace& workspace) {
+    LoraScratch<Layer> lora_scratch(layer, lora_first, lora_down, pool.threads());
     workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(activated_size) +
-                      Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(routing.num_slots()) +
+                      Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(slots) +
                       Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * pool.threads()) +
-                      Workspace::bytes<Element>(layer.panel_scratch() * pool.threads()));
+                      Workspace::bytes<Element>(layer.panel_scratch() * pool.threads()) +
+                      Workspace::bytes<Element>(slots * lora_first.packed_rank()) +
+                      Workspace::bytes<Element>(slots * lora_down.packed_rank()) + lora_scratch.bytes());
     auto* hidden_S = workspace.take<Element>(hidden_size);
     auto* activated_S = workspace.take<Element>(activated_size);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
-    auto* weight_S = workspace.take<Accumulator>(routing.num_slots());
+    auto* weight_S = workspace.take<Accumulator>(slots);
     auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * pool.threads());
     auto* scratch_W = workspace.take<Element>(layer.panel_scratch() * pool.threads());
-    for (std::int64_t pair = 0; pair < routing.num_slots(); ++pair) weight_S[routing.slot(pair)] = weight[pair];
+    LowRank<Layer> first_values{workspace.take<Element>(slots * lora_first.packed_rank()), nullptr};
+    LowRank<Layer> down_values{workspace.take<Element>(slots * lora_down.packed_rank()), nullptr};
+    lora_scratch.take(workspace);
+    for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
 
+    Element* saved_S = nullptr;
     if (arguments.saved != nullptr) {
-      prefer_huge_pages(arguments.saved,
-                        static_cast<std::size_t>(routing.num_slots() * layer.first_size()) * sizeof(Element));
+      prefer_huge_pages(arguments.saved, SavedSlots<Layer>::bytes(layer, slots, lora_first.rank(), lora_down.rank()));
+      const SavedSlots<Layer> saved(layer, arguments.saved, slots, lora_first.rank());
+      saved_S = saved.gate_up_S;
+      first_values.rows_S = saved.first_rows_S;
+      down_values.rows_S = saved.down_rows_S;
     }
 
     pool.run([&](Worker worker) {
@@ -50,16 +65,27 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       Element* scratch = scratch_W + worker.index * layer.panel_scratch();
       gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), hidden_S);
       sums.clear(share(arguments.tokens));
+      if (lora_first.active()) {
+        to_low_rank(lora_first, routing, share(num_groups), hidden_S, shape.padded_hidden(), Panels::ranks_of_a,
+                    lora_scratch.low_rank(worker.index), first_values);
+      }
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed, scratch),
                  hidden_S, at_hand,
-                 FirstEpilogue(layer, arguments.packed, activated_S, static_cast<Element*>(arguments.saved)));
+                 WithLora(lora_first, first_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
+                          FirstEpilogue(layer, arguments.packed, activated_S, saved_S)));
       worker.barrier.arrive_and_wait();
+      if (lora_down.active()) {
+        to_low_rank(lora_down, routing, share(num_groups), activated_S, shape.padded_intermediate(), Panels::ranks_of_a,
+                    lora_scratch.low_rank(worker.index), down_values);
+        worker.barrier.arrive_and_wait();
+      }
 
       sweep<Isa>(routing, share(layer.format.num_down_panels()), layer.down_panels(arguments.packed, scratch),
                  activated_S, at_hand,
-                 AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr));
+                 WithLora(lora_down, down_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
+                          AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr)));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), out_TH);
     });

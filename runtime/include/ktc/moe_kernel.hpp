@@ -13,6 +13,19 @@ namespace ktc {
 
 enum class SourceType { kBf16, kFp32, kFp64 };
 
+// LoRA on one product for all experts, in the kernel's accumulator type and contiguous: A (E, rank, inputs) and
+// B (E, outputs, rank) add scale * B A to the weights. Rank 0: none. The outputs of the first product are the rows of
+// gate, then those of up; or of both in turn where `interleaved`. Backward adds to the gradients, of the same shapes.
+struct LoraFactors {
+  const void* a = nullptr;
+  const void* b = nullptr;
+  void* grad_a = nullptr;
+  void* grad_b = nullptr;
+  std::int64_t rank = 0;
+  double scale = 1;
+  bool interleaved = false;
+};
+
 // Hidden states, output and their gradients are (tokens, H) of the kernel's element type; routing weights and their
 // gradient (tokens, k) of its accumulator type (fp32; fp64 for fp64); everything is contiguous.
 struct ForwardArguments {
@@ -21,8 +34,10 @@ struct ForwardArguments {
   const std::int64_t* top_k_index;
   const void* top_k_weights;
   void* out;
-  void* saved;  // `saved_bytes(tokens)` for backward, or null
+  void* saved;  // `saved_bytes` for backward, or null
   std::int64_t tokens;
+  LoraFactors lora_first = {};
+  LoraFactors lora_down = {};
 };
 
 struct BackwardArguments {
@@ -30,11 +45,13 @@ struct BackwardArguments {
   const std::int64_t* top_k_index;
   const void* top_k_weights;
   const void* saved;          // what forward saved, or null
-  const void* hidden_states;  // read where `saved` is null: gate and up are computed again
+  const void* hidden_states;  // read where `saved` is null: gate and up are computed again; and for LoRA's gradients
   const void* grad_out;
   void* grad_hidden_states;
   void* grad_top_k_weights;
   std::int64_t tokens;
+  LoraFactors lora_first = {};
+  LoraFactors lora_down = {};
 };
 
 // How weights are stored: the name of their codes, null where they have none, and how many of a row share a scale.
@@ -50,7 +67,9 @@ class MoeKernel {
   // Bytes of all experts' packed weights; the storage must begin at a multiple of 64 bytes.
   virtual std::size_t packed_bytes() const = 0;
   virtual Coding coding() const = 0;
-  virtual std::size_t saved_bytes(std::int64_t tokens) const = 0;
+  // The ranks are those of LoRA on the first product and on down, 0 without.
+  virtual std::size_t saved_bytes(std::int64_t tokens, std::int64_t first_rank = 0,
+                                  std::int64_t down_rank = 0) const = 0;
 
   // `source` is row-major: (I, H) for gate and up, (H, I) for down, (1, I) and (1, H) for their biases.
   virtual void pack(std::byte* packed, std::int64_t expert, weight_format::Part part, const void* source,

@@ -122,8 +122,10 @@ constexpr std::int64_t sums_at_hand() {
 }
 
 // For every active expert and each panel in `own`: multiply all its slots and call `epilogue(group, part, tile)`,
-// announced by `epilogue.prefetch(group, part)`. `rows` are packed slots, `panels.contraction()` elements each (see
-// `gather_slots`). `sums` are `sums_at_hand()` accumulators of this worker's own.
+// announced by `epilogue.prefetch(group, part)`. Before it, `epilogue.complete(isa, group, tile)` may add products of
+// its own; `epilogue.begin(part)` and `epilogue.end(part)` stand around the calls of a panel. `rows` are packed slots,
+// `panels.contraction()` elements each (see `gather_slots`). `sums` are `sums_at_hand()` accumulators of this worker's
+// own.
 template <class Isa, class Panels, class Epilogue>
 void sweep(const Routing& routing, Range own, Panels panels, const typename Isa::Element* rows,
            typename Isa::Accumulator* sums, const Epilogue& epilogue) {
@@ -144,6 +146,7 @@ void sweep(const Routing& routing, Range own, Panels panels, const typename Isa:
                          : work_ahead(panels, here, num_groups * Isa::steps_ahead(group->rows, steps));
     const auto* packed = Panels::kMultipliesCodes && streams ? nullptr : panels.current(part);
     auto* tile = sums + here.first_sum() * kTile;
+    if (here.ends_sum()) epilogue.begin(part);
     for (; group != here.end(); ++group) {
       if (here.ends_sum()) epilogue.prefetch(*group, part);
       const auto* a = rows + group->first_slot * contraction + part.first_k * group->rows;
@@ -159,9 +162,13 @@ void sweep(const Routing& routing, Range own, Panels panels, const typename Isa:
       } else if constexpr (Isa::kBlocked) {
         isa.multiply_add(group->rows, steps, a, packed, tile, ahead);
       }
-      if (here.ends_sum()) epilogue(*group, part, tile);
+      if (here.ends_sum()) {
+        epilogue.complete(isa, *group, tile);
+        epilogue(*group, part, tile);
+      }
       if (here.keeps_sums()) tile += kTile;
     }
+    if (here.ends_sum()) epilogue.end(part);
     ahead.finish();
     panels.advance();
   }

@@ -1,0 +1,103 @@
+"""`ExpertsParamWrapper`: PEFT's LoRA on a parameter of `FusedMoe`, without the weights it adapts.
+
+PEFT wraps a module once for each of its parameters that `LoraConfig.target_parameters` names, one wrapper in the other.
+Stock wrappers add B A to the whole bank before every call; these hand their factors to the layer's one autograd node.
+Names, shapes and files are those of stock PEFT. Refused: dropout, merging, initialisations that read the weights,
+ranks above `MAX_RANK`, biases, several adapters at once, and adapting the experts as if they were one linear layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final, cast
+
+from peft.tuners.lora.config import LoraConfig
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.runtime.experts_lora import MAX_RANK, ExpertsLora, Lora
+
+_NONE: Final = ExpertsLora()
+_ADAPTED: Final = ("gate_up_proj", "up_proj", "down_proj")
+
+
+class ExpertsParamWrapper(ParamWrapper):
+    """One parameter of a `FusedMoe`, adapted. `base_layer` is the module, or the wrapper of its other parameter."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, parameter_name: str | None = None, **kwargs: Any):
+        if parameter_name is None or parameter_name not in _ADAPTED:
+            raise _refused_target(adapter_name, parameter_name)
+        _require_suited(adapter_name, int(kwargs["r"]), kwargs["config"])  # stock PEFT would say less, and too late
+        super().__init__(base_layer, adapter_name, parameter_name=parameter_name, **kwargs)
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        """Adds an adapter of rank `r`. Raises `InputRefused` (L432) for settings that experts cannot have."""
+        _require_suited(adapter_name, r, config)
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+
+    def forward(self, x: Tensor, *args: Any, lora: ExpertsLora = _NONE, **kwargs: Any) -> Tensor:
+        """As the experts' own; `lora` is what the wrapper around this one has gathered."""
+        self._check_forward_args(x, *args, **kwargs)
+        kwargs.pop("adapter_names", None)
+        own = None if self.disable_adapters else self._active_lora()
+        if own is not None:
+            lora = replace(lora, down=own) if self.parameter_name == "down_proj" else replace(lora, first=own)
+        return cast("Any", self.base_layer)(x, *args, lora=lora, **kwargs)
+
+    def _active_lora(self) -> Lora | None:
+        """The factors of the active adapter as views of PEFT's own matrices: A (E, r, in), B (E, out, r)."""
+        active = [str(name) for name in self.active_adapters if name in self.lora_A]
+        if not active:
+            return None
+        if len(active) > 1:
+            message = f"adapters {', '.join(f'`{name}`' for name in active)} are active at once on routed experts"
+            raise InputRefused(Diagnostic("L432", message, hint="`set_adapter` with one name"))
+        a, b = (cast("Tensor", each[active[0]].weight) for each in (self.lora_A, self.lora_B))
+        a, b = a.cpu(), b.cpu()
+        rank = a.shape[0] // self.num_experts
+        return Lora(
+            a.reshape(self.num_experts, rank, -1),
+            b.reshape(-1, rank, self.num_experts).permute(2, 0, 1),
+            float(cast("Any", self).scaling[active[0]]),
+        )
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Always refused: the weights are packed."""
+        raise InputRefused(
+            Diagnostic(
+                "L433",
+                "an adapter cannot be merged into a compiled model: its experts are packed",
+                hint="save the adapter, load it with stock PEFT on the original model, and merge it there",
+            )
+        )
+
+
+# PEFT asks for the class's name where it wraps a second parameter, so that this one must bear the stock name.
+ExpertsParamWrapper.__name__ = "ParamWrapper"
+
+
+def _refused_target(adapter_name: str, parameter_name: str | None) -> InputRefused:
+    what = f"the parameter `{parameter_name}` of routed experts" if parameter_name else "routed experts as one layer"
+    hint = "name their weights in `target_parameters`, or use `OUT.lora_config()`"
+    return InputRefused(Diagnostic("L430", f"adapter `{adapter_name}` targets {what}", hint=hint))
+
+
+def _require_suited(adapter_name: str, r: int, config: LoraConfig) -> None:
+    wrong = _unsuited(r, config)
+    if wrong:
+        message = f"adapter `{adapter_name}` on routed experts: {wrong}"
+        raise InputRefused(Diagnostic("L432", message, hint="see `ktc explain L432` for what experts can have"))
+
+
+def _unsuited(r: int, config: LoraConfig) -> str:
+    """What this adapter asks for and experts cannot have, "" if nothing."""
+    if r > MAX_RANK:
+        return f"rank {r}, of which the kernels take {MAX_RANK} at most"
+    if config.lora_dropout:
+        return f"dropout {config.lora_dropout:g}, which has no meaning for weights that many tokens share"
+    if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        return f"initialisation `{config.init_lora_weights}`, which reads the weights that are packed"
+    if config.use_dora:
+        return "DoRA, which reads the weights that are packed"
+    return ""

@@ -1,0 +1,309 @@
+// LoRA on a product of the experts: y = (W + s B A) x, of which only u = s A x is ever made, `rank` values per slot.
+//
+// Masters are accumulators (fp32), rounded to elements where they are multiplied. Backward of such a product, with d
+// the gradient of its output: v = s B^T d; dx += A^T v; and, summed over the slots of an expert, dA = v x^T and dB = d
+// u^T. A low-rank value is kept twice: packed as the micro-kernel reads it, and as plain rows that gradients are made
+// of.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "ktc/moe_kernel.hpp"
+#include "ktc/moe_layer.hpp"
+#include "ktc/weight_format/panel.hpp"
+#include "ktc/workspace.hpp"
+
+namespace ktc {
+
+// Rows of the plain low-rank values and of gradients' tiles are this much or a multiple: they live in registers.
+inline constexpr std::int64_t kRankUnit = 8;
+inline constexpr std::int64_t kMaxRank = 128;
+// Packed values are contracted over: tiles take 32 neighbours at once, the other ISAs are content with half of them.
+template <class Isa>
+inline constexpr std::int64_t kPackedRankUnit = Isa::kBlocked ? kPanelWidth : kHalfPanel;
+
+// Outputs of a product, half a panel at a time, as rows of B.
+struct OutputRows {
+  std::int64_t first;
+  std::int64_t stride;
+  std::int64_t count;
+};
+
+// One product's factors for all experts: A (E, rank, inputs) and B (E, outputs, rank).
+template <class Layer>
+class LoraProduct {
+ public:
+  using Accumulator = typename Layer::Accumulator;
+
+  static LoraProduct of_first(const Layer& layer, const LoraFactors& factors) {
+    const std::int64_t size = layer.shape.intermediate();
+    const bool interleaved = Layer::kGated && factors.interleaved;
+    return LoraProduct(factors, layer.shape.hidden(), size, Layer::kFirstParts, interleaved ? 1 : size,
+                       interleaved ? 2 : 1);
+  }
+  static LoraProduct of_down(const Layer& layer, const LoraFactors& factors) {
+    return LoraProduct(factors, layer.shape.intermediate(), layer.shape.hidden(), 1, 0, 1);
+  }
+
+  bool active() const { return rank_ > 0; }
+  std::int64_t rank() const { return rank_; }
+  // Of the packed values, and of the plain rows.
+  std::int64_t packed_rank() const { return round_up(rank_, kPackedRankUnit<typename Layer::Isa>); }
+  std::int64_t row_rank() const { return round_up(rank_, kRankUnit); }
+  Accumulator scale() const { return scale_; }
+  std::int64_t inputs() const { return inputs_; }
+
+  const Accumulator* a(std::int64_t expert) const { return a_ + expert * a_size(); }
+  const Accumulator* b(std::int64_t expert) const { return b_ + expert * b_size(); }
+  Accumulator* grad_a(std::int64_t expert) const { return grad_a_ + expert * a_size(); }
+  Accumulator* grad_b(std::int64_t expert) const { return grad_b_ + expert * b_size(); }
+
+  // Half panels of outputs, without those that are padding altogether.
+  std::int64_t output_halves() const { return round_up(size_, kHalfPanel) / kHalfPanel * parts_; }
+  // The half panel of outputs with this number, in the order in which the product's panels have them.
+  OutputRows output_rows(std::int64_t half_panel) const {
+    const std::int64_t first = half_panel / parts_ * kHalfPanel;
+    const std::int64_t count = std::clamp<std::int64_t>(size_ - first, 0, kHalfPanel);
+    return {half_panel % parts_ * part_stride_ + first * row_stride_, row_stride_, count};
+  }
+
+ private:
+  LoraProduct(const LoraFactors& factors, std::int64_t inputs, std::int64_t size, std::int64_t parts,
+              std::int64_t part_stride, std::int64_t row_stride)
+      : a_(static_cast<const Accumulator*>(factors.a)),
+        b_(static_cast<const Accumulator*>(factors.b)),
+        grad_a_(static_cast<Accumulator*>(factors.grad_a)),
+        grad_b_(static_cast<Accumulator*>(factors.grad_b)),
+        rank_(factors.rank),
+        scale_(static_cast<Accumulator>(factors.scale)),
+        inputs_(inputs),
+        size_(size),
+        parts_(parts),
+        part_stride_(part_stride),
+        row_stride_(row_stride) {}
+
+  std::int64_t a_size() const { return rank_ * inputs_; }
+  std::int64_t b_size() const { return size_ * parts_ * rank_; }
+
+  const Accumulator* a_;
+  const Accumulator* b_;
+  Accumulator* grad_a_;
+  Accumulator* grad_b_;
+  std::int64_t rank_;
+  Accumulator scale_;
+  std::int64_t inputs_;
+  std::int64_t size_;
+  std::int64_t parts_;
+  std::int64_t part_stride_;
+  std::int64_t row_stride_;
+};
+
+// Panels of factors, packed anew for each expert: what an optimiser changes at every step is not worth keeping packed.
+template <class Layer>
+class LoraPanels {
+ public:
+  using Element = typename Layer::Element;
+  using Accumulator = typename Layer::Accumulator;
+  using Lanes = typename Layer::Lanes;
+  using Product = LoraProduct<Layer>;
+
+  // Ranks [32 panel, 32 panel + 32) of A as outputs; contracts over the product's inputs, padded. The padding of
+  // `target` is zero before.
+  static void ranks_of_a(const Product& product, std::int64_t expert, std::int64_t panel, Element* target) {
+    const std::int64_t first = panel * kPanelWidth;
+    const std::int64_t ranks = std::min(kPanelWidth, product.rank() - first);
+    alignas(64) Element values[kPanelWidth];
+    for (std::int64_t lane = 0; lane < ranks; ++lane) {
+      const Accumulator* row = product.a(expert) + (first + lane) * product.inputs();
+      for (std::int64_t k = 0; k < product.inputs(); k += kHalfPanel) {
+        const std::int64_t count = std::min(kHalfPanel, product.inputs() - k);
+        round(row + k, count, values);
+        put_along_k(values, count, lane, k, target);
+      }
+    }
+  }
+
+  // The same ranks of B^T; contracts over the product's outputs, in the order of its panels.
+  static void ranks_of_b(const Product& product, std::int64_t expert, std::int64_t panel, Element* target) {
+    const std::int64_t first = panel * kPanelWidth;
+    const std::int64_t ranks = std::min(kPanelWidth, product.rank() - first);
+    alignas(64) Element values[kHalfPanel * kMaxRank];
+    for (std::int64_t half = 0; half < product.output_halves(); ++half) {
+      const std::int64_t count = round_rows_of_b(product, expert, half, values);
+      put_along_lanes(values + first, product.rank(), count, ranks, half * kHalfPanel, target);
+    }
+  }
+
+  // A panel of the product's outputs; contracts over the ranks, padded.
+  static void outputs_of_b(const Product& product, std::int64_t expert, std::int64_t panel, Element* target) {
+    alignas(64) Element values[kHalfPanel * kMaxRank];
+    std::fill(target, target + product.packed_rank() * kPanelWidth, Element{});
+    for (std::int64_t half = 0; half < 2; ++half) {
+      const std::int64_t count = round_rows_of_b(product, expert, 2 * panel + half, values);
+      for (std::int64_t row = 0; row < count; ++row) {
+        put_along_k(values + row * product.rank(), product.rank(), half * kHalfPanel + row, 0, target);
+      }
+    }
+  }
+
+  // A panel of the product's inputs, as outputs of A^T; contracts over the ranks, padded.
+  static void inputs_of_a(const Product& product, std::int64_t expert, std::int64_t panel, Element* target) {
+    const std::int64_t first = panel * kPanelWidth;
+    const std::int64_t columns = std::min(kPanelWidth, product.inputs() - first);
+    alignas(64) Element values[kDepth * kPanelWidth];
+    std::fill(target, target + product.packed_rank() * kPanelWidth, Element{});
+    for (std::int64_t k = 0; k < product.rank(); k += kDepth) {
+      const std::int64_t count = std::min<std::int64_t>(kDepth, product.rank() - k);
+      for (std::int64_t i = 0; i < count; ++i) {
+        round(product.a(expert) + (k + i) * product.inputs() + first, columns, values + i * kPanelWidth);
+      }
+      put_along_lanes(values, kPanelWidth, count, columns, k, target);
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kDepth = ElementTraits<Element>::kDepth;
+
+  // Masters, rounded.
+  static void round(const Accumulator* source, std::int64_t count, Element* target) {
+    const std::int64_t whole = count / kHalfPanel * kHalfPanel;
+    for (std::int64_t i = 0; i < whole; i += kHalfPanel) Lanes::load(source + i).to_elements(target + i);
+    for (std::int64_t i = whole; i < count; ++i) target[i] = Element(source[i]);
+  }
+
+  // The rows of B that are half a panel of outputs, one after the other; how many there are.
+  static std::int64_t round_rows_of_b(const Product& product, std::int64_t expert, std::int64_t half, Element* target) {
+    const OutputRows rows = product.output_rows(half);
+    const std::int64_t rank = product.rank();
+    const Accumulator* source = product.b(expert) + rows.first * rank;
+    if (rows.stride == 1) {
+      round(source, rows.count * rank, target);
+    } else {
+      for (std::int64_t row = 0; row < rows.count; ++row) {
+        round(source + row * rows.stride * rank, rank, target + row * rank);
+      }
+    }
+    return rows.count;
+  }
+
+  // One output's stretch of the contraction, which begins at `first_k`.
+  static void put_along_k(const Element* values, std::int64_t count, std::int64_t lane, std::int64_t first_k,
+                          Element* target) {
+    Element* place = target + weight_format::panel_offset<Element>(lane, first_k);
+    const std::int64_t whole = count / kDepth * kDepth;
+    for (std::int64_t k = 0; k < whole; k += kDepth) {
+      std::memcpy(place + k * kPanelWidth, values + k, kDepth * sizeof(Element));
+    }
+    for (std::int64_t k = whole; k < count; ++k) place[whole * kPanelWidth + k - whole] = values[k];
+  }
+
+  // `count` neighbours of k, from `first_k` on, of the first `lanes` outputs: `values` has a row for each k.
+  static void put_along_lanes(const Element* values, std::int64_t stride, std::int64_t count, std::int64_t lanes,
+                              std::int64_t first_k, Element* target) {
+    const std::int64_t whole = count / kDepth * kDepth;
+    for (std::int64_t k = 0; k < whole; k += kDepth) {
+      Element* place = target + weight_format::panel_offset<Element>(0, first_k + k);
+      const Element* rows = values + k * stride;
+      for (std::int64_t lane = 0; lane < lanes; ++lane) {
+        for (std::int64_t i = 0; i < kDepth; ++i) place[lane * kDepth + i] = rows[i * stride + lane];
+      }
+    }
+    for (std::int64_t k = whole; k < count; ++k) {
+      Element* place = target + weight_format::panel_offset<Element>(0, first_k + k);
+      for (std::int64_t lane = 0; lane < lanes; ++lane) place[lane * kDepth] = values[k * stride + lane];
+    }
+  }
+};
+
+// The low-rank values of all slots. Either form may be absent (null).
+template <class Layer>
+struct LowRank {
+  typename Layer::Element* packed_S;    // groups as `gather_slots` packs them, `packed_rank()` per slot
+  typename Layer::Accumulator* rows_S;  // `row_rank()` per slot
+
+  const typename Layer::Accumulator* rows(const LoraProduct<Layer>& product, std::int64_t slot) const {
+    return rows_S + slot * product.row_rank();
+  }
+};
+
+// What forward keeps for backward: gate and up of each slot, then the low-rank rows of both products.
+template <class Layer>
+class SavedSlots {
+ public:
+  using Element = typename Layer::Element;
+  using Accumulator = typename Layer::Accumulator;
+
+  SavedSlots(const Layer& layer, void* begin, std::int64_t slots, std::int64_t first_rank)
+      : gate_up_S(static_cast<Element*>(begin)),
+        first_rows_S(reinterpret_cast<Accumulator*>(gate_up_S + padded_size(layer, slots))),
+        down_rows_S(first_rows_S + slots * round_up(first_rank, kRankUnit)) {}
+
+  static std::size_t bytes(const Layer& layer, std::int64_t slots, std::int64_t first_rank, std::int64_t down_rank) {
+    const std::int64_t rows = slots * (round_up(first_rank, kRankUnit) + round_up(down_rank, kRankUnit));
+    return static_cast<std::size_t>(padded_size(layer, slots)) * sizeof(Element) +
+           static_cast<std::size_t>(rows) * sizeof(Accumulator);
+  }
+
+  Element* gate_up_S;
+  Accumulator* first_rows_S;
+  Accumulator* down_rows_S;
+
+ private:
+  // A slot's gate and up are whole panels: what follows them is aligned.
+  static std::int64_t padded_size(const Layer& layer, std::int64_t slots) { return slots * layer.first_size(); }
+};
+
+// u = s P x for every slot of `groups`: packed rows of `contraction` elements times the panels that `pack(product,
+// expert, panel, scratch)` makes of the factors. `scratch` holds one panel.
+template <class Layer, class Pack>
+void to_low_rank(const LoraProduct<Layer>& product, const Routing& routing, Range groups,
+                 const typename Layer::Element* packed_S, std::int64_t contraction, const Pack& pack,
+                 typename Layer::Element* scratch, const LowRank<Layer>& target) {
+  using Isa = typename Layer::Isa;
+  using Lanes = typename Layer::Lanes;
+  using Element = typename Layer::Element;
+  using Accumulator = typename Layer::Accumulator;
+  alignas(64) Accumulator tile[Isa::kMaxRows * kPanelWidth];
+  alignas(64) Element packed[Isa::kMaxRows][kHalfPanel];
+  const std::int64_t steps = contraction / ElementTraits<Element>::kDepth;
+  const Lanes scale(product.scale());
+  Isa isa;
+
+  const auto put = [&](const SlotGroup& group, std::int64_t first_rank) {
+    const std::int64_t valid = std::clamp<std::int64_t>(product.rank() - first_rank, 0, kHalfPanel);
+    for (int row = 0; row < group.rows; ++row) {
+      Accumulator* values = tile + row * kPanelWidth + first_rank % kPanelWidth;
+      (Lanes::load(values) * scale).store(values);
+      std::fill(values + valid, values + kHalfPanel, Accumulator{});  // 0 * x is NaN where x is infinite
+      Lanes::load(values).to_elements(packed[row]);
+      if (target.rows_S == nullptr) continue;
+      Accumulator* plain = target.rows_S + (group.first_slot + row) * product.row_rank() + first_rank;
+      std::copy(values, values + std::clamp<std::int64_t>(product.row_rank() - first_rank, 0, kHalfPanel), plain);
+    }
+    if (target.packed_S != nullptr) {
+      PackedRows<Layer>(target.packed_S, product.packed_rank()).write(group, first_rank, packed);
+    }
+  };
+
+  for (std::int64_t panel = 0; panel * kPanelWidth < product.rank(); ++panel) {
+    std::fill(scratch, scratch + contraction * kPanelWidth, Element{});  // no expert writes where the padding is
+    for (const ActiveExpert& active : routing.active_experts()) {
+      const auto first = std::max(groups.begin, static_cast<std::int64_t>(active.first_group));
+      const auto last = std::min(groups.end, static_cast<std::int64_t>(active.last_group));
+      if (first >= last) continue;
+      pack(product, active.expert, panel, scratch);
+      for (std::int64_t index = first; index < last; ++index) {
+        const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
+        FetchAhead nothing;
+        isa.multiply(group.rows, steps, packed_S + group.first_slot * contraction, scratch, tile, nothing);
+        for (std::int64_t half = 0; half < kPanelWidth; half += kHalfPanel) {
+          if (panel * kPanelWidth + half < product.packed_rank()) put(group, panel * kPanelWidth + half);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace ktc
