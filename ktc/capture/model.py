@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -36,6 +37,7 @@ def capture(source: ModelSource) -> CapturedModel:
     Raises InputRefused where transformers cannot build the model or it has no decoder layers.
     """
     model = build_on_meta(source.config)
+    _check_class(source, type(model))
     layers_fqn, layers = _decoder_layers(model)
     blocks = {
         f"{layers_fqn}.{i}.{name}": (i, child) for i, layer in enumerate(layers) for name, child in _blocks(layer)
@@ -55,6 +57,15 @@ def capture(source: ModelSource) -> CapturedModel:
             sites.append(BlockSite(fqn, layer, graphs[identity].key))
         cache = measure_cache(model)
     return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), tuple(sites), cache)
+
+
+def _check_class(source: ModelSource, found: type[PreTrainedModel]) -> None:
+    """A compiled model finds its class by name, so that name must not stand for another one in transformers."""
+    named = getattr(transformers, found.__name__, found)
+    if source.folder is not None and not source.own_code and named is not found:
+        message = f"`{found.__name__}` is of `{found.__module__}`, and transformers has another class of that name"
+        hint = "give the folder that its code came from, with `--trust-remote-code`"
+        raise InputRefused(Diagnostic("I109", message, hint=hint))
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -130,7 +141,10 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
         graph = normalise(export_block(block, *call))
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and says why
         return BlockGraph(key, name, None, no_experts or f"{type(error).__name__}: {first_line(error)}")
-    forms = [str(node.args[5]) for node in nodes_of(graph) if node.target is ops.experts]
+    experts = [node for node in nodes_of(graph) if node.target is ops.experts]
+    if any(node.meta.get("fqn") == "" for node in experts):
+        return BlockGraph(key, name, None, "experts that are a block of their own, beside their router, are left alone")
+    forms = [str(node.args[5]) for node in experts]
     unsupported = next((form for form in forms if form.startswith(UNSUPPORTED)), None)
     return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph)
 
