@@ -1,13 +1,15 @@
-"""Strict decoding of JSON values into frozen dataclasses, driven by their annotations.
+"""Strict reading of JSON, and decoding of its values into frozen dataclasses, driven by their annotations.
 
-In: a value of `json.loads` and a dataclass built from str, int, None, Any, Literal, unions, tuples and mappings.
-Out: the dataclass. Refused: missing and unknown keys and values of another type (`Undecodable`, with the place).
+In: JSON text; a value of it and a dataclass built from str, int, None, Any, Literal, unions, tuples and mappings.
+Out: the value; the dataclass. Refused: text that is no JSON or nested too deeply (`ValueError`), missing and unknown
+keys and values of another type (`Undecodable`, with the place).
 """
 
 from __future__ import annotations
 
+import json
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -17,6 +19,17 @@ Decoded = TypeVar("Decoded")
 
 class Undecodable(Exception):
     """The JSON has another form than the dataclass; the message names the place."""
+
+
+def read_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value that `text` spells; bytes must be UTF-8. `pairs` makes each object, as `json.loads` has it.
+
+    Raises `ValueError` for text that is no JSON, and for JSON nested deeper than the parser can follow.
+    """
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def decode(value: Any, wanted: type[Decoded]) -> Decoded:

@@ -187,7 +187,18 @@ def test_weight_sources_survive_their_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"file": "../x"}, {"transform": "run"}, {"dtype": "q9"}, {"shape": None}, {"extra": 1}]
+    "change",
+    [
+        {"file": "../x"},
+        {"transform": "run"},
+        {"dtype": "q9"},
+        {"shape": None},
+        {"extra": 1},
+        {"shape": [1 << 70]},
+        {"shape": [1 << 40, 1 << 40]},
+        {"expert": 10**30, "part": "up"},
+        {"expert": -1, "part": "up"},
+    ],
 )
 def test_a_weight_source_that_is_none_is_refused(change: dict[str, Any]) -> None:
     rows = json.loads(write_sources((WeightSource("t", None, None, "k", "f.safetensors", "bf16", (2,)),)))

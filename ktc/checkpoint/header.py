@@ -6,13 +6,13 @@ the file and the tensor. The data is not read.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
@@ -98,8 +98,8 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         return found
 
     try:
-        header = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
+        header = read_json(text, unique)
+    except ValueError as error:
         raise _refused(path, f"has a header that is no JSON: {error}") from error
     if not isinstance(header, dict):
         raise _refused(path, "has a header that is no JSON object")

@@ -7,13 +7,13 @@ a tensor that its shard lacks, a file name that leaves the folder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from ktc.checkpoint.header import HeaderRefused, TensorEntry, read_header
+from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 
 SINGLE_FILE = "model.safetensors"
@@ -74,8 +74,8 @@ def _nothing_to_read(folder: Path) -> Diagnostic:
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
     try:
-        content: Any = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content: Any = read_json((folder / INDEX_FILE).read_bytes())
+    except ValueError as error:
         raise InputRefused(_bad_index(f"is no JSON: {error}")) from error
     weight_map = cast("dict[str, Any]", content).get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

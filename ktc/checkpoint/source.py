@@ -13,12 +13,13 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, cast
 
 from ktc.checkpoint.header import ITEM_SIZE
-from ktc.decode import Undecodable, decode
+from ktc.decode import Undecodable, decode, read_json
 
 Part = Literal["gate", "up", "down", "gate_up", "gate_bias", "up_bias", "gate_up_bias", "down_bias"]
 Transform = Literal["copy", "per_expert"]
 Operation = Literal["transpose", "deinterleave"]
 Method = Literal["fp8", "int4", "mxfp4"]
+_MOST_ITEMS, _MOST_EXPERTS = 1 << 62, 1 << 32  # beyond what an offset in a file can reach, and any model
 _ARGUMENTS: dict[Operation, int] = {"transpose": 2, "deinterleave": 1}
 _WEIGHTS_PER_ITEM: dict[Method, int] = {"fp8": 1, "int4": 8, "mxfp4": 2}  # of the stored codes
 
@@ -174,9 +175,9 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def read_sources(text: str) -> tuple[WeightSource, ...]:
+def read_sources(text: str | bytes) -> tuple[WeightSource, ...]:
     """The rows of a `weights.json`. Raises `ValueError` where a row is not one."""
-    rows: object = json.loads(text)
+    rows: object = read_json(text)
     if not isinstance(rows, list):
         raise ValueError("expected a JSON array")
     return tuple(_read_source(row) for row in cast("list[object]", rows))
@@ -198,10 +199,10 @@ def _check(source: WeightSource) -> None:
     if "/" in source.file or source.file.startswith("."):
         raise ValueError("an unknown file")
     for stored in source.parts:
-        if stored.dtype not in ITEM_SIZE or min((0, *stored.shape)) < 0:
-            raise ValueError("an unknown dtype or a negative size")
-    if source.expert is not None and source.expert < 0:
-        raise ValueError("a negative expert")
+        if stored.dtype not in ITEM_SIZE or not _is_shape(stored.shape):
+            raise ValueError("an unknown dtype, or sizes that no tensor has")
+    if source.expert is not None and not 0 <= source.expert < _MOST_EXPERTS:
+        raise ValueError("an expert that no model has")
     stacked = source.transform == "per_expert" and source.expert is None and source.part is not None
     whole = source.transform == "copy" and (source.expert is None) == (source.part is None)
     if not (stacked and len(source.shape) >= 2 and source.span is None) and not whole:
@@ -215,8 +216,13 @@ def _check(source: WeightSource) -> None:
     _ = source.loaded_shape  # every step fits the shape before it
 
 
+def _is_shape(sizes: Sequence[int]) -> bool:
+    return min((0, *sizes)) >= 0 and math.prod(max(1, size) for size in sizes) < _MOST_ITEMS
+
+
 def _check_quantised(source: WeightSource, quantised: Quantised) -> None:
-    if len(quantised.shape) < 2 or min(quantised.shape) < 1 or min(quantised.block) < 1:
+    sizes = (*quantised.shape, *quantised.block)
+    if len(quantised.shape) < 2 or not _is_shape(quantised.shape) or min(sizes) < 1:
         raise ValueError("a quantised weight without rows, columns or blocks")
     per_item = _WEIGHTS_PER_ITEM[quantised.method]
     columns = -(-quantised.shape[-1] // per_item)

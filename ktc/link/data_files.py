@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic
 
 _NAMES = (
@@ -63,8 +64,8 @@ def _copy_json(path: Path, target: Path) -> list[str]:
         shutil.copyfile(path, target)
         return []
     try:
-        content: object = json.loads(text)
-    except (ValueError, RecursionError):  # nobody could read it, and nobody may read it otherwise than we do
+        content: object = read_json(text)
+    except ValueError:  # nobody could read it, and nobody may read it otherwise than we do
         return [f"`{path.name}`, which is no JSON"]
     references = [key for key in _CODE_REFERENCES if isinstance(content, dict) and key in content]
     if not references:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ktc.decode import Undecodable, decode
+from ktc.decode import Undecodable, decode, read_json
 
 SCHEMA: Final = 1
 DATA: Final = 2 << 20  # the packed bytes begin on a huge page, in the file as in memory
@@ -203,7 +203,7 @@ def _encoded(header: Header) -> bytes:
 
 def _decoded(text: bytes) -> Header:
     try:
-        content: Any = json.loads(text)
+        content: Any = read_json(text)
         schema: object = content.get("schema") if isinstance(content, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if schema != SCHEMA:
             raise Damaged(f"it has schema {schema}, this ktc reads schema {SCHEMA}")

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import ktc
 from ktc.checkpoint import CheckpointIndex, WeightSource
-from ktc.decode import Undecodable, decode
+from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime import packed_file
 from ktc.runtime.manifest import Manifest, Rewrite
@@ -164,7 +164,7 @@ def read_index(folder: Path) -> PackedIndex:
     """`packed.json` of the compiled model in `folder`. Raises `InputRefused` (L441)."""
     path = folder / FOLDER / INDEX
     try:
-        index = decode(json.loads(path.read_text(encoding="utf-8")), PackedIndex)
+        index = decode(read_json(path.read_bytes()), PackedIndex)
     except (OSError, ValueError, Undecodable) as error:
         raise InputRefused(damaged(folder, path, str(error))) from error
     if index.schema != SCHEMA:

@@ -7,12 +7,12 @@ the rule's `lora` block and the nodes it chose ask for.
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any, cast
 
 from peft import LoraConfig
 
+from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.fused_moe import FusedMoe
 
@@ -51,7 +51,7 @@ def _refuse_experts(target: object, adapter_name: str, *args: Any, **kwargs: Any
 def read_lora_config(folder: Path) -> LoraConfig:
     """The stock `LoraConfig` of the compiled model in `folder`. Raises `InputRefused` (L431) if it has none."""
     try:
-        content: object = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        content: object = read_json((folder / FILE).read_bytes())
     except (OSError, ValueError) as error:
         raise InputRefused(
             Diagnostic("L402", f"`{folder / FILE}` is damaged: {error}", hint="compile it again")
