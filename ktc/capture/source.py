@@ -5,7 +5,7 @@ Reads config.json and the headers of the weights, never a weight. Refuses what i
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +15,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ktc import host, twin
 from ktc.capture.types import ModelSource
 from ktc.checkpoint import CheckpointIndex, has_weights, open_index
+from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime import remote_code
+
+_MOST = {"layers": 10_000, "experts": 100_000}
 
 
 def open_model(
@@ -31,7 +34,9 @@ def open_model(
     if isinstance(model, PreTrainedModel):
         name = str(model.name_or_path or "")
         here = Path(name).resolve() if name and (Path(name) / "config.json").is_file() else None
-        return ModelSource(str(here or name or type(model).__name__), here, model.config, _index(here))
+        own = here is not None and remote_code.is_own_code(type(model))
+        code = remote_code.code_files(here) if here is not None and own else {}
+        return ModelSource(str(here or name or type(model).__name__), here, model.config, _index(here), own, code)
     name = str(model)
     if name.startswith("tiny:"):
         folder = twin.write(name.removeprefix("tiny:"), host.cache_dir() / "models")
@@ -43,8 +48,10 @@ def open_model(
         return ModelSource(name, folder, _read_config(folder), _index(folder) if fetch_weights else None)
     file = remote_code.model_file(folder)
     if trust_remote_code and file is not None:
+        code = remote_code.code_files(folder)
+        _check_sizes(folder.name, read_json((folder / "config.json").read_bytes()))
         config, _ = remote_code.run_code(folder)
-        return ModelSource(str(folder), folder, config, _index(folder), remote_code.code_files(folder))
+        return ModelSource(str(folder), folder, config, _index(folder), own_code=True, code=code)
     if file is not None and not _is_stock(folder):
         raise InputRefused(_untrusted(folder, file))
     return ModelSource(str(folder), folder, _read_config(folder), _index(folder))
@@ -52,7 +59,7 @@ def open_model(
 
 def _is_stock(folder: Path) -> bool:
     """Whether transformers has the model that config.json names, so that no code beside it is needed."""
-    content = cast("dict[str, Any]", json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    content = cast("dict[str, Any]", read_json((folder / "config.json").read_bytes()))
     return content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _by_architecture(content) is not None
 
 
@@ -101,15 +108,18 @@ def _read_config(folder: Path) -> PreTrainedConfig:
             )
         )
     try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
+        content: object = read_json(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("the top level is no object")
+        _check_sizes(folder.name, cast("dict[str, Any]", content))
         if known := _by_architecture(cast("dict[str, Any]", content)):
             return known
         return cast(
             "PreTrainedConfig",
             AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
         )
+    except InputRefused:
+        raise
     except Exception as error:  # foreign config classes raise anything on a config that is none
         words = (str(error).strip().splitlines() or [""])[0][:200] or type(error).__name__
         raise InputRefused(
@@ -119,6 +129,16 @@ def _read_config(folder: Path) -> PreTrainedConfig:
                 hint="check it against the model's own page",
             )
         ) from error
+
+
+def _check_sizes(name: str, content: Mapping[str, Any]) -> None:
+    """Raises InputRefused (I103) for more layers or experts than any model has: building them would take hours."""
+    parts = [content, *(cast("dict[str, Any]", part) for part in content.values() if isinstance(part, dict))]
+    for field, value in (item for part in parts for item in part.items()):
+        for what, most in _MOST.items():
+            if what in field and isinstance(value, int | float) and value > most:
+                message = f"config.json of `{name}` says `{field:.40}` = {value!s:.20}, ktc takes {what} up to {most:,}"
+                raise InputRefused(Diagnostic("I103", message, hint="check config.json against the model's own page"))
 
 
 def _by_architecture(content: dict[str, Any]) -> PreTrainedConfig | None:

@@ -28,7 +28,8 @@ class ModelSource:
     folder: Path | None
     config: PreTrainedConfig
     index: CheckpointIndex | None
-    code: Mapping[str, str] = field(default_factory=dict[str, str])  # sha256 of the code files that the model runs
+    own_code: bool = False  # the model's class is one of the folder's, not of transformers
+    code: Mapping[str, str] = field(default_factory=dict[str, str])  # sha256 of the code files of such a model
 
 
 @dataclass(frozen=True, slots=True)

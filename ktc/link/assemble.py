@@ -66,6 +66,7 @@ def assemble(
             lora.targets, lora.r, lora.lora_alpha, lora.lora_dropout, lora.rank_pattern, lora.alpha_pattern
         ),
         proofs=tuple(proof.to_json() for proof in proofs),
+        own_code=captured.source.own_code,
         code=captured.source.code,
         blocks={block_file(block): _block_code(captured, block) for block in blocks if block.experts is not None},
         graphs={stage: to_json(dump_stage(stage, captured, matches, plan, blocks)) for stage in STAGES},

@@ -21,6 +21,7 @@ import jinja2
 import ktc
 from ktc import resources
 from ktc.checkpoint import WeightSource, write_sources
+from ktc.decode import read_json
 from ktc.diagnostics import render
 from ktc.link.data_files import copy_data_files, without_code_references
 from ktc.link.folder import write_folder
@@ -47,9 +48,10 @@ class Package:
     config.json and the weights, `class_name` and `dtype` the stock class and its dtype as torch spells it ("bfloat16").
     `rules` is the entry among `rule_files`, which maps names to texts; `graphs` maps stage names to JSON. `plan` is any
     JSON value that tells two plans apart, `bindings` the source of the Python bindings, `lora` the arguments of
-    `LoraConfig` or `None`, `proofs` the reports of the rewrites, `blocks` the code of blocks by its file,
-    `code` the sha256 of the files of the model's own code, `memory` the planned bytes of tensors per device, and
-    `model_type` the stock one, which a checkpoint may spell in a way that transformers does not know.
+    `LoraConfig` or `None`, `proofs` the reports of the rewrites, `blocks` the code of blocks by its file, `own_code`
+    whether the class is of the checkpoint's code, `code` the sha256 of those files, `memory` the planned bytes of
+    tensors per device, and `model_type` the stock one, which a checkpoint may spell in a way that transformers does not
+    know.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Package:
     memory: Mapping[str, int] = field(default_factory=dict[str, int])
     model_type: str = ""
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
+    own_code: bool = False
     code: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -110,7 +113,7 @@ def _texts(package: Package, name: str) -> dict[str, str]:
         "weights.json": write_sources(package.weights),
         "proofs.json": _json(package.proofs),
         "__init__.py": _rendered("__init__.py.j2", facts),
-        "modeling_ktc.py": _rendered("own_code.py.j2" if package.code else "modeling_ktc.py.j2", facts),
+        "modeling_ktc.py": _rendered("own_code.py.j2" if package.own_code else "modeling_ktc.py.j2", facts),
     }
     texts |= package.blocks
     sealed = {file: _sha256(texts[file].encode()) for file in (*manifest.SEALED, *package.blocks)}
@@ -133,14 +136,14 @@ def _config(package: Package) -> str:
 
     What it says of the checkpoint's codes goes: the model that is loaded from OUT is not quantised.
     """
-    content = json.loads((package.checkpoint / "config.json").read_text(encoding="utf-8"))
+    content = read_json((package.checkpoint / "config.json").read_bytes())
     config = without_code_references(cast("dict[str, Any]", content))
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             cast("dict[str, Any]", part).pop("quantization_config", None)
     config["model_type"] = package.model_type or config.get("model_type")
     config["architectures"] = [f"Ktc{package.class_name}"]
-    if not package.code:  # a model of its own code is loaded by ktc alone
+    if not package.own_code:  # a model of its own code is loaded by ktc alone
         config["auto_map"] = {"AutoModelForCausalLM": f"modeling_ktc.Ktc{package.class_name}"}
     return _json(config)
 
@@ -159,6 +162,7 @@ def _manifest(package: Package, files: Mapping[str, str]) -> Manifest:
             class_name=package.class_name,
             dtype=package.dtype,
             config_sha256=_sha256((package.checkpoint / "config.json").read_bytes()),
+            own_code=package.own_code,
             code=dict(package.code),
         ),
         rules=RulesRecord(package.rules, dict(package.settings), rule_text, _sha256(rule_text.encode())),

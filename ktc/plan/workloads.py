@@ -23,6 +23,7 @@ from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, Point, Workload
 DEFAULT_LENGTH = 2048
 TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing", "infer"
 _MOST = 1 << 20  # where the search for a batch ends, and for a length if the model names none
+_LONGEST = 1 << 32  # no model names more positions in earnest
 _LOSS = 12  # bytes per logit beside itself: fp32 log-probabilities, their gradient, and that of the logits
 _OPAQUE = 34  # bytes saved per token and unit of width in a block that could not be captured: a usual layer's, no more
 
@@ -67,7 +68,7 @@ def workloads(
 ) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
     """The uses of the model, and what their numbers do not cover. Training is among them for a program with LoRA."""
     model = _described(captured, rewrites, placements, devices, lora)
-    limit = int(getattr(captured.source.config.get_text_config(), "max_position_embeddings", 0) or _MOST)
+    limit = _positions(getattr(captured.source.config.get_text_config(), "max_position_embeddings", None))
     tokens = rules.plan.get("tokens")
     usual = tokens if isinstance(tokens, int) and tokens > 1 else DEFAULT_LENGTH
     point = Point(asked.batch or 1, asked.length or min(usual, limit))
@@ -77,6 +78,11 @@ def workloads(
         uses.append((CHECKPOINTED, lambda b, n: _training(model, b, n, checkpointed=True)))
     uses.append((GENERATION, lambda b, n: _generation(model, b, n)))
     return tuple(_workload(name, need, devices, point, limit) for name, need in uses), tuple(_notes(captured))
+
+
+def _positions(named: object) -> int:
+    """The longest input that the config names; what is no such number stands for none."""
+    return min(named, _LONGEST) if type(named) is int and named >= 1 else _MOST
 
 
 def _notes(captured: CapturedModel) -> Iterator[str]:

@@ -139,7 +139,7 @@ def stock_class(
     Raises `InputRefused`: L403 where transformers has none of that name, L425 for code that is not trusted, L426 for
     code that is not the one that was compiled.
     """
-    if manifest.model.code:
+    if manifest.model.own_code:
         return _class_of_its_own_code(manifest, folder, checkpoint or Path(manifest.model.folder), trust_remote_code)
     found = getattr(transformers, manifest.model.class_name, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel) and found is not PreTrainedModel):
@@ -220,7 +220,7 @@ def _sha256(path: Path) -> str:
 def read_rows(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
     """The rows of `weights.json`. Raises `InputRefused` (L402)."""
     try:
-        return read_sources((folder / "weights.json").read_text(encoding="utf-8"))
+        return read_sources((folder / "weights.json").read_bytes())
     except (OSError, ValueError) as error:
         hint = f"compile again: `{manifest.renewal(folder)}`"
         raise InputRefused(Diagnostic("L402", f"`{folder / 'weights.json'}` is damaged: {error}", hint=hint)) from error

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import ktc
-from ktc.decode import Undecodable, decode
+from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Isa
 
 FILE = "ktc.json"
-SCHEMA = 3
+SCHEMA = 4
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -66,7 +66,8 @@ class Versions:
 class ModelRecord:
     """The source model: `name` as adapters name it, `class_name` the stock class, `dtype` as torch spells it.
 
-    `code` has the sha256 of the code files in `folder`, where the class is theirs and not of transformers.
+    `own_code` says that the class is of code in `folder` and not of transformers; `code` has the sha256 of its files,
+    by their paths within.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ModelRecord:
     class_name: str
     dtype: str
     config_sha256: str
+    own_code: bool
     code: Mapping[str, str]
 
 
@@ -145,14 +147,14 @@ class Manifest:
         """The command that compiles this model again into `folder`, by the rules that the folder holds."""
         settings = (part for key, value in self.rules.settings.items() for part in ("--set", f"{key}={value}"))
         rules = str(folder / "rules" / self.rules.name)
-        trust = ["--trust-remote-code"] if self.model.code else []
+        trust = ["--trust-remote-code"] if self.model.own_code else []
         return shlex.join(["ktc", "compile", self.model.name, rules, "-o", str(folder), *settings, *trust, "--force"])
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the compiled model in `folder`. Raises `InputRefused` (L400 none, L401 schema, L402 damaged)."""
     try:
-        content: object = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        content: object = read_json((folder / FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         hint = "name the folder that `ktc compile ... -o OUT` wrote"
         raise InputRefused(
@@ -205,6 +207,9 @@ def _faults(manifest: Manifest) -> Iterator[str]:
         yield f"`.isa` is `{manifest.isa}`"
     if manifest.model.dtype not in _DTYPES:
         yield f"`.model.dtype` is `{manifest.model.dtype}`"
+    if manifest.model.own_code != bool(manifest.model.code):
+        number = len(manifest.model.code)
+        yield f"`.model.own_code` is {manifest.model.own_code}, and `.model.code` names {number} files"
     for fqn, device in manifest.placement.items():
         if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", device):
             yield f"`.placement` puts `{fqn}` on `{device}`"

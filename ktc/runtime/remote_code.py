@@ -7,7 +7,6 @@ config and model classes, which runs them. Refused: code of another repository, 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -17,25 +16,43 @@ from transformers.dynamic_module_utils import (
     get_class_from_dynamic_module,  # pyright: ignore[reportUnknownVariableType]
 )
 
+from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 
 _MODEL = "AutoModelForCausalLM"
 
 
 def code_files(folder: Path) -> dict[str, str]:
-    """The sha256 of every Python file in `folder`, by name."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.py"))}
+    """The sha256 of every Python file in `folder` and below, by its path within.
+
+    Folders that are links are not entered. Raises `InputRefused` (I109) for a file that cannot be read.
+    """
+    found: dict[str, str] = {}
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder)
+        if any((folder / around).is_symlink() for around in name.parents):
+            continue
+        try:
+            found[name.as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            message = f"`{path}` is code of the model and cannot be read: {error.strerror or error}"
+            raise InputRefused(Diagnostic("I109", message, hint="permit or remove it")) from error
+    return found
 
 
 def model_file(folder: Path) -> str | None:
     """The file that `auto_map` names for causal LMs (`modeling_x.py`); None where there is none."""
     reference = _auto_map(folder).get(_MODEL)
-    return None if not isinstance(reference, str) else f"{reference.split('--')[-1].rpartition('.')[0]}.py"
+    return None if not isinstance(reference, str) else _file(reference.split("--")[-1])
+
+
+def _file(reference: str) -> str:
+    return f"{reference.rpartition('.')[0]}.py"
 
 
 def _auto_map(folder: Path) -> Mapping[str, Any]:
     try:
-        content: object = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content: object = read_json((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
     found = cast("dict[str, Any]", content).get("auto_map") if isinstance(content, dict) else None
@@ -53,6 +70,11 @@ def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTraine
     if foreign is not None:
         message = f"config.json of `{folder.name}` names code of another repository: `{foreign}`"
         raise InputRefused(Diagnostic("I109", message, hint="copy its files into the folder, and name them there"))
+    sealed = code_files(folder)
+    for reference in (references.get(key) for key in (_MODEL, "AutoConfig")):
+        if isinstance(reference, str) and _file(reference) not in sealed:
+            message = f"config.json of `{folder.name}` names code that is no file below it: `{reference:.100}`"
+            raise InputRefused(Diagnostic("I109", message, hint="copy its files into the folder, and name them there"))
     try:
         model_class = _class(references[_MODEL], folder, PreTrainedModel)
         if "AutoConfig" in references:
@@ -73,8 +95,12 @@ def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTraine
 
 def config_class_of(model_class: type[PreTrainedModel]) -> type[PreTrainedConfig] | None:
     """The class of the config of a model of its own code; None for a model of transformers."""
-    own = any(base.__module__.startswith("transformers_modules.") for base in model_class.__mro__)
-    return cast("type[PreTrainedConfig]", model_class.config_class) if own else None
+    return cast("type[PreTrainedConfig]", model_class.config_class) if is_own_code(model_class) else None
+
+
+def is_own_code(model_class: type[PreTrainedModel]) -> bool:
+    """Whether the class, or one that it is made from, came with a model folder."""
+    return any(base.__module__.startswith("transformers_modules.") for base in model_class.__mro__)
 
 
 def _class(reference: str, folder: Path, wanted: type[Any]) -> Any:

@@ -19,6 +19,7 @@ from ktc import twin
 from ktc.capture import open_model
 from ktc.diagnostics import InputRefused
 from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.manifest import read_manifest
 from ktc.runtime.peft_glue import read_lora_config
 
 SOURCE = Path(__file__).parents[1] / "remote_code" / "orchard"
@@ -132,6 +133,38 @@ def test_code_of_the_model_that_was_altered_is_refused(model: Path, out: Path) -
         assert "L426" in refusal(lambda: ktc.load(out, trust_remote_code=True))
     finally:
         path.write_text(text)
+
+
+def test_code_in_a_folder_below_is_sealed_and_its_class_is_taken_whatever_its_name(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(SOURCE, tmp_path / "nested", ignore=shutil.ignore_patterns("__pycache__")))
+    (folder / "sub").mkdir()
+    for path in folder.glob("*.py"):
+        text = path.read_text().replace("OrchardForCausalLM", "Qwen3MoeForCausalLM")
+        (folder / "sub" / path.name).write_text(text)
+        path.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen3MoeForCausalLM"]
+    config["auto_map"] = {
+        "AutoConfig": "sub/configuration_orchard.OrchardConfig",
+        "AutoModelForCausalLM": "sub/modeling_orchard.Qwen3MoeForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    theirs = stock(folder, torch.bfloat16)
+    tensors = {name: t.contiguous() for name, t in theirs.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    out = ktc.compile(folder, "moe-lora", tmp_path / "nested_ktc", settings={"device": "cpu"}, trust_remote_code=True)
+    assert sorted(read_manifest(out).model.code) == ["sub/configuration_orchard.py", "sub/modeling_orchard.py"]
+    assert "L425" in refusal(lambda: ktc.load(out))
+    made = ktc.load(out, reference=True, trust_remote_code=True)
+    assert type(theirs).__name__ == "Qwen3MoeForCausalLM"
+    assert relative(logits(made), logits(theirs.float())) < 1e-6
+    with (folder / "sub" / "modeling_orchard.py").open("a") as file:
+        file.write("\n")
+    assert "L426" in refusal(lambda: ktc.load(out, trust_remote_code=True))
+    manifest = json.loads((out / "ktc.json").read_text())
+    for change in ({"own_code": False}, {"code": {}}):
+        (out / "ktc.json").write_text(json.dumps({**manifest, "model": {**manifest["model"], **change}}))
+        assert "L402" in refusal(lambda: ktc.load(out, trust_remote_code=True))
 
 
 def test_a_loop_that_is_none_leaves_its_block_alone_and_the_rest_compiles(tmp_path: Path) -> None:
