@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import ktc
 from ktc.diagnostics import InputRefused
 from ktc.host import find_compiler
 from ktc.link import link
-from ktc.runtime import packed_file, packed_store, weights_stage
+from ktc.runtime import packed_file, packed_store, weight_store, weights_stage
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
@@ -202,6 +203,36 @@ def test_a_damaged_store_is_refused_however_it_is_loaded(
     ktc.pack(packed)
     assert all(finding.state == "good" for finding in ktc.verify(packed, source=True))
     ktc.load(packed, map=True)
+
+
+def test_a_layer_that_is_cut_short_is_altered_and_one_that_is_gone_is_missing(packed: Path) -> None:
+    os.truncate(file_of(packed), packed_file.DATA + 64)
+    file_of(packed, 1).unlink()
+    found = {finding.found.split(":")[0]: finding.state for finding in ktc.verify(packed)}
+    assert (found[file_of(packed).name], found[file_of(packed, 1).name]) == ("altered", "missing")
+
+
+def test_a_folder_in_the_place_of_a_layer_is_to_be_moved_away(out: Path) -> None:
+    file_of(out).mkdir(parents=True)
+    for options in ({}, {"force": True}):
+        hint = refused("L444", lambda options=options: ktc.pack(out, **options))
+        assert hint.startswith(f"move `{file_of(out)}` away")
+
+
+def test_what_cannot_be_read_is_said_of_the_checkpoint(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(weight_store, "fill", failing)
+    refused("L405", lambda: ktc.pack(out))
+
+
+def test_a_mapping_that_the_system_refuses_is_said_of_the_layer(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(packed_file, "map_read_only", failing)
+    refused("L441", lambda: ktc.load(packed, map=True))
 
 
 def other_kernel(out: Path) -> None:

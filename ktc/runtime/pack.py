@@ -33,6 +33,9 @@ from ktc.runtime.packed_store import Layer, PackedIndex
 from ktc.runtime.progress import Progress, Tally
 from ktc.runtime.realise import realise
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_IN_THE_WAY = (IsADirectoryError, NotADirectoryError, FileExistsError)
+
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
@@ -151,10 +154,22 @@ def _told_of_writes(store: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = f"free some space{' or permit it' * (not full)}, then go on: `{packed_store.renewal(store.parent)}`"
+        mend = f"free some space{' or permit it' * (error.errno not in _FULL)}"
+        if isinstance(error, _IN_THE_WAY):
+            mend = f"move `{error.filename2 or error.filename or store}` away"
+        hint = f"{mend}, then go on: `{packed_store.renewal(store.parent)}`"
         message = f"the packed store `{store}` cannot be written: {error.strerror or error}"
         raise InputRefused(Diagnostic("L444", message, hint=hint)) from error
+
+
+@contextmanager
+def _told_of_reads(checkpoint: Path) -> Generator[None]:
+    """What the system refuses inside is said of the checkpoint (L405)."""
+    try:
+        yield
+    except OSError as error:
+        message = f"the checkpoint `{checkpoint}` cannot be read: {error.strerror or error}"
+        raise InputRefused(Diagnostic("L405", message, hint="restore its files; finished layers are kept")) from error
 
 
 def _finished(store: Path, layers: Sequence[Layer]) -> dict[str, Header]:
@@ -204,7 +219,8 @@ class _Skeleton:
         fqn = layer.step.fqn
         module = cast("FusedMoe", self.model.get_submodule(fqn))
         try:
-            weight_store.fill(self.model, layer.rows, index, {}, progress=tally.stage())
+            with _told_of_reads(index.folder):
+                weight_store.fill(self.model, layer.rows, index, {}, progress=tally.stage())
             if module.missing():
                 message = f"nothing in the checkpoint fills `{fqn}` ({len(module.missing())} parts of experts)"
                 raise InputRefused(Diagnostic("L408", message, hint="compile the model again"))
@@ -256,7 +272,7 @@ def _plain_rows(opened: _Opened) -> tuple[WeightSource, ...]:
 
 
 def _check_finite(rows: Sequence[WeightSource], index: CheckpointIndex, tally: Tally) -> None:
-    with TensorReader(index.folder) as reader:
+    with _told_of_reads(index.folder), TensorReader(index.folder) as reader:
         for row in rows:
             entry = index.tensors.get(row.source_key)
             if entry is not None:

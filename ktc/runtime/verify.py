@@ -145,7 +145,8 @@ def _contents(folder: Path, index: packed_store.PackedIndex, tally: Tally) -> It
         try:
             found = packed_file.stored_digest(path, entry.size - packed_file.DATA, tally.add)
         except (OSError, packed_file.Damaged) as error:
-            yield Finding("packed layer", "missing", f"{path.name}: {error}", f"`{packed_store.renewal(folder)}`")
+            state = "missing" if isinstance(error, FileNotFoundError) else "altered"
+            yield Finding("packed layer", state, f"{path.name}: {error}", f"`{packed_store.renewal(folder)}`")
             continue
         remedy = packed_store.damaged(folder, path, "").hint
         yield _compared("packed layer", found, entry.content, path.name, remedy)

@@ -80,8 +80,12 @@ def fill_weights(
 
 def _map_experts(model: nn.Module, store: PackedStore, tally: Tally) -> None:
     for fqn, header in store.headers.items():
-        module = _experts(model, store, fqn)
-        module.take_packed(packed_file.map_read_only(store.path(fqn), header.packed_bytes))
+        module, path = _experts(model, store, fqn), store.path(fqn)
+        try:
+            mapped = packed_file.map_read_only(path, header.packed_bytes)
+        except (OSError, ValueError) as error:  # `mmap` says with the latter that the file is too short
+            raise InputRefused(packed_store.damaged(store.folder.parent, path, str(error))) from error
+        module.take_packed(mapped)
 
 
 def _read_experts(model: nn.Module, store: PackedStore, tally: Tally) -> None:
