@@ -25,6 +25,7 @@ _KINDS = {
     "attention": "attention", "experts": "experts, packed", "mlp": "dense, shared, router",
     "embeddings": "embeddings", "lm_head": "lm_head", "other": "other",
 }  # fmt: skip
+_UNITS = (("B", 10**9), ("M", 10**6), ("K", 10**3))
 _STATES = {"works": ("works", "green"), "limited": ("limited", "yellow"), "missing": ("MISSING", "bold red")}
 
 
@@ -98,8 +99,14 @@ def parameters_line(plan: Plan) -> Text:
     """The model's size as its makers count it."""
     memory = plan.memory
     return Text(
-        f"{memory.parameters:,} parameters ({memory.parameters / 1e9:,.1f}B), a token meets {memory.active / 1e9:,.1f}B"
+        f"{memory.parameters:,} parameters ({_rounded(memory.parameters)}), a token meets {_rounded(memory.active)}"
     )
+
+
+def _rounded(parameters: int) -> str:
+    """A number of parameters as models are named by it: 15.7B, 440.7K."""
+    letter, unit = next((pair for pair in _UNITS if parameters >= pair[1]), _UNITS[-1])
+    return f"{parameters / unit:,.1f}{letter}"
 
 
 def adapter_line(lora: LoraPlan) -> Text:

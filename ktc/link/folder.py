@@ -13,6 +13,7 @@ import importlib.util
 import keyword
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -34,14 +35,18 @@ def check_out(out: Path, force: bool = False) -> None:
     out = out.absolute()
     if not out.name.isidentifier() or keyword.iskeyword(out.name):
         message = f"OUT `{out.name}` is no Python identifier, and the compiled model is a package of that name"
-        raise InputRefused(Diagnostic("I140", message, hint=f"try `-o {out.with_name(_suggestion(out.name))}`"))
+        raise InputRefused(Diagnostic("I140", message, hint=_try(out.with_name(_suggestion(out.name)))))
     shadowed = _importable_from(out.name)
     if shadowed is not None and not _inside(shadowed, out):
         message = f"OUT `{out.name}` would shadow the module `{out.name}` ({shadowed})"
-        raise InputRefused(Diagnostic("I141", message, hint=f"try `-o {out.with_name(out.name + '_ktc')}`"))
+        raise InputRefused(Diagnostic("I141", message, hint=_try(out.with_name(f"{out.name}_ktc"))))
     if os.path.lexists(out):
         _check_replaceable(out, force)
     _check_place(out.parent)
+
+
+def _try(out: Path) -> str:
+    return f"try `{shlex.join(['-o', str(out)])}`"
 
 
 def _suggestion(name: str) -> str:

@@ -80,7 +80,7 @@ def write(name: str, cache_dir: Path) -> Path:
     """
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        hint = suggest(name, known) or f"write one of: {', '.join(f'tiny:{n}' for n in names())}"
+        hint = suggest(name, known) or f"write `tiny:` and a causal LM family, like {', '.join(names())}"
         raise InputRefused(Diagnostic("I110", f"no small twin is called `{name}`", hint=hint))
     folder = cache_dir / f"{name}-{_recipe_digest()}"
     if folder.is_dir():
