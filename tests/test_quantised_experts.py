@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_quantised import config_of, twin_of
+from test_quantised import FP8_CONFIG, by_element, config_of, fp8, twin_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,7 +21,7 @@ from ktc.codegen.render import render
 from ktc.compiler import inspect
 from ktc.diagnostics import InputRefused
 from ktc.plan import Plan
-from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.kernel_spec import KernelSpec, WeightFormat
 from ktc.runtime import weight_store
 from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.quantised_reference import dequantise
@@ -54,26 +55,55 @@ def in_int4(folder: Path, inter: int = 64, group: int = 32) -> tuple[PreTrainedM
     return model, worth
 
 
+def in_fp8(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A checkpoint with its experts in FP8 blocks of 128 x 128, of which every matrix has less than one in some way."""
+    model, tensors = twin_of("deepseek_v3", folder, moe_intermediate_size=160)
+    stored: dict[str, Tensor] = dict(tensors)
+    worth: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name:
+            codes, scales = fp8(*tensor.shape, (128, 128), seed=len(name))
+            stored |= {name: codes, f"{name}_scale_inv": scales}
+            worth[name] = by_element(codes, scales, (128, 128)).bfloat16()
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {**FP8_CONFIG, "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    model.config.quantization_config = config["quantization_config"]
+    return model, worth
+
+
 def plan_of(folder: Path, setting: str = "") -> Plan:
     (folder / "p.ktr").write_text(f'import "std/moe.ktr"\nrule e {{ match moe.block => cpu_moe({setting}) }}\n')
     return inspect(folder, folder / "p.ktr").plan
 
 
-def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(tmp_path: Path) -> None:
-    model, worth = in_int4(tmp_path)
+@pytest.mark.parametrize(
+    ("make", "codes", "stored"),
+    [(in_int4, ("int4", 32), "int4 in groups of 32"), (in_fp8, ("fp8", 128), "fp8 128x128")],
+)
+def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(
+    tmp_path: Path,
+    make: Callable[[Path], tuple[PreTrainedModel, dict[str, Tensor]]],
+    codes: tuple[WeightFormat, int],
+    stored: str,
+) -> None:
+    model, worth = make(tmp_path)
     plan = plan_of(tmp_path)
     (found,) = plan.kernels
-    assert (found.format_gate_up, found.format_down, found.group_size) == ("int4", "int4", 32)
+    assert (found.format_gate_up, found.format_down, found.group_size) == (codes[0], *codes)
     assert plan.unavailable == ()
     told = {reason.path: reason.text for reason in plan.reasons}
-    assert told["model.layers.[1..2].mlp.experts"] == "stored as int4 in groups of 32, multiplied as stored"
+    assert told["model.layers.[1..2].mlp.experts"] == f"stored as {stored}, multiplied as stored"
 
-    spec = KernelSpec("fused_moe", None, None, None, None, "bf16", "int4", "int4", "scalar", group_size=32)
+    sizes = (None, None, None, None)
+    spec = KernelSpec("fused_moe", *sizes, "bf16", codes[0], codes[0], "scalar", group_size=codes[1])
     kernel = build(render((spec,), {spec: "test"}), host.detect()).kernel(spec.entry)
     index = open_index(tmp_path)
     sources = map_weights(model, index).sources
     for layer in (1, 2):
-        experts = FusedMoe(found.num_experts or 0, 64, 64, found.top_k or 0, kernel=kernel)
+        sizes_of_layer = (found.num_experts, found.hidden, found.intermediate, found.top_k)
+        experts = FusedMoe(*(size or 0 for size in sizes_of_layer), kernel=kernel)
         model.get_submodule(f"model.layers.{layer}.mlp").experts = experts
     weight_store.fill(model, [s for s in sources if ".experts." in s.target], index, {})
     module = model.get_submodule(EXPERTS)
@@ -86,12 +116,14 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(tmp_path: Path)
 
 
 def test_the_config_alone_gives_the_same_kernel(tmp_path: Path) -> None:
-    in_int4(tmp_path)
-    with_weights = plan_of(tmp_path).kernels
-    (tmp_path / "model.safetensors").unlink()
-    plan = plan_of(tmp_path)
-    assert plan.kernels == with_weights
-    assert "stored as int4 by config.json, multiplied as stored" in [reason.text for reason in plan.reasons]
+    for make, method in ((in_int4, "int4"), (in_fp8, "fp8")):
+        folder = tmp_path / method
+        make(folder)
+        with_weights = plan_of(folder).kernels
+        (folder / "model.safetensors").unlink()
+        plan = plan_of(folder)
+        assert plan.kernels == with_weights
+        assert f"stored as {method} by config.json, multiplied as stored" in [reason.text for reason in plan.reasons]
 
 
 def test_codes_that_no_kernel_multiplies_are_dequantised_and_told(tmp_path: Path) -> None:

@@ -132,9 +132,14 @@ class CapturedModel:
 
     @property
     def stored_group(self) -> int:
-        """How many weights of a row share a scale in packed int4 codes, by the config alone; 0: it does not say."""
+        """How many weights of a row share a scale in fp8 or packed int4, by the config alone; 0: it does not say."""
         found: object = getattr(self.source.config, "quantization_config", None)
-        groups = cast("dict[str, Any]", found).get("config_groups") if isinstance(found, dict) else None
+        settings = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        match settings.get("weight_block_size"):
+            case [int(), int() as columns]:
+                return columns
+            case _:
+                groups = settings.get("config_groups")
         first = next(iter(cast("dict[str, Any]", groups).values()), None) if isinstance(groups, dict) else None
         settings = cast("dict[str, Any]", first).get("weights") if isinstance(first, dict) else None
         if not isinstance(settings, dict) or not settings.get("symmetric", True):

@@ -116,10 +116,12 @@ class WeightSource:
 
     @property
     def plain_codes(self) -> tuple[Method, int] | None:
-        """The method and group size of codes that can be kept as they are: symmetric, a bf16 scale per run of a row."""
+        """The method and group size of codes that can be kept as they are: a scale per run of a row, no zero."""
         found = self.quantised
         if found is None or found.zero_point is not None or self.steps or self.span is not None:
             return None
+        if found.method == "fp8":
+            return ("fp8", found.block[1]) if self.dtype == "fp8" else None
         whole = found.block[0] == 1 and found.shape[-1] % found.block[1] == 0
         return ("int4", found.block[1]) if found.method == "int4" and whole and found.scale.dtype == "bf16" else None
 

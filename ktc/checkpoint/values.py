@@ -44,14 +44,20 @@ def read_weight(
 def read_codes(
     reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes (rows, columns), int8, and scales (rows, groups), fp32, of a source that has `plain_codes`."""
+    """Codes (rows, columns) and scales (rows, groups), fp32, of a source that has `plain_codes`.
+
+    Codes of int4 are int8; of fp8 they are bytes.
+    """
     assert source.quantised is not None, "only quantised weights have codes"
     *stack, rows, columns = source.quantised.shape
     matrix = expert if source.transform == "per_expert" and expert is not None else 0
     run = _shifted(slice(0, rows), matrix * rows)
     codes = reader.read(_as_rows(index.tensors[source.source_key], math.prod(stack) * rows), run)
-    scales = reader.read(_as_rows(index.tensors[source.quantised.scale.key], math.prod(stack) * rows), run)
-    return _nibbles(codes)[:, :columns] - 8, scales.float()
+    per_matrix = -(-rows // source.quantised.block[0])
+    entry = _as_rows(index.tensors[source.quantised.scale.key], math.prod(stack) * per_matrix)
+    scales = _scale_values(reader.read(entry, _shifted(slice(0, per_matrix), matrix * per_matrix)))
+    of_row = scales.repeat_interleave(source.quantised.block[0], 0)[:rows]
+    return codes.view(torch.uint8) if source.quantised.method == "fp8" else _nibbles(codes)[:, :columns] - 8, of_row
 
 
 def _dequantised(

@@ -22,7 +22,14 @@ from ktc.plan.kernel_spec import CODES, KERNELS, KernelSpec
 from ktc.runtime.experts_form import Function
 
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
-_WEIGHT_FORMATS: Final = {"bf16": "Bf16", "fp32": "Fp32", "fp64": "Fp64", "int4": "GroupedInt4<{}>"}
+_WEIGHT_FORMATS: Final = {
+    "bf16": "Bf16",
+    "fp32": "Fp32",
+    "fp64": "Fp64",
+    "int4": "GroupedInt4<{}>",
+    "int8": "GroupedInt8<{}>",
+    "fp8": "GroupedFp8<{}>",
+}
 _FUNCTIONS: Final[Mapping[Function, str]] = {
     "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu", "relu2": "Relu2",
 }  # fmt: skip
@@ -106,7 +113,7 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
         "dims": ["ktc::kDynamic" if size is None else size for size in constants],
         "isa": f"{isa}<{_ELEMENTS[spec.dtype]}>" if spec.isa == "scalar" else isa,
         "weight_format": _WEIGHT_FORMATS[spec.format_down].format(spec.group_size),
-        "weight_header": "quantised" if spec.group_size else "dense",
+        "weight_header": "quantised" if spec.format_down in CODES else "dense",
         "function": _FUNCTIONS[spec.activation.function],
         "constants": {name: _constant(value) for name, value in _constants(spec)},
     }

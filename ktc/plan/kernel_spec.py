@@ -15,15 +15,15 @@ WeightFormat = Literal[
 SILU = Activation()
 # Which weight formats each instruction set multiplies: what runtime/include/ktc can instantiate in this version.
 KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
-    "amx": ("bf16", "int4"),
-    "avx512_bf16": ("bf16", "int4"),
-    "avx512": ("bf16", "int4"),
-    "avx2": ("bf16", "int4"),
-    "scalar": ("bf16", "fp32", "fp64", "int4"),
+    "amx": ("bf16", "int8", "int4", "fp8"),
+    "avx512_bf16": ("bf16", "int8", "int4", "fp8"),
+    "avx512": ("bf16", "int8", "int4", "fp8"),
+    "avx2": ("bf16", "int8", "int4", "fp8"),
+    "scalar": ("bf16", "fp32", "fp64", "int8", "int4", "fp8"),
 }
 # Of the other formats, blocks and their scales included.
 BITS_PER_WEIGHT: Mapping[WeightFormat, float] = {
-    "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64, "int8": 8, "fp8": 8,
+    "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64,
     "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625, "mxfp4": 4.25,
 }  # fmt: skip
 
@@ -39,7 +39,12 @@ class Codes:
     even: bool
 
 
-CODES: Mapping[WeightFormat, Codes] = {"int4": Codes(4, 2, (32, 64, 128), even=True)}
+# A group of 0 is a whole row. FP8 checkpoints have one scale for 128 rows as well: it is repeated for each of them.
+CODES: Mapping[WeightFormat, Codes] = {
+    "int4": Codes(4, 2, (32, 64, 128), even=True),
+    "int8": Codes(8, 4, (0,), even=False),
+    "fp8": Codes(8, 4, (128,), even=False),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,15 +79,16 @@ def _format(claim: Claim, stored: tuple[StoredFormat, ...], sizes: Mapping[str, 
 def _kept(name: str, group: int, sizes: Mapping[str, int]) -> tuple[WeightFormat, int] | None:
     """The format of kernels that multiply what is stored as it is, if it is quantised and there is one."""
     found = _one_of(CODES, name)
-    fits = found is not None and group in CODES[found].group_sizes and not any(size % group for size in sizes.values())
-    return (found, group) if found is not None and fits else None
+    if found is None or group not in CODES[found].group_sizes:
+        return None
+    return None if CODES[found].even and any(size % group for size in sizes.values()) else (found, group)
 
 
 def _group(claim: Claim, weight_format: WeightFormat, sizes: Mapping[str, int]) -> int:
     """The size of groups that weights are quantised in. Raises InputRefused (M068) where a row is not cut evenly."""
     group = CODES[weight_format].group_sizes[0]
     for name, size in sizes.items():
-        if size % group:
+        if CODES[weight_format].even and size % group:
             message = f"`{weight_format}` cuts rows into groups of {group}, and {name} is {size}"
             raise InputRefused(Diagnostic("M068", message, claim.span, hint=f"write `format = {FORMATS[0]}`"))
     return group

@@ -53,7 +53,8 @@ def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
 
 
 def _rounded(spec: KernelSpec) -> str:
-    return f"quantised to {spec.format_down} in groups of {spec.group_size} at load, which rounds each weight"
+    groups = f"in groups of {spec.group_size}" if spec.group_size else "with a scale per row"
+    return f"quantised to {spec.format_down} {groups} at load, which rounds each weight"
 
 
 def _by_config(captured: CapturedModel, kernels: Mapping[str, KernelSpec]) -> Iterable[Reason]:

@@ -23,7 +23,8 @@ def quantise(weights: Tensor, method: str, group: int) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes: Tensor, scales: Tensor, group: int) -> Tensor:
     """The bf16 weights that codes and scales stand for: their product in fp32, rounded once."""
-    product = _blocks(codes.float(), group) * scales[..., None]
+    numbers = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
+    product = _blocks(numbers.float(), group) * scales[..., None]
     return product.flatten(1)[:, : codes.shape[1]].bfloat16()
 
 
@@ -40,4 +41,15 @@ def _int4(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks / scales[..., None]).round().clamp(-7, 7).to(torch.int8), scales
 
 
-_METHODS = {"int4": _int4}
+def _int8(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    scales = (blocks.abs().amax(-1) / 127).clamp_min(1e-12)
+    return (blocks / scales[..., None]).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def _fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3; codes are bytes."""
+    scales = (blocks.abs().amax(-1) / 448).clamp_min(1e-12)
+    return (blocks / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+_METHODS = {"int4": _int4, "int8": _int8, "fp8": _fp8}

@@ -66,7 +66,7 @@ def fill(
             for expert in experts_of(source):
                 if bank is not None:
                     codes, scales = read_codes(reader, index, source, expert)
-                    if not allow_nonfinite and not is_finite(scales):
+                    if not (allow_nonfinite or (is_finite(scales) and are_numbers(codes))):
                         raise InputRefused(not_finite(source, expert))
                     _put_codes(bank, source, expert, codes, scales)
                     continue
@@ -252,6 +252,11 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     low, high = tensor.aminmax()  # one pass without a copy; a NaN becomes both bounds
     return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def are_numbers(codes: Tensor) -> bool:
+    """Whether no byte of fp8 is a NaN; codes that are signed integers never are."""
+    return codes.dtype != torch.uint8 or not bool((codes & 0x7F == 0x7F).any())
 
 
 def not_finite(source: WeightSource, expert: int | None) -> Diagnostic:

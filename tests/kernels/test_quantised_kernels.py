@@ -27,7 +27,9 @@ from ktc.runtime.stock_experts import ExpertPart, canonical_parts
 GROUPS: dict[Isa, int] = {"scalar": 32, "avx2": 128, "avx512": 64, "avx512_bf16": 32, "amx": 32}
 INT4 = {f"int4 {GROUPS[isa]} {isa}": spec_of(isa, codes=("int4", GROUPS[isa])) for isa in ISAS}
 BIASED = spec_of(ISAS[0], form="relu2 ungated biased", codes=("int4", 128))
-SPECS = {**INT4, "int4 128 relu2 ungated biased": BIASED}
+INT8 = {f"int8 {isa}": spec_of(isa, codes=("int8", 0)) for isa in ("avx512_bf16", "scalar") if isa in ISAS}
+FP8 = {f"fp8 {isa}": spec_of(isa, codes=("fp8", 128)) for isa in ("avx512_bf16", "avx2", "scalar") if isa in ISAS}
+SPECS = {**INT4, "int4 128 relu2 ungated biased": BIASED, **INT8, **FP8}
 # So few rows of an expert are multiplied with the codes themselves where the ISA has bf16 products. Those are products
 # of code x scale as it is; of more rows, and of all gradients, products of its rounding to bf16.
 CODE_ROWS = 6
@@ -56,7 +58,7 @@ def spec(request: pytest.FixtureRequest) -> KernelSpec:
 
 def layer_for(spec: KernelSpec, shape: tuple[int, ...]) -> Layer:
     hidden, inter, experts, top_k, tokens, used = shape
-    group = spec.group_size
+    group = spec.group_size if spec.format_down == "int4" else 45  # others take any size
     form = str(ExpertsForm(spec.activation, spec.gated, spec.biased))
     return random_layer(hidden * group, inter * group, experts, top_k, tokens, experts_used=used, form=form)
 
@@ -86,7 +88,9 @@ def expected_of(layer: Layer, spec: KernelSpec, module: FusedMoe) -> tuple[Tenso
     ]
     for values, codes, scales, packed in quantised:
         assert torch.equal(packed, dequantise(codes, scales, spec.group_size))
-        values.copy_(codes.double() * scales.double().repeat_interleave(spec.group_size, 1))
+        numbers = codes.view(torch.float8_e4m3fn) if spec.format_down == "fp8" else codes
+        of_weight = scales.repeat_interleave(spec.group_size or values.shape[1], 1)[:, : values.shape[1]]
+        values.copy_(numbers.double() * of_weight.double())
     exact, _, _ = layer.expected()
     for values, _, _, packed in quantised:
         values.copy_(packed)
@@ -136,8 +140,10 @@ def test_codes_are_packed_as_they_are_stored(library: KernelLibrary, spec: Kerne
     for expert, part, values in matrices(layer):
         if part.endswith("_bias"):
             continue
-        codes = torch.randint(-8, 8, values.shape, generator=generator, dtype=torch.int8)
-        groups = values.shape[1] // spec.group_size
+        low, high = {"int4": (-8, 8), "int8": (-128, 128), "fp8": (0, 127)}[spec.format_down]
+        kind = torch.uint8 if spec.format_down == "fp8" else torch.int8
+        codes = torch.randint(low, high, values.shape, generator=generator, dtype=kind)
+        groups = -(-values.shape[1] // (spec.group_size or values.shape[1]))
         scales = torch.rand(values.shape[0], groups, generator=generator).bfloat16().float()
         module.load_codes(expert, part, codes, scales)
         assert torch.equal(module.expert(expert, part), dequantise(codes, scales, spec.group_size))

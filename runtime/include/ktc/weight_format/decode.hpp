@@ -36,6 +36,14 @@ struct Decoding {
     for (int i = 0; i < kHalfPanel; ++i) values[i] = static_cast<Scalar>((words[i] >> (4 * vector) & 0xf) - 8);
     return Lanes::load(values);
   }
+  // 8-bit codes lie in the order of the vector.
+  template <class Code>
+  static Lanes numbers(Code, const std::byte* line, int vector, int half) {
+    const std::byte* codes = line + (2 * vector + half) * kHalfPanel;
+    alignas(64) Scalar values[kHalfPanel];
+    for (int i = 0; i < kHalfPanel; ++i) values[i] = Code::value(std::to_integer<std::uint8_t>(codes[i]));
+    return Lanes::load(values);
+  }
 };
 
 // Blocks [first, last) of a panel, as bf16 panels have them.

@@ -30,8 +30,21 @@ struct Decoding<avx512::Lanes<Rounding>> {
     const __m512i nibbles = _mm512_srli_epi32(_mm512_cvtepu16_epi32(words), static_cast<unsigned>(4 * vector));
     return Lanes(_mm512_permutexvar_ps(nibbles, table));
   }
+  static Lanes numbers(Int8, const std::byte* line, int vector, int half) {
+    return Lanes(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes(line, vector, half))));
+  }
+  // As fp16, whose exponent has another bias, and which has the denormals too.
+  static Lanes numbers(Fp8, const std::byte* line, int vector, int half) {
+    const __m256i words = _mm256_cvtepu8_epi16(codes(line, vector, half));
+    const __m256i magnitude = _mm256_slli_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0x7f)), 7);
+    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0x80)), 8);
+    return Lanes(_mm512_cvtph_ps(_mm256_or_si256(magnitude, sign))) * Lanes(0x1p8f);
+  }
 
  private:
+  static __m128i codes(const std::byte* line, int vector, int half) {
+    return _mm_load_si128(reinterpret_cast<const __m128i*>(line) + 2 * vector + half);
+  }
   // Each even lane twice.
   static Lanes pairs(__m512i even) { return Lanes(_mm512_moveldup_ps(_mm512_castsi512_ps(even))); }
 };

@@ -1,6 +1,6 @@
 // A few rows multiplied with codes as they are stored, for ISAs with VDPBF16PS: an expert with so few tokens is read as
-// fast as memory gives it, and bf16 weights would be written and read again on the way. Codes are whole numbers, exact
-// in bf16; each group's sum is multiplied with its scale in fp32, which is one rounding less per weight.
+// fast as memory gives it, and bf16 weights would be written and read again on the way. Codes are exact in bf16; each
+// group's sum is multiplied with its scale in fp32, which is one rounding less per weight.
 #pragma once
 
 #include <immintrin.h>
@@ -9,6 +9,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "ktc/element.hpp"
@@ -36,6 +37,30 @@ inline constexpr int kMaxCodeRows = 6;
   const __m512i nibbles = _mm512_srli_epi16(line, static_cast<unsigned>(4 * vector));
   return std::bit_cast<__m512bh>(_mm512_permutexvar_epi16(nibbles, _mm512_load_si512(kAligned.data())));
 }
+
+// Half a line of 8-bit codes.
+[[gnu::always_inline]] inline __m256i half_line(__m512i line, int vector) {
+  return vector == 0 ? _mm512_castsi512_si256(line) : _mm512_extracti64x4_epi64(line, 1);
+}
+[[gnu::always_inline]] inline __m512bh bf16_numbers(Int8, __m512i line, int vector) {
+  const __m256i codes = half_line(line, vector);
+  const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes));
+  const __m512i high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1));
+  return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+}
+// As fp16 the codes are 2^-8 of what they stand for.
+[[gnu::always_inline]] inline __m512bh bf16_numbers(Fp8, __m512i line, int vector) {
+  const __m512i words = _mm512_cvtepu8_epi16(half_line(line, vector));
+  const __m512i magnitude = _mm512_slli_epi16(_mm512_and_si512(words, _mm512_set1_epi16(0x7f)), 7);
+  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(words, _mm512_set1_epi16(0x80)), 8);
+  const __m512i halves = _mm512_or_si512(magnitude, sign);
+  const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+  const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+  return _mm512_cvtne2ps_pbh(high, low);
+}
+// By what `bf16_numbers` are too small.
+template <class Code>
+inline constexpr float kNumberScale = std::is_same_v<Code, Fp8> ? 0x1p8f : 1.0f;
 
 [[gnu::always_inline]] inline __m512 sixteen(const bf16* scales) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
@@ -84,7 +109,8 @@ template <class Panel, int kRows>
     }
 #pragma GCC unroll 2
     for (int side = 0; side < 2; ++side) {
-      const __m512 scale = sixteen(scales + side * kHalfPanel);
+      __m512 scale = sixteen(scales + side * kHalfPanel);
+      if constexpr (kNumberScale<Code> != 1) scale = _mm512_mul_ps(scale, _mm512_set1_ps(kNumberScale<Code>));
 #pragma GCC unroll 6
       for (int row = 0; row < kRows; ++row) {
         __m512 of_group = sum[0][side][row];

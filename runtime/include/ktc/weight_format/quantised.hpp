@@ -156,5 +156,9 @@ struct QuantisedPanel {
 
 template <std::int64_t kGroup>
 using GroupedInt4 = Packed<QuantisedPanel<Int4, kGroup>>;
+template <std::int64_t kGroup>
+using GroupedInt8 = Packed<QuantisedPanel<Int8, kGroup>>;
+template <std::int64_t kGroup>
+using GroupedFp8 = Packed<QuantisedPanel<Fp8, kGroup>>;
 
 }  // namespace ktc::weight_format
