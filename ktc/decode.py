@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+_DEEPEST = 32
 Decoded = TypeVar("Decoded")
 
 
@@ -42,6 +43,8 @@ def _value(value: Any, wanted: Any, place: str) -> Any:
         return _object(value, cast("type[Any]", wanted), place)
     origin, options = get_origin(wanted), get_args(wanted)
     if wanted is Any:
+        if _deeper(value, _DEEPEST):
+            raise Undecodable(f"`{place}` is nested too deeply")
         return value
     if origin is tuple:
         return _tuple(value, options, place)
@@ -60,6 +63,15 @@ def _value(value: Any, wanted: Any, place: str) -> Any:
         names = " or ".join(getattr(o, "__name__", repr(o)) for o in (options or (wanted,)))
         raise Undecodable(f"expected {names} at `{place}`, found {_shown(value)}")
     return value
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether there is more nesting than what is done with a value later can follow."""
+    if isinstance(value, dict):
+        value = list(cast("dict[str, Any]", value).values())
+    return isinstance(value, list) and (
+        levels == 0 or any(_deeper(inner, levels - 1) for inner in cast("list[Any]", value))
+    )
 
 
 def _tuple(value: Any, options: tuple[Any, ...], place: str) -> tuple[Any, ...]:

@@ -11,10 +11,10 @@ import pytest
 from ktc.capture import open_model
 from ktc.checkpoint import open_index, read_sources
 from ktc.checkpoint.header import HeaderRefused, read_header
-from ktc.decode import read_json
+from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import InputRefused
 from ktc.runtime import packed_file, packed_store, remote_code
-from ktc.runtime.manifest import read_manifest
+from ktc.runtime.manifest import KernelRecord, read_manifest
 from ktc.runtime.peft_glue import read_lora_config
 
 BAD = {"nested": b"[" * 200_000, "nested objects": b'{"a":' * 200_000, "no UTF-8": b'{"a": "\xff"}'}
@@ -54,6 +54,16 @@ def test_no_text_that_is_no_json_crashes_a_reader(tmp_path: Path, reader: str, b
     path.write_bytes(BAD[bad] if reader != "packed header" else BAD[bad][:60_000])
     with pytest.raises(refusal):
         read(path)
+
+
+@pytest.mark.parametrize("depth", [30, 500, 900])
+def test_a_free_value_is_no_deeper_than_can_be_followed(depth: int) -> None:
+    row = {"entry": "e", "spec": {"a": read_json("[" * depth + "]" * depth)}, "source": "s", "digest": "d"}
+    if depth == 30:
+        decode(row, KernelRecord)
+        return
+    with pytest.raises(Undecodable, match="nested too deeply"):
+        decode(row, KernelRecord)
 
 
 def test_a_config_that_cannot_be_read_names_no_code(tmp_path: Path) -> None:
