@@ -109,10 +109,15 @@ def _rounded(parameters: int) -> str:
     return f"{parameters / unit:,.1f}{letter}"
 
 
+def _adapted(lora: LoraPlan) -> str:
+    experts = f"{count(len(lora.parameters), 'weight')} of experts" if lora.parameters else ""
+    return " and ".join(filter(None, [count(len(lora.targets), "module") if lora.targets else "", experts]))
+
+
 def adapter_line(lora: LoraPlan) -> Text:
     """The adapter in one line."""
     return Text(
-        f"LoRA r={lora.r} alpha={lora.lora_alpha:g} on {count(len(lora.targets), 'module')}: "
+        f"LoRA r={lora.r} alpha={lora.lora_alpha:g} on {_adapted(lora)}: "
         f"{count(lora.trainable, 'trainable parameter')}\n"
     )
 

@@ -196,7 +196,8 @@ class Target:
     """A rewrite. `facet` is `None` where the setting `facet` names it; the first setting may be positional.
 
     `accepts` lists roles and kinds (`*` any); `absorbs` the captures that stop being nodes of their own;
-    `pins` the captures that it forces onto a device; `hosts` the targets that it carries out itself on what it absorbs.
+    `pins` the captures that it forces onto a device; `hosts` the targets that it carries out itself on what it absorbs;
+    `inside` the captures that it stands on where a rule names none.
     """
 
     facet: Facet | None
@@ -205,6 +206,7 @@ class Target:
     absorbs: tuple[str, ...] = ()
     pins: Mapping[str, str] = field(default_factory=dict[str, str])
     hosts: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
     available: bool = False
 
 
@@ -231,7 +233,11 @@ TARGETS: Mapping[str, Target] = {
         available=True,
     ),
     "lora_experts": Target(
-        "adapter", ("moe", "experts"), {"targets": _setting("list[expert_part]", ("gate", "up", "down")), **_ADAPTER}
+        "adapter",
+        ("moe", "experts"),
+        {"targets": _setting("list[expert_part]", ("gate", "up", "down")), **_ADAPTER},
+        inside=("experts",),
+        available=True,
     ),
     "kt_linear": Target(
         "kernel", ("linear",), {"kernel": _setting("kernel", required=True), "prefill": _setting("kernel")}

@@ -21,8 +21,9 @@ def adapter_json(
     lora_dropout: float,
     rank_pattern: Mapping[str, int],
     alpha_pattern: Mapping[str, float],
+    parameters: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Arguments of `LoraConfig` for the modules `targets` (full names).
+    """Arguments of `LoraConfig` for the modules `targets` and the weights `parameters` of experts (full names).
 
     Raises `InputRefused` (I150) for a dropout on a layer that PEFT can only name by its weight.
     """
@@ -37,7 +38,7 @@ def adapter_json(
         "lora_alpha": lora_alpha,
         "lora_dropout": lora_dropout,
         "target_modules": [fqn for fqn in targets if fqn not in renamed],
-        "target_parameters": list(renamed.values()) or None,
+        "target_parameters": [*renamed.values(), *parameters] or None,
         "rank_pattern": {renamed.get(fqn, fqn): value for fqn, value in rank_pattern.items()},
         "alpha_pattern": {renamed.get(fqn, fqn): value for fqn, value in alpha_pattern.items()},
     }

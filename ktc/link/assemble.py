@@ -63,7 +63,13 @@ def assemble(
         lora=None
         if lora is None
         else adapter_json(
-            lora.targets, lora.r, lora.lora_alpha, lora.lora_dropout, lora.rank_pattern, lora.alpha_pattern
+            lora.targets,
+            lora.r,
+            lora.lora_alpha,
+            lora.lora_dropout,
+            lora.rank_pattern,
+            lora.alpha_pattern,
+            lora.parameters,
         ),
         proofs=tuple(proof.to_json() for proof in proofs),
         own_code=captured.source.own_code,

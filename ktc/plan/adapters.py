@@ -1,4 +1,4 @@
-"""The LoRA plan: exact target modules and PEFT's settings, from `lora_linear` claims and the `lora` block."""
+"""The LoRA plan: exact target modules and PEFT's settings, from the adapters' claims and the `lora` block."""
 
 from __future__ import annotations
 
@@ -7,34 +7,41 @@ from collections.abc import Sequence
 from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.dsl.ruleset import RuleSet
+from ktc.plan.expert_adapters import adapted_weights
 from ktc.plan.types import Claim, LoraPlan
 
 DEFAULT_DROPOUT = 0.0
 
 
 def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) -> LoraPlan | None:
-    """The adapter of the program, None without `lora_linear`. Raises InputRefused for targets that are no `Linear`."""
+    """The adapter of the program, None without one. Raises InputRefused for targets that cannot be adapted."""
     chosen = [claim for claim in claims if claim.target == "lora_linear"]
-    if not chosen:
+    adapting = [claim for claim in claims if claim.target in ("lora_linear", "lora_experts")]
+    if not adapting:
         return None
+    dropout = _dropout(adapting, rules)
+    experts = adapted_weights(captured, claims, dropout)
     modules = {m.fqn: m for m in captured.modules}
     wrong = [c for c in chosen if c.path not in modules or modules[c.path].class_name != "Linear"]
     if wrong:
         by_place = {c.span: c for c in reversed(wrong)}  # one diagnostic per action, for the first of its layers
         classes = {c.path: modules[c.path].class_name if c.path in modules else "no module" for c in wrong}
         raise InputRefused(*(_no_linear(claim, classes[claim.path]) for claim in by_place.values()))
-    r, alpha = int(_setting(chosen[0], rules, "rank")), float(_setting(chosen[0], rules, "alpha"))
-    ranks = {c.path: int(_setting(c, rules, "rank")) for c in chosen}
-    alphas = {c.path: float(_setting(c, rules, "alpha")) for c in chosen}
-    trainable = 0
+    first = (chosen or adapting)[0]
+    r, alpha = int(_setting(first, rules, "rank")), float(_setting(first, rules, "alpha"))
+    by_path = {**{c.path: c for c in chosen}, **{weight.fqn: weight.claim for weight in experts}}
+    ranks = {path: int(_setting(c, rules, "rank")) for path, c in by_path.items()}
+    alphas = {path: float(_setting(c, rules, "alpha")) for path, c in by_path.items()}
+    trainable = sum(weight.num_experts * ranks[weight.fqn] * sum(weight.sizes) for weight in experts)
     for claim in chosen:
         weight = next(t for t in modules[claim.path].tensors if t.name == "weight")
         trainable += ranks[claim.path] * (weight.shape[0] + weight.shape[1])
     return LoraPlan(
         targets=tuple(dict.fromkeys(c.path for c in chosen)),
+        parameters=tuple(dict.fromkeys(weight.fqn for weight in experts)),
         r=r,
         lora_alpha=alpha,
-        lora_dropout=_dropout(chosen, rules),
+        lora_dropout=dropout,
         rank_pattern={path: value for path, value in ranks.items() if value != r},
         alpha_pattern={path: value for path, value in alphas.items() if value != alpha},
         trainable=trainable,
@@ -48,7 +55,7 @@ def _setting(claim: Claim, rules: RuleSet, name: str) -> float:
         value = rules.lora.get(name)
     if value is None and name == "alpha":
         return _setting(claim, rules, "rank")
-    assert isinstance(value, int | float), "the checker demands a rank for every `lora_linear`"
+    assert isinstance(value, int | float), "the checker demands a rank for every adapter"
     return float(value)
 
 
@@ -58,7 +65,7 @@ def _dropout(claims: Sequence[Claim], rules: RuleSet) -> float:
     default = rules.lora.get("dropout")
     values = values or {float(default) if isinstance(default, int | float) else DEFAULT_DROPOUT}
     if len(values) > 1:
-        message = f"`lora_linear` asks for several dropouts ({', '.join(map(str, sorted(values)))})"
+        message = f"adapters ask for several dropouts ({', '.join(map(str, sorted(values)))})"
         hint = "an adapter has one dropout; set it in the `lora` block"
         raise InputRefused(Diagnostic("M072", message, claims[0].span, hint=hint))
     return values.pop()

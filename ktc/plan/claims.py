@@ -85,7 +85,7 @@ def _claimed(captured: CapturedModel, found: Match, action: RuleAction) -> list[
     if action.on:
         bindings = [b for path in action.on if (b := found.capture(path)) is not None]
     else:
-        absorbed = TARGETS[action.target].absorbs
+        absorbed = TARGETS[action.target].absorbs or TARGETS[action.target].inside
         bindings = [found.bindings[name] for name in absorbed if name in found.bindings]
         bindings = bindings or [NodeRef(n) for n in found.nodes if ops.operator(nodes[n]) in absorbed]
     names = list(dict.fromkeys(name for binding in bindings for name in _roots(binding)))

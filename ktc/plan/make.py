@@ -44,10 +44,10 @@ def make_plan(
     kernels, specs = _kernels(captured, weights, claims, host)
     rewrites = _group(captured, claims, kernels, devices)
     unavailable = not_built(claims, [(c, specs[c.path]) for c in claims if c.target == "cpu_moe"], rules)
+    lora = plan_lora(captured, claims, rules)
     if not rewrites and not unavailable:
         raise InputRefused(_nothing_to_rewrite(captured, matches))
     threads = max((thread_count(c.settings, host) for c in claims if c.target == "cpu_moe"), default=1)
-    lora = plan_lora(captured, claims, rules)
     mode = str(rules.plan.get("mode") or ("train" if lora else "infer"))
     memory = plan_memory(captured, rewrites, devices, specs, lora, rules, host, asked)
     return Plan(

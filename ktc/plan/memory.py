@@ -140,6 +140,10 @@ def _adapters(captured: CapturedModel, lora: LoraPlan | None, placements: Mappin
         device = device_of(path, placements)
         count = lora.rank_pattern.get(path, lora.r) * (rows + columns)
         found[device] = found.get(device, 0) + 4 * max(4, captured.model.dtype.itemsize) * count
+    for path in lora.parameters:  # as masters on the host, where the experts' kernel reads them
+        num_experts, rows, columns = captured.model.get_parameter(path).shape
+        count = lora.rank_pattern.get(path, lora.r) * num_experts * (rows + columns)
+        found["cpu"] = found.get("cpu", 0) + 4 * max(4, captured.model.dtype.itemsize) * count
     return found
 
 

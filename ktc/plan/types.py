@@ -55,9 +55,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """The adapter that the program asks for: exact module FQNs, and PEFT's own words for the rest."""
+    """The adapter that the program asks for: exact FQNs of modules and of experts' weights, and PEFT's own words.
+
+    The patterns have the rank or alpha of those that differ.
+    """
 
     targets: tuple[str, ...]
+    parameters: tuple[str, ...]
     r: int
     lora_alpha: float
     lora_dropout: float

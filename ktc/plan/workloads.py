@@ -215,12 +215,21 @@ def _of_block(
             mask = 0 if lora.lora_dropout == 0 else 1 if rewrite.device != "cpu" else max(4, item)
             adapters[action.node] = Adapter(lora.rank_pattern.get(path, lora.r), max(4, item), mask)
         elif isinstance(action.kernel, KernelSpec):
-            slots = slots_of(action.kernel, keep=action.settings["activations"] == "keep")
+            ranks = (0, 0) if lora is None or rewrite is None else _ranks(f"{rewrite.sites[0].fqn}.{action.fqn}", lora)
+            slots = slots_of(action.kernel, keep=action.settings["activations"] == "keep", ranks=ranks)
     found = footprint(graph, adapters, hidden)
     if slots is None:
         stock = sum(_stock_experts(node_attributes) for node_attributes in _experts(captured, key))
         found = Footprint(found.saved + stock * item, found.live)
     return found, slots
+
+
+def _ranks(experts: str, lora: LoraPlan) -> tuple[int, int]:
+    """Of the LoRA on gate and up, and on down; 0 without."""
+    ranks = {path: lora.rank_pattern.get(path, lora.r) for path in lora.parameters}
+    return max(ranks.get(f"{experts}.{name}", 0) for name in ("gate_up_proj", "up_proj")), ranks.get(
+        f"{experts}.down_proj", 0
+    )
 
 
 def _experts(captured: CapturedModel, key: str) -> Iterator[tuple[int, int, int]]:

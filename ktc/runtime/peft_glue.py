@@ -1,4 +1,4 @@
-"""Adapters on a compiled model: PEFT's own dispatch serves `KTLinear`; what cannot be adapted yet is refused by name.
+"""Adapters on a compiled model: PEFT's own dispatch serves `KTLinear`, and is given a wrapper for `FusedMoe`.
 
 `install` is called when a compiled model is imported or loaded. `read_lora_config` makes the stock `LoraConfig` that
 the rule's `lora` block and the nodes it chose ask for.
@@ -15,6 +15,7 @@ from peft import LoraConfig
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.lora_experts import ExpertsParamWrapper
 
 FILE = "lora.json"
 _INSTALLED = "_ktc_installed"
@@ -32,20 +33,10 @@ def install() -> None:
     @functools.wraps(original)
     def with_modules(self: LoraConfig) -> None:
         original(self)
-        cast("Any", self)._register_custom_module({FusedMoe: _refuse_experts})
+        cast("Any", self)._register_custom_module({FusedMoe: ExpertsParamWrapper})
 
     setattr(with_modules, _INSTALLED, True)
     cast("Any", LoraConfig).__post_init__ = with_modules
-
-
-def _refuse_experts(target: object, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    raise InputRefused(
-        Diagnostic(
-            "L430",
-            f"adapter `{adapter_name}` targets routed experts, which stay frozen in this version of ktc",
-            hint="target attention and dense layers only; `OUT.lora_config()` has the layers that the rules chose",
-        )
-    )
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
@@ -57,7 +48,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
             Diagnostic("L402", f"`{folder / FILE}` is damaged: {error}", hint="compile it again")
         ) from error
     if content is None:
-        hint = "add a rule with `lora_linear`, or build a `LoraConfig` yourself"
+        hint = "add a rule with `lora_linear` or `lora_experts`, or build a `LoraConfig` yourself"
         raise InputRefused(Diagnostic("L431", f"the rules of `{folder.name}` ask for no adapter", hint=hint))
     install()
     return LoraConfig(**cast("dict[str, Any]", content))

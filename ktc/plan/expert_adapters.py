@@ -1,0 +1,93 @@
+"""`lora_experts` claims -> the weights of routed experts that PEFT adapts by name, with their ranks.
+
+Refused (M076): experts that no kernel runs, or that the model keeps one by one; gate without up where they are one
+weight; a rank that the kernels do not take; a dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+from ktc.capture import CapturedModel
+from ktc.capture.types import ModuleInfo
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.plan.types import Claim
+from ktc.runtime.experts_lora import MAX_RANK
+
+TARGET: Final = "lora_experts"
+_PARTS: Final = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeight:
+    """A weight of all experts of a layer: how many, and the inputs and outputs of each (in no order)."""
+
+    fqn: str
+    claim: Claim
+    num_experts: int
+    sizes: tuple[int, int]
+
+
+def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: float) -> tuple[AdaptedWeight, ...]:
+    """What `lora_experts` names, in the order of the layers. Raises InputRefused (M076) for what cannot be adapted."""
+    on_kernel = {claim.path for claim in claims if claim.target == "cpu_moe"}
+    modules = {module.fqn: module for module in captured.modules}
+    found, problems = list[AdaptedWeight](), dict[str, Diagnostic]()
+    for claim in claims:
+        if claim.target != TARGET:
+            continue
+        module = modules.get(claim.path)
+        why = _unsuited(claim, module, on_kernel, dropout)
+        if why:
+            message = f"`{TARGET}` on `{claim.path}`: {why}"
+            problems.setdefault(why, Diagnostic("M076", message, claim.span, hint=_hint(why)))
+        elif module is not None:
+            found += _weights(claim, module)
+    if problems:
+        raise InputRefused(*problems.values())
+    return tuple(found)
+
+
+def _weights(claim: Claim, module: ModuleInfo) -> Iterator[AdaptedWeight]:
+    for tensor in module.tensors:
+        if _asked(claim, tensor.name):
+            num_experts, *sizes = tensor.shape
+            yield AdaptedWeight(f"{claim.path}.{tensor.name}", claim, num_experts, (sizes[0], sizes[1]))
+
+
+def _asked(claim: Claim, name: str) -> bool:
+    targets = cast("Collection[str]", claim.settings["targets"])
+    return any(part in targets for part in _PARTS.get(name, ()))
+
+
+def _unsuited(claim: Claim, module: ModuleInfo | None, on_kernel: Collection[str], dropout: float) -> str:
+    """Why this claim cannot be carried out, "" if it can."""
+    names = {tensor.name for tensor in module.tensors} & _PARTS.keys() if module is not None else set[str]()
+    targets, rank = set(cast("Collection[str]", claim.settings["targets"])), claim.settings["rank"]
+    if claim.path not in on_kernel:
+        return "no rule with `cpu_moe` runs these experts, and without its kernel they would be copied to be adapted"
+    if not names:
+        return "the model keeps its experts one by one, and PEFT adapts them only as one weight"
+    if "gate_up_proj" in names and len(targets & {"gate", "up"}) == 1:
+        return "gate and up are one weight here, which has one adapter"
+    if not any(_asked(claim, name) for name in names):
+        return f"these experts have none of {', '.join(sorted(targets))}"
+    if isinstance(rank, int) and rank > MAX_RANK:
+        return f"rank {rank}, of which the kernels take {MAX_RANK} at most"
+    if dropout:
+        return f"the adapter has dropout {dropout:g}, and experts can only be adapted without"
+    return ""
+
+
+def _hint(why: str) -> str:
+    for word, hint in (
+        ("dropout", "write `dropout = 0` in the `lora` block"),
+        ("rank", f"write `rank = {MAX_RANK}` or less"),
+        ("cpu_moe", "add `=> cpu_moe()` to the rule"),
+        ("gate and up", "name both in `targets`, or neither"),
+    ):
+        if word in why:
+            return hint
+    return "leave it out of the rule"

@@ -1,0 +1,87 @@
+"""Adapters on routed experts: which weights a program names, what they cost, and what cannot be adapted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from families import captured, planned, rules
+
+from ktc.diagnostics import InputRefused
+from ktc.link.adapter import adapter_json
+from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.packed_size import slots_of
+from ktc.plan.types import Plan
+
+MOE = 'import "std/moe.ktr"\n'
+
+
+def plan_of(text: str, folder: Path, family: str = "qwen3_moe") -> Plan:
+    return planned(captured(family), rules(text, folder))[1]
+
+
+def refused(text: str, folder: Path, family: str = "qwen3_moe") -> str:
+    with pytest.raises(InputRefused, match="M076") as error:
+        plan_of(text, folder, family)
+    return str(error.value)
+
+
+def test_the_weights_of_the_experts_are_named_and_counted(tmp_path: Path) -> None:
+    plan = plan_of("rule r { match moe.block => cpu_moe() => lora_experts(rank = 3) }", tmp_path)
+    assert plan.lora is not None
+    assert plan.lora.targets == ()
+    assert plan.lora.parameters[:2] == (
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.down_proj",
+    )
+    (kernel,) = plan.kernels
+    assert None not in (kernel.num_experts, kernel.hidden, kernel.intermediate)
+    experts, hidden, inter = kernel.num_experts or 0, kernel.hidden or 0, kernel.intermediate or 0
+    layers = len(plan.lora.parameters) // 2
+    trainable = layers * experts * 3 * ((hidden + 2 * inter) + (inter + hidden))
+    assert plan.lora.trainable == trainable
+    (cpu,) = plan.devices
+    assert cpu.adapter == 16 * trainable  # fp32 masters, their gradients, two moments of Adam
+    assert not plan.unavailable
+
+
+def test_ranks_of_their_own_stand_beside_those_of_linear_layers(tmp_path: Path) -> None:
+    text = """
+    rule experts { match moe.block => cpu_moe() => lora_experts(rank = 4, alpha = 8, targets = [down]) }
+    rule linears { match linear at "**.q_proj" => lora_linear() }
+    lora { rank = 8  alpha = 32 }
+    """
+    lora = plan_of(text, tmp_path).lora
+    assert lora is not None
+    assert {path.rpartition(".")[2] for path in lora.parameters} == {"down_proj"}
+    assert lora.rank_pattern == dict.fromkeys(lora.parameters, 4)
+    config = adapter_json(
+        lora.targets, lora.r, lora.lora_alpha, lora.lora_dropout, lora.rank_pattern, lora.alpha_pattern, lora.parameters
+    )
+    assert config["target_parameters"] == list(lora.parameters)
+    assert config["alpha_pattern"] == dict.fromkeys(lora.parameters, 8.0)
+    assert (config["r"], config["lora_dropout"]) == (8, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("action", "block", "why"),
+    [
+        ("cpu_moe() => lora_experts()", "dropout = 0.1", "dropout 0.1"),
+        ("cpu_moe() => lora_experts(rank = 200)", "", "rank 200, of which the kernels take 128"),
+        ("cpu_moe() => lora_experts(targets = [gate])", "", "gate and up are one weight"),
+        ("lora_experts()", "", "no rule with `cpu_moe`"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_with_a_reason(tmp_path: Path, action: str, block: str, why: str) -> None:
+    text = f"rule r {{ match moe.block => {action} }}\nlora {{ rank = 8  {block} }}"
+    assert why in refused(text, tmp_path)
+
+
+def test_memory_counts_what_backward_reads_for_the_factors() -> None:
+    spec = KernelSpec("fused_moe", 64, 96, 8, 2, "bf16", "bf16", "bf16", "scalar")
+    bare, both = slots_of(spec, keep=True), slots_of(spec, keep=True, ranks=(8, 4))
+    assert both.saved - bare.saved == 64 * 2 + 2 * (8 + 8) * 4  # the input, and fp32 rows of 8 for either product
+    assert both.forward(10) > bare.forward(10)
+    assert both.backward(10) > bare.backward(10)
+    recompute = slots_of(spec, keep=False, ranks=(8, 4))
+    assert recompute.saved == slots_of(spec, keep=False).saved
