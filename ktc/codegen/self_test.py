@@ -99,8 +99,9 @@ def _reference(
     """Output and gradients in fp64 where the kernel computes in it, else in fp32."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     x, weights = (tensor.to(dtype).requires_grad_() for tensor in (x, weights))
-    first, down, *biases = (tensor.to(dtype) for tensor in stock)
-    out = fused_moe_reference(x, place, weights, first, down, form, *biases)
+    first, down, *rest = (tensor.to(dtype) for tensor in stock)
+    gate_up_bias, down_bias = rest if rest else (None, None)
+    out = fused_moe_reference(x, place, weights, first, down, form, gate_up_bias, down_bias)
     return (out.detach(), *torch.autograd.grad(out, (x, weights), grad.to(dtype)))
 
 
