@@ -7,16 +7,17 @@ With `--json` stdout carries exactly one JSON object; everything else goes to st
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from ktc import host
-from ktc.cli_session import Session
+from ktc.cli_session import INTERRUPTED, Session
 from ktc.diagnostics import Diagnostic, InputRefused, render, to_json
 from ktc.host import Host
 
@@ -360,5 +361,17 @@ def _exit_code(run: Callable[[], object]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def run() -> NoReturn:
+    """The command `ktc`: ends the process with the exit code of `main`."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == INTERRUPTED:
+        # Where the interrupt met an `exec` (every dataclass is made by one), CPython remembers it as unhandled whoever
+        # handles it since, and would end by the signal instead of this code.
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

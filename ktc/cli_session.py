@@ -30,7 +30,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
 _PLAIN_WIDTH = 120  # of tables in a file or a pipe
 
 
@@ -162,7 +162,7 @@ class Session:
             self.exit_code = error.exit_code
             self.diagnose(error.diagnostics, error.sources)
         elif isinstance(error, KeyboardInterrupt):
-            self.exit_code = _INTERRUPTED
+            self.exit_code = INTERRUPTED
             self.diagnose([Diagnostic("U130", "interrupted")])
         elif isinstance(error, BrokenPipeError):  # the reader of our output has enough
             self.exit_code = 1

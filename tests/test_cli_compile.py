@@ -138,6 +138,13 @@ def test_graph_refuses_what_is_not_there(run: Run, compiled: Path) -> None:
     assert run("graph", "captured-no-such-model")[0] == 2
 
 
+def test_an_interrupt_within_an_exec_ends_with_130_too() -> None:
+    # CPython ends such a process by the signal, unless it is told otherwise.
+    script = "import ktc.cli\ntry: exec('raise KeyboardInterrupt')\nexcept KeyboardInterrupt: pass\n"
+    script += "ktc.cli.main = lambda: 130\nktc.cli.run()"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 130
+
+
 def test_an_interrupted_compilation_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "cli_twin"
     command = [sys.executable, "-m", "ktc.cli", "compile", MODEL, RULES, "-o", str(out)]
