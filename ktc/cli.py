@@ -367,8 +367,8 @@ def run() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if code == INTERRUPTED:
-        # Where the interrupt left code that was run through its C API, CPython remembers it as unhandled whoever handles
-        # it since, and would end by the signal instead of this code.
+        # Where the interrupt left code that was run through its C API, CPython remembers it as unhandled, whoever
+        # handles it since, and would end by the signal instead of this code.
         os._exit(code)
     sys.exit(code)
 
