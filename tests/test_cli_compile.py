@@ -138,10 +138,14 @@ def test_graph_refuses_what_is_not_there(run: Run, compiled: Path) -> None:
     assert run("graph", "captured-no-such-model")[0] == 2
 
 
-def test_an_interrupt_that_was_handled_ends_with_130() -> None:
-    script = "import ktc.cli\ntry: exec('raise KeyboardInterrupt')\nexcept KeyboardInterrupt: pass\n"
-    script += "ktc.cli.main = lambda: 130\nktc.cli.run()"
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 130
+def test_an_interrupt_that_c_code_met_ends_with_130_too(tmp_path: Path) -> None:
+    lines = ["import ctypes, ktc.cli", "ctypes.pythonapi.PyRun_SimpleString(b'raise KeyboardInterrupt')"]
+    (tmp_path / "met.py").write_text("\n".join([*lines, "ktc.cli.main = lambda: 130", "ktc.cli.run()"]))
+    places = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[1])])
+    ended = subprocess.run(
+        [sys.executable, "-m", "met"], check=False, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": places}
+    )
+    assert ended.returncode == 130
 
 
 def test_an_interrupted_compilation_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
