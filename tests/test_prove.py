@@ -16,7 +16,7 @@ from ktc.graph import ops
 from ktc.graph.typed import input_of, nodes_of
 from ktc.prove import compare, prove
 from ktc.prove.compare import TOLERANCE, Call, InDouble, relative_error
-from ktc.prove.run import bind, record_calls
+from ktc.prove.run import bind, record_calls, signature
 from ktc.rewrite import apply, rewrite
 from ktc.runtime.experts_form import Activation, ExpertsForm
 from ktc.runtime.fused_moe import FusedMoe
@@ -185,3 +185,10 @@ def test_rounding_of_the_original_is_told_from_an_error_in_double_precision() ->
     assert relative_error(Cancelling()(x), truth) > 1e-5
     with InDouble():
         assert relative_error(Cancelling()(x.double()), truth) < 1e-12
+
+
+def test_windowed_and_full_attention_do_not_stand_for_each_other() -> None:
+    model = captured("gpt_oss")
+    graphs = [b.graph for b in model.blocks if b.class_name == "GptOssAttention" and b.graph is not None]
+    assert len(graphs) == 2
+    assert signature(graphs[0]) != signature(graphs[1])

@@ -132,15 +132,27 @@ def significant(graph: fx.GraphModule) -> list[str]:
 
 
 def signature(graph: fx.GraphModule) -> tuple[object, ...]:
-    """A graph without its sizes: operators, how they are connected, and the parameters they use."""
+    """A graph without its sizes: operators with the choices they make, how they are connected, the parameters they use.
+
+    Full and windowed attention of one class differ in nothing but such a choice.
+    """
     numbers = {name: i for i, name in enumerate(significant(graph))}
     rows: list[object] = []
     for node in nodes_of(graph):
         if _is_significant(node):
             data = (s for s in node.all_input_nodes if s.name in numbers or _carries_data(s))
             sources = tuple(numbers.get(source.name, str(source.target)) for source in map(_behind, data))
-            rows.append((ops.operator(node), node.meta.get("fqn"), sources))
+            rows.append((ops.operator(node), node.meta.get("fqn"), sources, _choices(node)))
     return tuple(rows)
+
+
+def _choices(node: fx.Node) -> tuple[tuple[str, object], ...]:
+    """The attributes of a node that are no size, and whether attention has a window at all."""
+    attributes = ops.attributes(node)
+    chosen: list[tuple[str, object]] = [(name, v) for name, v in attributes.items() if isinstance(v, bool | str)]
+    if ops.operator(node) == "sdpa":
+        chosen.append(("windowed", int(attributes["window"]) >= 0))
+    return tuple(sorted(chosen, key=lambda choice: choice[0]))
 
 
 def _carries_data(node: fx.Node) -> bool:
