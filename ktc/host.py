@@ -80,12 +80,11 @@ class Host:
 def detect(probe_gpu: bool = False) -> Host:
     """This machine. GPUs are listed only if `probe_gpu`, since that imports torch (seconds)."""
     features = _cpu_features()
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    threads = max(1, min(len(cpus), _cgroup_cpus() or len(cpus)))
+    threads = usable_threads()
     return Host(
         isas=usable_isas(features, amx_permitted=_kernel_supports_amx()),
         features=features,
-        cores=min(_physical_cores(cpus), threads),
+        cores=min(_physical_cores(_own_cpus()), threads),
         threads=threads,
         numa=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         memory=min(limit for limit in (_physical_memory(), _cgroup_memory()) if limit is not None),
@@ -247,6 +246,16 @@ def _toml_place(path: str | Path, message: str) -> Span | None:
 
 
 # Reading this machine
+
+
+def usable_threads() -> int:
+    """How many threads this process can run at once: the CPUs it may use, or the quota of its container if less."""
+    cpus = len(_own_cpus())
+    return max(1, min(cpus, _cgroup_cpus() or cpus))
+
+
+def _own_cpus() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _cpu_features() -> frozenset[str]:

@@ -133,3 +133,23 @@ def test_compiler_is_found_or_absent_without_an_error(monkeypatch: pytest.Monkey
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert host.find_compiler() is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/job", {"job/cpu.max": "300000 100000", "cpu.max": "max 100000"}, 3),
+        ("0::/job", {"job/cpu.max": "max 100000", "cpu.max": "150000 100000"}, 2),
+        ("3:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "500000", "cpu/job/cpu.cfs_period_us": "100000"}, 5),
+        ("3:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 8),
+        ("0::/job", {}, 8),
+    ],
+    ids=["version 2", "of a group above", "version 1", "version 1 without a quota", "no quota"],
+)  # fmt: skip
+def test_threads_are_no_more_than_a_containers_quota(
+    monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], expected: int
+) -> None:
+    held = {"/proc/self/cgroup": groups, **{f"/sys/fs/cgroup/{name}": text for name, text in files.items()}}
+    monkeypatch.setattr(host, "_read", lambda path: held.get(str(path), ""))
+    monkeypatch.setattr(host, "_own_cpus", lambda: set(range(8)))
+    assert host.usable_threads() == expected

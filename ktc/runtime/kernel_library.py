@@ -10,7 +10,6 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
-import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,10 @@ NativeLora = tuple[int, int, int, int, int, float, bool]
 
 
 class Engine(Protocol):
-    """Worker threads and workspace."""
+    """How many threads a call takes. The threads and the workspace, of so many bytes now, are those of the process."""
 
     threads: int
+    workspace_bytes: int
 
 
 class NativeKernel(Protocol):
@@ -92,7 +92,7 @@ class Kernel:
         return cast("NativeKernel", make(num_experts, hidden, intermediate, top_k))
 
     def engine(self, threads: int) -> Engine:
-        """The process's engine of that many threads, made at its first use."""
+        """What a call with that many threads runs on. The library's layers share one set of threads in a process."""
         return _engine(self.library.path, self.library.digest, threads)
 
 
@@ -119,13 +119,21 @@ def file_digest(path: Path) -> str:
 
 
 def permitted_threads(threads: int) -> int:
-    """`threads`, or fewer where the processes of a launch would together ask for more than they may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    permitted = max(1, cores // host.local_world_size())
-    if threads <= permitted:
-        return threads
-    warnings.warn(f"the plan asks for {threads} kernel threads; this process may use {permitted}", stacklevel=3)
-    return permitted
+    """`threads`, or as many as this process may use now if these are fewer: of all the CPUs that it is given, or of the
+    quota of its container, one share for each process of its launch. The machine may be another one than that of the
+    plan, so this is asked when layers are made; the first time that it is less, a warning says so."""
+    permitted = max(1, host.usable_threads() // host.local_world_size())
+    if threads > permitted:
+        _warn_of_fewer(threads, permitted)
+    return min(threads, permitted)
+
+
+@functools.cache
+def _warn_of_fewer(threads: int, permitted: int) -> None:
+    processes = host.local_world_size()
+    share = f", its share of {host.usable_threads()} among {processes} processes" if processes > 1 else ""
+    message = f"the plan asks for {threads} kernel threads; this process may use {permitted}{share}"
+    warnings.warn(message, stacklevel=5)
 
 
 @functools.cache

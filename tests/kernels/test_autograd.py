@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
+from ktc import host
 from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.kernel_library import KernelLibrary
 
@@ -256,7 +257,7 @@ def test_two_python_threads_share_one_engine(load: Load) -> None:
 
 
 def test_a_forked_child_computes_with_threads_of_its_own(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(host, "usable_threads", lambda: 4)
     layer = random_layer(64, 96, 4, 2, 9)
     module = load(layer, SPEC, threads=3)
     inputs = (layer.x.bfloat16(), layer.index, layer.weights.float())

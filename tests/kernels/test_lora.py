@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from kernel_layers import FORMS, ISAS, Layer, Load, error, random_layer, spec_of
 from torch import Tensor
 
+from ktc import host
 from ktc.host import Isa
 from ktc.runtime.experts_lora import ExpertsLora, Lora
 from ktc.runtime.experts_reference import fused_moe_reference
@@ -146,7 +146,7 @@ def test_gradcheck_in_float64(load: Load) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_way_to_run_gives_the_same_bits(load: Load, isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(host, "usable_threads", lambda: 8)
     adapted = adapt(random_layer(200, 150, 6, 3, 45), (8, 33))
     alone = run(load(adapted.layer, spec_of(isa)), adapted)
     for options in ({"threads": 2}, {"threads": 3}, {"threads": 7}, {"activations": "recompute"}):

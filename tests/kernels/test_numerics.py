@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 from kernel_layers import CONSTANT, FORMS, ISAS, Layer, Load, error, random_layer, run, spec_of
 
+from ktc import host
 from ktc.host import Isa
 from ktc.runtime.stock_experts import canonical_parts
 
@@ -70,7 +70,7 @@ def test_the_scalar_oracle_is_exact_in_float32(load: Load) -> None:
 def test_every_way_to_run_a_form_gives_the_same_bits(
     load: Load, isa: Isa, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(host, "usable_threads", lambda: 8)
     layer = random_layer(200, 150, 6, 3, 45, form=form)
     alone = run(load(layer, spec_of(isa, form=form)), layer)
     for options in ({"threads": 2}, {"threads": 3}, {"activations": "recompute"}):
@@ -93,7 +93,7 @@ def test_other_sizes_than_the_constant_ones_are_refused(load: Load) -> None:
 def test_results_are_bit_identical_for_any_number_of_threads(
     load: Load, isa: Isa, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(host, "usable_threads", lambda: 8)
     layer = random_layer(200, 150, 6, 3, 45)
     alone = run(load(layer, spec_of(isa), threads=1), layer)
     for threads in (2, 3, 4):
@@ -101,14 +101,14 @@ def test_results_are_bit_identical_for_any_number_of_threads(
 
 
 def test_more_threads_than_columns_do_no_harm(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(host, "usable_threads", lambda: 8)
     layer = random_layer(17, 9, 3, 2, 2)
     alone = run(load(layer, spec_of(ISAS[0]), threads=1), layer)
     assert all(map(torch.equal, run(load(layer, spec_of(ISAS[0]), threads=7), layer), alone))
 
 
 def test_threads_beyond_the_cores_are_not_started(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(host, "usable_threads", lambda: 1)
     with pytest.warns(UserWarning, match="asks for 3 kernel threads; this process may use 1"):
         load(random_layer(17, 9, 3, 2, 2), spec_of(ISAS[0]), threads=3)
 

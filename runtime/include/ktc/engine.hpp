@@ -1,9 +1,10 @@
-// What all layers of a process share: the workers, and one workspace, for one call at a time.
+// What all layers of a process share: the threads, and one workspace, for one call at a time.
 #pragma once
 
 #include <unistd.h>
 
 #include <atomic>
+#include <cstddef>
 #include <memory>
 #include <mutex>
 
@@ -12,50 +13,58 @@
 
 namespace ktc {
 
+// How many threads a layer's calls take. Engines own nothing: the threads and the workspace behind them are those of
+// the process, so that layers with engines of different sizes do not hold the cores twice.
 class Engine {
  public:
-  explicit Engine(int threads) : threads_(threads), team_(std::make_unique<Team>(threads).release()) {}
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
-  ~Engine() {
-    const Team* team = team_.load(std::memory_order_acquire);
-    if (team->owner == getpid()) delete team;
+  // Throws std::runtime_error where so many threads cannot be started.
+  explicit Engine(int threads) : threads_(threads) {
+    Shared& shared = of_this_process();
+    const std::lock_guard lock(shared.busy);
+    shared.pool.require(threads);
   }
 
   int threads() const { return threads_; }
 
-  // Call `body(ThreadPool&, Workspace&)` while no other call runs.
+  // Bytes of the workspace as it is now.
+  std::size_t workspace_bytes() const {
+    Shared& shared = of_this_process();
+    const std::lock_guard lock(shared.busy);
+    return shared.workspace.size();
+  }
+
+  // Call `body(const Team&, Workspace&)` while no other call runs.
   template <class Body>
-  void exclusively(Body&& body) {
-    Team& team = own_team();
-    const std::lock_guard lock(team.busy);
-    body(team.pool, team.workspace);
+  void exclusively(Body&& body) const {
+    Shared& shared = of_this_process();
+    const std::lock_guard lock(shared.busy);
+    body(Team(shared.pool, threads_), shared.workspace);
   }
 
  private:
-  struct Team {
-    explicit Team(int threads) : pool(threads), owner(getpid()) {}
+  struct Shared {
     std::mutex busy;
     ThreadPool pool;
     Workspace workspace;
-    pid_t owner;
+    pid_t owner = getpid();
   };
 
   // A forked child has the parent's objects but none of its threads, and a mutex perhaps locked for ever. Neither can
-  // be destroyed there, so the child leaves the parent's team alone and makes its own. Several threads of the child may
-  // make their first call together: one puts its team in place, the others drop theirs. A lock around this could itself
-  // have been held while the process forked.
-  Team& own_team() {
-    Team* team = team_.load(std::memory_order_acquire);
-    while (team->owner != getpid()) {
-      auto made = std::make_unique<Team>(threads_);
-      if (team_.compare_exchange_strong(team, made.get(), std::memory_order_acq_rel)) return *made.release();
+  // be destroyed there, so the child leaves what the parent shares alone and makes its own. Several threads of the
+  // child may make their first call together: one puts its object in place, the others drop theirs. A lock around this
+  // could itself have been held while the process forked. Nothing is destroyed when the process ends: a thread may
+  // still be inside a call then.
+  static Shared& of_this_process() {
+    static std::atomic<Shared*> current{nullptr};
+    Shared* shared = current.load(std::memory_order_acquire);
+    while (shared == nullptr || shared->owner != getpid()) {
+      auto made = std::make_unique<Shared>();
+      if (current.compare_exchange_strong(shared, made.get(), std::memory_order_acq_rel)) return *made.release();
     }
-    return *team;
+    return *shared;
   }
 
-  const int threads_;
-  std::atomic<Team*> team_;
+  int threads_;
 };
 
 }  // namespace ktc

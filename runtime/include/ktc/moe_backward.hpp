@@ -181,14 +181,14 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
   const auto* weight = static_cast<const Accumulator*>(arguments.top_k_weights);
   auto* grad_weight = static_cast<Accumulator*>(arguments.grad_top_k_weights);
 
-  engine.exclusively([&](ThreadPool& pool, Workspace& workspace) {
-    LoraBackward<Layer> lora(layer, routing, arguments, pool.threads());
+  engine.exclusively([&](const Team& team, Workspace& workspace) {
+    LoraBackward<Layer> lora(layer, routing, arguments, team.threads());
     workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(first_size) +
                       Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(slots) +
                       Workspace::bytes<Accumulator>(slots * num_weight_parts) +
                       Workspace::bytes<Element>(recompute ? first_size : 0) +
-                      Workspace::bytes<Element>(scratch_size * pool.threads()) +
-                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * pool.threads()) + lora.bytes());
+                      Workspace::bytes<Element>(scratch_size * team.threads()) +
+                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * team.threads()) + lora.bytes());
     auto* packed_TH = workspace.take<Element>(hidden_size);  // hidden states where recomputed, then dY
     auto* d_first_S = workspace.take<Element>(first_size);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
@@ -196,13 +196,13 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
     const WeightGradients<Layer> weight_gradients(workspace.take<Accumulator>(slots * num_weight_parts),
                                                   num_weight_parts);
     auto* recomputed_S = workspace.take<Element>(recompute ? first_size : 0);
-    auto* scratch = workspace.take<Element>(scratch_size * pool.threads());
-    auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * pool.threads());
+    auto* scratch = workspace.take<Element>(scratch_size * team.threads());
+    auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * team.threads());
     lora.take(workspace);
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
     const Element* saved_S = recompute ? recomputed_S : static_cast<const Element*>(arguments.saved);
 
-    pool.run([&](Worker worker) {
+    team.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
       Element* own_scratch = scratch + worker.index * scratch_size;

@@ -31,20 +31,20 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   const auto lora_first = LoraProduct<Layer>::of_first(layer, arguments.lora_first);
   const auto lora_down = LoraProduct<Layer>::of_down(layer, arguments.lora_down);
 
-  engine.exclusively([&](ThreadPool& pool, Workspace& workspace) {
-    LoraScratch<Layer> lora_scratch(layer, lora_first, lora_down, pool.threads());
+  engine.exclusively([&](const Team& team, Workspace& workspace) {
+    LoraScratch<Layer> lora_scratch(layer, lora_first, lora_down, team.threads());
     workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(activated_size) +
                       Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(slots) +
-                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * pool.threads()) +
-                      Workspace::bytes<Element>(layer.panel_scratch() * pool.threads()) +
+                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * team.threads()) +
+                      Workspace::bytes<Element>(layer.panel_scratch() * team.threads()) +
                       Workspace::bytes<Element>(slots * lora_first.packed_rank()) +
                       Workspace::bytes<Element>(slots * lora_down.packed_rank()) + lora_scratch.bytes());
     auto* hidden_S = workspace.take<Element>(hidden_size);
     auto* activated_S = workspace.take<Element>(activated_size);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
     auto* weight_S = workspace.take<Accumulator>(slots);
-    auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * pool.threads());
-    auto* scratch_W = workspace.take<Element>(layer.panel_scratch() * pool.threads());
+    auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * team.threads());
+    auto* scratch_W = workspace.take<Element>(layer.panel_scratch() * team.threads());
     LowRank<Layer> first_values{workspace.take<Element>(slots * lora_first.packed_rank()), nullptr};
     LowRank<Layer> down_values{workspace.take<Element>(slots * lora_down.packed_rank()), nullptr};
     lora_scratch.take(workspace);
@@ -59,7 +59,7 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       down_values.rows_S = saved.down_rows_S;
     }
 
-    pool.run([&](Worker worker) {
+    team.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
       Element* scratch = scratch_W + worker.index * layer.panel_scratch();

@@ -1,7 +1,5 @@
-// A team of workers that runs one function at a time, with barriers inside it. The caller is worker 0.
+// Threads that run one function at a time, with barriers inside it. The caller is worker 0.
 #pragma once
-
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -13,6 +11,7 @@
 #include <system_error>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace ktc {
@@ -41,12 +40,14 @@ inline void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint3
 
 class Barrier {
  public:
-  explicit Barrier(int count) : count_(count) {}
+  // Not while anybody waits.
+  void reset(int count) { count_ = count; }
 
   void arrive_and_wait() {
-    if (count_ == 1) return;
+    const int count = count_;  // once all have arrived it may be reset
+    if (count == 1) return;
     const auto round = round_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == count_ - 1) {
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == count - 1) {
       arrived_.store(0, std::memory_order_relaxed);
       round_.fetch_add(1, std::memory_order_acq_rel);
       round_.notify_all();
@@ -56,7 +57,7 @@ class Barrier {
   }
 
  private:
-  const int count_;
+  int count_ = 1;
   std::atomic<int> arrived_{0};
   std::atomic<std::uint32_t> round_{0};
 };
@@ -67,65 +68,107 @@ struct Worker {
   Barrier& barrier;
 };
 
+// Threads that sleep until they are called. There are as many as the largest call asked for, and any call takes the
+// first so many of them: layers that want different numbers of threads share them.
 class ThreadPool {
  public:
-  explicit ThreadPool(int threads) : threads_(threads), barrier_(threads) {
+  ThreadPool() = default;
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+  ~ThreadPool() { dismiss(0); }
+
+  // Have so many threads, the caller included. Throws std::runtime_error where they cannot be started; then those that
+  // were there remain, and no other.
+  void require(int threads) {
     if (threads < 1) throw std::invalid_argument("threads must be at least 1, found " + std::to_string(threads));
-    workers_.reserve(static_cast<std::size_t>(threads) - 1);
+    const std::size_t before = workers_.size();
     try {
-      for (int index = 1; index < threads; ++index) workers_.emplace_back([this, index] { serve(index); });
+      while (static_cast<int>(workers_.size()) < threads - 1) add();
     } catch (const std::system_error& error) {
-      dismiss();
-      throw std::runtime_error("only " + std::to_string(workers_.size() + 1) + " of " + std::to_string(threads) +
+      const std::size_t found = workers_.size();
+      dismiss(before);
+      throw std::runtime_error("only " + std::to_string(found + 1) + " of " + std::to_string(threads) +
                                " kernel threads could be started: " + error.what());
     }
   }
-  ThreadPool(const ThreadPool&) = delete;
-  ThreadPool& operator=(const ThreadPool&) = delete;
-  ~ThreadPool() { dismiss(); }
 
-  int threads() const { return threads_; }
-
-  // Call `body(Worker)` once on every worker and return when all are done. `body` must not throw.
+  // Call `body(Worker)` once on each of `threads` threads and return when all are done. `body` must not throw.
   template <class Body>
-  void run(Body&& body) {
+  void run(int threads, Body&& body) {
+    require(threads);
     task_ = [](void* context, Worker worker) { (*static_cast<std::remove_reference_t<Body>*>(context))(worker); };
     context_ = &body;
-    start();
-    task_(context_, {0, threads_, barrier_});
-    barrier_.arrive_and_wait();
+    count_ = threads;
+    barrier_.reset(threads);
+    for (int index = 1; index < threads; ++index) workers_[static_cast<std::size_t>(index) - 1]->call();
+    work(0);
   }
 
  private:
   using Task = void (*)(void*, Worker);
 
-  void start() {
-    if (threads_ == 1) return;
-    generation_.fetch_add(1, std::memory_order_release);
-    generation_.notify_all();
+  // A thread and the number of its calls, on a cache line of its own.
+  struct alignas(64) Member {
+    void call() {
+      calls.fetch_add(1, std::memory_order_release);
+      calls.notify_one();
+    }
+    std::atomic<std::uint32_t> calls{0};
+    std::thread thread;
+  };
+
+  void add() {
+    auto member = std::make_unique<Member>();
+    Member& added = *member;
+    const int index = static_cast<int>(workers_.size()) + 1;
+    workers_.reserve(workers_.size() + 1);
+    added.thread = std::thread([this, &added, index] { serve(added, index); });
+    workers_.push_back(std::move(member));
   }
 
-  void dismiss() {
+  void dismiss(std::size_t remaining) {
     task_ = nullptr;
-    start();
-    for (auto& worker : workers_) worker.join();
+    for (std::size_t index = remaining; index < workers_.size(); ++index) workers_[index]->call();
+    for (std::size_t index = remaining; index < workers_.size(); ++index) workers_[index]->thread.join();
+    workers_.resize(remaining);
   }
 
-  void serve(int index) {
+  void work(int index) {
+    task_(context_, {index, count_, barrier_});
+    barrier_.arrive_and_wait();
+  }
+
+  void serve(const Member& self, int index) {
     for (std::uint32_t seen = 0;; ++seen) {
-      wait_while_equal(generation_, seen);
+      wait_while_equal(self.calls, seen);
       if (task_ == nullptr) return;
-      task_(context_, {index, threads_, barrier_});
-      barrier_.arrive_and_wait();
+      work(index);
     }
   }
 
-  const int threads_;
   Barrier barrier_;
-  std::atomic<std::uint32_t> generation_{0};
   Task task_ = nullptr;
   void* context_ = nullptr;
-  std::vector<std::thread> workers_;
+  int count_ = 1;
+  std::vector<std::unique_ptr<Member>> workers_;
+};
+
+// The threads of one call.
+class Team {
+ public:
+  Team(ThreadPool& pool, int threads) : pool_(pool), threads_(threads) {}
+
+  int threads() const { return threads_; }
+
+  // Call `body(Worker)` once on each thread and return when all are done. `body` must not throw.
+  template <class Body>
+  void run(Body&& body) const {
+    pool_.run(threads_, std::forward<Body>(body));
+  }
+
+ private:
+  ThreadPool& pool_;
+  int threads_;
 };
 
 }  // namespace ktc

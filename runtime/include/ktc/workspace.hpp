@@ -61,6 +61,8 @@ class Workspace {
     return (static_cast<std::size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
   }
 
+  std::size_t size() const { return pages_.size(); }
+
   void reserve(std::size_t total) {
     if (total > pages_.size()) {
       pages_ = HugePages();  // the old block goes before the new one comes
