@@ -72,7 +72,7 @@ class WithLora {
     if constexpr (requires { inner_.begin(part); }) inner_.begin(part);
   }
   void prefetch(const SlotGroup& group, PanelPart part) const { inner_.prefetch(group, part); }
-  void complete(Isa& isa, const SlotGroup& group, Accumulator* tile) const {
+  void complete(Isa& isa, const SlotGroup& group, PanelPart, Accumulator* tile) const {
     if (!product_.active()) return;
     alignas(64) Accumulator low_rank[Isa::kMaxRows * kPanelWidth];
     const std::int64_t rank = product_.packed_rank();

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "ktc/lora_backward.hpp"
+#include "ktc/moe_forward.hpp"
 #include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
 
@@ -183,9 +184,10 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
 
   engine.exclusively([&](const Team& team, Workspace& workspace) {
     LoraBackward<Layer> lora(layer, routing, arguments, team.threads());
-    workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(first_size) +
-                      Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(slots) +
-                      Workspace::bytes<Accumulator>(slots * num_weight_parts) +
+    ForwardProducts<Layer> products(layer, routing, arguments.packed, team.threads());
+    workspace.reserve((recompute ? products.bytes() : 0) + Workspace::bytes<Element>(hidden_size) +
+                      Workspace::bytes<Element>(first_size) + Workspace::bytes<Accumulator>(sums_size) +
+                      Workspace::bytes<Accumulator>(slots) + Workspace::bytes<Accumulator>(slots * num_weight_parts) +
                       Workspace::bytes<Element>(recompute ? first_size : 0) +
                       Workspace::bytes<Element>(scratch_size * team.threads()) +
                       Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * team.threads()) + lora.bytes());
@@ -199,6 +201,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
     auto* scratch = workspace.take<Element>(scratch_size * team.threads());
     auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * team.threads());
     lora.take(workspace);
+    if (recompute) products.take(workspace);
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
     const Element* saved_S = recompute ? recomputed_S : static_cast<const Element*>(arguments.saved);
 
@@ -210,13 +213,12 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
         return typename Layer::TransposedSource(stored, num_panels, own_scratch);
       };
       if (recompute) {
-        gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), packed_TH);
+        products.read_hidden(worker, share(num_groups), hidden_TH, packed_TH);
         if (lora.first()) lora.recompute_first(worker.index, share(num_groups), packed_TH);
         worker.barrier.arrive_and_wait();
         auto* activated_S = lora.down() ? d_first_S : nullptr;  // there is room: gradients come later
-        sweep<Isa>(
-            routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed, own_scratch),
-            packed_TH, at_hand,
+        products.first(
+            worker.index, share(layer.format.num_first_panels()), packed_TH, {at_hand, own_scratch},
             lora.around_first(worker.index, FirstEpilogue<Layer>(layer, arguments.packed, activated_S, recomputed_S)));
         worker.barrier.arrive_and_wait();
         if (lora.down()) lora.recompute_down(worker.index, share(num_groups), activated_S);

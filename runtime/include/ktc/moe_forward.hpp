@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "ktc/forward_products.hpp"
 #include "ktc/lora_epilogue.hpp"
 #include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
@@ -11,18 +12,22 @@
 namespace ktc {
 
 template <class Layer>
+using ForwardProducts = ElementProducts<Layer>;
+
+template <class Layer>
 void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arguments) {
   using Isa = typename Layer::Isa;
   using Element = typename Layer::Element;
   using Accumulator = typename Layer::Accumulator;
   using Panels = LoraPanels<Layer>;
+  using Products = ForwardProducts<Layer>;
+  using Epilogue = FirstEpilogue<Layer, typename Products::ActivatedRows>;
   const auto& shape = layer.shape;
   const Routing routing = layer.route(arguments.top_k_index, arguments.tokens);
   if (arguments.tokens == 0) return;
 
   const std::int64_t slots = routing.num_slots();
   const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
-  const std::int64_t hidden_size = slots * shape.padded_hidden();
   const std::int64_t activated_size = slots * shape.padded_intermediate();
   const std::int64_t sums_size = TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden());
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
@@ -30,17 +35,24 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   const auto* weight = static_cast<const Accumulator*>(arguments.top_k_weights);
   const auto lora_first = LoraProduct<Layer>::of_first(layer, arguments.lora_first);
   const auto lora_down = LoraProduct<Layer>::of_down(layer, arguments.lora_down);
+  // Products that pack rows of their own leave those of elements to LoRA, if there is any.
+  const std::int64_t hidden_size = Products::kPacksRows && !lora_first.active() ? 0 : slots * shape.padded_hidden();
+  const std::int64_t repacked_size = Products::kPacksRows && lora_down.active() ? activated_size : 0;
 
   engine.exclusively([&](const Team& team, Workspace& workspace) {
     LoraScratch<Layer> lora_scratch(layer, lora_first, lora_down, team.threads());
+    Products products(layer, routing, arguments.packed, team.threads());
     workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(activated_size) +
+                      Workspace::bytes<Element>(repacked_size) + products.bytes() +
                       Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(slots) +
                       Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * team.threads()) +
                       Workspace::bytes<Element>(layer.panel_scratch() * team.threads()) +
                       Workspace::bytes<Element>(slots * lora_first.packed_rank()) +
                       Workspace::bytes<Element>(slots * lora_down.packed_rank()) + lora_scratch.bytes());
-    auto* hidden_S = workspace.take<Element>(hidden_size);
+    auto* hidden_S = hidden_size == 0 ? nullptr : workspace.take<Element>(hidden_size);
     auto* activated_S = workspace.take<Element>(activated_size);
+    auto* repacked_S = repacked_size == 0 ? nullptr : workspace.take<Element>(repacked_size);
+    products.take(workspace);
     const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
     auto* weight_S = workspace.take<Accumulator>(slots);
     auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * team.threads());
@@ -61,9 +73,9 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
 
     team.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
-      Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
-      Element* scratch = scratch_W + worker.index * layer.panel_scratch();
-      gather_slots<Isa>(routing, hidden_TH, shape.padded_hidden(), share(num_groups), hidden_S);
+      const SweepScratch<Layer> scratch{sums_at_hand_W + worker.index * sums_at_hand<Isa>(),
+                                        scratch_W + worker.index * layer.panel_scratch()};
+      products.read_hidden(worker, share(num_groups), hidden_TH, hidden_S);
       sums.clear(share(arguments.tokens));
       if (lora_first.active()) {
         to_low_rank(lora_first, routing, share(num_groups), hidden_S, shape.padded_hidden(), Panels::ranks_of_a,
@@ -71,21 +83,20 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       }
       worker.barrier.arrive_and_wait();
 
-      sweep<Isa>(routing, share(layer.format.num_first_panels()), layer.first_panels(arguments.packed, scratch),
-                 hidden_S, at_hand,
-                 WithLora(lora_first, first_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
-                          FirstEpilogue(layer, arguments.packed, activated_S, saved_S)));
+      products.first(worker.index, share(layer.format.num_first_panels()), hidden_S, scratch,
+                     WithLora(lora_first, first_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
+                              Epilogue(layer, arguments.packed, activated_S, saved_S)));
       worker.barrier.arrive_and_wait();
+      products.read_activated(worker, share(num_groups), activated_S, repacked_S);
       if (lora_down.active()) {
-        to_low_rank(lora_down, routing, share(num_groups), activated_S, shape.padded_intermediate(), Panels::ranks_of_a,
-                    lora_scratch.low_rank(worker.index), down_values);
-        worker.barrier.arrive_and_wait();
+        to_low_rank(lora_down, routing, share(num_groups), Products::kPacksRows ? repacked_S : activated_S,
+                    shape.padded_intermediate(), Panels::ranks_of_a, lora_scratch.low_rank(worker.index), down_values);
       }
+      if (Products::kPacksRows || lora_down.active()) worker.barrier.arrive_and_wait();
 
-      sweep<Isa>(routing, share(layer.format.num_down_panels()), layer.down_panels(arguments.packed, scratch),
-                 activated_S, at_hand,
-                 WithLora(lora_down, down_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
-                          AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr)));
+      products.down(worker.index, share(layer.format.num_down_panels()), activated_S, scratch,
+                    WithLora(lora_down, down_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
+                             AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr)));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), out_TH);
     });

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "ktc/decoded_panels.hpp"
 #include "ktc/moe_sweep.hpp"
@@ -99,8 +100,28 @@ class PackedRows {
   std::int64_t contraction_;
 };
 
-// After a panel of the first product: the activation, ready for the down product. Either target may be null.
+// The same written where the slots' rows of `row_size` elements are.
 template <class Layer>
+class PlainRows {
+ public:
+  using Element = typename Layer::Element;
+
+  PlainRows(Element* rows, std::int64_t row_size) : rows_(rows), row_size_(row_size) {}
+
+  void write(const SlotGroup& group, std::int64_t first_k, const Element (*lanes)[kHalfPanel]) const {
+    for (int row = 0; row < group.rows; ++row) {
+      std::memcpy(rows_ + (group.first_slot + row) * row_size_ + first_k, lanes[row], sizeof(lanes[row]));
+    }
+  }
+
+ private:
+  Element* rows_;
+  std::int64_t row_size_;
+};
+
+// After a panel of the first product: the activation, in the rows that the down product wants. Either target may be
+// null.
+template <class Layer, class ActivatedRows = PackedRows<Layer>>
 class FirstEpilogue {
  public:
   using Element = typename Layer::Element;
@@ -153,7 +174,7 @@ class FirstEpilogue {
       }
     }
     if (activated_S_ != nullptr) {
-      PackedRows<Layer>(activated_S_, padded).write(group, half * kHalfPanel, activated);
+      ActivatedRows(activated_S_, padded).write(group, half * kHalfPanel, activated);
     }
   }
 

@@ -122,10 +122,10 @@ constexpr std::int64_t sums_at_hand() {
 }
 
 // For every active expert and each panel in `own`: multiply all its slots and call `epilogue(group, part, tile)`,
-// announced by `epilogue.prefetch(group, part)`. Before it, `epilogue.complete(isa, group, tile)` may add products of
-// its own; `epilogue.begin(part)` and `epilogue.end(part)` stand around the calls of a panel. `rows` are packed slots,
-// `panels.contraction()` elements each (see `gather_slots`). `sums` are `sums_at_hand()` accumulators of this worker's
-// own.
+// announced by `epilogue.prefetch(group, part)`. Before it, `epilogue.complete(isa, group, part, tile)` may add
+// products of its own; `epilogue.begin(part)` and `epilogue.end(part)` stand around the calls of a panel. `rows` are
+// packed slots, `panels.contraction()` elements each (see `gather_slots`). `sums` are `sums_at_hand()` accumulators of
+// this worker's own.
 template <class Isa, class Panels, class Epilogue>
 void sweep(const Routing& routing, Range own, Panels panels, const typename Isa::Element* rows,
            typename Isa::Accumulator* sums, const Epilogue& epilogue) {
@@ -163,7 +163,7 @@ void sweep(const Routing& routing, Range own, Panels panels, const typename Isa:
         isa.multiply_add(group->rows, steps, a, packed, tile, ahead);
       }
       if (here.ends_sum()) {
-        epilogue.complete(isa, *group, tile);
+        epilogue.complete(isa, *group, part, tile);
         epilogue(*group, part, tile);
       }
       if (here.keeps_sums()) tile += kTile;
@@ -204,28 +204,37 @@ void interleave(const Element* const* rows, int num_rows, std::int64_t first_k, 
   }
 }
 
-// Copy each slot's token from `tokens` (T, K) into packed slots of `padded` elements; the padding becomes zero.
+// Copy the row `row_of(slot)`, of `columns` elements, of each slot of a group into packed slots of `padded` elements;
+// the padding becomes zero.
+template <class Isa, class RowOf>
+void pack_group(const SlotGroup& group, const RowOf& row_of, std::int64_t columns, std::int64_t padded,
+                typename Isa::Element* target) {
+  using Element = typename Isa::Element;
+  const Element* rows[Isa::kMaxRows];
+  for (int row = 0; row < group.rows; ++row) rows[row] = row_of(group.first_slot + row);
+
+  with_row_depth<Isa>(group.rows, [&]<int kRowDepth>(std::integral_constant<int, kRowDepth>) {
+    Element* packed = target + group.first_slot * padded;
+    const std::int64_t whole = columns / kCopied<kRowDepth> * kCopied<kRowDepth>;
+    const std::int64_t last_step = columns / kRowDepth * kRowDepth;
+    std::fill(packed + last_step * group.rows, packed + padded * group.rows, Element{});
+    interleave<kRowDepth>(rows, group.rows, 0, whole, packed);
+    for (std::int64_t k = whole; k < columns; ++k) {
+      for (int row = 0; row < group.rows; ++row) {
+        packed[last_step * group.rows + row * kRowDepth + k - last_step] = rows[row][k];
+      }
+    }
+  });
+}
+
+// The same of each slot's token from `tokens` (T, K).
 template <class Isa>
 void gather_slots(const Routing& routing, const MatrixView<const typename Isa::Element>& tokens, std::int64_t padded,
                   Range groups, typename Isa::Element* target) {
-  using Element = typename Isa::Element;
   for (std::int64_t index = groups.begin; index < groups.end; ++index) {
-    const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
-    const Element* rows[Isa::kMaxRows];
-    for (int row = 0; row < group.rows; ++row) rows[row] = tokens.row(routing.token(group.first_slot + row));
-
-    with_row_depth<Isa>(group.rows, [&]<int kRowDepth>(std::integral_constant<int, kRowDepth>) {
-      Element* packed = target + group.first_slot * padded;
-      const std::int64_t whole = tokens.columns / kCopied<kRowDepth> * kCopied<kRowDepth>;
-      const std::int64_t last_step = tokens.columns / kRowDepth * kRowDepth;
-      std::fill(packed + last_step * group.rows, packed + padded * group.rows, Element{});
-      interleave<kRowDepth>(rows, group.rows, 0, whole, packed);
-      for (std::int64_t k = whole; k < tokens.columns; ++k) {
-        for (int row = 0; row < group.rows; ++row) {
-          packed[last_step * group.rows + row * kRowDepth + k - last_step] = rows[row][k];
-        }
-      }
-    });
+    pack_group<Isa>(
+        routing.groups()[static_cast<std::size_t>(index)],
+        [&](std::int64_t slot) { return tokens.row(routing.token(slot)); }, tokens.columns, padded, target);
   }
 }
 

@@ -1,0 +1,62 @@
+// The two products of forward, and the rows they read: of gate and up from hidden states, of down from what the
+// activation made of those. Backward computes the first of them again where forward kept nothing.
+//
+// Other arithmetics than that of the layer's elements have a class of the same interface.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ktc/moe_layer.hpp"
+#include "ktc/moe_sweep.hpp"
+#include "ktc/thread_pool.hpp"
+#include "ktc/workspace.hpp"
+
+namespace ktc {
+
+// What one worker has of its own for a sweep: `sums_at_hand()` accumulators, and `panel_scratch()` elements.
+template <class Layer>
+struct SweepScratch {
+  typename Layer::Accumulator* sums;
+  typename Layer::Element* panel;
+};
+
+// The packed rows are the products' own operands: the caller holds them, Hp or Ip elements per slot.
+template <class Layer>
+class ElementProducts {
+ public:
+  using Isa = typename Layer::Isa;
+  using Element = typename Layer::Element;
+  using Tokens = MatrixView<const Element>;
+  using Scratch = SweepScratch<Layer>;
+  using ActivatedRows = PackedRows<Layer>;  // how the first product's epilogue writes for down
+  static constexpr bool kPacksRows = false;
+
+  ElementProducts(const Layer& layer, const Routing& routing, const std::byte* packed, int)
+      : layer_(layer), routing_(routing), packed_(packed) {}
+
+  static constexpr std::size_t bytes() { return 0; }
+  void take(Workspace&) {}
+
+  void read_hidden(Worker, Range groups, const Tokens& hidden_TH, Element* hidden_S) const {
+    gather_slots<Isa>(routing_, hidden_TH, layer_.shape.padded_hidden(), groups, hidden_S);
+  }
+  void read_activated(Worker, Range, const Element*, Element*) const {}
+
+  // The panels in `own` of all slots.
+  template <class Epilogue>
+  void first(int, Range own, const Element* hidden_S, Scratch scratch, const Epilogue& epilogue) const {
+    sweep<Isa>(routing_, own, layer_.first_panels(packed_, scratch.panel), hidden_S, scratch.sums, epilogue);
+  }
+  template <class Epilogue>
+  void down(int, Range own, const Element* activated_S, Scratch scratch, const Epilogue& epilogue) const {
+    sweep<Isa>(routing_, own, layer_.down_panels(packed_, scratch.panel), activated_S, scratch.sums, epilogue);
+  }
+
+ private:
+  const Layer& layer_;
+  const Routing& routing_;
+  const std::byte* packed_;
+};
+
+}  // namespace ktc
