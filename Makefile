@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo test test-all versions census fuzz check format clean
+.PHONY: setup demo test test-all versions sanitize census fuzz check format clean
 
 setup: $(READY)
 
@@ -41,6 +41,10 @@ test-all: check versions
 # The quick tests with the oldest and the newest supported torch, transformers and peft, each in build/versions.
 versions: $(READY)
 	$(BIN)/python tests/version_matrix.py $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
+
+# The kernels under the thread, address and undefined-behaviour sanitizers of the compiler (test-all runs it too).
+sanitize: $(READY)
+	$(BIN)/python -m pytest -m "" tests/test_sanitizers.py
 
 # The table of all mixture-of-experts families, written anew.
 census: $(READY)

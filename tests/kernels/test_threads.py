@@ -1,4 +1,4 @@
-"""The threads of a process: how many there are, who shares them, and what they do when there is nothing to do."""
+"""What the layers of a process share: how many threads there are, what they do when idle, and the workspace."""
 
 from __future__ import annotations
 
@@ -85,3 +85,21 @@ def test_threads_that_fail_to_start_do_not_spoil_the_others(kernels: KernelLibra
     with pytest.raises(ValueError, match="at least 1, found 0"):
         kernels.kernel(SPEC.entry).engine(0)
     assert all(map(torch.equal, run(module, layer), expected))
+
+
+def test_the_workspace_shrinks_when_calls_have_been_small_for_long(kernels: KernelLibrary, load: Load) -> None:
+    module = load(random_layer(64, 96, 4, 2, 1), SPEC)
+    engine, least = kernels.kernel(SPEC.entry).engine(1), 16 << 20
+
+    def call(tokens: int) -> int:
+        module(torch.zeros(tokens, 64).bfloat16(), torch.zeros(tokens, 2).long(), torch.zeros(tokens, 2))
+        return engine.workspace_bytes
+
+    large = call(20_000)
+    assert large > least
+    assert {call(1) for _ in range(255)} == {large}
+    assert call(10_000) == large  # more than a quarter: the count begins again
+    assert {call(1) for _ in range(200)} == {large}
+    assert {call(50) for _ in range(55)} == {large}
+    assert call(1) < least
+    assert call(20_000) == large

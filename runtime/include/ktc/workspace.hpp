@@ -1,8 +1,13 @@
-// Scratch memory that grows to the largest call and is handed out anew for each one.
+// Scratch memory that fits the largest call of late and is handed out anew for each one.
 #pragma once
 
 #include <sys/mman.h>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <new>
@@ -54,21 +59,36 @@ class HugePages {
 };
 
 // Regions of one call. Ask for the sum of `Workspace::bytes<T>(n)` first, then take them one after the other.
+//
+// The block stays for the next call. It gives memory back when it has been much too large for a while: after
+// `kPatience` calls in a row that took less than a quarter of it, it shrinks to the largest of these. So a long prompt
+// does not hold its memory through the text that follows, and steps that alternate in size keep theirs.
 class Workspace {
  public:
+  static constexpr int kPatience = 256;
+  static constexpr std::size_t kSmall = 8 * kHugePage;  // not worth giving back
+
   template <class T>
   static constexpr std::size_t bytes(std::int64_t count) {
-    return (static_cast<std::size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    return (static_cast<std::size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment + kGap;
   }
 
+  // Of the block, whether the last call took them or not.
   std::size_t size() const { return pages_.size(); }
 
   void reserve(std::size_t total) {
     if (total > pages_.size()) {
-      pages_ = HugePages();  // the old block goes before the new one comes
-      pages_ = HugePages(total);
+      replace(total);
+    } else if (total >= pages_.size() / 4 || pages_.size() <= kSmall) {
+      small_calls_ = 0;
+    } else {
+      largest_ = std::max(small_calls_ == 0 ? 0 : largest_, total);
+      if (++small_calls_ == kPatience) replace(largest_);
     }
     used_ = 0;
+#if defined(__SANITIZE_ADDRESS__)
+    ASAN_POISON_MEMORY_REGION(pages_.data(), pages_.size());
+#endif
   }
 
   // Contents are whatever the last call left.
@@ -76,13 +96,32 @@ class Workspace {
   T* take(std::int64_t count) {
     std::byte* region = pages_.data() + used_;
     used_ += bytes<T>(count);
+#if defined(__SANITIZE_ADDRESS__)
+    ASAN_UNPOISON_MEMORY_REGION(region, static_cast<std::size_t>(count) * sizeof(T));
+#endif
     return reinterpret_cast<T*>(region);
   }
 
  private:
+  void replace(std::size_t total) {
+#if defined(__SANITIZE_ADDRESS__)
+    ASAN_UNPOISON_MEMORY_REGION(pages_.data(), pages_.size());
+#endif
+    pages_ = HugePages();  // the old block goes before the new one comes
+    pages_ = HugePages(total);
+    small_calls_ = 0;
+  }
+
   static constexpr std::size_t kAlignment = 64;
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr std::size_t kGap = kAlignment;  // so that who leaves a region is seen
+#else
+  static constexpr std::size_t kGap = 0;
+#endif
   HugePages pages_;
   std::size_t used_ = 0;
+  std::size_t largest_ = 0;  // of the small calls
+  int small_calls_ = 0;
 };
 
 }  // namespace ktc
