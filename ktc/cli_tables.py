@@ -126,13 +126,11 @@ def kernels_table(plan: Plan) -> Table:
     """One row per generated kernel."""
     table = _table("kernel", "H", "I", "experts", "top k", "format", "ISA", "threads")
     for spec in plan.kernels:
-        same = spec.format_gate_up == spec.format_down
-        form = spec.format_down if same else f"{spec.format_gate_up}, {spec.format_down}"
         sizes = (
             "any" if size is None else str(size)
             for size in (spec.hidden, spec.intermediate, spec.num_experts, spec.top_k)
         )
-        table.add_row(f"{spec.op} ({spec.activation})", *sizes, form, spec.isa, str(plan.threads))
+        table.add_row(f"{spec.op} ({spec.activation})", *sizes, ", ".join(spec.formats), spec.isa, str(plan.threads))
     return table
 
 

@@ -18,17 +18,18 @@ import jinja2
 from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Isa
-from ktc.plan.kernel_spec import CODES, KERNELS, KernelSpec
+from ktc.plan.kernel_spec import CODES, KERNELS, KernelSpec, WeightFormat
 from ktc.runtime.experts_form import Function
 
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
-_WEIGHT_FORMATS: Final = {
-    "bf16": "Bf16",
-    "fp32": "Fp32",
-    "fp64": "Fp64",
-    "int4": "GroupedInt4<{}>",
-    "int8": "GroupedInt8<{}>",
-    "fp8": "GroupedFp8<{}>",
+# Header and type of a panel in `runtime/include/ktc/weight_format`; a type may ask for the size of groups.
+_PANELS: Final[Mapping[WeightFormat, tuple[str, str]]] = {
+    "bf16": ("dense", "Bf16Panel"),
+    "fp32": ("dense", "Fp32Panel"),
+    "fp64": ("dense", "Fp64Panel"),
+    "int4": ("quantised", "Int4Panel<{}>"),
+    "int8": ("quantised", "Int8Panel<{}>"),
+    "fp8": ("quantised", "Fp8Panel<{}>"),
 }
 _FUNCTIONS: Final[Mapping[Function, str]] = {
     "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu", "relu2": "Relu2",
@@ -81,18 +82,14 @@ def render(specs: Sequence[KernelSpec], origin: Mapping[KernelSpec, str]) -> Ker
 
 
 def _unsupported(spec: KernelSpec) -> Diagnostic | None:
-    formats = KERNELS.get(spec.isa, ())
-    computes_in = "bf16" if spec.format_down in CODES else spec.format_down
+    groups = (CODES[name].group_sizes for name in spec.formats if name in CODES)
     if (
-        spec.format_gate_up == spec.format_down
-        and spec.format_down in formats
-        and spec.dtype == computes_in
-        and spec.group_size in (CODES[spec.format_down].group_sizes if spec.format_down in CODES else (0,))
+        set(spec.formats) <= set(KERNELS.get(spec.isa, ()))
+        and all(spec.dtype == ("bf16" if name in CODES else name) for name in spec.formats)
+        and spec.group_size in max(groups, key=len, default=(0,))
     ):
         return None
-    stored = (
-        spec.format_gate_up if spec.format_gate_up == spec.format_down else f"{spec.format_gate_up}/{spec.format_down}"
-    )
+    stored = "/".join(spec.formats)
     written = "; ".join(f"`{isa}`: {', '.join(names)}" for isa, names in KERNELS.items())
     return Diagnostic(
         "H220",
@@ -112,8 +109,8 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
         "origin": _UNSAFE.sub("_", origin),
         "dims": ["ktc::kDynamic" if size is None else size for size in constants],
         "isa": f"{isa}<{_ELEMENTS[spec.dtype]}>" if spec.isa == "scalar" else isa,
-        "weight_format": _WEIGHT_FORMATS[spec.format_down].format(spec.group_size),
-        "weight_header": "quantised" if spec.format_down in CODES else "dense",
+        "panels": [_PANELS[name][1].format(spec.group_of(name)) for name in spec.formats],
+        "weight_headers": sorted({"packed", *(_PANELS[name][0] for name in spec.formats)}),
         "function": _FUNCTIONS[spec.activation.function],
         "constants": {name: _constant(value) for name, value in _constants(spec)},
     }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, KtcError
-from ktc.plan.kernel_spec import CODES, KernelSpec
+from ktc.plan.kernel_spec import CODES, KernelSpec, WeightFormat
 from ktc.runtime.experts_form import ExpertsForm
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.kernel_library import Kernel
@@ -46,7 +46,7 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
         for place, expert in enumerate(used):
             for part, values in canonical_parts(form, name, tensor[place]):
                 experts.load(expert, part, values)
-                if spec.format_down in CODES and not part.endswith("_bias"):
+                if spec.format_of(part) in CODES and not part.endswith("_bias"):
                     _take_quantised(spec, experts, expert, part, values)
     results: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     for tokens in _TOKENS:
@@ -69,15 +69,22 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
 
 
 def _odd_sizes(spec: KernelSpec) -> dict[str, int]:
-    group = spec.group_size
-    even = spec.format_down in CODES and CODES[spec.format_down].even
-    return _ODD_SIZES | ({"hidden": 2 * group, "intermediate": 3 * group} if even else {})
+    sizes = dict(_ODD_SIZES)
+    products: tuple[tuple[str, WeightFormat], ...] = (
+        ("hidden", spec.format_gate_up),
+        ("intermediate", spec.format_down),
+    )
+    for groups, (name, weight_format) in enumerate(products, 2):
+        if weight_format in CODES and CODES[weight_format].even:
+            sizes[name] = groups * spec.group_of(weight_format)
+    return sizes
 
 
 def _take_quantised(spec: KernelSpec, experts: PackedExperts, expert: int, part: ExpertPart, values: Tensor) -> None:
     """Put in place of `values` what the kernel has made of them."""
     packed = experts.unpack(expert, part, tuple(values.shape))
-    expected = dequantise(*quantise(values, spec.format_down, spec.group_size), spec.group_size)
+    group = spec.group_of(spec.format_of(part))
+    expected = dequantise(*quantise(values, spec.format_of(part), group), group)
     if not torch.equal(packed, expected):
         message = f"the built kernel `{spec.entry}` is wrong: it packs other weights than its reference"
         raise KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))

@@ -67,7 +67,7 @@ def _settings(claims: Sequence[Claim]) -> Iterator[Diagnostic]:
 
 def _kernels(kernels: Sequence[tuple[Claim, KernelSpec]]) -> Iterator[Diagnostic]:
     for claim, spec in kernels:
-        for weight_format in dict.fromkeys((spec.format_gate_up, spec.format_down)):
+        for weight_format in spec.formats:
             if weight_format not in FORMATS:
                 stored = " (the checkpoint's own)" if claim.settings["format"] == "stored" else ""
                 hint = (

@@ -47,7 +47,7 @@ def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     automatic = action.settings["isa"] == "auto"
     chosen = f"the best this host can run{_passed_over(spec, host)}" if automatic else "asked for"
     moved = "" if rewrite.device == "cpu" else f", hidden states move {rewrite.device} -> cpu -> {rewrite.device}"
-    how = f"{spec.format_down} weights, {spec.isa} kernel, {chosen}"
+    how = f"{' and '.join(spec.formats)} weights, {spec.isa} kernel, {chosen}"
     return f"routed experts as one node on cpu ({how}){moved}: {where}"
 
 

@@ -68,7 +68,24 @@ class KernelSpec:
     gated: bool = True
     biased: bool = False
     max_lora_rank: int = 0
-    group_size: int = 0  # of quantised weights: how many of a row share a scale
+    group_size: int = 0  # of codes: how many weights of a row share a scale
+
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """What weights are stored in: one format, or that of gate and up and that of down."""
+        return tuple(dict.fromkeys((self.format_gate_up, self.format_down)))
+
+    def format_of(self, part: str) -> WeightFormat:
+        """What gate, up or down is stored in."""
+        return self.format_down if part.startswith("down") else self.format_gate_up
+
+    def group_of(self, weight_format: WeightFormat) -> int:
+        """How many weights of a row share a scale in one of the spec's formats: 0 where all do, or there is none.
+
+        `group_size` speaks of the format that leaves a choice.
+        """
+        sizes = CODES[weight_format].group_sizes if weight_format in CODES else (0,)
+        return self.group_size if self.group_size in sizes else sizes[0]
 
     @property
     def entry(self) -> str:
@@ -77,7 +94,7 @@ class KernelSpec:
             f"{letter}{'n' if size is None else size}"
             for letter, size in zip("HIEk", (self.hidden, self.intermediate, self.num_experts, self.top_k), strict=True)
         )
-        formats = "_".join(dict.fromkeys((self.format_gate_up, self.format_down)))
+        formats = "_".join(self.formats)
         formats += f"g{self.group_size}" if self.group_size else ""
         return f"FusedMoe_{dims}_{self.dtype}_{formats}_{self.isa}_{_identifier(self)}"
 

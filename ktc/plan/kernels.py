@@ -20,13 +20,15 @@ ISAS = tuple(KERNELS)
 FORMATS = tuple(name for name in get_args(WeightFormat) if all(name in formats for formats in KERNELS.values()))
 # How a checkpoint stores weights: a dtype or a method by name, and the size of groups that a kernel may keep, else 0.
 StoredFormat = tuple[str, int]
+# All that gate and up are stored as, and all that down is.
+StoredFormats = tuple[tuple[StoredFormat, ...], tuple[StoredFormat, ...]]
 # What the loader hands to a kernel; codes that none keeps become bf16 on their way, as `plan/stored.py` tells.
 _LOADED = {"f16": "fp16", "f32": "fp32", "f64": "fp64", **dict.fromkeys(("fp8", "int4", "mxfp4"), "bf16")}
 
 Name = TypeVar("Name")
 
 
-def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[StoredFormat, ...], host: Host) -> KernelSpec:
+def choose_kernel(claim: Claim, node: fx.Node, stored: StoredFormats, host: Host) -> KernelSpec:
     """The kernel for the experts node `node`, whose weights the checkpoint stores as `stored`.
 
     The format and the ISA may be ones that this version does not build; `availability` tells. Raises InputRefused where
@@ -34,7 +36,7 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[StoredFormat, ...],
     """
     about = ops.attributes(node)
     hidden, inter = int(about["hidden"]), int(about["inter"])
-    weight_format, group_size = _format(claim, stored, {"hidden": hidden, "intermediate": inter})
+    gate_up, down, group_size = _formats(claim, stored, hidden, inter)
     top_k, num_experts = int(ops.shape_of(node.args[1])[-1]), int(about["num_experts"])
     if not 1 <= top_k <= num_experts:
         message = f"the router of `{claim.path}` chooses {top_k} of {num_experts} experts"
@@ -47,8 +49,8 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[StoredFormat, ...],
         num_experts=num_experts,
         top_k=top_k,
         dtype="bf16",
-        format_gate_up=weight_format,
-        format_down=weight_format,
+        format_gate_up=gate_up,
+        format_down=down,
         isa=_isa(claim, host),
         activation=form.activation,
         gated=form.gated,
@@ -57,41 +59,59 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: tuple[StoredFormat, ...],
     )
 
 
-def _format(claim: Claim, stored: tuple[StoredFormat, ...], sizes: Mapping[str, int]) -> tuple[WeightFormat, int]:
-    """The format of packed weights and the size of their groups, 0 where they have none."""
+def _formats(claim: Claim, stored: StoredFormats, hidden: int, inter: int) -> tuple[WeightFormat, WeightFormat, int]:
+    """The formats of gate and up and of down, and the size of their groups, 0 where they have none."""
+    products = tuple(zip(stored, (("hidden", hidden), ("intermediate", inter)), strict=True))
+    found = [
+        _kept(claim, formats, size) or _converted(claim, formats, name, size) for formats, (name, size) in products
+    ]
+    # A spec has one size of groups for both.
+    if len({group for name, group in found if name in CODES and len(CODES[name].group_sizes) > 1}) > 1:
+        found = [_converted(claim, formats, name, size) for formats, (name, size) in products]
+    (gate_up, _), (down, _) = found
+    if gate_up != down and not all(name in CODES or name == "bf16" for name in (gate_up, down)):
+        raise _unread(claim, " and ".join(sorted((gate_up, down))))
+    return gate_up, down, next((group for name, group in found if name in CODES), 0)
+
+
+def _kept(claim: Claim, stored: tuple[StoredFormat, ...], size: int) -> tuple[WeightFormat, int] | None:
+    """The format of kernels that multiply rows of `size` as they are stored, and the size of its groups.
+
+    None where they are not quantised, in several formats, or in another than the program asks for.
+    """
+    (name, group), *others = stored
+    found = _one_of(CODES, name)
+    if others or found is None or str(claim.settings["format"]) not in ("stored", found):
+        return None
+    if group not in CODES[found].group_sizes or (CODES[found].even and size % group):
+        return None
+    return found, group
+
+
+def _converted(claim: Claim, stored: tuple[StoredFormat, ...], name: str, size: int) -> tuple[WeightFormat, int]:
+    """The format that the loader makes of what is stored, and the size of groups: of rows of `size`, called `name`.
+
+    Raises InputRefused (M068) where no kernel has it, or a row is not cut evenly.
+    """
     asked = str(claim.settings["format"])
-    kept = {_kept(name, group, sizes) for name, group in stored}
-    one = next(iter(kept)) if len(kept) == 1 else None
-    if one is not None and asked in ("stored", one[0]):
-        return one
-    loaded = dict.fromkeys(_LOADED.get(name, name) for name, _ in stored)
+    loaded = dict.fromkeys(_LOADED.get(dtype, dtype) for dtype, _ in stored)
     wanted = " and ".join(loaded) if asked == "stored" else asked
     found = _one_of(get_args(WeightFormat), wanted)
-    if found is not None and found in CODES:
-        return found, _group(claim, found, sizes)
     if found is None:
-        message = f"the checkpoint stores these experts as `{wanted}`, which no one kernel reads"
-        hint = f"write `format = {FORMATS[0]}`, or `--set format={FORMATS[0]}` if the program has that parameter"
-        raise InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
-    return found, 0
+        raise _unread(claim, wanted)
+    if found not in CODES:
+        return found, 0
+    group = CODES[found].group_sizes[0]
+    if CODES[found].even and size % group:
+        message = f"`{found}` cuts rows into groups of {group}, and {name} is {size}"
+        raise InputRefused(Diagnostic("M068", message, claim.span, hint=f"write `format = {FORMATS[0]}`"))
+    return found, group
 
 
-def _kept(name: str, group: int, sizes: Mapping[str, int]) -> tuple[WeightFormat, int] | None:
-    """The format of kernels that multiply what is stored as it is, if it is quantised and there is one."""
-    found = _one_of(CODES, name)
-    if found is None or group not in CODES[found].group_sizes:
-        return None
-    return None if CODES[found].even and any(size % group for size in sizes.values()) else (found, group)
-
-
-def _group(claim: Claim, weight_format: WeightFormat, sizes: Mapping[str, int]) -> int:
-    """The size of groups that weights are quantised in. Raises InputRefused (M068) where a row is not cut evenly."""
-    group = CODES[weight_format].group_sizes[0]
-    for name, size in sizes.items():
-        if CODES[weight_format].even and size % group:
-            message = f"`{weight_format}` cuts rows into groups of {group}, and {name} is {size}"
-            raise InputRefused(Diagnostic("M068", message, claim.span, hint=f"write `format = {FORMATS[0]}`"))
-    return group
+def _unread(claim: Claim, stored: str) -> InputRefused:
+    message = f"the checkpoint stores these experts as `{stored}`, which no one kernel reads"
+    hint = f"write `format = {FORMATS[0]}`, or `--set format={FORMATS[0]}` if the program has that parameter"
+    return InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
 
 
 def _isa(claim: Claim, host: Host) -> Isa:

@@ -19,7 +19,7 @@ from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
 from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.kernels import StoredFormat, choose_kernel, thread_count
+from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel, thread_count
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.placement import device_of, place
 from ktc.plan.stored import conversions
@@ -89,17 +89,17 @@ def _node(captured: CapturedModel, claim: Claim) -> fx.Node:
     return nodes_by_name(graph)[claim.node]
 
 
-def _stored_formats(captured: CapturedModel, weights: Sequence[WeightSource], path: str) -> tuple[StoredFormat, ...]:
+def _stored_formats(captured: CapturedModel, weights: Sequence[WeightSource], path: str) -> StoredFormats:
     """How the checkpoint stores the experts' matrices, what the config says of them where there is none."""
-    of_path = [
-        source
-        for source in weights
-        if source.target.startswith(path + ".") and not (source.part or "").endswith("_bias")
-    ]
-    stored = {
-        source.plain_codes or (source.quantised.method if source.quantised else source.dtype, 0) for source in of_path
-    }
-    return tuple(sorted(stored)) or ((captured.stored_format, captured.stored_group),)
+    stored: tuple[set[StoredFormat], set[StoredFormat]] = (set(), set())
+    for source in weights:
+        parent, _, leaf = source.target.rpartition(".")
+        if parent == path and not leaf.endswith("_bias") and not (source.part or "").endswith("_bias"):
+            as_is = source.plain_codes or (source.quantised.method if source.quantised else source.dtype, 0)
+            stored[leaf.startswith("down")].add(as_is)
+    by_config = ((captured.stored_format, captured.stored_group),)
+    gate_up, down = (tuple(sorted(formats)) or by_config for formats in stored)
+    return gate_up, down
 
 
 def _group(

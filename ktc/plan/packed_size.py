@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktc.plan.kernel_spec import BITS_PER_WEIGHT, CODES, KernelSpec
+from ktc.plan.kernel_spec import BITS_PER_WEIGHT, CODES, KernelSpec, WeightFormat
 
 PANEL = 32  # kernels pad every width to whole panels
 RANK_UNIT = 8  # and the rows of low-rank values to this much
@@ -24,17 +24,18 @@ def padded(size: int) -> int:
 def packed_bytes(spec: KernelSpec) -> int:
     """Bytes of one layer's packed weights; biases stay in fp32."""
     experts, hidden, inter = (size or 0 for size in (spec.num_experts, spec.hidden, spec.intermediate))
-    first = (1 + spec.gated) * padded(inter) * _row_bytes(spec, padded(hidden))
+    first = (1 + spec.gated) * padded(inter) * _row_bytes(spec, spec.format_gate_up, padded(hidden))
     biases = 4 * (padded(inter) * (1 + spec.gated) + padded(hidden)) if spec.biased else 0
-    return experts * (first + padded(hidden) * _row_bytes(spec, padded(inter)) + biases)
+    down = padded(hidden) * _row_bytes(spec, spec.format_down, padded(inter))
+    return experts * (first + down + biases)
 
 
-def _row_bytes(spec: KernelSpec, columns: int) -> int:
+def _row_bytes(spec: KernelSpec, weight_format: WeightFormat, columns: int) -> int:
     """One output's weights, with the scales of their groups."""
-    codes = CODES.get(spec.format_down)
+    codes, group = CODES.get(weight_format), spec.group_of(weight_format)
     if codes is None:
-        return int(columns * BITS_PER_WEIGHT[spec.format_down] / 8)
-    groups = -(-columns // spec.group_size) if spec.group_size else 1
+        return int(columns * BITS_PER_WEIGHT[weight_format] / 8)
+    groups = -(-columns // group) if group else 1
     return columns * codes.bits // 8 + groups * codes.scale_bytes
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ktc.capture import CapturedModel
 from ktc.checkpoint import WeightSource
 from ktc.plan.explain import collapse
-from ktc.plan.kernel_spec import CODES, KernelSpec
+from ktc.plan.kernel_spec import CODES, KernelSpec, WeightFormat
 from ktc.plan.types import Reason
 
 _QUANTISED = ("fp8", "int4", "mxfp4")
@@ -41,10 +41,13 @@ def conversions(
 
 def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
     """What happens to a tensor, empty if it stays as it is stored; `{size}` stands for bytes of the model's dtype."""
-    if spec is not None and spec.format_down in CODES:
-        if source.plain_codes == (spec.format_down, spec.group_size):
+    leaf = source.target.rpartition(".")[2]
+    if spec is not None and (weight_format := spec.format_of(leaf)) in CODES:
+        if source.plain_codes == (weight_format, spec.group_of(weight_format)):
             return f"stored as {source.format}, multiplied as stored"
-        return "" if (source.part or "").endswith("_bias") else f"stored as {source.format}, {_rounded(spec)}"
+        if (source.part or "").endswith("_bias"):
+            return ""
+        return f"stored as {source.format}, {_rounded(spec, weight_format)}"
     return (
         ""
         if source.quantised is None
@@ -52,9 +55,10 @@ def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
     )
 
 
-def _rounded(spec: KernelSpec) -> str:
-    groups = f"in groups of {spec.group_size}" if spec.group_size else "with a scale per row"
-    return f"quantised to {spec.format_down} {groups} at load, which rounds each weight"
+def _rounded(spec: KernelSpec, weight_format: WeightFormat) -> str:
+    group = spec.group_of(weight_format)
+    groups = f"in groups of {group}" if group else "with a scale per row"
+    return f"quantised to {weight_format} {groups} at load, which rounds each weight"
 
 
 def _by_config(captured: CapturedModel, kernels: Mapping[str, KernelSpec]) -> Iterable[Reason]:
@@ -64,10 +68,10 @@ def _by_config(captured: CapturedModel, kernels: Mapping[str, KernelSpec]) -> It
     for path, spec in kernels.items():
         by_spec.setdefault(spec, []).append(path)
     for spec, paths in by_spec.items():
-        if spec.format_down not in CODES:
+        if spec.format_down not in CODES:  # by a config alone both products are stored alike
             continue
-        kept = (stored, captured.stored_group) == (spec.format_down, spec.group_size)
-        fate = "multiplied as stored" if kept else _rounded(spec)
+        kept = (stored, captured.stored_group) == (spec.format_down, spec.group_of(spec.format_down))
+        fate = "multiplied as stored" if kept else _rounded(spec, spec.format_down)
         yield Reason(collapse(paths), f"stored as {stored} by config.json, {fate}")
     if stored in _QUANTISED and not kept:
         root = captured.model.base_model_prefix or "model"

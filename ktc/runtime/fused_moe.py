@@ -152,9 +152,9 @@ class FusedMoe(nn.Module):
             self._reference_part(expert, part).copy_(tensor.detach())
         self._absent.discard((expert, part))
 
-    def takes_codes(self, method: str, group: int) -> bool:
-        """Whether the kernel multiplies such codes, so that they can be loaded as they are."""
-        return self._experts is not None and self._experts.coding == (method, group) and not self.form.transposed
+    def takes_codes(self, part: Part, method: str, group: int) -> bool:
+        """Whether the kernel multiplies such codes of a part, so that they can be loaded as they are."""
+        return self._experts is not None and self._experts.coding(part) == (method, group) and not self.form.transposed
 
     def load_codes(self, expert: int, part: Part, codes: Tensor, scales: Tensor) -> None:
         """Store one part of one expert without a rounding: a code per weight, a scale per row and group.

@@ -34,8 +34,8 @@ class NativeKernel(Protocol):
     """`ktc::MoeKernel`. Pointers are addresses; see `moe_kernel.hpp` for the shapes behind them."""
 
     packed_bytes: int
-    coding: tuple[str, int] | None
 
+    def coding(self, part: Part, /) -> tuple[str, int] | None: ...
     def saved_bytes(self, tokens: int, first_rank: int, down_rank: int, /) -> int: ...
     def pack(self, packed: int, expert: int, part: Part, source: int, dtype: str, rows: int, cols: int, /) -> None: ...
     def pack_codes(

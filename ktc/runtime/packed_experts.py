@@ -51,10 +51,9 @@ class PackedExperts:
         """Bytes of the packed weights."""
         return self._native.packed_bytes
 
-    @property
-    def coding(self) -> tuple[str, int] | None:
-        """The format of the codes that are stored and the size of their groups, `None` where values are stored."""
-        return self._native.coding
+    def coding(self, part: Part) -> tuple[str, int] | None:
+        """The format of the codes that a part is stored in and the size of their groups, `None` where it has values."""
+        return self._native.coding(part)
 
     @property
     def storage(self) -> Tensor:

@@ -36,7 +36,7 @@ class ExpertBank(Protocol):
     intermediate: int
 
     def load_expert(self, expert: int, part: Part, tensor: Tensor) -> None: ...
-    def takes_codes(self, method: str, group: int) -> bool: ...
+    def takes_codes(self, part: Part, method: str, group: int) -> bool: ...
     def load_codes(self, expert: int, part: Part, codes: Tensor, scales: Tensor) -> None: ...
     def missing(self) -> tuple[tuple[int, Part], ...]: ...
 
@@ -178,9 +178,13 @@ def _leaf_of(part: Part | str) -> str:
 
 def _bank_for_codes(model: nn.Module, source: WeightSource) -> ExpertBank | None:
     """The experts that a row fills, if they keep its codes as they are stored."""
-    module = model.get_submodule(source.target.rpartition(".")[0])
+    parent, _, leaf = source.target.rpartition(".")
+    module = model.get_submodule(parent)
     codes = source.plain_codes
-    return module if codes is not None and isinstance(module, ExpertBank) and module.takes_codes(*codes) else None
+    if codes is None or not isinstance(module, ExpertBank):
+        return None
+    part: Part = "down" if leaf.startswith("down") else "up"  # gate is stored as up is
+    return module if module.takes_codes(part, *codes) else None
 
 
 def _put_codes(bank: ExpertBank, source: WeightSource, expert: int | None, codes: Tensor, scales: Tensor) -> None:

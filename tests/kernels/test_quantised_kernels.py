@@ -134,8 +134,9 @@ def test_codes_are_packed_as_they_are_stored(library: KernelLibrary, spec: Kerne
     layer = layer_for(spec, (2, 3, 2, 1, 1, 2))
     module = module_for(library, spec, layer)
     generator = torch.Generator().manual_seed(4)
-    assert module.takes_codes(spec.format_down, spec.group_size)
-    assert not module.takes_codes(spec.format_down, spec.group_size + 32)
+    for part in ("up", "down"):
+        assert module.takes_codes(part, spec.format_down, spec.group_size)
+        assert not module.takes_codes(part, spec.format_down, spec.group_size + 32)
     for expert, part, values in matrices(layer):
         if part.endswith("_bias"):
             continue

@@ -31,9 +31,11 @@ class FusedMoe final : public MoeKernel {
     return static_cast<std::size_t>(layer_.shape.num_experts() * layer_.format.expert_bytes());
   }
 
-  Coding coding() const override {
-    if constexpr (requires { Format::Panel::kCode; }) return {Format::Panel::kCode, Format::Panel::kGroup};
-    return {nullptr, 0};
+  Coding coding(weight_format::Part part) const override {
+    return Format::with_panel(part, []<class Panel>(Panel) -> Coding {
+      if constexpr (requires { Panel::kCode; }) return {Panel::kCode, Panel::kGroup};
+      return {nullptr, 0};
+    });
   }
 
   std::size_t saved_bytes(std::int64_t tokens, std::int64_t first_rank, std::int64_t down_rank) const override {

@@ -172,9 +172,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
   const std::int64_t hidden_size = slots * shape.padded_hidden();
   const std::int64_t first_size = slots * layer.first_size();
   const std::int64_t sums_size = TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden());
-  const std::int64_t scratch_size = std::max(
-      layer.panel_scratch(),
-      Layer::TransposedSource::scratch_size(std::max(layer.format.num_down_panels(), layer.format.num_first_panels())));
+  const std::int64_t scratch_size = std::max(layer.panel_scratch(), layer.transposed_scratch());
   const MatrixView grad_out_TH(static_cast<const Element*>(arguments.grad_out), arguments.tokens, shape.hidden());
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
   const MatrixView grad_hidden_TH(static_cast<Element*>(arguments.grad_hidden_states), arguments.tokens,
@@ -209,9 +207,6 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
       Element* own_scratch = scratch + worker.index * scratch_size;
-      const auto transposed = [&](const typename Layer::StoredSource& stored, std::int64_t num_panels) {
-        return typename Layer::TransposedSource(stored, num_panels, own_scratch);
-      };
       if (recompute) {
         products.read_hidden(worker, share(num_groups), hidden_TH, packed_TH);
         if (lora.first()) lora.recompute_first(worker.index, share(num_groups), packed_TH);
@@ -232,8 +227,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       }
       worker.barrier.arrive_and_wait();
 
-      sweep<Isa>(routing, share(num_i_panels),
-                 transposed(layer.down_panels(arguments.packed, nullptr), layer.format.num_down_panels()), packed_TH,
+      sweep<Isa>(routing, share(num_i_panels), layer.transposed_down_panels(arguments.packed, own_scratch), packed_TH,
                  at_hand,
                  lora.around_down(worker.index,
                                   ActivationGradient<Layer>(layer, saved_S, weight_S, d_first_S, weight_gradients,
@@ -245,8 +239,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       }
 
       sweep<Isa>(routing, share(layer.format.num_down_panels()),
-                 transposed(layer.first_panels(arguments.packed, nullptr), layer.format.num_first_panels()), d_first_S,
-                 at_hand,
+                 layer.transposed_first_panels(arguments.packed, own_scratch), d_first_S, at_hand,
                  lora.around_hidden(worker.index, hidden_TH, grad_out_TH,
                                     AddToTokens<Layer>(layer, routing, sums, nullptr, nullptr)));
       worker.barrier.arrive_and_wait();

@@ -54,7 +54,8 @@ struct BackwardArguments {
   LoraFactors lora_down = {};
 };
 
-// How weights are stored: the name of their codes, null where they have none, and how many of a row share a scale.
+// How a part's weights are stored: the name of their codes, null where they have none, and how many of a row share a
+// scale.
 struct Coding {
   const char* name;
   std::int64_t group;
@@ -66,7 +67,7 @@ class MoeKernel {
 
   // Bytes of all experts' packed weights; the storage must begin at a multiple of 64 bytes.
   virtual std::size_t packed_bytes() const = 0;
-  virtual Coding coding() const = 0;
+  virtual Coding coding(weight_format::Part part) const = 0;
   // The ranks are those of LoRA on the first product and on down, 0 without.
   virtual std::size_t saved_bytes(std::int64_t tokens, std::int64_t first_rank = 0,
                                   std::int64_t down_rank = 0) const = 0;

@@ -23,8 +23,8 @@ struct MoeLayer {
   using Element = typename Isa::Element;
   using Accumulator = typename Isa::Accumulator;
   using Lanes = typename Isa::Lanes;
-  using StoredSource = typename PanelSources<Isa, typename Format::Panel>::Stored;
-  using TransposedSource = typename PanelSources<Isa, typename Format::Panel>::Transposed;
+  using FirstSources = PanelSources<Isa, typename Format::FirstPanel>;
+  using DownSources = PanelSources<Isa, typename Format::DownPanel>;
   static constexpr bool kBiased = kHasBiases;
   static constexpr bool kGated = Activation::kGated;
   // Of the first product: how many vectors of a panel one half panel of intermediate columns takes, gate and up or up.
@@ -43,14 +43,29 @@ struct MoeLayer {
   // Outputs of the first product, padded: of gate and up, or of up alone.
   std::int64_t first_size() const { return kFirstParts * shape.padded_intermediate(); }
   // `scratch` is `panel_scratch()` elements of a worker's own.
-  StoredSource first_panels(const std::byte* packed, Element* scratch) const {
-    return {format.first(packed, 0), format.expert_bytes(), format.first_contraction(), scratch};
+  auto first_panels(const std::byte* packed, Element* scratch) const {
+    return typename FirstSources::Stored(format.first(packed, 0), format.expert_bytes(), format.first_contraction(),
+                                         scratch);
   }
-  StoredSource down_panels(const std::byte* packed, Element* scratch) const {
-    return {format.down(packed, 0), format.expert_bytes(), format.down_contraction(), scratch};
+  auto down_panels(const std::byte* packed, Element* scratch) const {
+    return
+        typename DownSources::Stored(format.down(packed, 0), format.expert_bytes(), format.down_contraction(), scratch);
   }
   std::int64_t panel_scratch() const {
-    return StoredSource::scratch_size(std::max(format.first_contraction(), format.down_contraction()));
+    return std::max(FirstSources::Stored::scratch_size(format.first_contraction()),
+                    DownSources::Stored::scratch_size(format.down_contraction()));
+  }
+
+  // The same for backward; `scratch` is `transposed_scratch()` elements.
+  auto transposed_first_panels(const std::byte* packed, Element* scratch) const {
+    return typename FirstSources::Transposed(first_panels(packed, nullptr), format.num_first_panels(), scratch);
+  }
+  auto transposed_down_panels(const std::byte* packed, Element* scratch) const {
+    return typename DownSources::Transposed(down_panels(packed, nullptr), format.num_down_panels(), scratch);
+  }
+  std::int64_t transposed_scratch() const {
+    return std::max(FirstSources::Transposed::scratch_size(format.num_first_panels()),
+                    DownSources::Transposed::scratch_size(format.num_down_panels()));
   }
 
   // Lanes of the 16-wide half panel that are no padding.

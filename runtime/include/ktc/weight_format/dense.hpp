@@ -38,8 +38,12 @@ struct DensePanel {
   }
 };
 
-using Bf16 = Packed<DensePanel<bf16>>;
-using Fp32 = Packed<DensePanel<float>>;
-using Fp64 = Packed<DensePanel<double>>;
+using Bf16Panel = DensePanel<bf16>;
+using Fp32Panel = DensePanel<float>;
+using Fp64Panel = DensePanel<double>;
+
+using Bf16 = Packed<Bf16Panel>;
+using Fp32 = Packed<Fp32Panel>;
+using Fp64 = Packed<Fp64Panel>;
 
 }  // namespace ktc::weight_format

@@ -1,11 +1,14 @@
-// The packed experts of a layer in one format: `PanelType` says what a panel of 32 outputs is made of.
+// The packed experts of a layer: `FirstPanelType` and `DownPanelType` say what a panel of 32 outputs is made of, of the
+// product that reads hidden states (gate and up) and of the one that gives them.
 //
-// A `PanelType` has `Element`, what is multiplied; `bytes` of a panel, a multiple of 64; `pack` and `unpack` for the
-// lanes of one part; `check` for the contractions it can hold; and, if it is quantised, `pack_codes`.
+// A panel type has `Element`, what is multiplied; `bytes` of a panel, a multiple of 64; `pack` and `unpack` for the
+// lanes of one part; `check` for the contraction it has to hold; and, if it is quantised, `pack_codes`.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
+#include <type_traits>
 
 #include "ktc/element.hpp"
 #include "ktc/tensor_view.hpp"
@@ -13,17 +16,19 @@
 
 namespace ktc::weight_format {
 
-template <class PanelType>
+template <class FirstPanelType, class DownPanelType = FirstPanelType>
 class Packed {
  public:
-  using Panel = PanelType;
-  using Element = typename Panel::Element;
+  using FirstPanel = FirstPanelType;
+  using DownPanel = DownPanelType;
+  using Element = typename FirstPanel::Element;
+  static_assert(std::is_same_v<Element, typename DownPanel::Element>, "both products multiply the same");
   using Accumulator = AccumulatorOf<Element>;
 
   // Throws std::invalid_argument for a size that the format cannot cut into its groups.
   Packed(std::int64_t hidden, std::int64_t intermediate, Parts parts) : layout_(hidden, intermediate, parts) {
-    Panel::check("hidden", hidden);
-    Panel::check("intermediate", intermediate);
+    FirstPanel::check("hidden", hidden);
+    DownPanel::check("intermediate", intermediate);
   }
 
   std::int64_t num_first_panels() const { return layout_.num_first_panels(); }
@@ -41,7 +46,7 @@ class Packed {
     return packed + expert * expert_bytes();
   }
   const std::byte* down(const std::byte* packed, std::int64_t expert) const {
-    return first(packed, expert) + num_first_panels() * Panel::bytes(first_contraction());
+    return first(packed, expert) + num_first_panels() * FirstPanel::bytes(first_contraction());
   }
   // 32 values for each first panel.
   const Accumulator* first_bias(const std::byte* packed, std::int64_t expert) const {
@@ -63,17 +68,19 @@ class Packed {
       }
       return;
     }
-    Panel::pack(source, lanes_of(packed, expert, part));
+    with_panel(part, [&]<class Panel>(Panel) { Panel::pack(source, lanes_of(packed, expert, part)); });
   }
 
   // `codes` as a checkpoint stores them, one byte each, in the shape of the part; `scales` (rows, groups of a row).
   void pack_codes(std::byte* packed, std::int64_t expert, Part part, const MatrixView<const std::uint8_t>& codes,
                   const MatrixView<const float>& scales) const {
     layout_.check(part, codes.rows, codes.columns);
-    if constexpr (requires { Panel::kCode; }) {
-      if (!is_bias(part)) return Panel::pack_codes(codes, scales, lanes_of(packed, expert, part));
-    }
-    throw std::invalid_argument("this part is not stored in codes");
+    with_panel(part, [&]<class Panel>(Panel) {
+      if constexpr (requires { Panel::kCode; }) {
+        if (!is_bias(part)) return Panel::pack_codes(codes, scales, lanes_of(packed, expert, part));
+      }
+      throw std::invalid_argument("this part is not stored in codes");
+    });
   }
 
   // The inverse, dequantised; a bias comes back as accumulators.
@@ -87,14 +94,22 @@ class Packed {
       }
       return;
     }
-    Panel::unpack(lanes_of(const_cast<std::byte*>(packed), expert, part),
-                  MatrixView(static_cast<Element*>(target), rows, columns));
+    with_panel(part, [&]<class Panel>(Panel) {
+      Panel::unpack(lanes_of(const_cast<std::byte*>(packed), expert, part),
+                    MatrixView(static_cast<Element*>(target), rows, columns));
+    });
+  }
+
+  // Calls `function` with a value of the panel type that holds `part`.
+  template <class Function>
+  static auto with_panel(Part part, Function&& function) {
+    return is_down(part) ? function(DownPanel{}) : function(FirstPanel{});
   }
 
  private:
   std::int64_t weights_bytes() const {
-    return num_first_panels() * Panel::bytes(first_contraction()) +
-           num_down_panels() * Panel::bytes(down_contraction());
+    return num_first_panels() * FirstPanel::bytes(first_contraction()) +
+           num_down_panels() * DownPanel::bytes(down_contraction());
   }
   PartLanes lanes_of(std::byte* packed, std::int64_t expert, Part part) const {
     const std::byte* panels = is_down(part) ? down(packed, expert) : first(packed, expert);

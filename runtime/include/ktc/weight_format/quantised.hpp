@@ -155,10 +155,10 @@ struct QuantisedPanel {
 };
 
 template <std::int64_t kGroup>
-using GroupedInt4 = Packed<QuantisedPanel<Int4, kGroup>>;
+using Int4Panel = QuantisedPanel<Int4, kGroup>;
 template <std::int64_t kGroup>
-using GroupedInt8 = Packed<QuantisedPanel<Int8, kGroup>>;
+using Int8Panel = QuantisedPanel<Int8, kGroup>;
 template <std::int64_t kGroup>
-using GroupedFp8 = Packed<QuantisedPanel<Fp8, kGroup>>;
+using Fp8Panel = QuantisedPanel<Fp8, kGroup>;
 
 }  // namespace ktc::weight_format
