@@ -33,7 +33,7 @@ struct Constants {
 using Shape = MoeShape<kDynamic, kDynamic, kDynamic, kDynamic>;
 using Dense = FusedMoe<Isa, weight_format::Bf16, Gated<Silu, Constants>, false, Shape>;
 using Biased = FusedMoe<Isa, weight_format::Bf16, Ungated<Relu, Constants>, true, Shape>;
-using Coded = FusedMoe<Isa, weight_format::GroupedInt4<32>, Gated<Silu, Constants>, false, Shape>;
+using Coded = FusedMoe<Isa, weight_format::Packed<weight_format::Int4Panel<32>>, Gated<Silu, Constants>, false, Shape>;
 
 enum class Form { kDense, kBiased, kCoded };
 
