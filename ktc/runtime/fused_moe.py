@@ -12,19 +12,18 @@ from __future__ import annotations
 import copy
 import mmap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ktc.runtime.experts_form import ExpertsForm, parse_form
-from ktc.runtime.experts_lora import ExpertsLora, Lora, NativeFactors
+from ktc.runtime.experts_lora import ExpertsLora
 from ktc.runtime.experts_reference import fused_moe_reference
+from ktc.runtime.fused_moe_op import fused_moe, native_factors
 from ktc.runtime.kernel_library import Kernel, Part
-from ktc.runtime.packed_experts import NO_FACTORS, Factors, PackedExperts
+from ktc.runtime.packed_experts import PackedExperts
 from ktc.runtime.stock_experts import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
 
 P = ParamSpec("P")
@@ -34,7 +33,7 @@ __all__ = ["FusedMoe", "Part", "fused_moe_reference"]
 
 
 def _never_traced(function: Callable[P, R]) -> Callable[P, R]:
-    """Dynamo cannot look into a kernel, and would try again at every call, at 14 times the price of the call itself."""
+    """The reference asks for data (which tokens has an expert), and Dynamo would try again at every call."""
     return cast("Callable[P, R]", torch.compiler.disable(function))
 
 
@@ -208,7 +207,6 @@ class FusedMoe(nn.Module):
         parts = parts_of(self.form)
         return tuple(sorted(self._absent, key=lambda pair: (pair[0], parts.index(pair[1]))))
 
-    @_never_traced
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None = None
     ) -> Tensor:
@@ -223,9 +221,13 @@ class FusedMoe(nn.Module):
         if self._experts:
             out_TH = self._run_kernel(self._experts, x_TH, index_TK, weights_TK, lora or ExpertsLora())
         else:
-            first, down, *biases = (self._held(name) for name in stock_names(self.form))
-            out_TH = fused_moe_reference(x_TH, index_TK, weights_TK, first, down, self.form, *biases, lora=lora)
+            out_TH = self._run_reference(x_TH, index_TK, weights_TK, lora)
         return out_TH.to(hidden_states.device)
+
+    @_never_traced
+    def _run_reference(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora | None) -> Tensor:
+        first, down, *biases = (self._held(name) for name in stock_names(self.form))
+        return fused_moe_reference(x_TH, index_TK, weights_TK, first, down, self.form, *biases, lora=lora)
 
     def _run_kernel(
         self, experts: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora
@@ -233,12 +235,13 @@ class FusedMoe(nn.Module):
         wants_grad = x_TH.requires_grad or weights_TK.requires_grad or lora.requires_grad
         wants_grad = wants_grad and torch.is_grad_enabled()
         x, weights = x_TH.to(experts.dtype).contiguous(), weights_TK.to(experts.weight_dtype).contiguous()
-        if wants_grad:
-            call = _Call(experts, self.form.interleaved, self.activations, _scales(lora))
-            out_TH = _routed_experts(x, index_TK.contiguous(), weights, *lora.factors, call)
-        else:  # a token takes 3 ms and leaves no cache warm: to run through autograd's code costs 0.1 ms then
-            factors = _native(lora, experts, self.form.interleaved, gradients=False)
-            out_TH, _ = experts.forward(x, index_TK.contiguous(), weights, save=False, lora=factors)
+        index, interleaved = index_TK.contiguous(), self.form.interleaved
+        if wants_grad or torch.compiler.is_compiling():
+            keep = wants_grad and self.activations == "keep"
+            out_TH = fused_moe(experts, x, index, weights, lora, interleaved=interleaved, keep=keep)
+        else:
+            factors = native_factors(lora, experts, interleaved, gradients=False)
+            out_TH, _ = experts.forward(x, index, weights, save=False, lora=factors)
         return out_TH.to(x_TH.dtype)
 
     def _check(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
@@ -263,71 +266,3 @@ class FusedMoe(nn.Module):
             f"num_experts={self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}, "
             f"top_k={self.top_k}, form={self.form}, {'packed' if self._experts else 'reference'}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What a call of the kernel takes beside tensors."""
-
-    experts: PackedExperts
-    interleaved: bool
-    activations: Literal["keep", "recompute"]
-    scales: tuple[float, float]
-
-    def factors(self, tensors: Sequence[Tensor | None], *, gradients: bool) -> Factors:
-        """The kernel's form of A and B of the first product and of down."""
-        first_a, first_b, down_a, down_b = tensors
-        first = None if first_a is None or first_b is None else Lora(first_a, first_b, self.scales[0])
-        down = None if down_a is None or down_b is None else Lora(down_a, down_b, self.scales[1])
-        return _native(ExpertsLora(first, down), self.experts, self.interleaved, gradients=gradients)
-
-
-def _scales(lora: ExpertsLora) -> tuple[float, float]:
-    first, down = (each.scale if each else 1.0 for each in lora.products)
-    return first, down
-
-
-def _native(lora: ExpertsLora, experts: PackedExperts, interleaved: bool, *, gradients: bool) -> Factors:
-    if lora.first is None and lora.down is None:
-        return NO_FACTORS
-    first, down = (
-        NativeFactors.of(each, experts.weight_dtype, interleaved, gradients=gradients) if each else None
-        for each in lora.products
-    )
-    return first, down
-
-
-class _RoutedExperts(torch.autograd.Function):
-    """The kernel as one autograd node.
-
-    An autograd function and no registered operator: the packed weights are no tensor that a dispatcher could pass on,
-    and an operator would need a process-wide table from numbers to layers in their place. The price is a graph break
-    under `torch.compile`, around a call that takes milliseconds.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, *rest: Any) -> Tensor:
-        *tensors, call = rest
-        factors = call.factors(tensors, gradients=False)
-        keep = call.activations == "keep"
-        out_TH, saved = call.experts.forward(x_TH, index_TK, weights_TK, save=keep, lora=factors)
-        ctx.call = call
-        needs_x = not keep or any(factors)
-        ctx.save_for_backward(index_TK, weights_TK, saved, x_TH if needs_x else None, *tensors)
-        return out_TH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        index_TK, weights_TK, saved, x_TH, *tensors = ctx.saved_tensors
-        call: _Call = ctx.call
-        factors = call.factors(tensors, gradients=True)
-        grad_x, grad_weights = call.experts.backward(
-            grad_TH.contiguous(), index_TK, weights_TK, saved=saved, x_TH=x_TH, lora=factors
-        )
-        of_factors = (gradient for each in factors for gradient in (each.gradients if each else (None, None)))
-        return grad_x, None, grad_weights, *of_factors, None
-
-
-def _routed_experts(*arguments: object) -> Tensor:
-    return cast("Tensor", _RoutedExperts.apply(*arguments))  # pyright: ignore[reportUnknownMemberType]

@@ -2,20 +2,23 @@
 
 In: matrices of any float dtype, or codes with their scales, one at a time. Out: `forward` and `backward` on contiguous
 CPU tensors of the kernel's dtype. The storage is one anonymous mapping on huge pages, outside PyTorch, so that nothing
-copies or moves it.
+copies or moves it. `PackedExperts.key` names a kernel for a layer's sizes as an operator can take it: as a string.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import mmap
+import warnings
+from pathlib import Path
 from typing import Final, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ktc.runtime.experts_lora import NativeFactors, native_arguments
-from ktc.runtime.kernel_library import Engine, Kernel, Part, permitted_threads
+from ktc.runtime.kernel_library import Engine, Kernel, KernelLibrary, Part, permitted_threads
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -33,18 +36,47 @@ class PackedExperts:
     def __init__(
         self, kernel: Kernel, threads: int, num_experts: int, hidden: int, intermediate: int, top_k: int
     ) -> None:
-        self._native = kernel.instantiate(num_experts, hidden, intermediate, top_k)
-        self._kernel, self._threads = kernel, permitted_threads(threads)
+        self._bind(kernel, permitted_threads(threads), (num_experts, hidden, intermediate, top_k))
+        self._hold(huge_pages(self._native.packed_bytes))
+
+    @staticmethod
+    @functools.cache
+    def named(key: str) -> PackedExperts:
+        """The kernel that a `key` names, with no weights yet: give it some with `holding`."""
+        path, digest, entry, dtype, threads, *sizes = json.loads(key)
+        made = PackedExperts.__new__(PackedExperts)
+        made._bind(Kernel(KernelLibrary(Path(path), digest, ()), entry, dtype), threads, tuple(sizes))
+        return made
+
+    def _bind(self, kernel: Kernel, threads: int, sizes: tuple[int, int, int, int]) -> None:
+        self._native = kernel.instantiate(*sizes)
+        self._kernel, self._threads, self._sizes = kernel, threads, sizes
         self.dtype = DTYPES[kernel.dtype]
         self.weight_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self._storage: Tensor | mmap.mmap = huge_pages(self._native.packed_bytes)
-        self._packed = self.storage.data_ptr()
+        library = kernel.library
+        self.key = json.dumps((str(library.path), library.digest, kernel.entry, kernel.dtype, threads, *sizes))
+
+    def _hold(self, packed: Tensor, *, mapped: bool = False) -> None:
+        self.packed, self._mapped = packed, mapped
+        self._packed = packed.data_ptr()
+
+    def holding(self, packed: Tensor) -> PackedExperts:
+        """The same kernel on other packed bytes, which are only read."""
+        other = self.__new__(type(self))
+        vars(other).update(vars(self))
+        other._hold(packed, mapped=True)
+        return other
 
     def with_threads(self, threads: int) -> PackedExperts:
         """The same weights, computed with by exactly this many threads."""
         other = self.__new__(type(self))
-        vars(other).update(vars(self), _threads=threads)
+        vars(other).update(vars(self))
+        other._bind(self._kernel, threads, self._sizes)
         return other
+
+    def saved_bytes(self, first_rank: int, down_rank: int) -> int:
+        """Bytes that forward saves for backward of each token, with LoRA of these ranks (0: none)."""
+        return self._native.saved_bytes(1, first_rank, down_rank)
 
     @property
     def nbytes(self) -> int:
@@ -58,19 +90,20 @@ class PackedExperts:
     @property
     def storage(self) -> Tensor:
         """The packed bytes of all experts, to be written to a file or filled from one."""
-        assert isinstance(self._storage, Tensor), "mapped weights have no storage of their own"
-        return self._storage
+        assert not self._mapped, "mapped weights have no storage of their own"
+        return self.packed
 
     def use_mapping(self, mapping: mmap.mmap) -> None:
         """Compute from packed bytes that are mapped read-only, instead of from storage of our own."""
         if len(mapping) != self.nbytes:
             raise ValueError(f"expected {self.nbytes} packed bytes, found a mapping of {len(mapping)}")
-        self._storage = mapping
-        self._packed = int(np.frombuffer(mapping, np.uint8).ctypes.data)
+        with warnings.catch_warnings():  # that PyTorch knows no read-only tensors; nobody writes to this one
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            self._hold(torch.frombuffer(mapping, dtype=torch.uint8), mapped=True)
 
     def load(self, expert: int, part: Part, values: Tensor) -> None:
         """Pack one part: gate and up are `(I, H)`, down is `(H, I)`, a bias is a row. Raises `ValueError` otherwise."""
-        if not isinstance(self._storage, Tensor):
+        if self._mapped:
             raise RuntimeError("the experts are mapped read-only from a packed store")
         source = values.detach().cpu()
         if source.dtype not in _NAMES:
@@ -85,7 +118,7 @@ class PackedExperts:
 
         Raises `ValueError` where the kernel's weights are no codes, or of another shape, group or range.
         """
-        if not isinstance(self._storage, Tensor):
+        if self._mapped:
             raise RuntimeError("the experts are mapped read-only from a packed store")
         codes, scales = codes.cpu().contiguous(), scales.cpu().float().contiguous()
         (rows, columns), groups = codes.shape, scales.shape[1]
