@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "ktc/panel_source.hpp"
@@ -185,20 +186,28 @@ void with_row_depth(int rows, Function&& function) {
   function(std::integral_constant<int, ElementTraits<typename Isa::Element>::kDepth>{});
 }
 
-// Elements of a row that `interleave` copies at a time: its bounds are multiples of it.
-template <int kRowDepth>
-inline constexpr std::int64_t kCopied = std::min<std::int64_t>(kRowDepth, kHalfPanel);
+// Write 16 elements of a row to its places from `target` on, in a packed group of `num_rows`. Unrolled by hand: the
+// compiler would make scatters of a loop, which take four times as long as the stores they stand for.
+template <int kRowDepth, class Element>
+[[gnu::always_inline]] inline void interleave_row(const Element* row, int num_rows, Element* target) {
+  constexpr std::int64_t kCopied = std::min<std::int64_t>(kRowDepth, kHalfPanel);
+  const std::int64_t stride = static_cast<std::int64_t>(kRowDepth) * num_rows;
+  [&]<std::size_t... copy>(std::index_sequence<copy...>) {
+    (std::memcpy(target + copy * kCopied / kRowDepth * stride, row + copy * kCopied, kCopied * sizeof(Element)), ...);
+  }(std::make_index_sequence<kHalfPanel / kCopied>{});
+}
 
-// Write the stretch [first_k, last_k) of each row, which begins at `rows[row]`, into the packed group at `target`.
+// Write the stretch [first_k, last_k) of each row, whole half panels that begin at `rows[row]`, into the packed group
+// at `target`.
 template <int kRowDepth, class Element>
 void interleave(const Element* const* rows, int num_rows, std::int64_t first_k, std::int64_t last_k, Element* target) {
-  constexpr std::int64_t kChunk = 16 * ElementTraits<Element>::kDepth;  // a cache line of each row at a time
+  constexpr std::int64_t kChunk = std::max<std::int64_t>(kHalfPanel, 64 / sizeof(Element));  // a cache line of each row
   for (std::int64_t chunk = first_k; chunk < last_k; chunk += kChunk) {
     const std::int64_t end = std::min(chunk + kChunk, last_k);
     for (int row = 0; row < num_rows; ++row) {
-      for (std::int64_t k = chunk; k < end; k += kCopied<kRowDepth>) {
+      for (std::int64_t k = chunk; k < end; k += kHalfPanel) {
         Element* place = target + k / kRowDepth * kRowDepth * num_rows + row * kRowDepth + k % kRowDepth;
-        std::memcpy(place, rows[row] + k - first_k, kCopied<kRowDepth> * sizeof(Element));
+        interleave_row<kRowDepth>(rows[row] + k - first_k, num_rows, place);
       }
     }
   }
@@ -215,13 +224,13 @@ void pack_group(const SlotGroup& group, const RowOf& row_of, std::int64_t column
 
   with_row_depth<Isa>(group.rows, [&]<int kRowDepth>(std::integral_constant<int, kRowDepth>) {
     Element* packed = target + group.first_slot * padded;
-    const std::int64_t whole = columns / kCopied<kRowDepth> * kCopied<kRowDepth>;
+    const std::int64_t whole = columns / kHalfPanel * kHalfPanel;
     const std::int64_t last_step = columns / kRowDepth * kRowDepth;
     std::fill(packed + last_step * group.rows, packed + padded * group.rows, Element{});
     interleave<kRowDepth>(rows, group.rows, 0, whole, packed);
     for (std::int64_t k = whole; k < columns; ++k) {
       for (int row = 0; row < group.rows; ++row) {
-        packed[last_step * group.rows + row * kRowDepth + k - last_step] = rows[row][k];
+        packed[k / kRowDepth * kRowDepth * group.rows + row * kRowDepth + k % kRowDepth] = rows[row][k];
       }
     }
   });

@@ -61,24 +61,31 @@ class StoredPanels {
   std::int64_t panel_size_;
 };
 
-// Rebuilds a panel of the transposed weights, piece by piece, over `calls` of `step`, and fetches the one after it.
+// Rebuilds a panel of the transposed weights, piece by piece, over `calls` of `step`.
 // Done between the products it would wait for memory, which at few tokens per expert takes most of the time.
+//
+// Blocks are fetched a few at a time: stored panels often lie a multiple of 64 KB apart, so that the blocks of one
+// transposed panel share 32 sets of L2, which hold 16 of them.
 template <class Isa>
 class TransposeAhead {
  public:
   using Element = typename Isa::Element;
 
   TransposeAhead() = default;
-  // The panel gathers one block from each of `blocks` stored panels, `stride` elements apart; the same blocks of the
-  // panel after it lie `after` bytes further.
-  TransposeAhead(const Element* source, std::int64_t stride, std::int64_t blocks, std::int64_t after, Element* target,
+  // The panel gathers one block from each of `blocks` stored panels, `stride` elements apart; the panel after it
+  // begins at `after`.
+  TransposeAhead(const Element* source, std::int64_t stride, std::int64_t blocks, const Element* after, Element* target,
                  std::int64_t calls)
       : source_(source),
         target_(target),
-        stride_(stride),
+        fetched_(source + kBlocksAhead * stride),
         after_(after),
+        stride_(stride),
+        fetches_left_(blocks - kBlocksAhead),
         pieces_left_(blocks * weight_format::kBlockPieces),
-        pieces_per_step_((pieces_left_ + calls - 1) / calls) {}
+        pieces_per_step_((pieces_left_ + calls - 1) / calls) {
+    if (fetches_left_ <= 0) fetched_ = after_;
+  }
 
   [[gnu::always_inline]] void step() {
     const std::int64_t pieces = std::min(pieces_per_step_, pieces_left_);
@@ -90,22 +97,26 @@ class TransposeAhead {
   }
 
  private:
+  static constexpr std::int64_t kBlocksAhead = 8;
   static constexpr std::int64_t kPieceBytes = weight_format::kBlock * sizeof(Element) / weight_format::kBlockPieces;
 
   [[gnu::always_inline]] void transpose_piece() {
-    const char* later = reinterpret_cast<const char*>(source_) + after_ + piece_ * kPieceBytes;
+    const char* later = reinterpret_cast<const char*>(fetched_) + piece_ * kPieceBytes;
     for (std::int64_t line = 0; line < kPieceBytes; line += kCacheLine) __builtin_prefetch(later + line, 0, 2);
     Isa::transpose_piece(source_, target_, piece_);
     if (++piece_ < weight_format::kBlockPieces) return;
     piece_ = 0;
     source_ += stride_;
     target_ += weight_format::kBlock;
+    fetched_ = --fetches_left_ == 0 ? after_ : fetched_ + stride_;
   }
 
   const Element* source_ = nullptr;
   Element* target_ = nullptr;
+  const Element* fetched_ = nullptr;
+  const Element* after_ = nullptr;
   std::int64_t stride_ = 0;
-  std::int64_t after_ = 0;
+  std::int64_t fetches_left_ = 0;
   std::int64_t pieces_left_ = 0;
   std::int64_t pieces_per_step_ = 0;
   unsigned piece_ = 0;
@@ -131,11 +142,12 @@ class TransposedPanels {
 
   std::int64_t contraction() const { return num_panels_ * kPanelWidth; }
 
-  void start(PanelPart part) { Ahead(at(part), stored_.panel_size(), part.size_k / kPanelWidth, 0, read_, 1).finish(); }
+  void start(PanelPart part) {
+    Ahead(at(part), stored_.panel_size(), part.size_k / kPanelWidth, at(part), read_, 1).finish();
+  }
   const Element* current(PanelPart) const { return read_; }
   Ahead ahead(PanelPart next, PanelPart after_next, std::int64_t calls) const {
-    const std::int64_t after = (at(after_next) - at(next)) * static_cast<std::int64_t>(sizeof(Element));
-    return Ahead(at(next), stored_.panel_size(), next.size_k / kPanelWidth, after, written_, calls);
+    return Ahead(at(next), stored_.panel_size(), next.size_k / kPanelWidth, at(after_next), written_, calls);
   }
   void advance() { std::swap(read_, written_); }
 
