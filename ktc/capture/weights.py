@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ktc.capture.conversions import STACKED_PARTS, Place, Unmappable, placer
+from ktc.capture.gguf_weights import map_gguf
 from ktc.checkpoint import CheckpointIndex, Part, Quantised, Span, Step, StoredWeight, WeightSource, stored_weights
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused, listing
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
 _MOST_SHOWN = 20
@@ -38,6 +39,11 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     Tied parameters are not demanded and non-persistent buffers are skipped: the loader ties and computes them.
     Raises `InputRefused` with every missing, misshapen or unconvertible tensor.
     """
+    if index.gguf is not None:
+        found = map_gguf(model, index)
+        if found.problems:
+            raise InputRefused(*_shortened(found.problems))
+        return WeightMap(found.sources, found.warnings)
     targets: dict[str, Tensor] = model.state_dict()
     place = placer(model, targets)
     weights, broken = stored_weights(index.tensors, quantisation(model))
@@ -71,7 +77,7 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     problems += (*gaps, *_missing(demanded, taken.values()))
     if problems:
         raise InputRefused(*_shortened(problems))
-    return WeightMap(tuple(taken.values()), (*warnings, *_unexpected(model, unused)))
+    return WeightMap(tuple(taken.values()), (*warnings, *_unexpected(model, unused), *_unread(index)))
 
 
 def quantisation(model: PreTrainedModel) -> Mapping[str, Any] | None:
@@ -231,6 +237,13 @@ def _described(tensor: Tensor) -> str:
     return (
         f"{list(tensor.shape)}, {'float' if tensor.is_floating_point() else str(tensor.dtype).removeprefix('torch.')}"
     )
+
+
+def _unread(index: CheckpointIndex) -> Iterable[Diagnostic]:
+    if index.unread:
+        message = f"the weights are read from safetensors, and {listing(index.unread, 3)} beside them is not"
+        hint = "to use the GGUF file, put it into a folder without safetensors, with config.json and the tokenizer"
+        yield Diagnostic("I121", message, hint=hint, severity="warning")
 
 
 def _shortened(problems: Sequence[Diagnostic]) -> Sequence[Diagnostic]:

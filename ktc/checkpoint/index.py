@@ -1,6 +1,7 @@
 """The index of a checkpoint folder: in a folder, out every tensor's name, dtype, shape, file and byte range.
 
 Reads the headers of `model.safetensors` or of the shards that `model.safetensors.index.json` names, never the data.
+Where there is neither, those of the folder's GGUF file or its shards (`ktc.checkpoint.gguf_files`).
 Refused, all problems of all files together: no weights, pickled weights, a broken or truncated shard, a missing shard,
 a tensor that its shard lacks, a file name that leaves the folder.
 """
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from ktc.checkpoint.gguf_files import gguf_files, read_gguf
+from ktc.checkpoint.gguf_header import Setting
 from ktc.checkpoint.header import HeaderRefused, TensorEntry, read_header
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -23,10 +26,16 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
-    """The tensors of a checkpoint by name, in the order of files and bytes. Paths are `folder / entry.file`."""
+    """The tensors of a checkpoint by name, in the order of files and bytes. Paths are `folder / entry.file`.
+
+    `gguf` has the settings of a GGUF file, whose tensors go by names of its own. `unread` names GGUF files beside the
+    safetensors that were read.
+    """
 
     folder: Path
     tensors: Mapping[str, TensorEntry]
+    gguf: Mapping[str, Setting] | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -39,14 +48,17 @@ class CheckpointIndex:
 
 def has_weights(folder: Path) -> bool:
     """Whether `folder` holds weights of any kind, so that a config alone can be told from a checkpoint."""
-    patterns = ("*.safetensors", INDEX_FILE, *_PICKLES)
+    patterns = ("*.safetensors", INDEX_FILE, "*.gguf", *_PICKLES)
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
 def open_index(folder: Path) -> CheckpointIndex:
     """The index of the checkpoint in `folder`. Raises `InputRefused` with every problem found."""
     weight_map = _read_weight_map(folder) if (folder / INDEX_FILE).is_file() else None
+    beside = gguf_files(folder)
     if weight_map is None and not (folder / SINGLE_FILE).is_file():
+        if beside:
+            return CheckpointIndex(folder, *read_gguf(folder))
         raise InputRefused(_nothing_to_read(folder))
     files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]
     by_file, problems = _read_headers(folder, files)
@@ -54,7 +66,7 @@ def open_index(folder: Path) -> CheckpointIndex:
         problems += _missing_tensors(weight_map, by_file)
     if problems:
         raise InputRefused(*problems)
-    return CheckpointIndex(folder, _merge(weight_map or {}, by_file))
+    return CheckpointIndex(folder, _merge(weight_map or {}, by_file), unread=beside)
 
 
 def _nothing_to_read(folder: Path) -> Diagnostic:
@@ -69,7 +81,8 @@ def _nothing_to_read(folder: Path) -> Diagnostic:
     hint = (
         f"`{INDEX_FILE}` is missing beside `{found[0]}`" if found else "name a folder that holds the whole checkpoint"
     )
-    return Diagnostic("I111", f"`{folder}` holds neither `{SINGLE_FILE}` nor `{INDEX_FILE}`", hint=hint)
+    message = f"`{folder}` holds neither `{SINGLE_FILE}` nor `{INDEX_FILE}` nor a GGUF file"
+    return Diagnostic("I111", message, hint=hint)
 
 
 def _read_weight_map(folder: Path) -> dict[str, str]:

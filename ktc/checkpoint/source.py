@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, cast
 
+from ktc.checkpoint.gguf_types import BLOCK_TYPES, BlockType
 from ktc.checkpoint.header import ITEM_SIZE
 from ktc.decode import Undecodable, decode, read_json
 
 Part = Literal["gate", "up", "down", "gate_up", "gate_bias", "up_bias", "gate_up_bias", "down_bias"]
 Transform = Literal["copy", "per_expert"]
-Operation = Literal["transpose", "deinterleave"]
+Operation = Literal["transpose", "deinterleave", "deinterleave_runs", "unsqueeze"]
 Method = Literal["fp8", "int4", "mxfp4"]
 _MOST_ITEMS, _MOST_EXPERTS = 1 << 62, 1 << 32  # beyond what an offset in a file can reach, and any model
-_ARGUMENTS: dict[Operation, int] = {"transpose": 2, "deinterleave": 1}
+_ARGUMENTS: dict[Operation, int] = {"transpose": 2, "deinterleave": 1, "deinterleave_runs": 2, "unsqueeze": 1}
 _WEIGHTS_PER_ITEM: dict[Method, int] = {"fp8": 1, "int4": 8, "mxfp4": 2}  # of the stored codes
 
 
@@ -28,7 +29,9 @@ _WEIGHTS_PER_ITEM: dict[Method, int] = {"fp8": 1, "int4": 8, "mxfp4": 2}  # of t
 class Step:
     """One change of a tensor's layout; `dims` count from the first dimension of the whole tensor.
 
-    `transpose` swaps two dimensions; `deinterleave` puts what stands at even places of one before what stands at odd.
+    `transpose` swaps two dimensions; `deinterleave` puts what stands at even places of one before what stands at odd;
+    `deinterleave_runs` does so in each of several runs, whose number is its second argument, as of a head each.
+    `unsqueeze` puts a dimension of size 1 in front of one.
     """
 
     operation: Operation
@@ -85,7 +88,10 @@ class WeightSource:
     `copy` takes the whole tensor: to the parameter or buffer `target` (or a span of it), or, with `expert` and `part`,
     to that expert's matrix of the 3-D `target`. `per_expert` takes a stacked tensor `(E, ...)` apart, one expert at a
     time; its part names what the stock tensor holds, whose layout the target's module knows. `dtype` and `shape` are
-    those in the checkpoint; `steps` are done after the codes of a quantised tensor became weights.
+    those in the checkpoint; `steps` are done after the codes of a quantised tensor became weights. A `span` takes every
+    `stride`-th place of its dimension; `viewed` is the shape that it speaks of where that is not the target's own. With
+    a span, `per_expert` takes a stack of gate or up alone, which are one tensor in the model.
+    A `dtype` among `BLOCK_TYPES` is one of GGUF's: blocks of codes that carry their scales with them.
     """
 
     target: str
@@ -99,11 +105,19 @@ class WeightSource:
     steps: tuple[Step, ...] = ()
     span: Span | None = None
     quantised: Quantised | None = None
+    stride: int = 1
+    viewed: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether the stored bytes are, as they lie there, the whole target."""
-        return self == replace(self, expert=None, part=None, transform="copy", steps=(), span=None, quantised=None)
+        plain = replace(self, expert=None, part=None, transform="copy", steps=(), span=None, quantised=None, viewed=())
+        return self == plain and self.block is None
+
+    @property
+    def block(self) -> BlockType | None:
+        """The block of a GGUF type whose bytes are no numbers."""
+        return BLOCK_TYPES.get(self.dtype) if self.quantised is None else None
 
     @property
     def parts(self) -> tuple[Stored, ...]:
@@ -145,10 +159,14 @@ def shape_after(steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[int, ...
 
 
 def _shape_after_step(step: Step, shape: tuple[int, ...]) -> tuple[int, ...]:
-    fits = len(step.dims) == _ARGUMENTS[step.operation] and all(0 <= dim < len(shape) for dim in step.dims)
-    if not fits or (step.operation == "deinterleave" and shape[step.dims[0]] % 2):
+    named = step.dims[:1] if step.operation == "deinterleave_runs" else step.dims
+    fits = len(step.dims) == _ARGUMENTS[step.operation] and all(0 <= dim < len(shape) for dim in named)
+    runs = {"deinterleave": 1, "deinterleave_runs": step.dims[-1] if step.dims else 0}.get(step.operation)
+    if not fits or (runs is not None and (runs < 1 or shape[step.dims[0]] % (2 * runs))):
         raise ValueError(f"`{step}` does not fit {list(shape)}")
-    if step.operation == "deinterleave":
+    if step.operation == "unsqueeze":
+        return (*shape[: step.dims[0]], 1, *shape[step.dims[0] :])
+    if runs is not None:
         return shape
     swapped = dict(zip(step.dims, reversed(step.dims), strict=True))
     return tuple(shape[swapped.get(dim, dim)] for dim in range(len(shape)))
@@ -201,21 +219,35 @@ def _check(source: WeightSource) -> None:
     if "/" in source.file or source.file.startswith("."):
         raise ValueError("an unknown file")
     for stored in source.parts:
-        if stored.dtype not in ITEM_SIZE or not _is_shape(stored.shape):
+        known = stored.dtype in ITEM_SIZE or (stored.dtype in BLOCK_TYPES and source.quantised is None)
+        if not known or not _is_shape(stored.shape):
             raise ValueError("an unknown dtype, or sizes that no tensor has")
+    _check_blocks(source)
     if source.expert is not None and not 0 <= source.expert < _MOST_EXPERTS:
         raise ValueError("an expert that no model has")
     stacked = source.transform == "per_expert" and source.expert is None and source.part is not None
     whole = source.transform == "copy" and (source.expert is None) == (source.part is None)
-    if not (stacked and len(source.shape) >= 2 and source.span is None) and not whole:
+    halves = source.span is not None and source.span.dim >= 1 and source.quantised is None
+    if not (stacked and len(source.shape) >= 2 and (source.span is None or halves)) and not whole:
         raise ValueError("a transform, expert and part that do not belong together")
     if stacked and any(0 in step.dims for step in source.steps):
         raise ValueError("a step that mixes experts")
     if source.span is not None and min(source.span.dim, source.span.start, source.span.length) < 0:
         raise ValueError("a negative span")
+    if source.span is not None and source.expert is not None:
+        raise ValueError("a span of one expert")
+    if source.span is None and (source.stride != 1 or source.viewed):
+        raise ValueError("a stride or a view without a span")
+    if source.stride < 1 or not _is_shape(source.viewed):
+        raise ValueError("a stride or a view that no tensor has")
     if source.quantised is not None:
         _check_quantised(source, source.quantised)
     _ = source.loaded_shape  # every step fits the shape before it
+
+
+def _check_blocks(source: WeightSource) -> None:
+    if source.block is not None and (not source.shape or source.shape[-1] % source.block.weights):
+        raise ValueError(f"rows of {list(source.shape)[-1:]} that are no blocks of {source.dtype}")
 
 
 def _is_shape(sizes: Sequence[int]) -> bool:

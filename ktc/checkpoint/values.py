@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ktc.checkpoint import gguf_values
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.index import CheckpointIndex
 from ktc.checkpoint.reader import TensorReader
@@ -28,10 +29,13 @@ def read_weight(
 ) -> Tensor:
     """The tensor of `source`, or of a stacked one the slice of `expert`, with its steps done, on the CPU.
 
-    A plain tensor keeps the dtype it is stored in; a quantised one is rounded to `dtype`, once.
+    A plain tensor keeps the dtype it is stored in; one of codes is rounded to `dtype`, once.
     """
     stacked = source.transform == "per_expert" and expert is not None
-    if source.quantised is None:
+    if source.block is not None:
+        entry = index.tensors[source.source_key]
+        tensor = gguf_values.read_dequantised(reader, entry, expert if stacked else None, dtype)
+    elif source.quantised is None:
         entry = index.tensors[source.source_key]
         tensor = (
             reader.read(entry, slice(expert, expert + 1))[0] if stacked and expert is not None else reader.read(entry)
@@ -175,7 +179,9 @@ _METHODS: dict[Method, Callable[..., Tensor]] = {"fp8": _fp8, "int4": _int4, "mx
 def _laid_out(tensor: Tensor, steps: Sequence[Step], taken: int) -> Tensor:
     """`steps` done on a tensor of which `taken` leading dimensions were taken away."""
     for step in steps:
-        tensor = _STEPS[step.operation](tensor, *(dim - taken for dim in step.dims))
+        runs = step.dims[1:] if step.operation == "deinterleave_runs" else ()
+        dims = step.dims[: len(step.dims) - len(runs)]
+        tensor = _STEPS[step.operation](tensor, *(dim - taken for dim in dims), *runs)
     return tensor
 
 
@@ -184,4 +190,14 @@ def _deinterleave(tensor: Tensor, dim: int) -> Tensor:
     return tensor.index_select(dim, places)
 
 
-_STEPS: dict[Operation, Callable[..., Tensor]] = {"transpose": torch.transpose, "deinterleave": _deinterleave}
+def _deinterleave_runs(tensor: Tensor, dim: int, runs: int) -> Tensor:
+    in_run = torch.arange(tensor.shape[dim]).reshape(runs, -1, 2)
+    return tensor.index_select(dim, in_run.transpose(1, 2).reshape(-1))
+
+
+_STEPS: dict[Operation, Callable[..., Tensor]] = {
+    "transpose": torch.transpose,
+    "deinterleave": _deinterleave,
+    "deinterleave_runs": _deinterleave_runs,
+    "unsqueeze": torch.unsqueeze,
+}

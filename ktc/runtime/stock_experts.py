@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from torch import Tensor
 
+from ktc.checkpoint import Span
 from ktc.runtime.experts_form import ExpertsForm
 
 StockTensor = Literal["gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"]
@@ -33,6 +34,15 @@ def stock_shape(
         return num_experts, rows
     columns = intermediate if name == "down_proj" else hidden
     return (num_experts, columns, rows) if form.transposed else (num_experts, rows, columns)
+
+
+def half_of(form: ExpertsForm, name: StockTensor, part: str, intermediate: int) -> tuple[Span, int]:
+    """The places of the stock tensor `name` that gate or up fills, and how far apart they are."""
+    dim = 2 if form.transposed and not name.endswith("_bias") else 1
+    second = part.startswith("up")
+    if form.interleaved:
+        return Span(dim, int(second), intermediate), 2
+    return Span(dim, intermediate if second else 0, intermediate), 1
 
 
 def canonical_parts(form: ExpertsForm, name: StockTensor, tensor: Tensor) -> Iterator[tuple[ExpertPart, Tensor]]:

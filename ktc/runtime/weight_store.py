@@ -15,7 +15,7 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ktc.checkpoint import CheckpointIndex, WeightSource
+from ktc.checkpoint import CheckpointIndex, Span, WeightSource
 from ktc.checkpoint.reader import TensorReader
 from ktc.checkpoint.values import read_codes, read_weight
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -23,7 +23,7 @@ from ktc.runtime.experts_form import ExpertsForm
 from ktc.runtime.fused_moe import Part
 from ktc.runtime.placement import device_of
 from ktc.runtime.progress import Progress
-from ktc.runtime.stock_experts import StockTensor, canonical_parts, stock_names, stock_shape
+from ktc.runtime.stock_experts import StockTensor, canonical_parts, half_of, stock_names, stock_shape
 
 
 @runtime_checkable
@@ -142,19 +142,28 @@ def _misfit(model: nn.Module, source: WeightSource) -> str:
 def _misfit_of_bank(bank: ExpertBank, source: WeightSource, leaf: str) -> str:
     if leaf not in stock_names(bank.form) or source.part is None:
         return f"experts of the form `{bank.form}` are not filled so"
-    if _is_half(source, leaf) and (bank.form.transposed or bank.form.interleaved):
+    half = _is_half(source, leaf)
+    if half and source.span is None and (bank.form.transposed or bank.form.interleaved):
         return f"experts of the form `{bank.form}` are not joined of gate and up"
+    if source.span is not None and (
+        not half or (source.span, source.stride) != half_of(bank.form, leaf, source.part, bank.intermediate)
+    ):
+        return f"experts of the form `{bank.form}` have no `{source.part}` there"
     shape = stock_shape(bank.form, leaf, bank.num_experts, bank.hidden, bank.intermediate)
     return _misfit_of_slice(source, shape, leaf)
 
 
 def _is_half(source: WeightSource, leaf: str) -> bool:
-    """Gate or up, stored apart, that are one tensor in the model."""
-    return leaf == "gate_up_proj" and source.part in ("gate", "up")
+    """Gate or up, or a bias of theirs, stored apart, that are one tensor in the model."""
+    halves = {"gate_up_proj": ("gate", "up"), "gate_up_proj_bias": ("gate_bias", "up_bias")}
+    return source.part in halves.get(leaf, ())
 
 
 def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) -> str:
     """Why what the row gives is not the slice of a tensor of `shape` that it names."""
+    if source.viewed and math.prod(source.viewed) != math.prod(shape):
+        return f"it is {list(shape)}, which is no {list(source.viewed)}"
+    shape = source.viewed or shape
     wanted = list(shape)
     if source.part is not None and not _is_half(source, leaf) and leaf != _leaf_of(source.part):
         return f"it is no stack of experts that holds `{source.part}`"
@@ -164,7 +173,7 @@ def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) ->
         wanted = [shape[1] // 2 if _is_half(source, leaf) else shape[1], *shape[2:]]
     elif source.span is not None:
         span = source.span
-        if span.dim >= len(shape) or span.start + span.length > shape[span.dim]:
+        if span.dim >= len(shape) or _places(source, span).stop > shape[span.dim]:
             return f"it is {list(shape)}, the row fills {span.length} from {span.start} of dimension {span.dim}"
         wanted[span.dim] = span.length
     found = list(source.loaded_shape)
@@ -210,19 +219,29 @@ def _put(
         _assign(module, leaf, tensor.to(device, getattr(module, leaf).dtype).contiguous())
         return
     place = _materialised(module, leaf, device)
+    place = place.view(source.viewed) if source.viewed else place
+    if expert is not None:
+        place = place[expert]
     if source.span is not None:
-        place = place.narrow(source.span.dim, source.span.start, source.span.length)
+        dim = source.span.dim - (expert is not None)
+        place = place[(*[slice(None)] * dim, _places(source, source.span))]
     elif expert is not None:
-        place = _rows(place[expert], source, leaf)
+        place = _rows(place, source, leaf)
     place.copy_(tensor)
+
+
+def _places(source: WeightSource, span: Span) -> slice:
+    """The places of a dimension that a row fills."""
+    return slice(span.start, span.start + (span.length - 1) * source.stride + 1, source.stride)
 
 
 def _by_part(
     source: WeightSource, form: ExpertsForm, leaf: StockTensor, tensor: Tensor
 ) -> Iterable[tuple[Part, Tensor]]:
     """What an expert's slice, or a half of it that is stored apart, holds."""
-    if leaf == "gate_up_proj" and source.part in ("gate", "up"):
-        return [(source.part, tensor)]
+    if _is_half(source, leaf):
+        turned = form.transposed and tensor.dim() == 2  # the row is written for the stock tensor
+        return [(cast("Part", source.part), tensor.t() if turned else tensor)]
     return canonical_parts(form, leaf, tensor)
 
 

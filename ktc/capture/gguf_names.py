@@ -1,0 +1,172 @@
+"""What the tensors of a model are called in a GGUF file, for the architectures whose files ktc reads.
+
+In: the model on meta and the file's architecture. Out: for each tensor of the model where its values come from. The
+names are the `gguf` package's; what converters change besides names is said here, architecture by architecture, and an
+architecture that is not here is refused (I122): its tensors might be permuted, split or shifted in ways unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ktc.capture.conversions import STACKED_PARTS
+from ktc.capture.forms import UNSUPPORTED, form_of
+from ktc.checkpoint import Part, Span, Step
+from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.runtime.experts_form import ExpertsForm, parse_form
+from ktc.runtime.stock_experts import StockTensor, half_of
+
+# Architectures of GGUF and the models of transformers that become one. All but `llama` and `deepseek2` only rename and
+# stack; `llama` orders the rows of q and k by pairs; `deepseek2` may split `kv_b_proj`.
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
+    "qwen2moe": ("qwen2_moe",),
+    "qwen3moe": ("qwen3_moe",),
+    "olmoe": ("olmoe",),
+    "gpt-oss": ("gpt_oss",),
+    "llama": ("mixtral",),
+    "deepseek2": ("deepseek_v2", "deepseek_v3"),
+}
+_LAYER = re.compile(r"\.(\d+)\.")
+# Names of transformers that the package's table spells otherwise.
+_SPELLED = (("e_score_correction_bias", "e_score_correction.bias"), ("self_attn.sinks", "self_attn.sinks.weight"))
+
+
+@dataclass(frozen=True, slots=True)
+class GgufPlace:
+    """A tensor of the file, `name`, and what of `target` it fills; the fields are those of `WeightSource`."""
+
+    name: str
+    target: str
+    part: Part | None = None
+    steps: tuple[Step, ...] = ()
+    span: Span | None = None
+    stride: int = 1
+    viewed: tuple[int, ...] = ()
+
+
+Choices = tuple[tuple[GgufPlace, ...], ...]  # the ways to fill a tensor, of which the first that is there is taken
+
+
+def gguf_places(model: PreTrainedModel, architecture: str) -> Mapping[str, Choices]:
+    """By the tensors of `model` the names that may fill them; empty for one that the file's format has no name for.
+
+    Raises `InputRefused` (I122) for an architecture that is not read, or is that of another model.
+    """
+    kind = str(model.config.model_type)
+    if kind not in ARCHITECTURES.get(architecture, ()):
+        raise InputRefused(_not_read(architecture, kind))
+    name_of = _names(architecture, model.config.get_text_config().num_hidden_layers)
+    forms = _Forms()
+    targets = cast("Mapping[str, Tensor]", model.state_dict())
+    return {
+        target: tuple(_choices(model, target, tensor, name_of, architecture, forms))
+        for target, tensor in targets.items()
+    }
+
+
+def _not_read(architecture: str, kind: str) -> Diagnostic:
+    readable = [name for name, kinds in ARCHITECTURES.items() if kind in kinds]
+    if architecture in ARCHITECTURES:
+        message = f"the GGUF file is of architecture `{architecture}`, config.json of a `{kind}` model"
+        hint = "use config.json of the model that was converted"
+    else:
+        message = f"the GGUF file is of architecture `{architecture}`, whose conversion ktc cannot undo"
+        hint = f"ktc reads {listing(ARCHITECTURES)}; use the model's safetensors"
+    if readable and architecture not in ARCHITECTURES:
+        hint = f"a `{kind}` model is read from a file of architecture `{readable[0]}`"
+    return Diagnostic("I122", message, hint=hint)
+
+
+def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
+    """From a tensor's name in transformers to its name in the file, `None` where there is none."""
+    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+
+    table = cast("Mapping[Any, str]", MODEL_ARCH_NAMES)
+    number = next(key for key, name in table.items() if name == architecture)
+    names = get_tensor_name_map(MODEL_ARCH(number), layers)
+
+    def name_of(target: str) -> str | None:
+        for spelled, other in _SPELLED:
+            target = target.removesuffix(spelled) + other if target.endswith(spelled) else target
+        return names.get_name(target, try_suffixes=(".weight", ".bias"))
+
+    return name_of
+
+
+class _Forms:
+    """The form of each experts module, read once for each class."""
+
+    def __init__(self) -> None:
+        self._by_class: dict[type[nn.Module], str] = {}
+
+    def of(self, module: nn.Module) -> ExpertsForm | None:
+        kind = type(module)
+        if kind not in self._by_class:
+            self._by_class[kind] = form_of(module)
+        spelled = self._by_class[kind]
+        return None if spelled.startswith(UNSUPPORTED) else parse_form(spelled)
+
+
+def _choices(
+    model: PreTrainedModel,
+    target: str,
+    tensor: Tensor,
+    name_of: Callable[[str], str | None],
+    architecture: str,
+    forms: _Forms,
+) -> Iterator[tuple[GgufPlace, ...]]:
+    parent, _, leaf = target.rpartition(".")
+    part = STACKED_PARTS.get(leaf)
+    layer = _LAYER.search(target)
+    if part is not None and tensor.dim() == (2 if part.endswith("bias") else 3) and layer:
+        form = forms.of(model.get_submodule(parent))
+        if form is not None:
+            yield tuple(_experts(form, target, cast("StockTensor", leaf), tensor, int(layer[1])))
+        return
+    name = name_of(target)
+    if name is not None:
+        yield (GgufPlace(name, target, steps=_steps(architecture, model.config, name, tensor)),)
+    if architecture == "deepseek2" and leaf == "weight" and parent.endswith(".kv_b_proj") and layer:
+        yield tuple(_latent(model.config, target, int(layer[1])))
+
+
+def _experts(form: ExpertsForm, target: str, leaf: StockTensor, tensor: Tensor, layer: int) -> Iterator[GgufPlace]:
+    """Stacks of matrices (E, out, in), gate and up apart, in the model's layout."""
+    biased = leaf.endswith("_bias")
+    suffix, ending = ("bias", "_bias") if biased else ("weight", "")
+    steps = (Step("transpose", (1, 2)),) if form.transposed and not biased else ()
+    if not leaf.startswith("gate_up"):
+        kind = leaf.partition("_")[0]
+        yield GgufPlace(f"blk.{layer}.ffn_{kind}_exps.{suffix}", target, cast("Part", kind + ending), steps)
+        return
+    columns = tensor.shape[2 if form.transposed and not biased else 1]
+    for kind in ("gate", "up"):
+        part = cast("Part", kind + ending)
+        span, stride = half_of(form, leaf, part, columns // 2)
+        yield GgufPlace(f"blk.{layer}.ffn_{kind}_exps.{suffix}", target, part, steps, span, stride)
+
+
+def _steps(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor) -> tuple[Step, ...]:
+    if architecture == "llama" and name.endswith((".attn_q.weight", ".attn_k.weight")):
+        heads = config.num_attention_heads if name.endswith(".attn_q.weight") else config.num_key_value_heads
+        return (Step("deinterleave_runs", (0, heads)),)
+    if architecture == "qwen2moe" and name.endswith(".ffn_gate_inp_shexp.weight") and tensor.shape[0] == 1:
+        return (Step("unsqueeze", (0,)),)  # a row, written as a vector
+    return ()
+
+
+def _latent(config: PreTrainedConfig, target: str, layer: int) -> Iterator[GgufPlace]:
+    """`kv_b_proj` in two: of keys (heads, latent, n), each head transposed, and of values (heads, v, latent)."""
+    heads, keys, values, latent = (
+        int(getattr(config, name)) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
+    )
+    viewed = (heads, keys + values, latent)
+    turned = (Step("transpose", (1, 2)),)
+    yield GgufPlace(f"blk.{layer}.attn_k_b.weight", target, None, turned, Span(1, 0, keys), viewed=viewed)
+    yield GgufPlace(f"blk.{layer}.attn_v_b.weight", target, None, (), Span(1, keys, values), viewed=viewed)

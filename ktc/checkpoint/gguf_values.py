@@ -1,0 +1,83 @@
+"""Values of GGUF's block types: a row's weights, or one expert's, dequantised a band of rows at a time, or its blocks.
+
+The `gguf` package says what blocks mean; it computes in fp32, and the result is rounded once. What it is given was
+checked before: whole blocks of a type that it knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from ktc.checkpoint.gguf_types import BLOCK_TYPES
+from ktc.checkpoint.header import TensorEntry
+from ktc.checkpoint.reader import TensorReader
+
+_BAND: Final = 1 << 20  # weights that are dequantised at once: some types need forty bytes for each meanwhile
+# Of the types that kernels multiply: where a block has its fp16 scales.
+_SCALES: Final[Mapping[str, tuple[int, ...]]] = {
+    "q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
+}  # fmt: skip
+_LARGE_EXPONENT: Final = 251  # from here on 12 times the scale of an MXFP4 block is beyond fp32
+
+
+def read_dequantised(reader: TensorReader, entry: TensorEntry, expert: int | None, dtype: torch.dtype) -> Tensor:
+    """The whole tensor, or the matrix of one expert of a stack, rounded to `dtype`."""
+    shape = entry.shape if expert is None else entry.shape[1:]
+    out = torch.empty(shape, dtype=dtype)
+    rows = out.view(-1, shape[-1])
+    done = 0
+    for blocks in _bands(reader, entry, expert):
+        rows[done : done + len(blocks)] = dequantised(blocks, entry.dtype)
+        done += len(blocks)
+    return out
+
+
+def read_blocks(reader: TensorReader, entry: TensorEntry, expert: int | None) -> Tensor:
+    """The bytes of the whole tensor or of one expert's matrix: (rows, bytes of a row)."""
+    whole = _as_bytes(entry)
+    return reader.read(whole, _rows_of(entry, whole, expert))
+
+
+def dequantised(blocks: Tensor, type_name: str) -> Tensor:
+    """fp32 weights (rows, columns) of uint8 blocks (rows, bytes of a row)."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values = cast("Callable[..., Any]", dequantize)(blocks.numpy(), GGMLQuantizationType[type_name.upper()])
+    return torch.from_numpy(values)
+
+
+def are_finite(blocks: Tensor, type_name: str) -> bool:
+    """Whether no block of a type that kernels multiply is infinite or no number, told from its scales."""
+    each = blocks.view(-1, BLOCK_TYPES[type_name].bytes)
+    if type_name == "mxfp4":
+        large = each[each[:, 0] >= _LARGE_EXPONENT]
+        return not len(large) or bool(dequantised(large, type_name).isfinite().all())
+    scales = (each[:, place : place + 2].contiguous().view(torch.float16) for place in _SCALES[type_name])
+    return all(bool(scale.isfinite().all()) for scale in scales)
+
+
+def _bands(reader: TensorReader, entry: TensorEntry, expert: int | None) -> Iterator[Tensor]:
+    whole = _as_bytes(entry)
+    rows = _rows_of(entry, whole, expert)
+    band = max(1, _BAND // entry.shape[-1])
+    for first in range(rows.start, rows.stop, band):
+        yield reader.read(whole, slice(first, min(rows.stop, first + band)))
+
+
+def _as_bytes(entry: TensorEntry) -> TensorEntry:
+    rows = math.prod(entry.shape[:-1])
+    return replace(entry, dtype="u8", shape=(rows, (entry.end - entry.begin) // rows))
+
+
+def _rows_of(entry: TensorEntry, whole: TensorEntry, expert: int | None) -> slice:
+    if expert is None:
+        return slice(0, whole.shape[0])
+    rows = whole.shape[0] // entry.shape[0]
+    return slice(expert * rows, (expert + 1) * rows)
