@@ -4,20 +4,33 @@
 //     g++ -std=c++20 -O3 -pthread -Iruntime/include -include ktc/isa/amx.hpp -DKTC_ISA=amx
 //         -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mamx-tile -mamx-bf16
 //         benchmarks/native_moe.cpp -o native_moe
-//     native_moe check | native_moe THREADS H I E K TOKENS...
+//     native_moe check | native_moe THREADS,.. H I E K TOKENS,..
+//
+// Timed are calls on memory that earlier calls have touched; of each the phases between two barriers, beside what the
+// machine reaches at most in the same run.
 //
 // Without bf16 products the peak takes a multiply and an add apart, unless built with -ffp-contract=fast.
+#include <sched.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <initializer_list>
 #include <limits>
+#include <memory>
+#include <mutex>
+#include <numeric>
 #include <random>
+#include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "ktc/activation.hpp"
@@ -46,9 +59,9 @@ using Oracle = FusedMoe<scalar::Isa<double>, weight_format::Fp64, Activation, fa
 // Random hidden states, gradients and routing of some tokens, as bf16 and as the same values in fp64.
 struct Batch {
   Batch(const MoeSizes& sizes, std::int64_t tokens, std::mt19937& random) : tokens(tokens) {
-    std::normal_distribution<float> normal;
-    for (auto* values : {&hidden, &grad}) {
-      for (std::int64_t i = 0; i < tokens * sizes.hidden; ++i) values->emplace_back(normal(random));
+    std::uniform_real_distribution<float> values(-2, 2);
+    for (auto* states : {&hidden, &grad}) {
+      for (std::int64_t i = 0; i < tokens * sizes.hidden; ++i) states->emplace_back(values(random));
     }
     std::vector<std::int64_t> experts(static_cast<std::size_t>(sizes.num_experts));
     for (std::size_t i = 0; i < experts.size(); ++i) experts[i] = static_cast<std::int64_t>(i);
@@ -82,21 +95,16 @@ struct Results {
 
 template <class Element, class Accumulator>
 Results<Element, Accumulator> run(const MoeKernel& kernel, Engine& engine, const std::byte* packed, const Batch& batch,
-                                  bool recompute, double* forward_ms = nullptr, double* backward_ms = nullptr) {
+                                  bool recompute) {
   const auto hidden = converted<Element>(batch.hidden), grad = converted<Element>(batch.grad);
   const auto weight = converted<Accumulator>(batch.weight);
   Results<Element, Accumulator> results{std::vector<Element>(hidden.size()), std::vector<Element>(hidden.size()),
                                         std::vector<Accumulator>(weight.size())};
   const HugePages saved(kernel.saved_bytes(batch.tokens));
-  const auto begin = Clock::now();
   kernel.forward(engine, {packed, hidden.data(), batch.index.data(), weight.data(), results.out.data(),
                           recompute ? nullptr : saved.data(), batch.tokens});
-  const auto middle = Clock::now();
   kernel.backward(engine, {packed, batch.index.data(), weight.data(), recompute ? nullptr : saved.data(), hidden.data(),
                            grad.data(), results.grad_hidden.data(), results.grad_weight.data(), batch.tokens});
-  const auto end = Clock::now();
-  if (forward_ms) *forward_ms = std::chrono::duration<double, std::milli>(middle - begin).count();
-  if (backward_ms) *backward_ms = std::chrono::duration<double, std::milli>(end - middle).count();
   return results;
 }
 
@@ -148,56 +156,240 @@ bool check(const MoeSizes& sizes, std::int64_t tokens) {
   return right;
 }
 
-// `work(thread)` on every thread at once; the seconds it took.
+// `work(thread)` on every thread at once; the seconds from the first start to the last end.
 template <class Work>
 double on_all(int threads, const Work& work) {
   std::vector<std::thread> team;
-  const auto begin = Clock::now();
-  for (int thread = 0; thread < threads; ++thread) team.emplace_back(work, thread);
+  std::atomic<int> ready{0};
+  std::vector<Clock::time_point> begin(static_cast<std::size_t>(threads)), end(begin);
+  for (int thread = 0; thread < threads; ++thread) {
+    team.emplace_back([&, thread] {
+      for (++ready; ready.load() < threads;) relax();
+      begin[thread] = Clock::now();
+      work(thread);
+      end[thread] = Clock::now();
+    });
+  }
   for (auto& member : team) member.join();
-  return std::chrono::duration<double>(Clock::now() - begin).count();
+  const auto first = *std::min_element(begin.begin(), begin.end()), last = *std::max_element(end.begin(), end.end());
+  return std::chrono::duration<double>(last - first).count();
 }
 
-void measure(int threads, const MoeSizes& sizes, const std::vector<std::int64_t>& tokens) {
+// Ticks that the machine's owner gave to others while ours wanted to run, and all ticks, since it was started.
+struct Ticks {
+  double stolen = 0, all = 0;
+
+  static Ticks now() {
+    Ticks ticks;
+    std::ifstream file("/proc/stat");
+    std::string cpu;
+    file >> cpu;
+    double value = 0;
+    for (int column = 0; column < 8 && file >> value; ++column) {
+      ticks.all += value;
+      if (column == 7) ticks.stolen = value;
+    }
+    return ticks;
+  }
+};
+
+void print_machine() {
+  cpu_set_t allowed;
+  sched_getaffinity(0, sizeof(allowed), &allowed);
+  std::string limit = "none";
+  std::getline(std::ifstream("/sys/fs/cgroup/cpu.max"), limit);
+  std::printf("%d cores may be used; cpu.max: %s\n", CPU_COUNT(&allowed), limit.c_str());
+}
+
+// The micro-kernel over `panels` x `groups` at hand, again and again: TFLOP/s of one thread's products from its caches.
+template <class Isa>
+double multiply_in_cache(std::int64_t panels, std::int64_t groups, std::int64_t contraction, std::int64_t rounds) {
+  constexpr std::int64_t kRows = Isa::kMaxRows;
+  const HugePages memory(static_cast<std::size_t>((panels * 32 + groups * kRows) * contraction * 2 +
+                                                  panels * groups * kRows * kPanelWidth * 4));
+  auto* rows = reinterpret_cast<bf16*>(memory.data());
+  bf16* weights = rows + groups * kRows * contraction;
+  auto* sums = reinterpret_cast<float*>(weights + panels * 32 * contraction);
+  std::fill(rows, weights + panels * 32 * contraction, bf16(0.5F));
+  Isa isa;
+  FetchAhead nothing;
+  const auto begin = Clock::now();
+  for (std::int64_t i = 0; i < rounds * panels * groups; ++i) {
+    const std::int64_t panel = i / groups % panels, group = i % groups;
+    const auto* a = rows + group * kRows * contraction;
+    float* tile = sums + (panel * groups + group) * kRows * kPanelWidth;
+    if constexpr (Isa::kBlocked) {
+      isa.multiply_add(kRows, contraction / 2, a, weights + panel * 32 * contraction, tile, nothing);
+    } else {
+      isa.multiply(kRows, contraction / 2, a, weights + panel * 32 * contraction, tile, nothing);
+    }
+  }
+  const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  return 2e-12 * static_cast<double>(rounds * panels * groups * kRows * kPanelWidth * contraction) / seconds;
+}
+
+// What `threads` reach together at most: products of registers, of L1, of L2, and reading the packed weights once.
+void print_limits(int threads, const HugePages& packed) {
+  std::vector<double> rate(static_cast<std::size_t>(threads));
+  const auto total = [&](const auto& work) {
+    on_all(threads, [&](int thread) { rate[thread] = work(); });
+    return std::accumulate(rate.begin(), rate.end(), 0.0);
+  };
+  constexpr std::int64_t kPeakRounds = 500'000;
+  std::int64_t flops = 0;
+  const double peak_s = on_all(threads, [&](int) { flops = multiply_in_registers(kPeakRounds); });
+  const double near = total([] { return multiply_in_cache<Isa>(1, 1, 256, 8000); });
+  const double far = total([] { return multiply_in_cache<Isa>(8, 8, 512, 60); });
+  const std::size_t share =
+      std::min(packed.size(), std::size_t{8} << 30) / static_cast<std::size_t>(threads) / 512 * 512;
+  std::vector<std::uint64_t> read(static_cast<std::size_t>(threads));
+  const double read_s = on_all(threads, [&](int thread) {
+    read[thread] = read_in_order(packed.data() + share * static_cast<std::size_t>(thread), share);
+  });
+  std::printf("%d threads at most: registers %.1f TFLOP/s, micro-kernel in L1 %.1f, in L2 %.1f; read %.0f GB/s\n",
+              threads, 1e-12 * static_cast<double>(flops * threads) / peak_s, near, far,
+              1e-9 * static_cast<double>(share * static_cast<std::size_t>(threads)) / read_s);
+}
+
+// When each worker started and finished each phase of one call.
+class PhaseClock final : public PhaseObserver {
+ public:
+  void started() override { times().push_back(Clock::now()); }
+  void finished() override { times().push_back(Clock::now()); }
+
+  void clear() {
+    for (auto& times : workers_) times->clear();
+  }
+
+  // Of each phase how long its work took, mean and longest over the workers, and what they waited on average.
+  std::string summary(std::initializer_list<const char*> names) const {
+    std::string text;
+    std::size_t at = 0;
+    for (const char* name : names) {
+      double sum = 0, longest = 0, count = 0;
+      auto first = Clock::time_point::max(), last = Clock::time_point::min();
+      for (const auto& times : workers_) {
+        if (times->size() < at + 2) continue;
+        const double ms = std::chrono::duration<double, std::milli>((*times)[at + 1] - (*times)[at]).count();
+        sum += ms, longest = std::max(longest, ms), ++count;
+        first = std::min(first, (*times)[at]), last = std::max(last, (*times)[at + 1]);
+      }
+      const double all = std::chrono::duration<double, std::milli>(last - first).count();
+      char line[160];
+      std::snprintf(line, sizeof(line), "  %s %.2f (work %.2f to %.2f)", name, all, sum / count, longest);
+      text += line;
+      at += 2;
+    }
+    return text;
+  }
+
+ private:
+  using Times = std::vector<Clock::time_point>;
+
+  Times& times() {
+    thread_local Times* own = nullptr;
+    if (own == nullptr) {
+      const std::lock_guard lock(adding_);
+      own = workers_.emplace_back(std::make_unique<Times>()).get();
+    }
+    return *own;
+  }
+
+  std::mutex adding_;
+  std::vector<std::unique_ptr<Times>> workers_;
+};
+
+struct Timed {
+  double ms;
+  std::string phases;
+};
+
+template <class Call>
+Timed timed(PhaseClock& phases, std::initializer_list<const char*> names, const Call& call) {
+  phases.clear();
+  const auto begin = Clock::now();
+  call();
+  const double ms = std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+  return {ms, phases.summary(names)};
+}
+
+void print_times(const char* name, std::vector<Timed> times, double tflop, double gbytes) {
+  const double first = times.front().ms;  // touches memory that no call had before
+  times.erase(times.begin());
+  std::sort(times.begin(), times.end(), [](const Timed& a, const Timed& b) { return a.ms < b.ms; });
+  const Timed& median = times[times.size() / 2];
+  std::printf("  %s %.2f ms (best %.2f, first %.2f), %.2f TFLOP/s, %.0f GB/s\n   %s\n", name, median.ms,
+              times.front().ms, first, 1e3 * tflop / median.ms, 1e3 * gbytes / median.ms, median.phases.c_str());
+}
+
+// Forward and backward of `tokens`, on the packed weights of a layer.
+void measure(const MoeKernel& kernel, const MoeSizes& sizes, const HugePages& packed, PhaseClock& phases, int threads,
+             std::int64_t tokens) {
   constexpr int kRounds = 7;
+  std::mt19937 random(1);
+  const std::int64_t slots = tokens * sizes.top_k;
+  const int num_batches = slots < 2 * sizes.num_experts ? 8 : 1;  // so few of the experts that they would stay in L3
+  std::vector<Batch> batches;
+  double active = 0;
+  for (int i = 0; i < num_batches; ++i) {
+    batches.emplace_back(sizes, tokens, random);
+    std::vector<std::int64_t> experts = batches.back().index;
+    std::sort(experts.begin(), experts.end());
+    active += static_cast<double>(std::unique(experts.begin(), experts.end()) - experts.begin()) / num_batches;
+  }
+  std::vector<bf16> out(batches[0].hidden.size()), grad_hidden(out.size());
+  std::vector<float> grad_weight(static_cast<std::size_t>(slots));
+  const HugePages saved(kernel.saved_bytes(tokens));
+  Engine engine(threads);
+  std::vector<Timed> forward, backward;
+  const Ticks before = Ticks::now();
+  for (int round = 0; round <= std::max(kRounds, num_batches); ++round) {
+    const Batch& batch = batches[static_cast<std::size_t>(round % num_batches)];
+    forward.push_back(timed(phases, {"gather", "gate/up", "down", "write"}, [&] {
+      kernel.forward(engine, {packed.data(), batch.hidden.data(), batch.index.data(), batch.weight.data(), out.data(),
+                              saved.data(), tokens});
+    }));
+    backward.push_back(timed(phases, {"gather", "down^T", "gate/up^T", "write"}, [&] {
+      kernel.backward(engine, {packed.data(), batch.index.data(), batch.weight.data(), saved.data(),
+                               batch.hidden.data(), batch.grad.data(), grad_hidden.data(), grad_weight.data(), tokens});
+    }));
+  }
+  const Ticks after = Ticks::now();
+  const double gbytes = 6e-9 * active * static_cast<double>(sizes.hidden * sizes.intermediate);
+  const double tflop = 6e-12 * static_cast<double>(slots * sizes.hidden * sizes.intermediate);
+  std::printf(" T%ld, %d threads, stolen %.1f %%\n", tokens, threads,
+              100 * (after.stolen - before.stolen) / std::max(1.0, after.all - before.all));
+  print_times("forward ", std::move(forward), tflop, gbytes);
+  print_times("backward", std::move(backward), tflop, gbytes);
+  std::fflush(stdout);
+}
+
+void measure_layer(const std::vector<std::int64_t>& threads, const MoeSizes& sizes,
+                   const std::vector<std::int64_t>& tokens) {
   const Kernel kernel(sizes);
   const HugePages packed(kernel.packed_bytes());
-  const std::size_t share = kernel.packed_bytes() / static_cast<std::size_t>(threads) / 512 * 512;
-  on_all(threads, [&](int thread) {  // any values of a usual size; where they lie matters, not what they are
+  const auto most = static_cast<int>(*std::max_element(threads.begin(), threads.end()));
+  const std::size_t share = kernel.packed_bytes() / static_cast<std::size_t>(most) / 512 * 512;
+  on_all(most, [&](int thread) {  // any values of a usual size; where they lie matters, not what they are
     auto* weights = reinterpret_cast<std::uint16_t*>(packed.data() + share * static_cast<std::size_t>(thread));
     for (std::size_t i = 0; i < share / 2; ++i) weights[i] = static_cast<std::uint16_t>(0x3c00 | (i * 40503 & 0x80ff));
   });
-  Engine engine(threads);
-  std::mt19937 random(1);
+  std::printf("H%ld I%ld E%ld k%ld\n", sizes.hidden, sizes.intermediate, sizes.num_experts, sizes.top_k);
+  PhaseClock phases;
+  phase_observer = &phases;
   for (const std::int64_t count : tokens) {
-    const Batch batch(sizes, count, random);
-    std::vector<double> forward(kRounds), backward(kRounds);
-    for (int round = 0; round < kRounds; ++round) {
-      run<bf16, float>(kernel, engine, packed.data(), batch, false, &forward[round], &backward[round]);
+    for (const std::int64_t number : threads) {
+      print_limits(static_cast<int>(number), packed);
+      measure(kernel, sizes, packed, phases, static_cast<int>(number), count);
     }
-    constexpr std::int64_t kPeakRounds = 2'000'000;
-    std::vector<std::int64_t> flops(static_cast<std::size_t>(threads));
-    const double peak_s = on_all(threads, [&](int thread) { flops[thread] = multiply_in_registers(kPeakRounds); });
-    std::vector<std::uint64_t> read(static_cast<std::size_t>(threads));
-    const double read_s = on_all(threads, [&](int thread) {
-      read[thread] = read_in_order(packed.data() + share * static_cast<std::size_t>(thread), share);
-    });
-    std::vector<std::int64_t> active = batch.index;
-    std::sort(active.begin(), active.end());
-    const auto num_active = std::unique(active.begin(), active.end()) - active.begin();
-    const double gbytes = 6e-9 * static_cast<double>(num_active * sizes.hidden * sizes.intermediate);
-    const double tflop = 6e-12 * static_cast<double>(count * sizes.top_k * sizes.hidden * sizes.intermediate);
-    std::printf("T%ld, %d threads; peak %.1f TFLOP/s, read %.0f GB/s\n", count, threads,
-                1e-12 * static_cast<double>(flops[0] * threads) / peak_s,
-                1e-9 * static_cast<double>(share * static_cast<std::size_t>(threads)) / read_s);
-    for (auto* times : {&forward, &backward}) {
-      std::sort(times->begin(), times->end());
-      const double ms = (*times)[kRounds / 2];
-      std::printf("  %s: %.2f ms (best %.2f), %.2f TFLOP/s, %.0f GB/s\n", times == &forward ? "forward " : "backward",
-                  ms, times->front(), 1e3 * tflop / ms, 1e3 * gbytes / ms);
-    }
-    std::fflush(stdout);
   }
+}
+
+std::vector<std::int64_t> numbers(const std::string& list) {
+  std::vector<std::int64_t> result;
+  std::istringstream stream(list);
+  for (std::string number; std::getline(stream, number, ',');) result.push_back(std::stoll(number));
+  return result;
 }
 
 }  // namespace
@@ -211,14 +403,15 @@ int main(int count, char** arguments) {
     }
     return check(one, 450) && right ? EXIT_SUCCESS : EXIT_FAILURE;
   }
-  if (count < 7) {
-    std::fprintf(stderr, "usage: native_moe check | native_moe THREADS H I E K TOKENS...\n");
+  if (count != 7) {
+    std::fprintf(stderr, "usage: native_moe check | native_moe THREADS,.. H I E K TOKENS,..\n");
     return EXIT_FAILURE;
   }
-  std::vector<std::int64_t> numbers;
-  for (int i = 1; i < count; ++i) numbers.push_back(std::stoll(arguments[i]));
-  const MoeSizes sizes{
-      .num_experts = numbers[3], .hidden = numbers[1], .intermediate = numbers[2], .top_k = numbers[4]};
-  measure(static_cast<int>(numbers[0]), sizes, {numbers.begin() + 5, numbers.end()});
+  print_machine();
+  const MoeSizes sizes{.num_experts = std::stoll(arguments[4]),
+                       .hidden = std::stoll(arguments[2]),
+                       .intermediate = std::stoll(arguments[3]),
+                       .top_k = std::stoll(arguments[5])};
+  measure_layer(numbers(arguments[1]), sizes, numbers(arguments[6]));
   return EXIT_SUCCESS;
 }

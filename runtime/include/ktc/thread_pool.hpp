@@ -38,12 +38,28 @@ inline void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint3
   value.wait(seen, std::memory_order_acquire);
 }
 
+// Told by each worker when it starts on something and when it is done and waits for the others: from this a benchmark
+// learns how long every phase of a call took, and who waited for whom.
+class PhaseObserver {
+ public:
+  virtual ~PhaseObserver() = default;
+  virtual void started() = 0;
+  virtual void finished() = 0;
+};
+inline PhaseObserver* phase_observer = nullptr;  // set while nothing runs
+
 class Barrier {
  public:
   // Not while anybody waits.
   void reset(int count) { count_ = count; }
 
   void arrive_and_wait() {
+    if (phase_observer != nullptr) phase_observer->finished();
+    wait_for_all();
+    if (phase_observer != nullptr) phase_observer->started();
+  }
+
+  void wait_for_all() {
     const int count = count_;  // once all have arrived it may be reset
     if (count == 1) return;
     const auto round = round_.load(std::memory_order_acquire);
@@ -134,8 +150,10 @@ class ThreadPool {
   }
 
   void work(int index) {
+    if (phase_observer != nullptr) phase_observer->started();
     task_(context_, {index, count_, barrier_});
-    barrier_.arrive_and_wait();
+    if (phase_observer != nullptr) phase_observer->finished();
+    barrier_.wait_for_all();
   }
 
   void serve(const Member& self, int index) {
