@@ -20,6 +20,11 @@ namespace ktc::amx {
 // Neighbours of k in a row of a tile: what one product consumes.
 inline constexpr int kDepth = kTileBytes / sizeof(bf16);
 
+// Every tile is set to zero after its last use, which costs nothing: a zero needs no register, and a core has few tile
+// registers to rename with, half of them when its other hardware thread is busy. Then eight tiles in use leave hardly
+// any for what is in flight, and loads and products wait for each other: 0.53 TFLOP/s instead of 0.85 from L1, where a
+// core to itself gives 1.9 either way.
+//
 // tile[row][32] of `kAdd` ? what it is : zero, plus the sum over k of a[k][row] * panel[k][32]. The tiles must have the
 // shape for `kLower` ? 17 to 32 : 1 to 16 rows.
 template <bool kLower, bool kAdd, class Ahead>
@@ -54,19 +59,29 @@ template <bool kLower, bool kAdd, class Ahead>
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, panel + kRight, kPanelStride);
     _tile_dpbf16ps(1, 4, 7);
+    _tile_zero(4);
     if constexpr (kLower) {
       _tile_loadd(5, a + kTileRows * kDepth, kTileBytes);
       _tile_dpbf16ps(2, 5, 6);
+      _tile_zero(6);
       _tile_dpbf16ps(3, 5, 7);
+      _tile_zero(5);
+    } else {
+      _tile_zero(6);
     }
+    _tile_zero(7);
     a += rows * kDepth;
     panel += kPanelStep;
   }
   _tile_stored(0, tile, kSumsStride);
   _tile_stored(1, tile + kHalfPanel, kSumsStride);
+  _tile_zero(0);
+  _tile_zero(1);
   if constexpr (kLower) {
     _tile_stored(2, lower, kSumsStride);
     _tile_stored(3, lower + kHalfPanel, kSumsStride);
+    _tile_zero(2);
+    _tile_zero(3);
   }
   settle_memory();
   next = ahead;
