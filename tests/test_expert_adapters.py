@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from families import captured, planned, rules
 
+from ktc import twin
+from ktc.capture import ModelSource, capture
 from ktc.diagnostics import InputRefused
 from ktc.link.adapter import adapter_json
 from ktc.plan.kernel_spec import KernelSpec
@@ -61,6 +64,39 @@ def test_ranks_of_their_own_stand_beside_those_of_linear_layers(tmp_path: Path) 
     assert config["target_parameters"] == list(lora.parameters)
     assert config["alpha_pattern"] == dict.fromkeys(lora.parameters, 8.0)
     assert (config["r"], config["lora_dropout"]) == (8, 0.0)
+
+
+def test_experts_without_a_gate_are_adapted_by_up_and_down(tmp_path: Path) -> None:
+    config = twin.shrink(twin.default_config("nemotron_h"))
+    config.dtype = torch.bfloat16
+    program = rules("rule r { match moe.block => cpu_moe() => lora_experts(rank = 3) }", tmp_path)
+    lora = planned(capture(ModelSource("nemotron_h", None, config, None)), program)[1].lora
+    assert lora is not None
+    assert [path.rpartition(".")[2] for path in lora.parameters] == ["up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8", "fp8"])
+def test_the_format_of_the_base_changes_nothing_about_its_adapters(tmp_path: Path, format: str) -> None:
+    plan = plan_of(f"rule r {{ match moe.block => cpu_moe(format = {format}) => lora_experts(rank = 3) }}", tmp_path)
+    bare = plan_of(f"rule r {{ match moe.block => cpu_moe(format = {format}) }}", tmp_path)
+    assert plan.lora is not None
+    (adapted,), (frozen,) = plan.devices, bare.devices
+    assert adapted.weights == frozen.weights
+    assert (frozen.adapter, adapted.adapter) == (0, 16 * plan.lora.trainable)
+
+
+@pytest.mark.parametrize(("activations", "how"), [("keep", "are kept"), ("recompute", "are computed again")])
+def test_a_plan_says_what_a_token_leaves_for_backward(tmp_path: Path, activations: str, how: str) -> None:
+    action = f"cpu_moe(activations = {activations}) => lora_experts(rank = 3)"
+    plan = plan_of(f"rule r {{ match moe.block => {action} }}", tmp_path)
+    (kernel,) = plan.kernels
+    slots = {each: slots_of(kernel, keep=each == "keep", ranks=(3, 3)).saved for each in ("keep", "recompute")}
+    (why,) = [reason.text for reason in plan.reasons if "wait for backward" in reason.text]
+    assert why.startswith(f"{slots[activations]:,} bytes per token and layer wait for backward: gate and up {how}")
+    (other,) = slots.keys() - {activations}
+    assert why.endswith(f"(`activations = {other}`: {slots[other]:,})")
+    (adapted,) = [reason.text for reason in plan.reasons if "take LoRA" in reason.text]
+    assert "gate_up_proj (r=3) and down_proj (r=3)" in adapted
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ PROGRAMS = {
     "qwen3-moe-int4-qat": "qwen3-30b-a3b",
     "mla-inference": "deepseek-v3",
     "moe-lora": "deepseek-v3",
+    "moe-experts-lora": "qwen3-30b-a3b",
 }
 
 
@@ -88,6 +89,7 @@ def test_a_shipped_program_plans_its_real_model(program: str, model: str) -> Non
     if "lora" in program:
         assert made.lora is not None
         assert len(made.lora.targets) == layers * (4 if model in ("deepseek-v2-lite", "qwen3-30b-a3b") else 5)
+        assert len(made.lora.parameters) == (2 * len(experts) if "experts" in program else 0)
 
 
 @pytest.mark.parametrize("program", ["deepseek-v2-lite-lora", "qwen3-moe-lora", "qwen3-moe-int4-qat"])

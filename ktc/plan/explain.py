@@ -1,4 +1,7 @@
-"""Why the plan is as it is: one sentence per rewrite, placement and untouched block. Layers are written as ranges."""
+"""Why the plan is as it is: one sentence per rewrite, placement and untouched block. Layers are written as ranges.
+
+Experts of a plan that trains have two more: their adapters, and what a token leaves for backward.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from ktc.capture import CapturedModel
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.types import BlockRewrite, NodeAction, Placement, PlannedOnly, Reason
+from ktc.plan.packed_size import slots_of
+from ktc.plan.types import BlockRewrite, Claim, LoraPlan, NodeAction, Placement, PlannedOnly, Reason
 
 
 def explain(
@@ -17,18 +21,20 @@ def explain(
     rewrites: Sequence[BlockRewrite],
     planned: Sequence[PlannedOnly],
     placements: Sequence[Placement],
+    claims: Sequence[Claim],
+    lora: LoraPlan | None,
     host: Host,
 ) -> tuple[Reason, ...]:
     """The reasons in the order of the model: rewrites, placements, then what stays as it is and why."""
     return (
-        *(reason for rewrite in rewrites for reason in _of_rewrite(rewrite, host)),
+        *(reason for rewrite in rewrites for reason in _of_rewrite(rewrite, claims, lora, host)),
         *(_of_planned(p) for p in planned),
         *_of_placements(placements),
         *_untouched(captured, matches, rewrites, planned),
     )
 
 
-def _of_rewrite(rewrite: BlockRewrite, host: Host) -> Iterable[Reason]:
+def _of_rewrite(rewrite: BlockRewrite, claims: Sequence[Claim], lora: LoraPlan | None, host: Host) -> Iterable[Reason]:
     """One reason per rule and kind of rewrite; modules of a block are written as a choice."""
     groups: dict[tuple[str, str], list[NodeAction]] = {}
     for action in rewrite.actions:
@@ -36,7 +42,11 @@ def _of_rewrite(rewrite: BlockRewrite, host: Host) -> Iterable[Reason]:
     for actions in groups.values():
         names = [a.fqn for a in actions]
         tail = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
-        yield Reason(f"{collapse([site.fqn for site in rewrite.sites])}.{tail}", _of_action(actions[0], rewrite, host))
+        what = f"{collapse([site.fqn for site in rewrite.sites])}.{tail}"
+        yield Reason(what, _of_action(actions[0], rewrite, host))
+        if lora is not None and actions[0].kernel is not None:
+            path = f"{rewrite.sites[0].fqn}.{actions[0].fqn}"
+            yield from (Reason(what, why) for why in _of_training(actions[0].kernel, actions[0], path, claims, lora))
 
 
 def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
@@ -49,6 +59,24 @@ def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     moved = "" if rewrite.device == "cpu" else f", hidden states move {rewrite.device} -> cpu -> {rewrite.device}"
     how = f"{' and '.join(spec.formats)} weights, {spec.isa} kernel, {chosen}"
     return f"routed experts as one node on cpu ({how}){moved}: {where}"
+
+
+def _of_training(
+    spec: KernelSpec, action: NodeAction, path: str, claims: Sequence[Claim], lora: LoraPlan
+) -> Iterable[str]:
+    """The adapters of the experts at `path`, and what a token leaves for backward, the other choice beside it."""
+    weights = [weight for weight in lora.parameters if weight.rpartition(".")[0] == path]
+    ranks = {weight.rpartition(".")[2]: lora.rank_pattern.get(weight, lora.r) for weight in weights}
+    claim = next((c for c in claims if c.target == "lora_experts" and c.path == path), None)
+    if claim is not None:
+        named = " and ".join(f"{name} (r={rank})" for name, rank in ranks.items())
+        yield f"take LoRA on {named}, in the same node: rule `{claim.rule}` ({claim.span})"
+    down = ranks.pop("down_proj", 0)
+    of_products = max(ranks.values(), default=0), down
+    chosen, other = str(action.settings["activations"]), {"keep": "recompute", "recompute": "keep"}
+    kept, instead = (slots_of(spec, keep=each == "keep", ranks=of_products).saved for each in (chosen, other[chosen]))
+    how = "gate and up are kept" if chosen == "keep" else "gate and up are computed again"
+    yield f"{kept:,} bytes per token and layer wait for backward: {how} (`activations = {other[chosen]}`: {instead:,})"
 
 
 def _passed_over(spec: KernelSpec, host: Host) -> str:

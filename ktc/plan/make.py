@@ -60,7 +60,7 @@ def make_plan(
         lora=lora,
         memory=memory,
         reasons=(
-            *explain(captured, matches, rewrites, planned_only(claims), placements, host),
+            *explain(captured, matches, rewrites, planned_only(claims), placements, claims, lora, host),
             *conversions(captured, weights, specs),
         ),
         warnings=(*matches.warnings, *_left_alone(captured, rewrites)),

@@ -19,34 +19,14 @@ import ktc
 from ktc.diagnostics import InputRefused
 
 STEPS = 6
-PROGRAM = """
-import "std/moe.ktr"
-import "std/attention.ktr" as attn
-
-rule experts {
-  match moe.block
-  => cpu_moe(format = bf16)
-  => lora_experts(rank = 5)
-}
-
-rule attention {
-  match attn.projected as a
-  => lora_linear on a.q, a.o
-}
-
-lora {
-  rank  = 8
-  alpha = 16
-}
-"""
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     folder = tmp_path_factory.mktemp("experts")
-    (folder / "experts.ktr").write_text(PROGRAM)
-    out = ktc.compile("tiny:qwen3_moe", str(folder / "experts.ktr"), folder / "e2e_lora_experts")
+    settings = {"rank": "5", "alpha": "10", "format": "bf16"}
+    out = ktc.compile("tiny:qwen3_moe", "moe-experts-lora", folder / "e2e_lora_experts", settings=settings)
     sys.path.insert(0, str(out.parent))
     try:
         return importlib.import_module(out.name)
