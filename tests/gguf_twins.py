@@ -119,8 +119,9 @@ def model_of(family: str, **overrides: Any) -> tuple[PreTrainedModel, Path]:
     for name, value in {**aligned, **overrides}.items():
         if hasattr(config, name):
             setattr(config, name, value)
-    config.dtype = torch.bfloat16
-    return twin.build(config, seed=0, dtype=torch.float32), source
+    model = twin.build(config, seed=0, dtype=torch.float32)
+    model.config.dtype = torch.bfloat16
+    return model, source
 
 
 def write(

@@ -11,11 +11,13 @@ import gguf_twins
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ktc.capture.forms import form_of
 from ktc.capture.weights import map_weights
-from ktc.checkpoint import open_index, read_sources, write_sources
+from ktc.checkpoint import BLOCK_TYPES, gguf_values, open_index, read_sources, values, write_sources
+from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.link import Package, link
 from ktc.runtime.experts_form import parse_form
@@ -209,3 +211,54 @@ def test_without_the_package_gguf_it_says_so(qwen: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("ktc.versions.installed", nothing)
     with pytest.raises(HostLacks, match=r"H230.*gguf"):
         map_weights(meta(qwen), open_index(qwen))
+
+
+# Blocks as they are
+
+
+def blocks_of(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> int:
+    """Compare the blocks of each stack, dequantised, with the weights that the same row gives; returns their number."""
+    index, seen = open_index(folder), 0
+    with TensorReader(folder) as reader:
+        for source in map_weights(model, index).sources:
+            kind = source.plain_blocks
+            if kind is not None:
+                blocks = values.read_blocks(reader, index, source, 1)
+                weights = values.read_weight(reader, index, source, 1, dtype)
+                plain = gguf_values.dequantised(blocks, kind)
+                assert torch.equal(plain.t() if source.steps else plain, weights), source.source_key
+                assert gguf_values.are_finite(blocks, kind)
+                seen += 1
+    return seen
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", Type.MXFP4), ("qwen3_moe", Type.Q4_0), ("olmoe", Type.Q8_0)])
+def test_blocks_are_the_weights(tmp_path: Path, family: str, kind: Type) -> None:
+    folder = gguf_twins.write(family, tmp_path / "model", experts=kind).folder
+    assert blocks_of(folder, meta(folder), torch.float32) == 6
+
+
+def test_mxfp4_of_safetensors_becomes_the_same_blocks(tmp_path: Path) -> None:
+    model, _ = gguf_twins.model_of("gpt_oss")
+    model.config.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if "_proj" not in name.rpartition(".")[2]}
+    for name, tensor in model.state_dict().items():
+        if "experts" in name and "bias" not in name:
+            experts, columns, rows = tensor.shape
+            codes = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(110, 130, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        elif "experts" in name:
+            tensors[name] = tensor
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert blocks_of(tmp_path, meta(tmp_path), torch.float32) == 4
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"])
+def test_scales_tell_whether_blocks_are_numbers(kind: str) -> None:
+    size = BLOCK_TYPES[kind].bytes
+    blocks = torch.randint(0, 256, (300, 4 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for row in blocks.split(1):
+        finite = bool(gguf_values.dequantised(row, kind).isfinite().all())
+        assert gguf_values.are_finite(row, kind) == finite

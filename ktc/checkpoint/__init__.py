@@ -5,6 +5,7 @@ Reading values is `ktc.checkpoint.reader`, which needs torch; this package does 
 
 from __future__ import annotations
 
+from ktc.checkpoint.gguf_types import BLOCK_TYPES
 from ktc.checkpoint.header import ITEM_SIZE, TensorEntry
 from ktc.checkpoint.index import CheckpointIndex, has_weights, open_index
 from ktc.checkpoint.quantised import StoredWeight, stored_weights
@@ -22,6 +23,7 @@ from ktc.checkpoint.source import (
 )
 
 __all__ = [
+    "BLOCK_TYPES",
     "ITEM_SIZE",
     "CheckpointIndex",
     "Part",

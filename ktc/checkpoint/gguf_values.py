@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,8 +50,21 @@ def dequantised(blocks: Tensor, type_name: str) -> Tensor:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    values = cast("Callable[..., Any]", dequantize)(blocks.numpy(), GGMLQuantizationType[type_name.upper()])
+    with np.errstate(all="ignore"):  # scales that are no numbers make weights that are none, which the loader tells
+        values = cast("Callable[..., Any]", dequantize)(blocks.numpy(), GGMLQuantizationType[type_name.upper()])
     return torch.from_numpy(values)
+
+
+def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """GGUF's blocks of the same weights: codes (rows, 16 per block) with the earlier weight low, exponents per block.
+
+    A block begins with its exponent, and a byte holds the weights j and j + 16.
+    """
+    rows, groups = scales.shape
+    pairs = codes.view(rows, groups, 16)
+    in_order = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).view(rows, groups, 32)
+    together = in_order[..., :16] | in_order[..., 16:] << 4
+    return torch.cat((scales.view(rows, groups, 1), together), dim=-1).view(rows, -1)
 
 
 def are_finite(blocks: Tensor, type_name: str) -> bool:

@@ -140,6 +140,25 @@ class WeightSource:
         return ("int4", found.block[1]) if found.method == "int4" and whole and found.scale.dtype == "bf16" else None
 
     @property
+    def plain_blocks(self) -> str | None:
+        """The type of blocks that can be kept as they are: GGUF's own, or MXFP4, whose bytes are only in another order.
+
+        A block is a run of a row of a matrix (out, in): such matrices may be transposed, but not the blocks themselves.
+        """
+        turned = (Step("transpose", (1, 2)),)
+        if self.transform != "per_expert" or len(self.shape) < 3 or self.steps not in ((), turned):
+            return None
+        if self.block is not None:
+            return self.dtype
+        found = self.quantised
+        return "mxfp4" if found is not None and found.method == "mxfp4" and found.block == (1, 32) else None
+
+    @property
+    def kept_as(self) -> tuple[str, int] | None:
+        """The format of kernels that could multiply this as it is stored, and the size of the groups of its scales."""
+        return self.plain_codes or ((self.plain_blocks, 0) if self.plain_blocks else None)
+
+    @property
     def format(self) -> str:
         """What the checkpoint stores, in words: `bf16`, `fp8 128x128`, `int4 in groups of 32`."""
         return self.dtype if self.quantised is None else str(self.quantised)

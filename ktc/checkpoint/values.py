@@ -64,6 +64,23 @@ def read_codes(
     return codes.view(torch.uint8) if source.quantised.method == "fp8" else _nibbles(codes)[:, :columns] - 8, of_row
 
 
+def read_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None) -> Tensor:
+    """The blocks (rows, bytes of a row) of a source that has `plain_blocks`, in GGUF's layout: of one expert, or all.
+
+    Rows are outputs, whatever the steps say.
+    """
+    entry = index.tensors[source.source_key]
+    if source.quantised is None:
+        return gguf_values.read_blocks(reader, entry, expert)
+    *stack, rows, _ = source.quantised.shape
+    of_expert = slice(0, math.prod(stack) * rows) if expert is None else slice(expert * rows, (expert + 1) * rows)
+    codes, scales = (
+        reader.read(_as_rows(index.tensors[key], math.prod(stack) * rows), of_expert)
+        for key in (entry.name, source.quantised.scale.key)
+    )
+    return gguf_values.mxfp4_blocks(codes, scales.view(torch.uint8))
+
+
 def _dequantised(
     reader: TensorReader,
     index: CheckpointIndex,

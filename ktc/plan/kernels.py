@@ -7,6 +7,7 @@ from typing import TypeVar, get_args
 
 from torch import fx
 
+from ktc.checkpoint import BLOCK_TYPES
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
 from ktc.graph import ops
@@ -23,7 +24,12 @@ StoredFormat = tuple[str, int]
 # All that gate and up are stored as, and all that down is.
 StoredFormats = tuple[tuple[StoredFormat, ...], tuple[StoredFormat, ...]]
 # What the loader hands to a kernel; codes that none keeps become bf16 on their way, as `plan/stored.py` tells.
-_LOADED = {"f16": "fp16", "f32": "fp32", "f64": "fp64", **dict.fromkeys(("fp8", "int4", "mxfp4"), "bf16")}
+_LOADED = {
+    "f16": "fp16",
+    "f32": "fp32",
+    "f64": "fp64",
+    **dict.fromkeys(("fp8", "int4", "mxfp4", *BLOCK_TYPES), "bf16"),
+}
 
 Name = TypeVar("Name")
 

@@ -95,7 +95,7 @@ def _stored_formats(captured: CapturedModel, weights: Sequence[WeightSource], pa
     for source in weights:
         parent, _, leaf = source.target.rpartition(".")
         if parent == path and not leaf.endswith("_bias") and not (source.part or "").endswith("_bias"):
-            as_is = source.plain_codes or (source.quantised.method if source.quantised else source.dtype, 0)
+            as_is = source.kept_as or (source.quantised.method if source.quantised else source.dtype, 0)
             stored[leaf.startswith("down")].add(as_is)
     by_config = ((captured.stored_format, captured.stored_group),)
     gate_up, down = (tuple(sorted(formats)) or by_config for formats in stored)

@@ -43,14 +43,14 @@ def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
     """What happens to a tensor, empty if it stays as it is stored; `{size}` stands for bytes of the model's dtype."""
     leaf = source.target.rpartition(".")[2]
     if spec is not None and (weight_format := spec.format_of(leaf)) in CODES:
-        if source.plain_codes == (weight_format, spec.group_of(weight_format)):
+        if source.kept_as == (weight_format, spec.group_of(weight_format)):
             return f"stored as {source.format}, multiplied as stored"
         if (source.part or "").endswith("_bias"):
             return ""
         return f"stored as {source.format}, {_rounded(spec, weight_format)}"
     return (
         ""
-        if source.quantised is None
+        if source.quantised is None and source.block is None
         else f"stored as {source.format}, dequantised to {loaded} at load: {{size}} bytes"
     )
 
