@@ -46,6 +46,10 @@ versions: $(READY)
 sanitize: $(READY)
 	$(BIN)/python -m pytest -m "" tests/test_sanitizers.py
 
+# kt-kernel in build/kt-kernel, for `ktc bench moe --kt-python build/kt-kernel/bin/python`.
+kt-environment:
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) benchmarks/kt_environment.sh
+
 # The table of all mixture-of-experts families, written anew.
 census: $(READY)
 	$(BIN)/ktc census --format markdown -o docs/census.md

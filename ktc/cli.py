@@ -16,7 +16,8 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from ktc import host
+from ktc import cli_bench, host
+from ktc.cli_options import Json, LogFile, Output, Quiet, Verbose
 from ktc.cli_session import INTERRUPTED, Session
 from ktc.diagnostics import Diagnostic, InputRefused, render, to_json
 from ktc.host import Host
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(cli_bench.app, name="bench")
 
 
 Stage = Literal["captured", "matched", "planned", "rewritten"]
@@ -50,13 +52,6 @@ IsaName = Annotated[
 ]
 HostFile = Annotated[Path | None, typer.Option("--host", help="Plan for the machine that this TOML file describes.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings along.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: traces of internal errors, every rewrite.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
-LogFile = Annotated[
-    Path | None, typer.Option("--log-file", help="Write what happens, with traces, to this file as well.")
-]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")]
 
 
 def _print_version(wanted: bool) -> None:

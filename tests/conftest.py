@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -89,3 +90,30 @@ def _repaired_transformers() -> None:
 
     block = modeling_deepseek_v2.DeepseekV2Moe
     block.num_experts = property(lambda self: self.experts.num_experts)
+
+
+@pytest.fixture
+def bench(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`bench(*options)` runs `ktc bench moe` and returns its exit code, stdout and stderr."""
+    from ktc import cli
+
+    def call(*options: str) -> tuple[int, str, str]:
+        code = cli.main(["bench", "moe", *options])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def kt_python(tmp_path: Path) -> Callable[[str], str]:
+    """`kt_python(words)`: a program that is run as kt-kernel's Python would be, and does as `words` say."""
+    stub = Path(__file__).with_name("kt_stub.py")
+
+    def make(words: str) -> str:
+        program = tmp_path / "python"
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I "{stub}" "{words}"\n', encoding="utf-8")
+        program.chmod(0o755)
+        return str(program)
+
+    return make

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def raising(error: BaseException) -> Callable[..., None]:
 def test_options_are_frozen(golden: Callable[[str, str], None]) -> None:
     root: Any = typer.main.get_command(cli.app)
     lines: list[str] = []
-    for name, sub in sorted({"": root, **root.commands}.items()):
+    for name, sub in sorted(_commands("", root)):
         for parameter in sub.params:
             kind = "" if parameter.param_type_name == "option" else "argument "
             lines.append(
@@ -52,10 +52,18 @@ def test_options_are_frozen(golden: Callable[[str, str], None]) -> None:
     golden("cli_options.txt", "\n".join(lines) + "\n")
 
 
+def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """The command and, where it is a group, all below it, with their full names."""
+    yield name, command
+    for word, below in getattr(command, "commands", {}).items():
+        yield from _commands(f"{name} {word}".strip(), below)
+
+
 def test_version_and_help_end_with_zero(run: Run) -> None:
     assert run("--version")[:2] == (0, "ktc 0.1.0\n")
     for command in ("compile", "check", "graph", "doctor"):
         assert run(command, "--help")[0] == 0
+    assert run("bench", "moe", "--help")[0] == 0
 
 
 def test_wrong_usage_ends_with_two(run: Run) -> None:

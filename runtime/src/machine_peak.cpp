@@ -1,4 +1,4 @@
-// The limits of `ktc/machine_peak.hpp` as plain functions, for `benchmarks/moe.py`.
+// The limits of `ktc/machine_peak.hpp` as plain functions, for `ktc bench`.
 
 #include "ktc/machine_peak.hpp"
 

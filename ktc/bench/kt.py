@@ -1,0 +1,214 @@
+"""kt-kernel as a peer: in this process if it can be imported, else in a process of its own environment's Python.
+
+The child answers one JSON line per request (`kt_worker.py`). It measures itself, and its machine's limits, since its
+figures are shares of those. What a child answers is checked, not trusted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import select
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, Protocol, cast
+
+from ktc.bench.candidate import Seconds
+from ktc.bench.inputs import Batch
+from ktc.bench.limits import Samples
+from ktc.bench.request import Pass, Request
+from ktc.diagnostics import Diagnostic, HostLacks
+
+PREFIX: Final = "kt_kernel"
+# Bytes of a weight in each format that is measured.
+FORMATS: Final = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
+
+
+def name_of(weight_format: str) -> str:
+    """The implementation's name; bf16 is `kt_kernel` alone."""
+    return PREFIX if weight_format == "bf16" else f"{PREFIX}_{weight_format}"
+
+
+NAMES: Final = tuple(map(name_of, FORMATS))
+# Loading a layer takes its longest: packing 45 GB on one thread.
+_TIMEOUT_SECONDS: Final = 900
+_WORKER: Final = Path(__file__).with_name("kt_worker.py")
+
+
+class Transport(Protocol):
+    """What carries a request to a `kt_worker.Worker` and its answer back. `about`: which kt-kernel answers."""
+
+    in_process: bool
+    about: dict[str, Any]
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """The answer. Raises `RuntimeError` with kt-kernel's words where it failed."""
+        ...
+
+
+class KtCandidate:
+    """One weight format of kt-kernel."""
+
+    isa = ""
+
+    def __init__(self, transport: Transport, weight_format: str, request: Request) -> None:
+        self.about = transport.about
+        self.impl = name_of(weight_format)
+        self.expert_bytes = FORMATS[weight_format] * request.shape.expert_weights
+        self._transport, self._format = transport, weight_format
+        self._samples = Samples()
+
+    def reason_against(self, tokens: int, passes: Pass, rank: int) -> str:
+        """Its classes for training take bf16; those for other formats read files that were quantised before."""
+        if self._format == "bf16" or (passes == "forward" and not rank):
+            return ""
+        return f"kt-kernel trains {self._format} only from prequantised files"
+
+    def take(self, batches: Sequence[Batch]) -> None:
+        """Sends the routings; the rest is random there as here."""
+        self._transport.ask("take", routings=[batch.index_TK.tolist() for batch in batches])
+        self._samples = Samples()
+
+    def run(self, passes: Pass, rank: int, numbers: Sequence[int]) -> Seconds:
+        """By the clocks of the process it runs in."""
+        asked = {"weight_format": self._format, "passes": passes, "rank": rank, "numbers": list(numbers)}
+        spent = self._transport.ask("run", **asked)
+        if not self._transport.in_process:
+            found = self._transport.ask("limits")
+            self._samples.gflops.append(_number(found, "flops") / 1e9)
+            self._samples.gbps.append(_number(found, "bytes") / 1e9)
+        return Seconds(_number(spent, "cpu"), _number(spent, "wall"))
+
+    def limits(self, shared: Samples) -> Samples:
+        """Those of the child where it is one."""
+        return shared if self._transport.in_process else self._samples
+
+
+def candidates(request: Request, limits: Path, stack: ExitStack) -> Iterator[KtCandidate]:
+    """Those formats that were asked for; nothing where kt-kernel is not here and was not asked for by name.
+
+    `limits` is the library of `limits.py`. The child ends with `stack`. Raises HostLacks (H241).
+    """
+    asked = [name for name, impl in zip(FORMATS, NAMES, strict=True) if impl in request.impls]
+    if not asked:
+        return
+    transport = _transport(request, limits, stack)
+    yield from (KtCandidate(transport, name, request) for name in asked)
+
+
+def is_here(request: Request) -> bool:
+    """Whether kt-kernel can be asked at all."""
+    return request.kt_python is not None or importlib.util.find_spec("kt_kernel") is not None
+
+
+def _transport(request: Request, limits: Path, stack: ExitStack) -> Transport:
+    transport = InProcess() if request.kt_python is None else Child(request.kt_python, stack)
+    shape = request.shape
+    try:
+        transport.about = transport.ask(
+            "open",
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            threads=request.threads,
+            max_tokens=max(request.tokens),
+            limits=str(limits),
+        )
+    except RuntimeError as error:
+        hint = "`ktc explain H241` says how to make an environment for it"
+        raise HostLacks(Diagnostic("H241", f"kt-kernel cannot be measured: {error}", hint=hint)) from error
+    return transport
+
+
+class InProcess:
+    """kt-kernel in this process."""
+
+    in_process = True
+
+    def __init__(self) -> None:
+        self.about: dict[str, Any] = {}
+        self._worker: Any = None
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """A call of the worker's method."""
+        from ktc.bench import kt_worker
+
+        self._worker = self._worker or kt_worker.Worker()
+        try:
+            return getattr(self._worker, do)(**arguments)
+        except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+class Child:
+    """kt-kernel in a process of the Python `python`; it ends with `stack`, whatever happens."""
+
+    in_process = False
+
+    def __init__(self, python: Path, stack: ExitStack) -> None:
+        self.about: dict[str, Any] = {}
+        command = [str(python), "-I", str(_WORKER)]
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the stack)
+        stack.callback(self._said.close)
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said)
+        except OSError as error:
+            message = f"`{python}` cannot be run: {error.strerror}"
+            raise HostLacks(Diagnostic("H241", message, hint="`--kt-python` wants a Python with kt-kernel")) from error
+        stack.callback(self._end)
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """A line there and a line back."""
+        pipes = self._process.stdin, self._process.stdout
+        assert pipes[0] is not None and pipes[1] is not None
+        try:
+            pipes[0].write(json.dumps({"do": do, "with": arguments}).encode() + b"\n")
+            pipes[0].flush()
+        except BrokenPipeError as error:
+            raise RuntimeError(self._ended()) from error
+        ready, _, _ = select.select([pipes[1]], [], [], _TIMEOUT_SECONDS)
+        if not ready:
+            raise RuntimeError(f"no answer to `{do}` in {_TIMEOUT_SECONDS} s")
+        line = pipes[1].readline()
+        if not line:
+            raise RuntimeError(self._ended())
+        return _answer(line)
+
+    def _ended(self) -> str:
+        """Its status, and the last that it said."""
+        status = self._process.wait(timeout=10)
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        return f"its process ended with status {status}: {last}"
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _answer(line: bytes) -> dict[str, Any]:
+    """The object in a line of the child's. Raises RuntimeError if it is none, or tells of an error."""
+    try:
+        found: object = json.loads(line)
+    except ValueError as error:
+        raise RuntimeError(f"its process answered no JSON: {line[:80]!r}") from error
+    if not isinstance(found, dict):
+        raise RuntimeError(f"its process answered no object: {line[:80]!r}")
+    answer = cast("dict[str, Any]", found)
+    if "error" in answer:
+        raise RuntimeError(str(answer["error"]))
+    return answer
+
+
+def _number(answer: dict[str, Any], name: str) -> float:
+    """A time or a rate. Raises RuntimeError for anything else."""
+    found = answer.get(name)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+        raise RuntimeError(f"its process answered `{found}` as {name}")
+    return float(found)

@@ -1,0 +1,93 @@
+"""ktc's own kernels as candidates: one for each weight format and instruction set, built as a compilation builds them.
+
+In: the names `ktc_FORMAT` that were asked for. Formats are those of `KERNELS`, so a new one is measured as soon as it
+is there. Refused: what render and build refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ktc import host
+from ktc.bench.candidate import Layer, LocalCandidate
+from ktc.bench.inputs import Weights, lora_factors
+from ktc.bench.request import Request, Shape
+from ktc.codegen import build, render
+from ktc.host import Isa
+from ktc.plan.kernel_spec import CODES, KERNELS, KernelSpec, WeightFormat
+from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.kernel_library import KernelLibrary
+
+PREFIX = "ktc_"
+
+
+def names(isas: tuple[Isa, ...]) -> tuple[str, ...]:
+    """An implementation for each format that one of the instruction sets multiplies."""
+    return tuple(dict.fromkeys(f"{PREFIX}{name}" for isa in isas for name in KERNELS[isa]))
+
+
+def candidates(request: Request, weights: Weights) -> Iterator[LocalCandidate]:
+    """One per format and instruction set, in the order they were asked for. The kernels are built here, all at once."""
+    specs = [spec for _, spec in asked(request)]
+    if not specs:
+        return
+    library = build.build(render.render(specs, dict.fromkeys(specs, "ktc bench moe")), host.detect())
+    for impl, spec in asked(request):
+        module = _packed(request, spec, library, weights)
+        expert_bytes = module.packed_bytes / request.shape.num_experts
+        yield LocalCandidate(impl, lambda rank, module=module: _layer(module, request, rank), expert_bytes, spec.isa)
+
+
+def asked(request: Request) -> tuple[tuple[str, KernelSpec], ...]:
+    """Names and kernels, the first instruction set's first; not every one of them has every format."""
+    return tuple(
+        (impl, spec_of(request, isa, name))
+        for isa in request.isas
+        for impl in request.impls
+        for name in KERNELS[isa]
+        if impl == f"{PREFIX}{name}"
+    )
+
+
+def even_rows(shape: Shape, weight_format: WeightFormat) -> bool:
+    """Whether the format can hold matrices of this shape: some cut rows into whole groups."""
+    codes = CODES.get(weight_format)
+    if codes is None or not codes.even:
+        return True
+    return not any(size % codes.group_sizes[0] for size in (shape.hidden, shape.intermediate))
+
+
+def spec_of(request: Request, isa: Isa, weight_format: WeightFormat) -> KernelSpec:
+    """The kernel that a compilation would choose for such experts."""
+    shape = request.shape
+    dtype = weight_format if weight_format in ("fp32", "fp64") else "bf16"
+    group = CODES[weight_format].group_sizes[0] if weight_format in CODES else 0
+    sizes = (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
+    return KernelSpec("fused_moe", *sizes, dtype, weight_format, weight_format, isa, group_size=group)
+
+
+def _packed(request: Request, spec: KernelSpec, library: KernelLibrary, weights: Weights) -> FusedMoe:
+    shape = request.shape
+    sizes = (shape.num_experts, shape.hidden, shape.intermediate, shape.top_k)
+    module = FusedMoe(*sizes, kernel=library.kernel(spec.entry), threads=request.threads)
+    for expert in range(shape.num_experts):
+        gate_up, down = weights.expert(expert)
+        gate, up = gate_up.chunk(2)
+        module.load_expert(expert, "gate", gate)
+        module.load_expert(expert, "up", up)
+        module.load_expert(expert, "down", down)
+    return module
+
+
+def _layer(module: FusedMoe, request: Request, rank: int) -> Layer:
+    if rank == 0:
+        return Layer(module)
+    lora = lora_factors(request.shape, rank)
+    trained = tuple(factor for factor in lora.factors if factor is not None)
+
+    def experts(x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return module(x_TH, index_TK, weights_TK, lora=lora)
+
+    return Layer(experts, trained)

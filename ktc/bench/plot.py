@@ -1,0 +1,117 @@
+"""A roofline: what each implementation reached over how many operations it does per byte of weights, under the roof.
+
+In: a report, and a path that ends in `.png` or `.svg`. Refused: other endings (U030), matplotlib that is not installed
+(H242), a place that cannot be written (U003).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ktc.bench.report import Report, Row
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+
+_FORMATS = (".png", ".svg")
+_COLORS = [f"C{number}" for number in range(10)] + ["navy", "gold", "black", "teal", "crimson"]
+_MARKERS = "os^Dv<>ph"
+
+
+def require_drawable(path: Path) -> None:
+    """Raises before anything is measured: InputRefused (U030, U003) or HostLacks (H242)."""
+    if path.suffix not in _FORMATS:
+        hint = f"the ending says what is drawn: {' or '.join(_FORMATS)}"
+        raise InputRefused(Diagnostic("U030", f"`--plot` cannot draw `{path.name}`", hint=hint))
+    if importlib.util.find_spec("matplotlib") is None:
+        hint = "`pip install 'ktc[viz]'`, or leave `--plot` out"
+        raise HostLacks(Diagnostic("H242", "a roofline needs matplotlib, which is not installed", hint=hint))
+    if not path.absolute().parent.is_dir():
+        raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: there is no such folder"))
+
+
+def draw(report: Report, path: Path) -> None:
+    """Writes the picture; a reader never sees half of it. Raises InputRefused (U003)."""
+    figure = _figure(report)
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        figure.savefig(draft, format=path.suffix[1:], bbox_inches="tight", dpi=150)
+        draft.replace(path)
+    except OSError as error:
+        raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {error.strerror}")) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _figure(report: Report) -> Any:
+    """Without pyplot, which would look for a screen and keep the figure."""
+    figures: Any = importlib.import_module("matplotlib.figure")
+    figure = figures.Figure(figsize=(9, 5.5))
+    axes = figure.add_subplot()
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    if report.rows:
+        intensities = [_intensity(row) for row in report.rows]
+        _roof(axes, report, min(intensities) / 2, max(intensities) * 2)
+    colors = dict(zip(dict.fromkeys(map(_name, report.rows)), itertools.cycle(_COLORS)))
+    markers = dict(zip(dict.fromkeys(map(_kind, report.rows)), itertools.cycle(_MARKERS)))
+    for row in report.rows:
+        axes.plot(_intensity(row), row.gflops, markers[_kind(row)], color=colors[_name(row)], markersize=5, alpha=0.85)
+    _label_tokens(axes, report.rows)
+    for name, color in colors.items():
+        axes.plot([], [], "o", color=color, label=name)
+    for kind, marker in markers.items():
+        axes.plot([], [], marker, color="gray", label=", ".join(word for word in kind if word))
+    axes.set_xlabel("FLOPs per byte of weights")
+    axes.set_ylabel("GFLOP/s")
+    axes.set_title(_title(report), fontsize=10)
+    axes.grid(True, which="both", linewidth=0.3, alpha=0.5)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return figure
+
+
+def _intensity(row: Row) -> float:
+    return row.gflops / row.gbps
+
+
+def _roof(axes: Any, report: Report, left: float, right: float) -> None:
+    ridge = report.peak_gflops / report.read_gbps
+    corners = sorted({left, min(max(ridge, left), right), right})
+    heights = [min(report.peak_gflops, report.read_gbps * corner) for corner in corners]
+    axes.plot(corners, heights, color="black", linewidth=1.2)
+    axes.annotate(
+        f"{report.peak_gflops:,.0f} GFLOP/s", (right, report.peak_gflops), ha="right", va="bottom", fontsize=8
+    )
+    foot = (left, report.read_gbps * left)
+    axes.annotate(
+        f"{report.read_gbps:.1f} GB/s", foot, xytext=(10, 0), textcoords="offset points", va="center", fontsize=8
+    )
+
+
+def _name(row: Row) -> str:
+    return f"{row.impl} {row.isa}".strip()
+
+
+def _kind(row: Row) -> tuple[str, str]:
+    return row.passes, f"LoRA r={row.lora_rank}" if row.lora_rank else ""
+
+
+def _label_tokens(axes: Any, rows: Sequence[Row]) -> None:
+    """The number of tokens once above each heap of points."""
+    heaps = dict[tuple[int, int], Row]()
+    for row in rows:
+        heap = (row.tokens, round(2 * math.log2(_intensity(row))))
+        heaps[heap] = max(heaps.get(heap, row), row, key=lambda each: each.gflops)
+    for (tokens, _), row in heaps.items():
+        place = (_intensity(row), row.gflops)
+        axes.annotate(f"T={tokens}", place, xytext=(0, 6), textcoords="offset points", ha="center", fontsize=7)
+
+
+def _title(report: Report) -> str:
+    host = report.host
+    shape = report.rows[0].shape if report.rows else "nothing measured"
+    return f"{shape}, {host['cpu']}, {', '.join(host['isa'])}, {host['threads']} thread{'s' * (host['threads'] > 1)}"

@@ -1,0 +1,92 @@
+"""What a run found: rows, what was left out and why, and the limits of the machine, all measured in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ktc.bench.request import Pass
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One implementation at one number of tokens.
+
+    `ms` is `cpu_ms` with one thread and `wall_ms` with more. `gflops` counts the products of the routed experts, not
+    those of LoRA; `gbps` the weights of the experts in use in the format they lie in, once for each pass over them.
+    `ktc_speedup`: how many times as fast ktc's own kernel of that format is (None for ktc's own rows).
+    """
+
+    impl: str
+    passes: Pass
+    shape: str
+    tokens: int
+    ms: float
+    gflops: float
+    share_of_peak: float
+    gbps: float
+    share_of_bandwidth: float
+    isa: str
+    lora_rank: int
+    threads: int
+    rounds: int
+    cpu_ms: float
+    wall_ms: float
+    ktc_speedup: float | None = None
+
+    @property
+    def group(self) -> tuple[Pass, int, int]:
+        """Rows of one group answer the same question and may be compared."""
+        return self.passes, self.tokens, self.lora_rank
+
+    def to_json(self) -> dict[str, Any]:
+        """A row of `ktc bench moe --json`, where the pass is called `pass`."""
+        return {"pass" if key == "passes" else key: value for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """An implementation that was not measured in one group, and why."""
+
+    impl: str
+    passes: Pass
+    tokens: int
+    lora_rank: int
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As a row's: the pass is called `pass`."""
+        return {"pass" if key == "passes" else key: value for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole run. `host` tells where and with what; the limits are medians over the run."""
+
+    host: Mapping[str, Any]
+    peak_gflops: float
+    read_gbps: float
+    rows: tuple[Row, ...]
+    left_out: tuple[LeftOut, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `ktc bench moe --json` prints."""
+        return {
+            "host": dict(self.host),
+            "peak_gflops": self.peak_gflops,
+            "read_gbps": self.read_gbps,
+            "rows": [row.to_json() for row in self.rows],
+            "left_out": [each.to_json() for each in self.left_out],
+        }
+
+
+def counterpart(row: Row, rows: Iterable[Row]) -> Row | None:
+    """ktc's own row that a peer's is compared with: of the same format, and of the instruction set that came first.
+
+    Peers whose name tells no format compute in bf16; where ktc's bf16 was not asked for, its first format stands in.
+    """
+    ours = [each for each in rows if each.group == row.group and each.impl.startswith("ktc_")]
+    _, _, suffix = row.impl.partition("kt_kernel_")
+    of_format = [each for each in ours if each.impl == f"ktc_{suffix or 'bf16'}"]
+    return next(iter(of_format if suffix else of_format or ours), None)

@@ -1,0 +1,116 @@
+"""`ktc bench moe`: the experts of a layer beside their peers, measured; a table, JSON and a roofline.
+
+In: what was typed. Out: progress on stderr, the table on stdout, files where they were asked for. What can be refused
+is refused before the first measurement.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktc.cli_options import Json, LogFile, Quiet, Verbose
+from ktc.cli_session import Session
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+app = typer.Typer(help="Measure ktc beside its peers.", no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure ktc beside its peers."""
+
+
+@app.command("moe")
+def moe_command(
+    shape: Annotated[str, typer.Option("--shape", help="v2lite, qwen3_30b, v3, or custom.")] = "v2lite",
+    hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="H of a custom shape.")] = None,
+    intermediate: Annotated[int | None, typer.Option("--intermediate", min=1, help="I of a custom shape.")] = None,
+    experts: Annotated[
+        int | None, typer.Option("--experts", min=1, help="E of a custom shape, or fewer than a named one has.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Experts per token of a custom shape.")] = None,
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N,...", help="Tokens per call.")] = "1,32,512",
+    passes: Annotated[
+        str, typer.Option("--pass", metavar="PASS,...", help="forward, train (forward and backward), or both.")
+    ] = "forward",
+    impls: Annotated[
+        str,
+        typer.Option(
+            "--impl",
+            metavar="NAME,...",
+            help="ktc_FORMAT, hf_eager, hf_grouped_mm, hf_batched_mm, compile, onednn_dense, kt_kernel, "
+            "kt_kernel_int8, kt_kernel_int4; or the groups ktc, hf, kt, all.",
+        ),
+    ] = "",
+    lora_ranks: Annotated[
+        str, typer.Option("--lora-rank", metavar="R,...", help="Ranks of LoRA on the experts; 0 is without.")
+    ] = "0",
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, help="With one CPU time is measured, with more wall time.")
+    ] = 1,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=0, help="Rounds whose median counts; 0 goes by their cost.")
+    ] = 0,
+    isas: Annotated[
+        str,
+        typer.Option("--isa", metavar="ISA,...", help="Instruction sets of ktc's kernels; else the best."),
+    ] = "",
+    kt_python: Annotated[
+        Path | None, typer.Option("--kt-python", metavar="PATH", help="The Python of kt-kernel's own environment.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the JSON to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw a roofline: a .png or .svg file.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Measure the routed experts of one layer, ktc's and others', in one process and in interleaved rounds."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
+        from ktc import cli_bench_table
+        from ktc.bench.options import Typed, parse
+        from ktc.bench.plot import draw, require_drawable
+        from ktc.bench.run import run
+
+        sizes = (hidden, intermediate, experts, top_k)
+        typed = Typed(shape, *sizes, tokens, passes, impls, lora_ranks, isas, threads, rounds, kt_python)
+        request = parse(typed)
+        if plot is not None:
+            require_drawable(plot)
+        session.go_on()
+        with _bar(session) as bar:
+            task = bar.add_task("", total=None)
+
+            def progress(done: int, total: int, now: str) -> None:
+                session.go_on()
+                bar.update(task, completed=done, total=total or None, description=now)
+
+            report = run(request, progress)
+        session.note(f"measured {json.dumps(asdict(request), default=str)}")
+        session.result(report.to_json())
+        session.show(cli_bench_table.tables(report))
+        if output is not None:
+            session.emit(json.dumps(report.to_json(), indent=2), output)
+        if plot is not None:
+            draw(report, plot)
+            session.console.print(f"wrote {plot}")
+
+
+def _bar(session: Session) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns: Sequence[Any] = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=session.console, transient=True)
