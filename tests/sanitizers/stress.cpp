@@ -43,16 +43,19 @@ struct Case {
   std::int64_t tokens;
   std::int64_t experts_used;  // the others get no token
   std::int64_t rank;          // of LoRA on both products, 0 without
+  int nodes = 1;              // that the weights are cut for, and the threads of some engines spread over
 };
 
 std::unique_ptr<MoeKernel> make(const Case& which) {
+  MoeSizes sizes = which.sizes;
+  sizes.nodes = which.nodes;
   switch (which.form) {
     case Form::kDense:
-      return std::make_unique<Dense>(which.sizes);
+      return std::make_unique<Dense>(sizes);
     case Form::kBiased:
-      return std::make_unique<Biased>(which.sizes);
+      return std::make_unique<Biased>(sizes);
     case Form::kCoded:
-      return std::make_unique<Coded>(which.sizes);
+      return std::make_unique<Coded>(sizes);
   }
   std::abort();
 }
@@ -175,9 +178,20 @@ class Layer {
 
 constexpr int kThreads[] = {1, 2, 3, 5};
 
+// As if this machine had so many nodes: threads of any two may run on the same CPUs.
+NodeCpus invented(int nodes) {
+  cpu_set_t own;
+  std::vector<int> cpus;
+  sched_getaffinity(0, sizeof(own), &own);
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(static_cast<std::size_t>(cpu), &own)) cpus.push_back(cpu);
+  }
+  return NodeCpus(static_cast<std::size_t>(nodes), cpus);
+}
+
 bool agrees_in_every_way(const Layer& layer, const std::vector<std::byte>& expected) {
   for (const int threads : kThreads) {
-    Engine engine(threads);
+    Engine engine(threads, invented(threads % 3 + 1));
     for (const bool recompute : {false, true}) {
       if (layer.run(engine, recompute) != expected) return false;
     }
@@ -219,19 +233,29 @@ constexpr Case kCases[] = {
     {Form::kCoded, {3, 160, 224, 1}, 100, 2, 128},
 };
 
+bool is_right(const Case& which) {
+  Engine one(1);
+  const Layer layer(which);
+  const auto expected = layer.run(one, false);
+  if (!child_agrees(layer, expected) || !agrees_in_every_way(layer, expected)) return false;
+  if (!callers_agree(layer, expected) || !child_agrees(layer, expected)) return false;
+  for (const int nodes : {2, 3}) {
+    Case cut = which;
+    cut.nodes = nodes;
+    const Layer shards(cut);
+    if (!agrees_in_every_way(shards, expected)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 int main() {
   for (const Case& which : kCases) {
-    const Layer layer(which);
-    Engine one(1);
-    const auto expected = layer.run(one, false);
-    const bool right = child_agrees(layer, expected) && agrees_in_every_way(layer, expected) &&
-                       callers_agree(layer, expected) && child_agrees(layer, expected);
-    if (right) continue;
-    const auto& [num_experts, hidden, intermediate, top_k] = which.sizes;
-    std::printf("WRONG: form %d, H%ld I%ld E%ld k%ld T%ld r%ld\n", static_cast<int>(which.form), hidden, intermediate,
-                num_experts, top_k, which.tokens, which.rank);
+    if (is_right(which)) continue;
+    const MoeSizes& sizes = which.sizes;
+    std::printf("WRONG: form %d, H%ld I%ld E%ld k%ld T%ld r%ld\n", static_cast<int>(which.form), sizes.hidden,
+                sizes.intermediate, sizes.num_experts, sizes.top_k, which.tokens, which.rank);
     return 1;
   }
   std::puts("all the same");

@@ -44,15 +44,14 @@ class DecodedPanels {
   static constexpr bool kMultipliesCodes = kStreamRows > 0;
 
   // `scratch` holds `scratch_size(contraction)` elements.
-  DecodedPanels(const std::byte* first, std::int64_t expert_bytes, std::int64_t contraction, Element* scratch)
-      : first_(first), expert_bytes_(expert_bytes), contraction_(contraction), scratch_(scratch) {}
+  DecodedPanels(const PanelPlaces& places, std::int64_t contraction, Element* scratch)
+      : places_(places), contraction_(contraction), scratch_(scratch) {}
 
   static constexpr std::int64_t scratch_size(std::int64_t contraction) { return contraction * kPanelWidth; }
 
   std::int64_t contraction() const { return contraction_; }
-  const std::byte* panel(std::int64_t expert, std::int64_t index) const {
-    return first_ + expert * expert_bytes_ + index * Panel::bytes(contraction_);
-  }
+  const PanelPlaces& places() const { return places_; }
+  const std::byte* panel(std::int64_t expert, std::int64_t index) const { return places_.panel(expert, index); }
 
   void start(PanelPart) const {}
   const Element* current(PanelPart part) const {
@@ -81,8 +80,7 @@ class DecodedPanels {
   }
 
  private:
-  const std::byte* first_;
-  std::int64_t expert_bytes_;
+  PanelPlaces places_;
   std::int64_t contraction_;
   Element* scratch_;
 };
@@ -152,9 +150,12 @@ class DecodedTransposedPanels {
     return scratch_;
   }
   Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {
-    const std::byte* from = stored_.panel(next.expert, next.first_k / kPanelWidth);
+    const std::int64_t first = next.first_k / kPanelWidth;
+    const std::byte* from = stored_.panel(next.expert, first);
+    // Those of other nodes lie elsewhere, and are read as they come.
+    const std::int64_t blocks = std::min(next.size_k / kPanelWidth, stored_.places().shard_with(first).end - first);
     return Ahead(from + Panel::scales_at(next.panel), Panel::kScaleBytes, from + Panel::codes_at(next.panel),
-                 Panel::kBlockBytes, Panel::bytes(stored_.contraction()), next.size_k / kPanelWidth, calls);
+                 Panel::kBlockBytes, Panel::bytes(stored_.contraction()), blocks, calls);
   }
   void advance() const {}
 

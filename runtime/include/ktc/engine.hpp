@@ -7,7 +7,9 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <utility>
 
+#include "ktc/numa.hpp"
 #include "ktc/thread_pool.hpp"
 #include "ktc/workspace.hpp"
 
@@ -17,8 +19,9 @@ namespace ktc {
 // the process, so that layers with engines of different sizes do not hold the cores twice.
 class Engine {
  public:
-  // Throws std::runtime_error where so many threads cannot be started.
-  explicit Engine(int threads) : threads_(threads) {
+  // Throws std::runtime_error where so many threads cannot be started. Where there are several `nodes`, each gets a
+  // contiguous run of the threads.
+  explicit Engine(int threads, NodeCpus nodes = {}) : threads_(threads), nodes_(std::move(nodes)) {
     Shared& shared = of_this_process();
     const std::lock_guard lock(shared.busy);
     shared.pool.require(threads);
@@ -38,7 +41,7 @@ class Engine {
   void exclusively(Body&& body) const {
     Shared& shared = of_this_process();
     const std::lock_guard lock(shared.busy);
-    body(Team(shared.pool, threads_), shared.workspace);
+    body(Team(shared.pool, threads_, nodes_), shared.workspace);
   }
 
  private:
@@ -65,6 +68,7 @@ class Engine {
   }
 
   int threads_;
+  NodeCpus nodes_;
 };
 
 }  // namespace ktc

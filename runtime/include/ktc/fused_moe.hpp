@@ -7,11 +7,13 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "ktc/moe_backward.hpp"
 #include "ktc/moe_forward.hpp"
 #include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
+#include "ktc/numa.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc {
@@ -27,8 +29,21 @@ class FusedMoe final : public MoeKernel {
   // Throws std::runtime_error where the system does not let the process use the ISA's registers.
   explicit FusedMoe(const MoeSizes& sizes) : layer_(sizes) { Isa::require(); }
 
-  std::size_t packed_bytes() const override {
-    return static_cast<std::size_t>(layer_.shape.num_experts() * layer_.format.expert_bytes());
+  std::size_t packed_bytes() const override { return static_cast<std::size_t>(layer_.format.packed_bytes()); }
+  std::size_t expert_bytes() const override { return static_cast<std::size_t>(layer_.format.expert_bytes()); }
+  void bind(std::byte* packed, const std::vector<int>& nodes) const override {
+    for (int shard = 0; shard < layer_.nodes; ++shard) {
+      const std::int64_t begin = layer_.format.shard_begin(shard), end = layer_.format.shard_begin(shard + 1);
+      bind_to_node(packed + begin, static_cast<std::size_t>(end - begin), nodes.at(static_cast<std::size_t>(shard)));
+    }
+  }
+  void shard(const std::byte* whole, std::int64_t expert, std::byte* packed) const override {
+    check_expert(expert);
+    layer_.format.shard(whole, expert, packed);
+  }
+  void join(const std::byte* packed, std::int64_t expert, std::byte* whole) const override {
+    check_expert(expert);
+    layer_.format.join(packed, expert, whole);
   }
 
   Coding coding(weight_format::Part part) const override {

@@ -213,7 +213,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
         worker.barrier.arrive_and_wait();
         auto* activated_S = lora.down() ? d_first_S : nullptr;  // there is room: gradients come later
         products.first(
-            worker.index, share(layer.format.num_first_panels()), packed_TH, {at_hand, own_scratch},
+            worker.index, layer.own_panels(layer.format.num_first_panels(), worker), packed_TH, {at_hand, own_scratch},
             lora.around_first(worker.index, FirstEpilogue<Layer>(layer, arguments.packed, activated_S, recomputed_S)));
         worker.barrier.arrive_and_wait();
         if (lora.down()) lora.recompute_down(worker.index, share(num_groups), activated_S);

@@ -83,7 +83,7 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       }
       worker.barrier.arrive_and_wait();
 
-      products.first(worker.index, share(layer.format.num_first_panels()), hidden_S, scratch,
+      products.first(worker.index, layer.own_panels(layer.format.num_first_panels(), worker), hidden_S, scratch,
                      WithLora(lora_first, first_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
                               Epilogue(layer, arguments.packed, activated_S, saved_S)));
       worker.barrier.arrive_and_wait();
@@ -94,7 +94,7 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       }
       if (Products::kPacksRows || lora_down.active()) worker.barrier.arrive_and_wait();
 
-      products.down(worker.index, share(layer.format.num_down_panels()), activated_S, scratch,
+      products.down(worker.index, layer.own_panels(layer.format.num_down_panels(), worker), activated_S, scratch,
                     WithLora(lora_down, down_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
                              AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr)));
       worker.barrier.arrive_and_wait();

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "ktc/engine.hpp"
 #include "ktc/shape.hpp"
@@ -65,8 +66,15 @@ class MoeKernel {
  public:
   virtual ~MoeKernel() = default;
 
-  // Bytes of all experts' packed weights; the storage must begin at a multiple of 64 bytes.
+  // Bytes of all experts' packed weights; the storage must begin at a multiple of 64 bytes, and of a huge page where
+  // weights are cut for several NUMA nodes.
   virtual std::size_t packed_bytes() const = 0;
+  // Ask for the shards' memory on these nodes, before it is written for the first time.
+  virtual void bind(std::byte* packed, const std::vector<int>& nodes) const = 0;
+  // Copy one expert from `whole`, `expert_bytes()` as a kernel for one node packs them, into its shards, and back.
+  virtual std::size_t expert_bytes() const = 0;
+  virtual void shard(const std::byte* whole, std::int64_t expert, std::byte* packed) const = 0;
+  virtual void join(const std::byte* packed, std::int64_t expert, std::byte* whole) const = 0;
   virtual Coding coding(weight_format::Part part) const = 0;
   // The ranks are those of LoRA on the first product and on down, 0 without.
   virtual std::size_t saved_bytes(std::int64_t tokens, std::int64_t first_rank = 0,

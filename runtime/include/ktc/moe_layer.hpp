@@ -10,8 +10,11 @@
 
 #include "ktc/decoded_panels.hpp"
 #include "ktc/moe_sweep.hpp"
+#include "ktc/numa.hpp"
+#include "ktc/panel_places.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/thread_pool.hpp"
 
 namespace ktc {
 
@@ -32,10 +35,22 @@ struct MoeLayer {
   static constexpr std::int64_t kHalvesPerFirstPanel = 2 / kFirstParts;
 
   explicit MoeLayer(const MoeSizes& sizes)
-      : shape(sizes), format(sizes.hidden, sizes.intermediate, {.gate = kGated, .biases = kBiased}) {}
+      : shape(sizes), nodes(sizes.nodes), format(sizes, {.gate = kGated, .biases = kBiased}) {}
 
   ShapeType shape;
+  int nodes;
   Format format;
+
+  // Of `size` panels those that a worker of forward multiplies: some of its own node's, so that weights are read from
+  // the memory beside it. Fewer workers than nodes share them all.
+  Range own_panels(std::int64_t size, Worker worker) const {
+    if (worker.count < nodes) return Range::share(size, worker.index, worker.count);
+    const int node = node_of(worker.index, worker.count, nodes);
+    const Range shard = shard_of(size, node, nodes), members = Range::share(worker.count, node, nodes);
+    const auto index = static_cast<int>(worker.index - members.begin);
+    const Range own = Range::share(shard.end - shard.begin, index, static_cast<int>(members.end - members.begin));
+    return {shard.begin + own.begin, shard.begin + own.end};
+  }
 
   Routing route(const std::int64_t* top_k_index, std::int64_t tokens) const {
     return Routing(top_k_index, tokens, shape.top_k(), shape.num_experts(), Isa::kMaxRows);
@@ -44,12 +59,10 @@ struct MoeLayer {
   std::int64_t first_size() const { return kFirstParts * shape.padded_intermediate(); }
   // `scratch` is `panel_scratch()` elements of a worker's own.
   auto first_panels(const std::byte* packed, Element* scratch) const {
-    return typename FirstSources::Stored(format.first(packed, 0), format.expert_bytes(), format.first_contraction(),
-                                         scratch);
+    return typename FirstSources::Stored(format.first_places(packed), format.first_contraction(), scratch);
   }
   auto down_panels(const std::byte* packed, Element* scratch) const {
-    return
-        typename DownSources::Stored(format.down(packed, 0), format.expert_bytes(), format.down_contraction(), scratch);
+    return typename DownSources::Stored(format.down_places(packed), format.down_contraction(), scratch);
   }
   std::int64_t panel_scratch() const {
     return std::max(FirstSources::Stored::scratch_size(format.first_contraction()),

@@ -108,7 +108,7 @@ class SweepOrder {
 
 // What to do beside the products of one part: get the next one ready, and nothing after the last.
 template <class Isa, class Panels>
-typename Panels::Ahead work_ahead(const Panels& panels, const SweepOrder<Isa>& here, std::int64_t calls) {
+typename Panels::Ahead work_ahead(Panels& panels, const SweepOrder<Isa>& here, std::int64_t calls) {
   const auto next = here.next();
   if (next.done()) return {};
   const auto after_next = next.next();

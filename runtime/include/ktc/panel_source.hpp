@@ -5,10 +5,12 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
 
+#include "ktc/panel_places.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/panel.hpp"
@@ -33,17 +35,16 @@ class StoredPanels {
   static constexpr bool kMultipliesCodes = false;
 
   // No scratch is needed; quantised weights take one.
-  StoredPanels(const std::byte* first, std::int64_t expert_bytes, std::int64_t contraction, Element*)
-      : first_(reinterpret_cast<const Element*>(first)),
-        expert_stride_(expert_bytes / static_cast<std::int64_t>(sizeof(Element))),
-        panel_size_(contraction * kPanelWidth) {}
+  StoredPanels(const PanelPlaces& places, std::int64_t contraction, Element*)
+      : places_(places), contraction_(contraction) {}
 
   static constexpr std::int64_t scratch_size(std::int64_t) { return 0; }
 
-  std::int64_t contraction() const { return panel_size_ / kPanelWidth; }
-  std::int64_t panel_size() const { return panel_size_; }
+  std::int64_t contraction() const { return contraction_; }
+  std::int64_t panel_size() const { return contraction_ * kPanelWidth; }
+  const PanelPlaces& places() const { return places_; }
   const Element* panel(std::int64_t expert, std::int64_t index) const {
-    return first_ + expert * expert_stride_ + index * panel_size_;
+    return reinterpret_cast<const Element*>(places_.panel(expert, index));
   }
 
   void start(PanelPart) const {}
@@ -56,9 +57,8 @@ class StoredPanels {
  private:
   const Element* at(PanelPart part) const { return panel(part.expert, part.panel) + part.first_k * kPanelWidth; }
 
-  const Element* first_;
-  std::int64_t expert_stride_;
-  std::int64_t panel_size_;
+  PanelPlaces places_;
+  std::int64_t contraction_;
 };
 
 // Rebuilds a panel of the transposed weights, piece by piece, over `calls` of `step`.
@@ -71,15 +71,23 @@ class TransposeAhead {
  public:
   using Element = typename Isa::Element;
 
+  // Where the next panel lies in another shard than the last: when `target` has come `at` the block of that panel, the
+  // source is `jump` elements away. A table of them ends with one that is never reached.
+  struct Crossing {
+    const Element* at;
+    std::int64_t jump;
+  };
+
   TransposeAhead() = default;
-  // The panel gathers one block from each of `blocks` stored panels, `stride` elements apart; the panel after it
-  // begins at `after`.
-  TransposeAhead(const Element* source, std::int64_t stride, std::int64_t blocks, const Element* after, Element* target,
-                 std::int64_t calls)
+  // The panel gathers one block from each of `blocks` stored panels, `stride` elements apart but for `crossings`; the
+  // panel after it begins at `after`.
+  TransposeAhead(const Element* source, std::int64_t stride, std::int64_t blocks, const Crossing* crossings,
+                 const Element* after, Element* target, std::int64_t calls)
       : source_(source),
         target_(target),
         fetched_(source + kBlocksAhead * stride),
         after_(after),
+        crossing_(crossings),
         stride_(stride),
         fetches_left_(blocks - kBlocksAhead),
         pieces_left_(blocks * weight_format::kBlockPieces),
@@ -109,12 +117,18 @@ class TransposeAhead {
     source_ += stride_;
     target_ += weight_format::kBlock;
     fetched_ = --fetches_left_ == 0 ? after_ : fetched_ + stride_;
+    if (target_ == crossing_->at) [[unlikely]] {  // nothing is called here: it would spill the micro-kernel's sums
+      source_ += crossing_->jump;
+      if (fetches_left_ > 0) fetched_ += crossing_->jump;  // what it fetched beyond the shard was of no use
+      ++crossing_;
+    }
   }
 
   const Element* source_ = nullptr;
   Element* target_ = nullptr;
   const Element* fetched_ = nullptr;
   const Element* after_ = nullptr;
+  const Crossing* crossing_ = nullptr;
   std::int64_t stride_ = 0;
   std::int64_t fetches_left_ = 0;
   std::int64_t pieces_left_ = 0;
@@ -142,12 +156,11 @@ class TransposedPanels {
 
   std::int64_t contraction() const { return num_panels_ * kPanelWidth; }
 
-  void start(PanelPart part) {
-    Ahead(at(part), stored_.panel_size(), part.size_k / kPanelWidth, at(part), read_, 1).finish();
-  }
+  void start(PanelPart part) { gather(part, part, read_, 1).finish(); }
   const Element* current(PanelPart) const { return read_; }
-  Ahead ahead(PanelPart next, PanelPart after_next, std::int64_t calls) const {
-    return Ahead(at(next), stored_.panel_size(), next.size_k / kPanelWidth, at(after_next), written_, calls);
+  // One at a time: they share the table of crossings.
+  Ahead ahead(PanelPart next, PanelPart after_next, std::int64_t calls) {
+    return gather(next, after_next, written_, calls);
   }
   void advance() { std::swap(read_, written_); }
 
@@ -156,10 +169,25 @@ class TransposedPanels {
     return stored_.panel(part.expert, part.first_k / kPanelWidth) + part.panel * weight_format::kBlock;
   }
 
+  Ahead gather(PanelPart part, PanelPart after, Element* target, std::int64_t calls) {
+    const std::int64_t first = part.first_k / kPanelWidth, blocks = part.size_k / kPanelWidth;
+    auto* crossing = crossings_.data();
+    stored_.places().for_ends(first, first + blocks, [&](std::int64_t panel) {
+      const Element* expected = stored_.panel(part.expert, panel - 1) + stored_.panel_size();
+      const auto jump = reinterpret_cast<std::intptr_t>(stored_.panel(part.expert, panel)) -
+                        reinterpret_cast<std::intptr_t>(expected);
+      *crossing++ = {target + (panel - first) * weight_format::kBlock,
+                     jump / static_cast<std::intptr_t>(sizeof(Element))};
+    });
+    *crossing = {nullptr, 0};
+    return Ahead(at(part), stored_.panel_size(), blocks, crossings_.data(), at(after), target, calls);
+  }
+
   StoredPanels<Isa> stored_;
   std::int64_t num_panels_;
   Element* read_;
   Element* written_;
+  std::array<typename Ahead::Crossing, kMaxNodes> crossings_;
 };
 
 }  // namespace ktc

@@ -24,6 +24,7 @@ struct Range {
   std::int64_t begin;
   std::int64_t end;
 
+  std::int64_t size() const { return end - begin; }
   static Range share(std::int64_t size, int index, int count) {
     return {size * index / count, size * (index + 1) / count};
   }

@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "ktc/numa.hpp"
+
 namespace ktc {
 
 inline void relax() {
@@ -108,10 +110,13 @@ class ThreadPool {
     }
   }
 
-  // Call `body(Worker)` once on each of `threads` threads and return when all are done. `body` must not throw.
+  // Call `body(Worker)` once on each of `threads` threads and return when all are done. `body` must not throw. Where
+  // there are several nodes, each thread stays on the CPUs of its own, the caller until this returns.
   template <class Body>
-  void run(int threads, Body&& body) {
+  void run(int threads, const NodeCpus& nodes, Body&& body) {
     require(threads);
+    const auto stay = nodes.size() > 1 ? std::make_unique<OnCpus>(nodes.front()) : nullptr;
+    nodes_ = &nodes;
     task_ = [](void* context, Worker worker) { (*static_cast<std::remove_reference_t<Body>*>(context))(worker); };
     context_ = &body;
     count_ = threads;
@@ -131,6 +136,8 @@ class ThreadPool {
     }
     std::atomic<std::uint32_t> calls{0};
     std::thread thread;
+    std::unique_ptr<OnCpus> stay{};  // the thread's own, like what it stays on
+    std::vector<int> cpus{};
   };
 
   void add() {
@@ -156,17 +163,31 @@ class ThreadPool {
     barrier_.wait_for_all();
   }
 
-  void serve(const Member& self, int index) {
+  void serve(Member& self, int index) {
     for (std::uint32_t seen = 0;; ++seen) {
       wait_while_equal(self.calls, seen);
       if (task_ == nullptr) return;
+      move(self, index);
       work(index);
     }
+  }
+
+  // To the node that the thread belongs to in this call: seldom another one than in the last.
+  void move(Member& self, int index) const {
+    static const std::vector<int> kAnywhere;
+    const int nodes = static_cast<int>(nodes_->size());
+    const auto node = static_cast<std::size_t>(nodes > 1 ? node_of(index, count_, nodes) : 0);
+    const std::vector<int>& cpus = nodes > 1 ? (*nodes_)[node] : kAnywhere;
+    if (cpus == self.cpus) return;
+    self.stay.reset();
+    if (!cpus.empty()) self.stay = std::make_unique<OnCpus>(cpus);
+    self.cpus = cpus;
   }
 
   Barrier barrier_;
   Task task_ = nullptr;
   void* context_ = nullptr;
+  const NodeCpus* nodes_ = nullptr;
   int count_ = 1;
   std::vector<std::unique_ptr<Member>> workers_;
 };
@@ -174,19 +195,20 @@ class ThreadPool {
 // The threads of one call.
 class Team {
  public:
-  Team(ThreadPool& pool, int threads) : pool_(pool), threads_(threads) {}
+  Team(ThreadPool& pool, int threads, const NodeCpus& nodes) : pool_(pool), threads_(threads), nodes_(nodes) {}
 
   int threads() const { return threads_; }
 
   // Call `body(Worker)` once on each thread and return when all are done. `body` must not throw.
   template <class Body>
   void run(Body&& body) const {
-    pool_.run(threads_, std::forward<Body>(body));
+    pool_.run(threads_, nodes_, std::forward<Body>(body));
   }
 
  private:
   ThreadPool& pool_;
   int threads_;
+  const NodeCpus& nodes_;
 };
 
 }  // namespace ktc

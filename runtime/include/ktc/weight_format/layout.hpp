@@ -52,6 +52,7 @@ class ExpertLayout {
   std::int64_t num_first_panels() const { return padded_intermediate() / columns_per_first_panel(); }
   std::int64_t num_down_panels() const { return padded_hidden() / kPanelWidth; }
 
+  std::int64_t outputs(Part part) const { return is_down(part) ? hidden_ : intermediate_; }
   std::int64_t num_panels(Part part) const { return is_down(part) ? num_down_panels() : num_first_panels(); }
   std::int64_t padded_contraction(Part part) const { return is_down(part) ? padded_intermediate() : padded_hidden(); }
   // Of a panel's 32 outputs, those that belong to a part.
@@ -68,9 +69,8 @@ class ExpertLayout {
   void check(Part part, std::int64_t rows, std::int64_t columns) const {
     if (is_gate(part) && !parts_.gate) throw std::invalid_argument("this kernel is for experts without a gate");
     if (is_bias(part) && !parts_.biases) throw std::invalid_argument("this kernel is for experts without biases");
-    const std::int64_t outputs = is_down(part) ? hidden_ : intermediate_;
-    const std::int64_t expected_rows = is_bias(part) ? 1 : outputs;
-    const std::int64_t expected_columns = is_bias(part) ? outputs : is_down(part) ? intermediate_ : hidden_;
+    const std::int64_t expected_rows = is_bias(part) ? 1 : outputs(part);
+    const std::int64_t expected_columns = is_bias(part) ? outputs(part) : is_down(part) ? intermediate_ : hidden_;
     if (rows == expected_rows && columns == expected_columns) return;
     throw std::invalid_argument("expected a matrix of " + std::to_string(expected_rows) + " x " +
                                 std::to_string(expected_columns) + ", found " + std::to_string(rows) + " x " +

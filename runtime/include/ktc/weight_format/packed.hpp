@@ -5,12 +5,17 @@
 // lanes of one part; `check` for the contraction it has to hold; and, if it is quantised, `pack_codes`.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "ktc/element.hpp"
+#include "ktc/panel_places.hpp"
+#include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
 #include "ktc/weight_format/layout.hpp"
 
@@ -26,9 +31,14 @@ class Packed {
   using Accumulator = AccumulatorOf<Element>;
 
   // Throws std::invalid_argument for a size that the format cannot cut into its groups.
-  Packed(std::int64_t hidden, std::int64_t intermediate, Parts parts) : layout_(hidden, intermediate, parts) {
-    FirstPanel::check("hidden", hidden);
-    DownPanel::check("intermediate", intermediate);
+  Packed(const MoeSizes& sizes, Parts parts)
+      : layout_(sizes.hidden, sizes.intermediate, parts), num_experts_(sizes.num_experts), nodes_(sizes.nodes) {
+    FirstPanel::check("hidden", sizes.hidden);
+    DownPanel::check("intermediate", sizes.intermediate);
+    if (nodes_ < 1 || nodes_ > kMaxNodes) {
+      throw std::invalid_argument("weights are cut for 1 to " + std::to_string(kMaxNodes) + " NUMA nodes, found " +
+                                  std::to_string(nodes_));
+    }
   }
 
   std::int64_t num_first_panels() const { return layout_.num_first_panels(); }
@@ -36,25 +46,52 @@ class Packed {
   std::int64_t first_contraction() const { return layout_.padded_hidden(); }
   std::int64_t down_contraction() const { return layout_.padded_intermediate(); }
 
-  std::int64_t expert_bytes() const {
-    constexpr auto kItem = static_cast<std::int64_t>(sizeof(Accumulator));
-    return weights_bytes() +
-           (layout_.parts().biases ? (layout_.first_bias_size() + layout_.padded_hidden()) * kItem : 0);
+  // Of one expert on all nodes.
+  std::int64_t expert_bytes() const { return weights_bytes() + bias_bytes(); }
+  // A shard holds of each expert [its first panels][its down panels], and the first shard [biases] too; each begins on
+  // a huge page of its own. One shard is all there is on one node, and then nothing is padded.
+  std::int64_t packed_bytes() const { return shard_begin(nodes_); }
+  std::int64_t shard_begin(int node) const {
+    std::int64_t begin = 0;
+    for (int before = 0; before < node; ++before) {
+      begin += round_up(num_experts_ * slice_bytes(before), nodes_ == 1 ? 1 : kShardAlignment);
+    }
+    return begin;
   }
 
-  const std::byte* first(const std::byte* packed, std::int64_t expert) const {
-    return packed + expert * expert_bytes();
+  PanelPlaces first_places(const std::byte* packed) const {
+    PanelPlaces places(FirstPanel::bytes(first_contraction()));
+    for (int node = 0; node < nodes_; ++node) {
+      places.add(packed + shard_begin(node), slice_bytes(node), panels_of(Part::kUp, node));
+    }
+    return places;
   }
-  const std::byte* down(const std::byte* packed, std::int64_t expert) const {
-    return first(packed, expert) + num_first_panels() * FirstPanel::bytes(first_contraction());
+  PanelPlaces down_places(const std::byte* packed) const {
+    PanelPlaces places(DownPanel::bytes(down_contraction()));
+    for (int node = 0; node < nodes_; ++node) {
+      places.add(packed + shard_begin(node) + first_slice_bytes(node), slice_bytes(node), panels_of(Part::kDown, node));
+    }
+    return places;
   }
   // 32 values for each first panel.
   const Accumulator* first_bias(const std::byte* packed, std::int64_t expert) const {
-    return reinterpret_cast<const Accumulator*>(first(packed, expert) + weights_bytes());
+    return reinterpret_cast<const Accumulator*>(packed + (expert + 1) * slice_bytes(0) - bias_bytes());
   }
   // One value per hidden column, padded with zeros.
   const Accumulator* down_bias(const std::byte* packed, std::int64_t expert) const {
     return first_bias(packed, expert) + layout_.first_bias_size();
+  }
+
+  // Copy one expert between `whole`, its `expert_bytes()` as one node has them, and the shards at `packed`.
+  void shard(const std::byte* whole, std::int64_t expert, std::byte* packed) const {
+    for_pieces(expert, [&](std::int64_t in_whole, std::int64_t in_packed, std::int64_t bytes) {
+      std::memcpy(packed + in_packed, whole + in_whole, static_cast<std::size_t>(bytes));
+    });
+  }
+  void join(const std::byte* packed, std::int64_t expert, std::byte* whole) const {
+    for_pieces(expert, [&](std::int64_t in_whole, std::int64_t in_packed, std::int64_t bytes) {
+      std::memcpy(whole + in_whole, packed + in_packed, static_cast<std::size_t>(bytes));
+    });
   }
 
   // `source` is (I, H) for gate and up, (H, I) for down, and one row for a bias.
@@ -68,7 +105,10 @@ class Packed {
       }
       return;
     }
-    with_panel(part, [&]<class Panel>(Panel) { Panel::pack(source, lanes_of(packed, expert, part)); });
+    with_panel(part, [&]<class Panel>(Panel) {
+      for_shards(packed, expert, part,
+                 [&](const PartLanes& lanes, Range rows) { Panel::pack(rows_of(source, rows), lanes); });
+    });
   }
 
   // `codes` as a checkpoint stores them, one byte each, in the shape of the part; `scales` (rows, groups of a row).
@@ -77,7 +117,11 @@ class Packed {
     layout_.check(part, codes.rows, codes.columns);
     with_panel(part, [&]<class Panel>(Panel) {
       if constexpr (requires { Panel::kCode; }) {
-        if (!is_bias(part)) return Panel::pack_codes(codes, scales, lanes_of(packed, expert, part));
+        if (!is_bias(part)) {
+          return for_shards(packed, expert, part, [&](const PartLanes& lanes, Range rows) {
+            Panel::pack_codes(rows_of(codes, rows), rows_of(scales, rows), lanes);
+          });
+        }
       }
       throw std::invalid_argument("this part is not stored in codes");
     });
@@ -94,9 +138,10 @@ class Packed {
       }
       return;
     }
+    const MatrixView all(static_cast<Element*>(target), rows, columns);
     with_panel(part, [&]<class Panel>(Panel) {
-      Panel::unpack(lanes_of(const_cast<std::byte*>(packed), expert, part),
-                    MatrixView(static_cast<Element*>(target), rows, columns));
+      for_shards(const_cast<std::byte*>(packed), expert, part,
+                 [&](const PartLanes& lanes, Range own) { Panel::unpack(lanes, rows_of(all, own)); });
     });
   }
 
@@ -107,23 +152,70 @@ class Packed {
   }
 
  private:
+  static constexpr std::int64_t kShardAlignment = std::int64_t{2} << 20;
+
   std::int64_t weights_bytes() const {
     return num_first_panels() * FirstPanel::bytes(first_contraction()) +
            num_down_panels() * DownPanel::bytes(down_contraction());
   }
-  PartLanes lanes_of(std::byte* packed, std::int64_t expert, Part part) const {
-    const std::byte* panels = is_down(part) ? down(packed, expert) : first(packed, expert);
-    return {.panels = const_cast<std::byte*>(panels),
-            .num_panels = layout_.num_panels(part),
-            .padded_k = layout_.padded_contraction(part),
-            .first_lane = layout_.first_lane(part),
-            .lanes = layout_.lanes(part)};
+  std::int64_t bias_bytes() const {
+    constexpr auto kItem = static_cast<std::int64_t>(sizeof(Accumulator));
+    return layout_.parts().biases ? (layout_.first_bias_size() + layout_.padded_hidden()) * kItem : 0;
   }
+  Range panels_of(Part part, int node) const { return shard_of(layout_.num_panels(part), node, nodes_); }
+  // Of one expert in a node's shard.
+  std::int64_t first_slice_bytes(int node) const {
+    return panels_of(Part::kUp, node).size() * FirstPanel::bytes(first_contraction());
+  }
+  std::int64_t slice_bytes(int node) const {
+    return first_slice_bytes(node) + panels_of(Part::kDown, node).size() * DownPanel::bytes(down_contraction()) +
+           (node == 0 ? bias_bytes() : 0);
+  }
+
+  // `body(lanes, rows)` for every shard that has panels of a part: its lanes there, and the rows that they hold.
+  template <class Body>
+  void for_shards(std::byte* packed, std::int64_t expert, Part part, const Body& body) const {
+    const PanelPlaces places = is_down(part) ? down_places(packed) : first_places(packed);
+    const std::int64_t num_rows = layout_.outputs(part), lanes = layout_.lanes(part);
+    for (int node = 0; node < nodes_; ++node) {
+      const Range panels = panels_of(part, node);
+      if (panels.size() == 0) continue;
+      body(PartLanes{.panels = const_cast<std::byte*>(places.panel(expert, panels.begin)),
+                     .num_panels = panels.size(),
+                     .padded_k = layout_.padded_contraction(part),
+                     .first_lane = layout_.first_lane(part),
+                     .lanes = lanes},
+           Range{std::min(panels.begin * lanes, num_rows), std::min(panels.end * lanes, num_rows)});
+    }
+  }
+  template <class T>
+  static MatrixView<T> rows_of(const MatrixView<T>& matrix, Range rows) {
+    return {matrix.row(rows.begin), rows.size(), matrix.columns, matrix.row_stride};
+  }
+
+  // `body(in_whole, in_packed, bytes)` for every stretch of one expert that stays together.
+  template <class Body>
+  void for_pieces(std::int64_t expert, const Body& body) const {
+    std::int64_t first = 0, down = num_first_panels() * FirstPanel::bytes(first_contraction());
+    for (int node = 0; node < nodes_; ++node) {
+      const std::int64_t slice = shard_begin(node) + expert * slice_bytes(node);
+      const std::int64_t first_bytes = first_slice_bytes(node);
+      const std::int64_t down_bytes = slice_bytes(node) - first_bytes - (node == 0 ? bias_bytes() : 0);
+      body(first, slice, first_bytes);
+      body(down, slice + first_bytes, down_bytes);
+      if (node == 0) body(weights_bytes(), slice + first_bytes + down_bytes, bias_bytes());
+      first += first_bytes;
+      down += down_bytes;
+    }
+  }
+
   const Accumulator* bias_of(const std::byte* packed, std::int64_t expert, Part part) const {
     return is_down(part) ? down_bias(packed, expert) : first_bias(packed, expert);
   }
 
   ExpertLayout layout_;
+  std::int64_t num_experts_;
+  int nodes_;
 };
 
 }  // namespace ktc::weight_format
