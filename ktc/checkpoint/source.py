@@ -155,8 +155,9 @@ class WeightSource:
 
     @property
     def kept_as(self) -> tuple[str, int] | None:
-        """The format of kernels that could multiply this as it is stored, and the size of the groups of its scales."""
-        return self.plain_codes or ((self.plain_blocks, 0) if self.plain_blocks else None)
+        """The format of kernels that could multiply this as it is stored, and how many weights are a group or block."""
+        blocks = self.plain_blocks
+        return self.plain_codes or ((blocks, BLOCK_TYPES[blocks].weights) if blocks else None)
 
     @property
     def format(self) -> str:

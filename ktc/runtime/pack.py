@@ -25,6 +25,7 @@ from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime import load, packed_file, packed_store, weight_store
 from ktc.runtime.compiled_model import compiled_class
+from ktc.runtime.finite_weights import is_finite, not_finite
 from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.kernel_library import KernelLibrary
 from ktc.runtime.manifest import Manifest, read_manifest
@@ -276,8 +277,8 @@ def _check_finite(rows: Sequence[WeightSource], index: CheckpointIndex, tally: T
         for row in rows:
             entry = index.tensors.get(row.source_key)
             if entry is not None:
-                if not weight_store.is_finite(reader.read(entry)):
-                    raise InputRefused(weight_store.not_finite(row, None))
+                if not is_finite(reader.read(entry)):
+                    raise InputRefused(not_finite(row, None))
                 tally.add(entry.end - entry.begin)
 
 

@@ -10,35 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ktc.checkpoint import CheckpointIndex, Span, WeightSource
 from ktc.checkpoint.reader import TensorReader
-from ktc.checkpoint.values import read_codes, read_weight
+from ktc.checkpoint.values import read_weight
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.runtime.experts_form import ExpertsForm
+from ktc.runtime.expert_banks import ExpertBank, by_part, is_half, misfit_of_bank, stock_shape_of, stored_loader
+from ktc.runtime.finite_weights import is_finite, not_finite
 from ktc.runtime.fused_moe import Part
 from ktc.runtime.placement import device_of
 from ktc.runtime.progress import Progress
-from ktc.runtime.stock_experts import StockTensor, canonical_parts, half_of, stock_names, stock_shape
-
-
-@runtime_checkable
-class ExpertBank(Protocol):
-    """A module that keeps its experts in a packed form of its own."""
-
-    form: ExpertsForm
-    num_experts: int
-    hidden: int
-    intermediate: int
-
-    def load_expert(self, expert: int, part: Part, tensor: Tensor) -> None: ...
-    def takes_codes(self, part: Part, method: str, group: int) -> bool: ...
-    def load_codes(self, expert: int, part: Part, codes: Tensor, scales: Tensor) -> None: ...
-    def missing(self) -> tuple[tuple[int, Part], ...]: ...
+from ktc.runtime.stock_experts import StockTensor
 
 
 def fill(
@@ -62,13 +48,10 @@ def fill(
     done, total = 0, sum(sizes)
     with TensorReader(index.folder) as reader, torch.no_grad():
         for source, size in zip(sources, sizes, strict=True):
-            dtype, bank = _dtype(model, source), _bank_for_codes(model, source)
+            dtype, put_stored = _dtype(model, source), stored_loader(model, source, allow_nonfinite)
             for expert in experts_of(source):
-                if bank is not None:
-                    codes, scales = read_codes(reader, index, source, expert)
-                    if not (allow_nonfinite or (is_finite(scales) and are_numbers(codes))):
-                        raise InputRefused(not_finite(source, expert))
-                    _put_codes(bank, source, expert, codes, scales)
+                if put_stored is not None:
+                    put_stored(reader, index, expert)
                     continue
                 tensor = read_weight(reader, index, source, expert, dtype)
                 if not allow_nonfinite and not is_finite(tensor):
@@ -135,28 +118,8 @@ def _misfit(model: nn.Module, source: WeightSource) -> str:
     if not isinstance(held, Tensor):
         return "the model has no such tensor"
     if isinstance(module, ExpertBank):
-        return _misfit_of_bank(module, source, leaf)
+        return misfit_of_bank(module, source, leaf) or _misfit_of_slice(source, stock_shape_of(module, leaf), leaf)
     return _misfit_of_slice(source, tuple(held.shape), leaf)
-
-
-def _misfit_of_bank(bank: ExpertBank, source: WeightSource, leaf: str) -> str:
-    if leaf not in stock_names(bank.form) or source.part is None:
-        return f"experts of the form `{bank.form}` are not filled so"
-    half = _is_half(source, leaf)
-    if half and source.span is None and (bank.form.transposed or bank.form.interleaved):
-        return f"experts of the form `{bank.form}` are not joined of gate and up"
-    if source.span is not None and (
-        not half or (source.span, source.stride) != half_of(bank.form, leaf, source.part, bank.intermediate)
-    ):
-        return f"experts of the form `{bank.form}` have no `{source.part}` there"
-    shape = stock_shape(bank.form, leaf, bank.num_experts, bank.hidden, bank.intermediate)
-    return _misfit_of_slice(source, shape, leaf)
-
-
-def _is_half(source: WeightSource, leaf: str) -> bool:
-    """Gate or up, or a bias of theirs, stored apart, that are one tensor in the model."""
-    halves = {"gate_up_proj": ("gate", "up"), "gate_up_proj_bias": ("gate_bias", "up_bias")}
-    return source.part in halves.get(leaf, ())
 
 
 def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) -> str:
@@ -165,12 +128,12 @@ def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) ->
         return f"it is {list(shape)}, which is no {list(source.viewed)}"
     shape = source.viewed or shape
     wanted = list(shape)
-    if source.part is not None and not _is_half(source, leaf) and leaf != _leaf_of(source.part):
+    if source.part is not None and not is_half(source, leaf) and leaf != _leaf_of(source.part):
         return f"it is no stack of experts that holds `{source.part}`"
     if source.expert is not None:
         if len(shape) < 2 or source.expert >= shape[0]:
             return f"it is {list(shape)}, the row is of expert {source.expert}"
-        wanted = [shape[1] // 2 if _is_half(source, leaf) else shape[1], *shape[2:]]
+        wanted = [shape[1] // 2 if is_half(source, leaf) else shape[1], *shape[2:]]
     elif source.span is not None:
         span = source.span
         if span.dim >= len(shape) or _places(source, span).stop > shape[span.dim]:
@@ -185,25 +148,6 @@ def _leaf_of(part: Part | str) -> str:
     return part.replace("_bias", "") + "_proj" + ("_bias" if part.endswith("_bias") else "")
 
 
-def _bank_for_codes(model: nn.Module, source: WeightSource) -> ExpertBank | None:
-    """The experts that a row fills, if they keep its codes as they are stored."""
-    parent, _, leaf = source.target.rpartition(".")
-    module = model.get_submodule(parent)
-    codes = source.plain_codes
-    if codes is None or not isinstance(module, ExpertBank):
-        return None
-    part: Part = "down" if leaf.startswith("down") else "up"  # gate is stored as up is
-    return module if module.takes_codes(part, *codes) else None
-
-
-def _put_codes(bank: ExpertBank, source: WeightSource, expert: int | None, codes: Tensor, scales: Tensor) -> None:
-    assert expert is not None, f"the row of `{source.target}` names no expert"
-    leaf = cast("StockTensor", source.target.rpartition(".")[2])
-    pieces = (_by_part(source, bank.form, leaf, tensor) for tensor in (codes, scales))
-    for (part, piece), (_, scale) in zip(*pieces, strict=True):
-        bank.load_codes(expert, part, piece, scale)
-
-
 def _put(
     model: nn.Module, source: WeightSource, expert: int | None, tensor: Tensor, placement: Mapping[str, str]
 ) -> None:
@@ -211,7 +155,7 @@ def _put(
     module = model.get_submodule(parent)
     if isinstance(module, ExpertBank):
         assert expert is not None, f"the row of `{source.target}` names no expert"
-        for part, piece in _by_part(source, module.form, cast("StockTensor", leaf), tensor):
+        for part, piece in by_part(source, module.form, cast("StockTensor", leaf), tensor):
             module.load_expert(expert, part, piece)
         return
     device = device_of(source.target, placement)
@@ -235,19 +179,9 @@ def _places(source: WeightSource, span: Span) -> slice:
     return slice(span.start, span.start + (span.length - 1) * source.stride + 1, source.stride)
 
 
-def _by_part(
-    source: WeightSource, form: ExpertsForm, leaf: StockTensor, tensor: Tensor
-) -> Iterable[tuple[Part, Tensor]]:
-    """What an expert's slice, or a half of it that is stored apart, holds."""
-    if _is_half(source, leaf):
-        turned = form.transposed and tensor.dim() == 2  # the row is written for the stock tensor
-        return [(cast("Part", source.part), tensor.t() if turned else tensor)]
-    return canonical_parts(form, leaf, tensor)
-
-
 def _rows(matrix: Tensor, source: WeightSource, leaf: str) -> Tensor:
     """The rows of an expert's slice that a row fills: gate and up share one, gate first."""
-    if not _is_half(source, leaf):
+    if not is_half(source, leaf):
         return matrix
     gate, up = matrix.chunk(2)
     return gate if source.part == "gate" else up
@@ -267,29 +201,6 @@ def _assign(module: nn.Module, leaf: str, tensor: Tensor) -> None:
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=old.requires_grad))
     else:
         setattr(module, leaf, tensor)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither infinities nor NaN; whole numbers never do."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    low, high = tensor.aminmax()  # one pass without a copy; a NaN becomes both bounds
-    return math.isfinite(low.item()) and math.isfinite(high.item())
-
-
-def are_numbers(codes: Tensor) -> bool:
-    """Whether no byte of fp8 is a NaN; codes that are signed integers never are."""
-    return codes.dtype != torch.uint8 or not bool((codes & 0x7F == 0x7F).any())
-
-
-def not_finite(source: WeightSource, expert: int | None) -> Diagnostic:
-    """The diagnostic (L407) about a row, or one expert of it, with such values."""
-    which = "" if expert is None or source.expert is not None else f" (expert {expert})"
-    return Diagnostic(
-        "L407",
-        f"tensor `{source.source_key}`{which} in `{source.file}` holds values that are not finite",
-        hint="download the file again; `load(allow_nonfinite=True)` takes it as it is",
-    )
 
 
 def check_filled(model: nn.Module) -> None:
