@@ -139,7 +139,7 @@ def test_a_plot_without_matplotlib_is_refused(bench: Bench, tmp_path: Path, monk
 def test_the_table_is_what_a_person_reads(golden: Callable[[str, str], None]) -> None:
     def row(impl: str, ms: float, isa: str = "", speedup: float | None = None) -> Row:
         shares = (ms, 100 / ms, 0.5 / ms, 30 / ms, 0.9 / ms)
-        return Row(impl, "forward", "custom H64 I32 E8 k2", 512, *shares, isa, 8, 1, 5, ms, ms, speedup)
+        return Row(impl, "forward", "custom H64 I32 E8 k2", 512, *shares, isa, 8, 1, 5, ms, ms, ms, speedup)
 
     host = {"cpu": "a CPU", "isa": ["avx2", "scalar"], "threads": 1, "clock": "cpu"}
     rows = (row("ktc_bf16", 1.0, "avx2"), row("ktc_bf16", 4.0, "scalar"), row("hf_eager", 1500.0, speedup=1500.0))

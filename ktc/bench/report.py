@@ -13,8 +13,9 @@ from ktc.bench.request import Pass
 class Row:
     """One implementation at one number of tokens.
 
-    `ms` is `cpu_ms` with one thread and `wall_ms` with more. `gflops` counts the products of the routed experts, not
-    those of LoRA; `gbps` the weights of the experts in use in the format they lie in, once for each pass over them.
+    `ms` is `cpu_ms` with one thread and `wall_ms` with more, medians of the rounds; `best_ms` is the quickest round:
+    peers that spin suffer most from whatever else a machine does. `gflops` counts the products of the routed experts,
+    not those of LoRA; `gbps` the weights of the experts in use in the format they lie in, once for each pass over them.
     `ktc_speedup`: how many times as fast ktc's own kernel of that format is (None for ktc's own rows).
     """
 
@@ -33,6 +34,7 @@ class Row:
     rounds: int
     cpu_ms: float
     wall_ms: float
+    best_ms: float
     ktc_speedup: float | None = None
 
     @property
