@@ -4,6 +4,7 @@
 //     g++ -std=c++20 -O3 -pthread -Iruntime/include -include ktc/isa/amx.hpp -DKTC_ISA=amx
 //         -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mamx-tile -mamx-bf16
 //         benchmarks/native_moe.cpp -o native_moe
+//     for int8 with -mavx512vnni -mamx-int8 -include ktc/isa/amx_int8.hpp -DKTC_PANEL=Int8Panel
 //     native_moe check | native_moe THREADS,.. H I E K TOKENS,..
 //
 // Timed are calls on memory that earlier calls have touched; of each the phases between two barriers, beside what the
@@ -30,6 +31,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -38,6 +40,12 @@
 #include "ktc/isa/scalar.hpp"
 #include "ktc/machine_peak.hpp"
 #include "ktc/weight_format/dense.hpp"
+#include "ktc/weight_format/int8.hpp"
+#include "ktc/weight_format/packed.hpp"
+
+#ifndef KTC_PANEL
+#define KTC_PANEL Bf16Panel
+#endif
 
 namespace {
 
@@ -53,8 +61,20 @@ struct Constants {
 };
 using Activation = Gated<Silu, Constants>;
 using Shape = MoeShape<kDynamic, kDynamic, kDynamic, kDynamic>;
-using Kernel = FusedMoe<Isa, weight_format::Bf16, Activation, false, Shape>;
-using Oracle = FusedMoe<scalar::Isa<double>, weight_format::Fp64, Activation, false, Shape>;
+using Panel = weight_format::KTC_PANEL;
+using Kernel = FusedMoe<Isa, weight_format::Packed<Panel>, Activation, false, Shape>;
+using Oracle = FusedMoe<scalar::Isa<double>, weight_format::Packed<weight_format::Fp64Panel>, Activation, false, Shape>;
+constexpr bool kIntegerProducts =
+    MoeLayer<Isa, weight_format::Packed<Panel>, Activation, false, Shape>::kIntegerProducts;
+template <class IsaType, bool kIntegers>
+struct ProductsOf {
+  using type = IsaType;
+};
+template <class IsaType>
+struct ProductsOf<IsaType, true> {
+  using type = IntegerIsaOf<IsaType>;
+};
+using Products = typename ProductsOf<Isa, kIntegerProducts>::type;  // what multiplies in forward
 
 // Random hidden states, gradients and routing of some tokens, as bf16 and as the same values in fp64.
 struct Batch {
@@ -149,7 +169,8 @@ bool check(const MoeSizes& sizes, std::int64_t tokens) {
   const double weight = error(found.grad_weight, expected.grad_weight);
   const bool same = same_bits(found.out, other.out) && same_bits(found.grad_hidden, other.grad_hidden) &&
                     same_bits(found.grad_weight, other.grad_weight);
-  const bool right = out <= 3e-3 && grad <= 4e-3 && weight <= 5e-3 && same;
+  const bool near = out <= 3e-3 && grad <= 4e-3 && weight <= 5e-3;
+  const bool right = same && (near || (kIntegerProducts && std::max({out, grad, weight}) <= 3.5e-2));
   std::printf("H%ld I%ld E%ld k%ld T%ld: output %.1e, d hidden %.1e, d weights %.1e, %s bits: %s\n", sizes.hidden,
               sizes.intermediate, sizes.num_experts, sizes.top_k, tokens, out, grad, weight, same ? "same" : "OTHER",
               right ? "right" : "WRONG");
@@ -202,26 +223,30 @@ void print_machine() {
 }
 
 // The micro-kernel over `panels` x `groups` at hand, again and again: TFLOP/s of one thread's products from its caches.
-template <class Isa>
+template <class Products>
 double multiply_in_cache(std::int64_t panels, std::int64_t groups, std::int64_t contraction, std::int64_t rounds) {
-  constexpr std::int64_t kRows = Isa::kMaxRows;
-  const HugePages memory(static_cast<std::size_t>((panels * 32 + groups * kRows) * contraction * 2 +
-                                                  panels * groups * kRows * kPanelWidth * 4));
-  auto* rows = reinterpret_cast<bf16*>(memory.data());
-  bf16* weights = rows + groups * kRows * contraction;
-  auto* sums = reinterpret_cast<float*>(weights + panels * 32 * contraction);
-  std::fill(rows, weights + panels * 32 * contraction, bf16(0.5F));
-  Isa isa;
+  using Element = typename Products::Element;
+  using Weight = std::conditional_t<kIntegerProducts, std::int8_t, Element>;
+  constexpr std::int64_t kRows = Products::kMaxRows;
+  constexpr std::int64_t kDepth = ElementTraits<Element>::kDepth;
+  const std::int64_t operands =
+      (panels * 32 + groups * kRows) * contraction * static_cast<std::int64_t>(sizeof(Element));
+  const HugePages memory(static_cast<std::size_t>(operands + panels * groups * kRows * kPanelWidth * 4));
+  std::memset(memory.data(), 0x3c, static_cast<std::size_t>(operands));
+  const auto* rows = reinterpret_cast<const Element*>(memory.data());
+  const auto* weights = reinterpret_cast<const Weight*>(rows + groups * kRows * contraction);
+  auto* sums = reinterpret_cast<typename Products::Accumulator*>(memory.data() + operands);
+  Products isa;
   FetchAhead nothing;
   const auto begin = Clock::now();
   for (std::int64_t i = 0; i < rounds * panels * groups; ++i) {
     const std::int64_t panel = i / groups % panels, group = i % groups;
     const auto* a = rows + group * kRows * contraction;
-    float* tile = sums + (panel * groups + group) * kRows * kPanelWidth;
-    if constexpr (Isa::kBlocked) {
-      isa.multiply_add(kRows, contraction / 2, a, weights + panel * 32 * contraction, tile, nothing);
+    auto* tile = sums + (panel * groups + group) * kRows * kPanelWidth;
+    if constexpr (Products::kBlocked) {
+      isa.multiply_add(kRows, contraction / kDepth, a, weights + panel * 32 * contraction, tile, nothing);
     } else {
-      isa.multiply(kRows, contraction / 2, a, weights + panel * 32 * contraction, tile, nothing);
+      isa.multiply(kRows, contraction / kDepth, a, weights + panel * 32 * contraction, tile, nothing);
     }
   }
   const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
@@ -238,17 +263,18 @@ void print_limits(int threads, const HugePages& packed) {
   constexpr std::int64_t kPeakRounds = 500'000;
   std::int64_t flops = 0;
   const double peak_s = on_all(threads, [&](int) { flops = multiply_in_registers(kPeakRounds); });
-  const double near = total([] { return multiply_in_cache<Isa>(1, 1, 256, 8000); });
-  const double far = total([] { return multiply_in_cache<Isa>(8, 8, 512, 60); });
+  const double near = total([] { return multiply_in_cache<Products>(1, 1, 256, 8000); });
+  const double far = total([] { return multiply_in_cache<Products>(8, 8, 512, 60); });
   const std::size_t share =
       std::min(packed.size(), std::size_t{8} << 30) / static_cast<std::size_t>(threads) / 512 * 512;
   std::vector<std::uint64_t> read(static_cast<std::size_t>(threads));
   const double read_s = on_all(threads, [&](int thread) {
     read[thread] = read_in_order(packed.data() + share * static_cast<std::size_t>(thread), share);
   });
-  std::printf("%d threads at most: registers %.1f TFLOP/s, micro-kernel in L1 %.1f, in L2 %.1f; read %.0f GB/s\n",
-              threads, 1e-12 * static_cast<double>(flops * threads) / peak_s, near, far,
-              1e-9 * static_cast<double>(share * static_cast<std::size_t>(threads)) / read_s);
+  std::printf(
+      "%d threads at most: registers %.1f TFLOP/s of bf16, micro-kernel in L1 %.1f, in L2 %.1f; read %.0f GB/s\n",
+      threads, 1e-12 * static_cast<double>(flops * threads) / peak_s, near, far,
+      1e-9 * static_cast<double>(share * static_cast<std::size_t>(threads)) / read_s);
 }
 
 // When each worker started and finished each phase of one call.
@@ -345,17 +371,21 @@ void measure(const MoeKernel& kernel, const MoeSizes& sizes, const HugePages& pa
   const Ticks before = Ticks::now();
   for (int round = 0; round <= std::max(kRounds, num_batches); ++round) {
     const Batch& batch = batches[static_cast<std::size_t>(round % num_batches)];
-    forward.push_back(timed(phases, {"gather", "gate/up", "down", "write"}, [&] {
+    const auto call = [&] {
       kernel.forward(engine, {packed.data(), batch.hidden.data(), batch.index.data(), batch.weight.data(), out.data(),
                               saved.data(), tokens});
-    }));
+    };
+    forward.push_back(kIntegerProducts
+                          ? timed(phases, {"quantise", "gather", "gate/up", "quantise", "down", "write"}, call)
+                          : timed(phases, {"gather", "gate/up", "down", "write"}, call));
     backward.push_back(timed(phases, {"gather", "down^T", "gate/up^T", "write"}, [&] {
       kernel.backward(engine, {packed.data(), batch.index.data(), batch.weight.data(), saved.data(),
                                batch.hidden.data(), batch.grad.data(), grad_hidden.data(), grad_weight.data(), tokens});
     }));
   }
   const Ticks after = Ticks::now();
-  const double gbytes = 6e-9 * active * static_cast<double>(sizes.hidden * sizes.intermediate);
+  const double gbytes =
+      1e-9 * active * static_cast<double>(kernel.packed_bytes()) / static_cast<double>(sizes.num_experts);
   const double tflop = 6e-12 * static_cast<double>(slots * sizes.hidden * sizes.intermediate);
   std::printf(" T%ld, %d threads, stolen %.1f %%\n", tokens, threads,
               100 * (after.stolen - before.stolen) / std::max(1.0, after.all - before.all));

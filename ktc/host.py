@@ -26,12 +26,14 @@ T = TypeVar("T")
 
 # The best one first. Each implies those after it.
 _PREFERENCE = cast("tuple[Isa, ...]", tuple(reversed(get_args(Isa))))
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+# Every CPU with bf16 products has VNNI, for products of integers, and AMX likewise; a virtual machine may hide one.
 _NEEDS: dict[Isa, frozenset[str]] = {
     "scalar": frozenset(),
     "avx2": frozenset({"avx2", "fma"}),
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
-    "avx512_bf16": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
-    "amx": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16"}),
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"},
+    "amx": _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
 }
 _ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XFEATURE_XTILEDATA = 158, 0x1021, 18
 _BYTE_UNITS = {"": 1, "B": 1} | {

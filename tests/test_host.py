@@ -37,13 +37,14 @@ def test_this_machine_has_sane_facts() -> None:
 
 
 def test_isas_stand_best_first_and_bf16_needs_all_of_its_flags() -> None:
-    assert host.usable_isas(AVX512 | {"avx512_bf16"}) == ("avx512_bf16", "avx512", "avx2", "scalar")
+    assert host.usable_isas(AVX512 | {"avx512_bf16", "avx512_vnni"}) == ("avx512_bf16", "avx512", "avx2", "scalar")
+    assert host.usable_isas(AVX512 | {"avx512_bf16"}) == ("avx512", "avx2", "scalar")
     assert host.usable_isas(AVX512) == ("avx512", "avx2", "scalar")
     assert host.usable_isas(frozenset({"avx512_bf16", "avx2"})) == ("scalar",)
 
 
 def test_amx_needs_the_kernels_consent() -> None:
-    flags = AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
+    flags = AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"}
     assert host.usable_isas(flags)[0] == "amx"
     assert host.usable_isas(flags, amx_permitted=False)[0] == "avx512_bf16"
 

@@ -28,7 +28,7 @@ _PANELS: Final[Mapping[WeightFormat, tuple[str, str]]] = {
     "fp32": ("dense", "Fp32Panel"),
     "fp64": ("dense", "Fp64Panel"),
     "int4": ("quantised", "Int4Panel<{}>"),
-    "int8": ("quantised", "Int8Panel<{}>"),
+    "int8": ("int8", "Int8Panel"),
     "fp8": ("quantised", "Fp8Panel<{}>"),
 }
 _FUNCTIONS: Final[Mapping[Function, str]] = {
@@ -85,6 +85,7 @@ def _unsupported(spec: KernelSpec) -> Diagnostic | None:
     groups = (CODES[name].group_sizes for name in spec.formats if name in CODES)
     if (
         set(spec.formats) <= set(KERNELS.get(spec.isa, ()))
+        and ("int8" not in spec.formats or len(spec.formats) == 1)  # both products are in integers, or none
         and all(spec.dtype == ("bf16" if name in CODES else name) for name in spec.formats)
         and spec.group_size in max(groups, key=len, default=(0,))
     ):
@@ -109,6 +110,7 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
         "origin": _UNSAFE.sub("_", origin),
         "dims": ["ktc::kDynamic" if size is None else size for size in constants],
         "isa": f"{isa}<{_ELEMENTS[spec.dtype]}>" if spec.isa == "scalar" else isa,
+        "isa_headers": [spec.isa, f"{spec.isa}_int8"] if "int8" in spec.formats else [spec.isa],
         "panels": [_PANELS[name][1].format(spec.group_of(name)) for name in spec.formats],
         "weight_headers": sorted({"packed", *(_PANELS[name][0] for name in spec.formats)}),
         "function": _FUNCTIONS[spec.activation.function],

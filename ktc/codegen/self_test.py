@@ -20,7 +20,7 @@ from ktc.runtime.experts_form import ExpertsForm
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.kernel_library import Kernel
 from ktc.runtime.packed_experts import PackedExperts
-from ktc.runtime.quantised_reference import dequantise, quantise
+from ktc.runtime.quantised_reference import INT8_BACKWARD, INT8_FORWARD, dequantise, quantise
 from ktc.runtime.stock_experts import ExpertPart, StockTensor, canonical_parts, stock_names, stock_shape
 
 # Relative Frobenius error. bf16 rounds at 2^-9 and the sums of rounded products stay near 3e-3.
@@ -56,7 +56,7 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
         index = torch.tensor(used)[place]
         out, saved = experts.forward(x, index, weights, save=True)
         found = (out, *experts.backward(grad, index, weights, saved=saved, x_TH=None))
-        expected = _reference(x, place, weights, tuple(stock.values()), grad, form)
+        expected = _reference(spec, x, place, weights, tuple(stock.values()), grad, form)
         results.append((found, expected))
         two = experts.with_threads(2)
         again, saved = two.forward(x, index, weights, save=True)
@@ -81,14 +81,15 @@ def _odd_sizes(spec: KernelSpec) -> dict[str, int]:
 
 
 def _take_quantised(spec: KernelSpec, experts: PackedExperts, expert: int, part: ExpertPart, values: Tensor) -> None:
-    """Put in place of `values` what the kernel has made of them."""
+    """Put in place of `values` what the kernel has made of them; the reference of `int8` quantises for itself."""
     packed = experts.unpack(expert, part, tuple(values.shape))
     group = spec.group_of(spec.format_of(part))
     expected = dequantise(*quantise(values, spec.format_of(part), group), group)
     if not torch.equal(packed, expected):
         message = f"the built kernel `{spec.entry}` is wrong: it packs other weights than its reference"
         raise KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))
-    values.copy_(packed)
+    if spec.format_of(part) != "int8":
+        values.copy_(packed)
 
 
 def _random(
@@ -101,15 +102,26 @@ def _random(
 
 
 def _reference(
-    x: Tensor, place: Tensor, weights: Tensor, stock: tuple[Tensor, ...], grad: Tensor, form: ExpertsForm
+    spec: KernelSpec,
+    x: Tensor,
+    place: Tensor,
+    weights: Tensor,
+    stock: tuple[Tensor, ...],
+    grad: Tensor,
+    form: ExpertsForm,
 ) -> tuple[Tensor, ...]:
     """Output and gradients in fp64 where the kernel computes in it, else in fp32."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     x, weights = (tensor.to(dtype).requires_grad_() for tensor in (x, weights))
     first, down, *rest = (tensor.to(dtype) for tensor in stock)
     gate_up_bias, down_bias = rest if rest else (None, None)
-    out = fused_moe_reference(x, place, weights, first, down, form, gate_up_bias, down_bias)
-    return (out.detach(), *torch.autograd.grad(out, (x, weights), grad.to(dtype)))
+    layer = (x, place, weights, first, down, form, gate_up_bias, down_bias)
+    integers = spec.format_down == "int8"
+    out = fused_moe_reference(*layer, products=INT8_BACKWARD if integers else None)
+    gradients = torch.autograd.grad(out, (x, weights), grad.to(dtype))
+    if integers:
+        out = fused_moe_reference(*layer, products=INT8_FORWARD)
+    return (out.detach(), *gradients)
 
 
 def _compare(spec: KernelSpec, results: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]) -> None:

@@ -27,8 +27,8 @@ _ISA_FLAGS: Final[dict[Isa, tuple[str, ...]]] = {
     "scalar": (),
     "avx2": ("-mavx2", "-mfma"),
     "avx512": _AVX512,
-    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
-    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 _MAX_REPORTED_LINES: Final = 20
 

@@ -31,18 +31,20 @@ BITS_PER_WEIGHT: Mapping[WeightFormat, float] = {
 @dataclass(frozen=True, slots=True)
 class Codes:
     """A format of codes that kernels multiply in bf16. `group_sizes`: how many weights of an output share a scale along
-    the contraction; the first is what a program gets that quantises. `even`: rows must be whole groups."""
+    the contraction; the first is what a program gets that quantises. `even`: rows must be whole groups. `unit`: rows
+    are padded to a multiple of it."""
 
     bits: int
     scale_bytes: int
     group_sizes: tuple[int, ...]
     even: bool
+    unit: int = 32
 
 
 # A group of 0 is a whole row. FP8 checkpoints have one scale for 128 rows as well: it is repeated for each of them.
 CODES: Mapping[WeightFormat, Codes] = {
     "int4": Codes(4, 2, (32, 64, 128), even=True),
-    "int8": Codes(8, 4, (0,), even=False),
+    "int8": Codes(8, 8, (0,), even=False, unit=64),  # products in integers: beside a scale there is an offset
     "fp8": Codes(8, 4, (128,), even=False),
 }
 

@@ -36,7 +36,7 @@ def _row_bytes(spec: KernelSpec, weight_format: WeightFormat, columns: int) -> i
     if codes is None:
         return int(columns * BITS_PER_WEIGHT[weight_format] / 8)
     groups = -(-columns // group) if group else 1
-    return columns * codes.bits // 8 + groups * codes.scale_bytes
+    return -(-columns // codes.unit) * codes.unit * codes.bits // 8 + groups * codes.scale_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +73,30 @@ def slots_of(spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0)) -
     rows, first_rows = (chosen * _padded_ranks(some, RANK_UNIT) for some in (both, first))
     packed_unit = PANEL if spec.isa == "amx" else PANEL // 2
     packed, first_packed = (chosen * _padded_ranks(some, packed_unit) for some in (both, first))
+    integers = _integer_rows(spec) if spec.format_down == "int8" else 0
+    lost = 0 if not integers or ranks[0] else chosen * hidden * item  # rows of elements that only LoRA reads
+    repacked = chosen * inter * item if integers and ranks[1] else 0
     again = 0 if keep else first_rows * total + first_packed * item
     low_rank = packed * item + (2 * rows - first_rows) * total + again
     return Slots(
         saved=(gate_up + rows * total if keep else 0)
         + ((spec.hidden or 0) * item if needs_input else 0)
         + chosen * (_INDEX + total),
-        _forward=around + routed + chosen * inter * item + packed * item,
-        _backward=2 * around + routed + gate_up * (1 if keep else 2) + chosen * (inter // PANEL) * total + low_rank,
+        _forward=around + routed - lost + chosen * inter * item + packed * item + integers + repacked,
+        _backward=2 * around
+        + routed
+        + gate_up * (1 if keep else 2)
+        + chosen * (inter // PANEL) * total
+        + low_rank
+        + (0 if keep else integers),
     )
+
+
+def _integer_rows(spec: KernelSpec) -> int:
+    """A token's codes and those of its slots, each with a scale."""
+    unit, scale = CODES["int8"].unit, 4
+    hidden, inter = (-(-(size or 0) // unit) * unit for size in (spec.hidden, spec.intermediate))
+    return hidden + scale + (spec.top_k or 0) * (max(hidden, inter) + scale)
 
 
 def _padded_ranks(ranks: tuple[int, ...], unit: int) -> int:

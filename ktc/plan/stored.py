@@ -58,7 +58,8 @@ def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
 def _rounded(spec: KernelSpec, weight_format: WeightFormat) -> str:
     group = spec.group_of(weight_format)
     groups = f"in groups of {group}" if group else "with a scale per row"
-    return f"quantised to {weight_format} {groups} at load, which rounds each weight"
+    rows = ", and rows of activations in forward" if weight_format == "int8" else ""
+    return f"quantised to {weight_format} {groups} at load, which rounds each weight{rows}"
 
 
 def _by_config(captured: CapturedModel, kernels: Mapping[str, KernelSpec]) -> Iterable[Reason]:

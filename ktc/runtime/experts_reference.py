@@ -18,6 +18,9 @@ from torch.nn import functional as F
 from ktc.runtime.experts_form import Activation, ExpertsForm, Function, parse_form
 from ktc.runtime.experts_lora import ExpertsLora
 
+# From rows (T, K) and a matrix (N, K) to (T, N); one for the first product, one for down.
+Product = Callable[[Tensor, Tensor], Tensor]
+Products = tuple[Product, Product]
 _FUNCTIONS: Final[Mapping[Function, Callable[[Tensor], Tensor]]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -47,11 +50,13 @@ def fused_moe_reference(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     lora: ExpertsLora | None = None,
+    products: Products | None = None,
 ) -> Tensor:
     """Routed experts: `(T, H), (T, K) int64, (T, K), (E, 2I, H), (E, H, I) -> (T, H)`; biases (E, 2I) and (E, H).
 
     Weights and biases are stored as `form` says: the shapes above are those of a plain form. `lora` adds low-rank
-    products to both. Differentiable in every float input, in any float dtype.
+    products to both, `products` says how else to multiply than with the values themselves. Differentiable in every
+    float input, in any float dtype.
     Raises `IndexError` for an expert that does not exist and `ValueError` for an unknown form, or biases where the form
     has none or the other way round.
     Rows of one expert keep the order (k, token) and experts are added in ascending order, as the eager implementation
@@ -63,14 +68,15 @@ def fused_moe_reference(
     check_routing(top_k_index, gate_up.shape[0])
     out_TH = torch.zeros_like(hidden_states)
     slots_KT = top_k_index.T
+    of_first, of_down = products or (None, None)
     for expert in cast("list[int]", torch.unique(top_k_index).tolist()):
         k, token = torch.where(slots_KT == expert)
         x = hidden_states[token]
-        first = _linear(form, x, gate_up[expert], _row(gate_up_bias, expert))
+        first = _linear(form, x, gate_up[expert], _row(gate_up_bias, expert), of_first)
         if lora and lora.first:
             first = first + lora.first(expert, x)
         act = activated(form, first)
-        y = _linear(form, act, down[expert], _row(down_bias, expert))
+        y = _linear(form, act, down[expert], _row(down_bias, expert), of_down)
         if lora and lora.down:
             y = y + lora.down(expert, act)
         y = y * top_k_weights[token, k, None]
@@ -97,7 +103,10 @@ def _function(activation: Activation) -> Callable[[Tensor], Tensor]:
     return _FUNCTIONS[activation.function] if alpha == 1 else lambda x: x * torch.sigmoid(alpha * x)
 
 
-def _linear(form: ExpertsForm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(form: ExpertsForm, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None) -> Tensor:
+    if product is not None:
+        y = product(x, weight.T if form.transposed else weight)
+        return y if bias is None else y + bias
     if not form.transposed:
         return F.linear(x, weight, bias)
     return x @ weight if bias is None else x @ weight + bias

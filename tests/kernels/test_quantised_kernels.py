@@ -26,9 +26,8 @@ from ktc.runtime.stock_experts import ExpertPart, canonical_parts
 GROUPS: dict[Isa, int] = {"scalar": 32, "avx2": 128, "avx512": 64, "avx512_bf16": 32, "amx": 32}
 INT4 = {f"int4 {GROUPS[isa]} {isa}": spec_of(isa, codes=("int4", GROUPS[isa])) for isa in ISAS}
 BIASED = spec_of(ISAS[0], form="relu2 ungated biased", codes=("int4", 128))
-INT8 = {f"int8 {isa}": spec_of(isa, codes=("int8", 0)) for isa in ("avx512_bf16", "scalar") if isa in ISAS}
 FP8 = {f"fp8 {isa}": spec_of(isa, codes=("fp8", 128)) for isa in ("avx512_bf16", "avx2", "scalar") if isa in ISAS}
-SPECS = {**INT4, "int4 128 relu2 ungated biased": BIASED, **INT8, **FP8}
+SPECS = {**INT4, "int4 128 relu2 ungated biased": BIASED, **FP8}
 # So few rows of an expert are multiplied with the codes themselves where the ISA has bf16 products. Those are products
 # of code x scale as it is; of more rows, and of all gradients, products of its rounding to bf16.
 CODE_ROWS = 6

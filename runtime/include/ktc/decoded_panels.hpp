@@ -12,6 +12,7 @@
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/decode.hpp"
+#include "ktc/weight_format/decode_int8.hpp"
 #include "ktc/weight_format/packed.hpp"
 #include "ktc/weight_format/quantised.hpp"
 
@@ -175,6 +176,12 @@ template <class Isa, class Code, std::int64_t kGroup>
 struct PanelSources<Isa, weight_format::QuantisedPanel<Code, kGroup>> {
   using Stored = DecodedPanels<Isa, weight_format::QuantisedPanel<Code, kGroup>>;
   using Transposed = DecodedTransposedPanels<Isa, weight_format::QuantisedPanel<Code, kGroup>>;
+};
+
+template <class Isa>
+struct PanelSources<Isa, weight_format::Int8Panel> {
+  using Stored = DecodedPanels<Isa, weight_format::Int8Panel>;
+  using Transposed = DecodedTransposedPanels<Isa, weight_format::Int8Panel>;
 };
 
 }  // namespace ktc

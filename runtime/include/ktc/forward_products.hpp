@@ -1,7 +1,8 @@
 // The two products of forward, and the rows they read: of gate and up from hidden states, of down from what the
 // activation made of those. Backward computes the first of them again where forward kept nothing.
 //
-// Other arithmetics than that of the layer's elements have a class of the same interface.
+// Rows of elements are packed as the micro-kernel reads them and multiplied; integer products quantise theirs first
+// (`integer_products.hpp`).
 #pragma once
 
 #include <cstddef>

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ktc/forward_products.hpp"
+#include "ktc/integer_products.hpp"
 #include "ktc/lora_epilogue.hpp"
 #include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
@@ -12,7 +14,7 @@
 namespace ktc {
 
 template <class Layer>
-using ForwardProducts = ElementProducts<Layer>;
+using ForwardProducts = std::conditional_t<Layer::kIntegerProducts, IntegerProducts<Layer>, ElementProducts<Layer>>;
 
 template <class Layer>
 void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arguments) {

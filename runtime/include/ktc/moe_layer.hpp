@@ -28,6 +28,9 @@ struct MoeLayer {
   using Lanes = typename Isa::Lanes;
   using FirstSources = PanelSources<Isa, typename Format::FirstPanel>;
   using DownSources = PanelSources<Isa, typename Format::DownPanel>;
+  // Forward multiplies the codes with rows quantised to integers; backward and LoRA compute in elements as ever.
+  static constexpr bool kIntegerProducts = requires { Format::FirstPanel::kIntegerProducts; };
+  static_assert(kIntegerProducts == requires { Format::DownPanel::kIntegerProducts; }, "both products or none");
   static constexpr bool kBiased = kHasBiases;
   static constexpr bool kGated = Activation::kGated;
   // Of the first product: how many vectors of a panel one half panel of intermediate columns takes, gate and up or up.

@@ -17,8 +17,19 @@
 
 namespace ktc::amx {
 
-// Neighbours of k in a row of a tile: what one product consumes.
-inline constexpr int kDepth = kTileBytes / sizeof(bf16);
+// The four products of one step, of rows in tiles 4 and 5 with weights in 6 and 7. They are instructions with the
+// numbers of their registers in them; other types have theirs with the same names.
+struct Bf16Products {
+  using Row = bf16;
+  using Weight = bf16;
+  using Sum = float;
+  static constexpr int kDepth = kTileBytes / sizeof(Row);  // neighbours of k in a row of a tile
+
+  [[gnu::always_inline]] static void upper_left() { _tile_dpbf16ps(0, 4, 6); }
+  [[gnu::always_inline]] static void upper_right() { _tile_dpbf16ps(1, 4, 7); }
+  [[gnu::always_inline]] static void lower_left() { _tile_dpbf16ps(2, 5, 6); }
+  [[gnu::always_inline]] static void lower_right() { _tile_dpbf16ps(3, 5, 7); }
+};
 
 // Every tile is set to zero after its last use, which costs nothing: a zero needs no register, and a core has few tile
 // registers to rename with, half of them when its other hardware thread is busy. Then eight tiles in use leave hardly
@@ -27,22 +38,24 @@ inline constexpr int kDepth = kTileBytes / sizeof(bf16);
 //
 // tile[row][32] of `kAdd` ? what it is : zero, plus the sum over k of a[k][row] * panel[k][32]. The tiles must have the
 // shape for `kLower` ? 17 to 32 : 1 to 16 rows.
-template <bool kLower, bool kAdd, class Ahead>
-[[gnu::noinline]] void multiply_tiles(std::int64_t depth_steps, int rows, const bf16* a, const bf16* panel, float* tile,
+template <class Products, bool kLower, bool kAdd, class Ahead>
+[[gnu::noinline]] void multiply_tiles(std::int64_t depth_steps, int rows, const typename Products::Row* a,
+                                      const typename Products::Weight* panel, typename Products::Sum* tile,
                                       Ahead& next) {
-  constexpr int kSumsStride = kPanelWidth * sizeof(float);
-  constexpr int kPanelStride = kPanelWidth * 2 * sizeof(bf16);
+  using Sum = typename Products::Sum;
+  constexpr int kDepth = Products::kDepth;
+  constexpr int kStride = kPanelWidth * sizeof(Sum);  // neighbours of k are as many as make up a sum's bytes
   constexpr std::int64_t kPanelStep = kDepth * kPanelWidth;
-  constexpr int kRight = kHalfPanel * 2;
-  float* lower = tile + kTileRows * kPanelWidth;
+  constexpr int kRight = kHalfPanel * sizeof(Sum) / sizeof(typename Products::Weight);
+  Sum* lower = tile + kTileRows * kPanelWidth;
   Ahead ahead = next;
   settle_memory();
   if constexpr (kAdd) {
-    _tile_loadd(0, tile, kSumsStride);
-    _tile_loadd(1, tile + kHalfPanel, kSumsStride);
+    _tile_loadd(0, tile, kStride);
+    _tile_loadd(1, tile + kHalfPanel, kStride);
     if constexpr (kLower) {
-      _tile_loadd(2, lower, kSumsStride);
-      _tile_loadd(3, lower + kHalfPanel, kSumsStride);
+      _tile_loadd(2, lower, kStride);
+      _tile_loadd(3, lower + kHalfPanel, kStride);
     }
   } else {
     _tile_zero(0);
@@ -55,16 +68,16 @@ template <bool kLower, bool kAdd, class Ahead>
   for (std::int64_t step = 0; step < depth_steps; ++step) {
     ahead.step();
     _tile_loadd(4, a, kTileBytes);
-    _tile_loadd(6, panel, kPanelStride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, panel + kRight, kPanelStride);
-    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(6, panel, kStride);
+    Products::upper_left();
+    _tile_loadd(7, panel + kRight, kStride);
+    Products::upper_right();
     _tile_zero(4);
     if constexpr (kLower) {
       _tile_loadd(5, a + kTileRows * kDepth, kTileBytes);
-      _tile_dpbf16ps(2, 5, 6);
+      Products::lower_left();
       _tile_zero(6);
-      _tile_dpbf16ps(3, 5, 7);
+      Products::lower_right();
       _tile_zero(5);
     } else {
       _tile_zero(6);
@@ -73,13 +86,13 @@ template <bool kLower, bool kAdd, class Ahead>
     a += rows * kDepth;
     panel += kPanelStep;
   }
-  _tile_stored(0, tile, kSumsStride);
-  _tile_stored(1, tile + kHalfPanel, kSumsStride);
+  _tile_stored(0, tile, kStride);
+  _tile_stored(1, tile + kHalfPanel, kStride);
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (kLower) {
-    _tile_stored(2, lower, kSumsStride);
-    _tile_stored(3, lower + kHalfPanel, kSumsStride);
+    _tile_stored(2, lower, kStride);
+    _tile_stored(3, lower + kHalfPanel, kStride);
     _tile_zero(2);
     _tile_zero(3);
   }
@@ -103,7 +116,7 @@ class Isa {
 
   static void require() { request_tiles(); }
 
-  static constexpr int kTileDepth = kDepth;
+  static constexpr int kTileDepth = Bf16Products::kDepth;
   static constexpr bool multiplies_tiles(int rows) { return rows > kStreamRows; }
 
   // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
@@ -124,18 +137,21 @@ class Isa {
     return multiplies_tiles(rows) ? steps / kPairs : avx512_bf16::Isa::steps_ahead(rows, steps);
   }
 
+  // Other products must tell these which shape they need: the registers have one for all.
+  Tiles& tiles() { return tiles_; }
+
   [[gnu::always_inline]] static void transpose_piece(const bf16* source, bf16* target, unsigned piece) {
     avx512::transpose_piece(source, target, piece);
   }
 
  private:
-  static constexpr std::int64_t kPairs = kDepth / 2;
+  static constexpr std::int64_t kPairs = kTileDepth / 2;
 
   template <bool kAdd, class Ahead>
   void by_tiles(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
     tiles_.shape_for(rows);
-    if (rows > kTileRows) return multiply_tiles<true, kAdd>(steps / kPairs, rows, a, panel, tile, ahead);
-    multiply_tiles<false, kAdd>(steps / kPairs, rows, a, panel, tile, ahead);
+    if (rows > kTileRows) return multiply_tiles<Bf16Products, true, kAdd>(steps / kPairs, rows, a, panel, tile, ahead);
+    multiply_tiles<Bf16Products, false, kAdd>(steps / kPairs, rows, a, panel, tile, ahead);
   }
 
   Tiles tiles_;

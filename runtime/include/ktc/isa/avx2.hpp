@@ -21,6 +21,12 @@ class Lanes {
 
   static Lanes load(const float* source) { return {_mm256_loadu_ps(source), _mm256_loadu_ps(source + 8)}; }
   static Lanes from_elements(const bf16* source) { return {widened(source), widened(source + 8)}; }
+  // Differences of integers, exact before they are rounded.
+  static Lanes from_integers(const std::int32_t* sums, const std::int32_t* offsets) {
+    const auto eight = [](const std::int32_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); };
+    return {_mm256_cvtepi32_ps(_mm256_sub_epi32(eight(sums), eight(offsets))),
+            _mm256_cvtepi32_ps(_mm256_sub_epi32(eight(sums + 8), eight(offsets + 8)))};
+  }
   void store(float* target) const {
     _mm256_storeu_ps(target, low_);
     _mm256_storeu_ps(target + 8, high_);
@@ -29,6 +35,21 @@ class Lanes {
     const __m256i interleaved = _mm256_packus_epi32(narrowed(low_), narrowed(high_));
     const __m256i ordered = _mm256_permute4x64_epi64(interleaved, _MM_SHUFFLE(3, 1, 2, 0));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), ordered);
+  }
+  // Rounded to nearest even, plus 128. Magnitudes are 127 at most, up to a rounding.
+  void to_codes(std::uint8_t* target) const {
+    const __m256i interleaved = _mm256_packs_epi32(_mm256_cvtps_epi32(low_), _mm256_cvtps_epi32(high_));
+    const __m256i words = _mm256_permute4x64_epi64(interleaved, _MM_SHUFFLE(3, 1, 2, 0));
+    const __m256i codes = _mm256_add_epi16(words, _mm256_set1_epi16(128));
+    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), bytes);
+  }
+  // A NaN counts as greater than any number.
+  float greatest() const {
+    const __m256i eight = _mm256_max_epu32(_mm256_castps_si256(low_), _mm256_castps_si256(high_));
+    const __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_max_epu32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epu32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(1, 1, 1, 1)))));
   }
   float sum() const {
     const __m256 eight = _mm256_add_ps(low_, high_);
@@ -51,6 +72,13 @@ class Lanes {
   friend Lanes absolute(Lanes x) {
     const __m256 sign_bit = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign_bit, x.low_), _mm256_andnot_ps(sign_bit, x.high_)};
+  }
+  // Of values that are not negative, whose order is that of their bits. A NaN counts as greater than any number.
+  friend Lanes greater(Lanes a, Lanes b) {
+    const auto of_bits = [](__m256 x, __m256 y) {
+      return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(x), _mm256_castps_si256(y)));
+    };
+    return {of_bits(a.low_, b.low_), of_bits(a.high_, b.high_)};
   }
   // In two steps: 2^n itself may lie outside fp32 where x * 2^n does not, and the other way round.
   friend Lanes times_power_of_two(Lanes x, Lanes n) {

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include <bit>
 #include <cstdint>
 
 #include "ktc/element.hpp"
@@ -24,9 +25,23 @@ class Lanes {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
     return Lanes(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
   }
+  // Differences of integers, exact before they are rounded.
+  static Lanes from_integers(const std::int32_t* sums, const std::int32_t* offsets) {
+    return Lanes(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(sums), _mm512_loadu_si512(offsets))));
+  }
   void store(float* target) const { _mm512_storeu_ps(target, v_); }
   void to_elements(bf16* target) const {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), Rounding::to_bf16(v_));
+  }
+  // Rounded to nearest even, plus 128. Magnitudes are 127 at most, up to a rounding.
+  void to_codes(std::uint8_t* target) const {
+    const __m512i codes = _mm512_add_epi32(_mm512_cvtps_epi32(v_), _mm512_set1_epi32(128));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm512_cvtepi32_epi8(codes));
+  }
+  // A NaN counts as greater than any number.
+  float greatest() const {
+    const unsigned bits = _mm512_reduce_max_epu32(_mm512_castps_si512(v_));
+    return std::bit_cast<float>(bits);
   }
   float sum() const { return _mm512_reduce_add_ps(v_); }
 
@@ -37,6 +52,10 @@ class Lanes {
   friend Lanes fused_multiply_add(Lanes a, Lanes b, Lanes c) { return Lanes(_mm512_fmadd_ps(a.v_, b.v_, c.v_)); }
   friend Lanes rounded(Lanes x) { return Lanes(_mm512_roundscale_ps(x.v_, _MM_FROUND_TO_NEAREST_INT)); }
   friend Lanes absolute(Lanes x) { return Lanes(_mm512_abs_ps(x.v_)); }
+  // Of values that are not negative, whose order is that of their bits. A NaN counts as greater than any number.
+  friend Lanes greater(Lanes a, Lanes b) {
+    return Lanes(_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.v_), _mm512_castps_si512(b.v_))));
+  }
   friend Lanes times_power_of_two(Lanes x, Lanes n) { return Lanes(_mm512_scalef_ps(x.v_, n.v_)); }
   friend Lanes clamped(Lanes x, float low, float high) {
     // MAXPS and MINPS return their second operand when one is NaN, so x comes second.

@@ -31,8 +31,18 @@ class Lanes {
   static Lanes from_elements(const Element* source) {
     return make([=](int lane) { return static_cast<Scalar>(source[lane]); });
   }
+  // Differences of integers, exact before they are rounded.
+  static Lanes from_integers(const std::int32_t* sums, const std::int32_t* offsets) {
+    return make([=](int lane) { return static_cast<Scalar>(sums[lane] - offsets[lane]); });
+  }
   void store(Scalar* target) const {
     for (int lane = 0; lane < kHalfPanel; ++lane) target[lane] = values_[lane];
+  }
+  // Rounded to nearest even, plus 128. Magnitudes are 127 at most, up to a rounding.
+  void to_codes(std::uint8_t* target) const {
+    for (int lane = 0; lane < kHalfPanel; ++lane) {
+      target[lane] = static_cast<std::uint8_t>(static_cast<int>(std::nearbyint(values_[lane])) + 128);
+    }
   }
   void to_elements(Element* target) const {
     for (int lane = 0; lane < kHalfPanel; ++lane) target[lane] = Element(values_[lane]);
@@ -41,6 +51,13 @@ class Lanes {
     Scalar total = 0;
     for (const Scalar value : values_) total += value;
     return total;
+  }
+
+  // A NaN counts as greater than any number.
+  Scalar greatest() const {
+    Scalar result = values_[0];
+    for (const Scalar value : values_) result = greater(result, value);
+    return result;
   }
 
   friend Lanes operator+(const Lanes& a, const Lanes& b) {
@@ -56,6 +73,13 @@ class Lanes {
     return make([&](int lane) { return a.values_[lane] / b.values_[lane]; });
   }
   friend Lanes fused_multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) { return a * b + c; }
+  friend Lanes absolute(const Lanes& x) {
+    return make([&](int lane) { return std::abs(x.values_[lane]); });
+  }
+  // Of values that are not negative. A NaN counts as greater than any number.
+  friend Lanes greater(const Lanes& a, const Lanes& b) {
+    return make([&](int lane) { return greater(a.values_[lane], b.values_[lane]); });
+  }
   // NaN passes.
   friend Lanes clamped(const Lanes& x, double low, double high) {
     return make([&](int lane) {
@@ -81,6 +105,8 @@ class Lanes {
   }
 
  private:
+  static Scalar greater(Scalar a, Scalar b) { return a <= b ? b : b < a ? a : a + b; }
+
   template <class Function>
   static Lanes make(Function function) {
     Lanes result;

@@ -157,8 +157,6 @@ struct QuantisedPanel {
 template <std::int64_t kGroup>
 using Int4Panel = QuantisedPanel<Int4, kGroup>;
 template <std::int64_t kGroup>
-using Int8Panel = QuantisedPanel<Int8, kGroup>;
-template <std::int64_t kGroup>
 using Fp8Panel = QuantisedPanel<Fp8, kGroup>;
 
 }  // namespace ktc::weight_format

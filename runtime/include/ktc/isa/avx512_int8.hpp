@@ -1,0 +1,53 @@
+// Integer products with AVX-512 but not VNNI: as with AVX2, bytes are widened to words, which VPMADDWD multiplies
+// exactly.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "ktc/isa/avx512.hpp"
+#include "ktc/isa/avx512_codes.hpp"
+#include "ktc/isa/integer.hpp"
+
+namespace ktc::avx512 {
+
+// One panel vector of four neighbours of k, widened: the even ones and the odd ones.
+class WidenedProducts {
+ public:
+  class Weights {
+   public:
+    explicit Weights(__m512i codes)
+        : even_(_mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8)), odd_(_mm512_srai_epi16(codes, 8)) {}
+
+   private:
+    friend class WidenedProducts;
+    __m512i even_;
+    __m512i odd_;
+  };
+
+  explicit WidenedProducts(__m512i codes)
+      : even_(_mm512_and_si512(codes, _mm512_set1_epi16(0x00ff))), odd_(_mm512_srli_epi16(codes, 8)) {}
+
+  [[gnu::always_inline]] __m512i add_to(__m512i sum, const Weights& weights) const {
+    const __m512i with_even = _mm512_add_epi32(sum, _mm512_madd_epi16(even_, weights.even_));
+    return _mm512_add_epi32(with_even, _mm512_madd_epi16(odd_, weights.odd_));
+  }
+
+ private:
+  __m512i even_;
+  __m512i odd_;
+};
+
+using IntegerIsa = CodesIsa<Isa, WidenedProducts, 1>;
+
+}  // namespace ktc::avx512
+
+namespace ktc {
+
+template <>
+struct IntegerIsa<avx512::Isa> {
+  using type = avx512::IntegerIsa;
+};
+
+}  // namespace ktc
