@@ -44,14 +44,14 @@ class ElementProducts {
   }
   void read_activated(Worker, Range, const Element*, Element*) const {}
 
-  // The panels in `own` of all slots.
+  // What this worker takes from the queue, of all slots.
   template <class Epilogue>
-  void first(int, Range own, const Element* hidden_S, Scratch scratch, const Epilogue& epilogue) const {
-    sweep<Isa>(routing_, own, layer_.first_panels(packed_, scratch.panel), hidden_S, scratch.sums, epilogue);
+  void first(int, PanelQueue& queue, const Element* hidden_S, Scratch scratch, const Epilogue& epilogue) const {
+    sweep<Isa>(routing_, queue, layer_.first_panels(packed_, scratch.panel), hidden_S, scratch.sums, epilogue);
   }
   template <class Epilogue>
-  void down(int, Range own, const Element* activated_S, Scratch scratch, const Epilogue& epilogue) const {
-    sweep<Isa>(routing_, own, layer_.down_panels(packed_, scratch.panel), activated_S, scratch.sums, epilogue);
+  void down(int, PanelQueue& queue, const Element* activated_S, Scratch scratch, const Epilogue& epilogue) const {
+    sweep<Isa>(routing_, queue, layer_.down_panels(packed_, scratch.panel), activated_S, scratch.sums, epilogue);
   }
 
  private:

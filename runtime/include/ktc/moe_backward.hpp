@@ -203,6 +203,10 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
     const Element* saved_S = recompute ? recomputed_S : static_cast<const Element*>(arguments.saved);
 
+    PanelQueues<Isa> first_queues(routing, layer.format.num_first_panels(), PanelTurns::kNone, team.threads(),
+                                  layer.nodes);
+    PanelQueues<Isa> activated_queue(routing, num_i_panels, PanelTurns::kNone, team.threads());
+    PanelQueues<Isa> hidden_queue(routing, layer.format.num_down_panels(), PanelTurns::kByExpert, team.threads());
     team.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
@@ -213,7 +217,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
         worker.barrier.arrive_and_wait();
         auto* activated_S = lora.down() ? d_first_S : nullptr;  // there is room: gradients come later
         products.first(
-            worker.index, layer.own_panels(layer.format.num_first_panels(), worker), packed_TH, {at_hand, own_scratch},
+            worker.index, first_queues.of(worker.index), packed_TH, {at_hand, own_scratch},
             lora.around_first(worker.index, FirstEpilogue<Layer>(layer, arguments.packed, activated_S, recomputed_S)));
         worker.barrier.arrive_and_wait();
         if (lora.down()) lora.recompute_down(worker.index, share(num_groups), activated_S);
@@ -227,8 +231,8 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       }
       worker.barrier.arrive_and_wait();
 
-      sweep<Isa>(routing, share(num_i_panels), layer.transposed_down_panels(arguments.packed, own_scratch), packed_TH,
-                 at_hand,
+      sweep<Isa>(routing, activated_queue.of(worker.index), layer.transposed_down_panels(arguments.packed, own_scratch),
+                 packed_TH, at_hand,
                  lora.around_down(worker.index,
                                   ActivationGradient<Layer>(layer, saved_S, weight_S, d_first_S, weight_gradients,
                                                             lora.column_gradients(worker.index))));
@@ -238,8 +242,8 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
         worker.barrier.arrive_and_wait();
       }
 
-      sweep<Isa>(routing, share(layer.format.num_down_panels()),
-                 layer.transposed_first_panels(arguments.packed, own_scratch), d_first_S, at_hand,
+      sweep<Isa>(routing, hidden_queue.of(worker.index), layer.transposed_first_panels(arguments.packed, own_scratch),
+                 d_first_S, at_hand,
                  lora.around_hidden(worker.index, hidden_TH, grad_out_TH,
                                     AddToTokens<Layer>(layer, routing, sums, nullptr, nullptr)));
       worker.barrier.arrive_and_wait();

@@ -73,6 +73,10 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       down_values.rows_S = saved.down_rows_S;
     }
 
+    PanelQueues<Isa> first_queues(routing, layer.format.num_first_panels(), PanelTurns::kNone, team.threads(),
+                                  layer.nodes);
+    PanelQueues<Isa> down_queues(routing, layer.format.num_down_panels(), PanelTurns::kByExpert, team.threads(),
+                                 layer.nodes);
     team.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       const SweepScratch<Layer> scratch{sums_at_hand_W + worker.index * sums_at_hand<Isa>(),
@@ -85,7 +89,7 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       }
       worker.barrier.arrive_and_wait();
 
-      products.first(worker.index, layer.own_panels(layer.format.num_first_panels(), worker), hidden_S, scratch,
+      products.first(worker.index, first_queues.of(worker.index), hidden_S, scratch,
                      WithLora(lora_first, first_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
                               Epilogue(layer, arguments.packed, activated_S, saved_S)));
       worker.barrier.arrive_and_wait();
@@ -96,7 +100,7 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       }
       if (Products::kPacksRows || lora_down.active()) worker.barrier.arrive_and_wait();
 
-      products.down(worker.index, layer.own_panels(layer.format.num_down_panels(), worker), activated_S, scratch,
+      products.down(worker.index, down_queues.of(worker.index), activated_S, scratch,
                     WithLora(lora_down, down_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
                              AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr)));
       worker.barrier.arrive_and_wait();

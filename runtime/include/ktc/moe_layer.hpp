@@ -10,11 +10,9 @@
 
 #include "ktc/decoded_panels.hpp"
 #include "ktc/moe_sweep.hpp"
-#include "ktc/numa.hpp"
 #include "ktc/panel_places.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
-#include "ktc/thread_pool.hpp"
 
 namespace ktc {
 
@@ -43,17 +41,6 @@ struct MoeLayer {
   ShapeType shape;
   int nodes;
   Format format;
-
-  // Of `size` panels those that a worker of forward multiplies: some of its own node's, so that weights are read from
-  // the memory beside it. Fewer workers than nodes share them all.
-  Range own_panels(std::int64_t size, Worker worker) const {
-    if (worker.count < nodes) return Range::share(size, worker.index, worker.count);
-    const int node = node_of(worker.index, worker.count, nodes);
-    const Range shard = shard_of(size, node, nodes), members = Range::share(worker.count, node, nodes);
-    const auto index = static_cast<int>(worker.index - members.begin);
-    const Range own = Range::share(shard.end - shard.begin, index, static_cast<int>(members.end - members.begin));
-    return {shard.begin + own.begin, shard.begin + own.end};
-  }
 
   Routing route(const std::int64_t* top_k_index, std::int64_t tokens) const {
     return Routing(top_k_index, tokens, shape.top_k(), shape.num_experts(), Isa::kMaxRows);

@@ -1,17 +1,23 @@
-// The loop all four products of a layer share: expert by expert, own panel by own panel, slots group by group.
+// The loop all four products of a layer share: expert by expert, panel by panel, slots group by group.
 //
-// A worker owns columns of the output: it alone adds to them, in ascending order of expert. So no result depends on how
-// many workers there are, and nothing needs an atomic.
+// Workers take panels from a queue. Whoever has a panel of an expert multiplies all of its slots, and panels that
+// several experts add to are handed on in ascending order of expert. So no result depends on how many workers there
+// are, or on which of them is fast.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "ktc/numa.hpp"
+#include "ktc/panel_places.hpp"
+#include "ktc/panel_queue.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
@@ -26,94 +32,155 @@ struct Blocking {
   std::int64_t contraction;
 };
 
-// The parts of panels that a sweep multiplies, in its order: expert by expert; of an expert block by block, in which
-// all panels get the first stretch of the contraction, then all the next. Without blocking that is panel by panel.
+// Whether an ISA takes this expert's product in blocks.
+template <class Isa>
+bool multiplied_in_blocks([[maybe_unused]] const Routing& routing, [[maybe_unused]] const ActiveExpert& active) {
+  if constexpr (Isa::kBlocked) {
+    const SlotGroup& last = routing.groups()[active.last_group - 1];
+    return last.first_slot + last.rows - routing.groups()[active.first_group].first_slot >= Isa::kBlockedRows;
+  }
+  return false;
+}
+
+// The panels of a product: a queue for all workers, or with several NUMA nodes one for each, so that workers read
+// weights from the memory beside them. Fewer workers than nodes share one.
+//
+// Blocks want many panels at a time, because their rows come from L3 once for all of these. But every worker should
+// take dozens of times, lest all wait for the last; and of panels that are handed on an expert should have enough for
+// what each worker has in hand and ahead, lest a fast one wait for a slow one.
+template <class Isa>
+class PanelQueues {
+ public:
+  PanelQueues(const Routing& routing, std::int64_t num_panels, PanelTurns turns, int workers, int nodes = 1)
+      : workers_(workers), nodes_(workers < nodes ? 1 : nodes) {
+    const auto num_active = static_cast<std::int64_t>(routing.active_experts().size());
+    const std::int64_t of_expert = num_panels / (turns == PanelTurns::kNone ? workers : kTakesOfExpert * workers);
+    const std::int64_t most = std::min(of_expert, num_active * num_panels / (kTakes * workers));
+    const auto at_a_time = [&](const ActiveExpert& active) -> std::int64_t {
+      if constexpr (Isa::kBlocked) {
+        if (multiplied_in_blocks<Isa>(routing, active)) return std::clamp<std::int64_t>(most, 1, Isa::kBlocking.panels);
+      }
+      return 1;
+    };
+    for (int node = 0; node < nodes_; ++node) {
+      const Range shard = shard_of(num_panels, node, nodes_);
+      queues_.push_back(std::make_unique<PanelQueue>(routing, shard, turns, at_a_time));
+    }
+  }
+
+  PanelQueue& of(int worker) const {
+    return *queues_[static_cast<std::size_t>(nodes_ == 1 ? 0 : node_of(worker, workers_, nodes_))];
+  }
+
+ private:
+  static constexpr std::int64_t kTakes = 32;
+  static constexpr std::int64_t kTakesOfExpert = 3;
+
+  int workers_;
+  int nodes_;
+  std::vector<std::unique_ptr<PanelQueue>> queues_;
+};
+
+// The parts of panels that a worker multiplies, in its order: what it takes from the queue; of that block by block, in
+// which all panels get the first stretch of the contraction, then all the next. Without blocking that is panel by
+// panel.
 template <class Isa>
 class SweepOrder {
  public:
-  SweepOrder(const Routing& routing, Range own, std::int64_t contraction)
-      : routing_(&routing), own_(own), contraction_(contraction) {
-    if (!done()) enter_expert();
+  SweepOrder() = default;
+  SweepOrder(const Routing& routing, PanelQueue& queue, std::int64_t contraction)
+      : routing_(&routing), queue_(&queue), contraction_(contraction) {
+    take();
   }
 
-  bool done() const { return own_.begin == own_.end || active_ == routing_->active_experts().size(); }
+  bool done() const { return active_ == routing_->active_experts().size(); }
+  std::size_t active() const { return active_; }
   PanelPart part() const { return {expert().expert, panel_, first_k_, std::min(blocking_.contraction, rest_k())}; }
   bool begins_sum() const { return first_k_ == 0; }
   bool ends_sum() const { return rest_k() <= blocking_.contraction; }
+  bool ends_panel() const { return ends_sum() && last_group() == last_group_of_expert(); }
 
   const SlotGroup* begin() const { return routing_->groups().data() + first_group_; }
   const SlotGroup* end() const { return routing_->groups().data() + last_group(); }
   std::int64_t num_groups() const { return last_group() - first_group_; }
   // Where the sums of the first group belong among those kept at hand; the others' follow.
-  std::int64_t first_sum() const { return ends_sum() && begins_sum() ? 0 : (panel_ - first_panel_) * num_groups(); }
+  std::int64_t first_sum() const { return keeps_sums() ? (panel_ - panels_.begin) * num_groups() : 0; }
   bool keeps_sums() const { return !(ends_sum() && begins_sum()); }
 
-  SweepOrder next() const {
-    SweepOrder result = *this;
-    result.advance();
-    return result;
+  void advance() {
+    if (++panel_ < panels_.end) return;
+    panel_ = panels_.begin;
+    if (!ends_sum()) {
+      first_k_ += blocking_.contraction;
+      return;
+    }
+    first_k_ = 0;
+    first_group_ = last_group();
+    if (first_group_ == last_group_of_expert()) take();
   }
 
  private:
   const ActiveExpert& expert() const { return routing_->active_experts()[active_]; }
   std::int64_t rest_k() const { return contraction_ - first_k_; }
-  std::int64_t last_panel() const { return std::min(first_panel_ + blocking_.panels, own_.end); }
-  std::int64_t last_group() const {
-    return std::min(first_group_ + blocking_.groups, static_cast<std::int64_t>(expert().last_group));
-  }
+  std::int64_t last_group_of_expert() const { return static_cast<std::int64_t>(expert().last_group); }
+  std::int64_t last_group() const { return std::min(first_group_ + blocking_.groups, last_group_of_expert()); }
 
-  void enter_expert() {
-    const auto first = static_cast<std::int64_t>(expert().first_group);
-    const auto last = static_cast<std::int64_t>(expert().last_group);
-    blocking_ = {.panels = 1, .groups = last - first, .contraction = contraction_};
-    if constexpr (Isa::kBlocked) {
-      const SlotGroup& last_group = routing_->groups()[static_cast<std::size_t>(last - 1)];
-      const std::int64_t rows = last_group.first_slot + last_group.rows - routing_->groups()[first].first_slot;
-      if (rows >= Isa::kBlockedRows) blocking_ = Isa::kBlocking;
-    }
-    first_panel_ = panel_ = own_.begin;
-    first_group_ = first;
-    first_k_ = 0;
-  }
-
-  void advance() {
-    if (++panel_ < last_panel()) return;
-    if (!ends_sum()) {
-      panel_ = first_panel_;
-      first_k_ += blocking_.contraction;
-      return;
-    }
-    first_k_ = 0;
-    if (last_group() < static_cast<std::int64_t>(expert().last_group)) {
-      panel_ = first_panel_;
-      first_group_ = last_group();
-      return;
-    }
+  void take() {
+    const PanelQueue::Item item = queue_->take();
+    active_ = item.active;
+    if (done()) return;
+    panels_ = item.panels;
+    panel_ = panels_.begin;
     first_group_ = static_cast<std::int64_t>(expert().first_group);
-    first_panel_ = panel_;
-    if (panel_ < own_.end) return;
-    if (++active_ < routing_->active_experts().size()) enter_expert();
+    first_k_ = 0;
+    blocking_ = {.panels = 1, .groups = last_group_of_expert() - first_group_, .contraction = contraction_};
+    if constexpr (Isa::kBlocked) {
+      if (multiplied_in_blocks<Isa>(*routing_, expert())) blocking_ = Isa::kBlocking;
+    }
   }
 
-  const Routing* routing_;
-  Range own_;
-  std::int64_t contraction_;
+  const Routing* routing_ = nullptr;
+  PanelQueue* queue_ = nullptr;
+  std::int64_t contraction_ = 0;
   std::size_t active_ = 0;
+  Range panels_{};
   Blocking blocking_{};
-  std::int64_t first_panel_ = 0;
   std::int64_t panel_ = 0;
   std::int64_t first_group_ = 0;
   std::int64_t first_k_ = 0;
 };
 
-// What to do beside the products of one part: get the next one ready, and nothing after the last.
-template <class Isa, class Panels>
-typename Panels::Ahead work_ahead(Panels& panels, const SweepOrder<Isa>& here, std::int64_t calls) {
-  const auto next = here.next();
-  if (next.done()) return {};
-  const auto after_next = next.next();
-  return panels.ahead(next.part(), after_next.done() ? next.part() : after_next.part(), calls);
-}
+// The part that a worker is at and, if asked for, the next two, which are then taken from the queue.
+template <class Isa>
+class SweepWindow {
+ public:
+  explicit SweepWindow(const SweepOrder<Isa>& first) : parts_{first} {}
+
+  const SweepOrder<Isa>& here() const { return parts_[0]; }
+  const SweepOrder<Isa>& next(std::size_t ahead) {
+    for (; known_ <= ahead && !parts_[known_ - 1].done(); ++known_) {
+      parts_[known_] = parts_[known_ - 1];
+      parts_[known_].advance();
+    }
+    return parts_[std::min(ahead, known_ - 1)];
+  }
+  void advance() {
+    next(1);
+    std::copy(parts_.begin() + 1, parts_.end(), parts_.begin());
+    --known_;
+  }
+
+  // What to do beside the products of this part: get the next one ready, and nothing after the last.
+  template <class Panels>
+  typename Panels::Ahead work_ahead(Panels& panels, std::int64_t calls) {
+    if (next(1).done()) return {};
+    return panels.ahead(next(1).part(), (next(2).done() ? next(1) : next(2)).part(), calls);
+  }
+
+ private:
+  std::array<SweepOrder<Isa>, 3> parts_;
+  std::size_t known_ = 1;
+};
 
 // Sums that a worker of `sweep` keeps at hand, in accumulators.
 template <class Isa>
@@ -122,29 +189,30 @@ constexpr std::int64_t sums_at_hand() {
   return Isa::kMaxRows * kPanelWidth;
 }
 
-// For every active expert and each panel in `own`: multiply all its slots and call `epilogue(group, part, tile)`,
-// announced by `epilogue.prefetch(group, part)`. Before it, `epilogue.complete(isa, group, part, tile)` may add
-// products of its own; `epilogue.begin(part)` and `epilogue.end(part)` stand around the calls of a panel. `rows` are
-// packed slots, `panels.contraction()` elements each (see `gather_slots`). `sums` are `sums_at_hand()` accumulators of
-// this worker's own.
+// For every active expert and each panel that this worker takes from the queue: multiply all slots and call
+// `epilogue(group, part, tile)`, announced by `epilogue.prefetch(group, part)`. Before it, `epilogue.complete(isa,
+// group, part, tile)` may add products of its own; `epilogue.begin(part)` and `epilogue.end(part)` stand around the
+// calls of a panel. `rows` are packed slots, `panels.contraction()` elements each (see `gather_slots`). `sums` are
+// `sums_at_hand()` accumulators of this worker's own.
 template <class Isa, class Panels, class Epilogue>
-void sweep(const Routing& routing, Range own, Panels panels, const typename Isa::Element* rows,
+void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typename Isa::Element* rows,
            typename Isa::Accumulator* sums, const Epilogue& epilogue) {
   constexpr std::int64_t kTile = Isa::kMaxRows * kPanelWidth;
   constexpr int kDepth = ElementTraits<typename Isa::Element>::kDepth;
   const std::int64_t contraction = panels.contraction();
   Isa isa;
-  SweepOrder<Isa> here(routing, own, contraction);
-  if (!here.done()) panels.start(here.part());
+  SweepWindow<Isa> window(SweepOrder<Isa>(routing, queue, contraction));
+  if (!window.here().done()) panels.start(window.here().part());
 
-  for (; !here.done(); here = here.next()) {
+  for (; !window.here().done(); window.advance()) {
+    const SweepOrder<Isa>& here = window.here();
     const PanelPart part = here.part();
     const std::int64_t steps = part.size_k / kDepth;
     const SlotGroup* group = here.begin();
     const std::int64_t num_groups = here.num_groups();
     const bool streams = num_groups == 1 && group->rows <= Panels::kStreamRows;
     auto ahead = streams ? typename Panels::Ahead{}
-                         : work_ahead(panels, here, num_groups * Isa::steps_ahead(group->rows, steps));
+                         : window.work_ahead(panels, num_groups * Isa::steps_ahead(group->rows, steps));
     const auto* packed = Panels::kMultipliesCodes && streams ? nullptr : panels.current(part);
     auto* tile = sums + here.first_sum() * kTile;
     if (here.ends_sum()) epilogue.begin(part);
@@ -154,6 +222,7 @@ void sweep(const Routing& routing, Range own, Panels panels, const typename Isa:
       if constexpr (Panels::kMultipliesCodes) {
         if (streams) {  // the only group, and all of its panel
           panels.multiply_codes(group->rows, part, a, tile);
+          queue.await_turn(part.panel, here.active());
           epilogue(*group, part, tile);
           break;
         }
@@ -164,12 +233,14 @@ void sweep(const Routing& routing, Range own, Panels panels, const typename Isa:
         isa.multiply_add(group->rows, steps, a, packed, tile, ahead);
       }
       if (here.ends_sum()) {
+        queue.await_turn(part.panel, here.active());
         epilogue.complete(isa, *group, part, tile);
         epilogue(*group, part, tile);
       }
       if (here.keeps_sums()) tile += kTile;
     }
     if (here.ends_sum()) epilogue.end(part);
+    if (here.ends_panel()) queue.finish_turn(part.panel, here.active());
     ahead.finish();
     panels.advance();
   }

@@ -1,0 +1,75 @@
+// Which worker multiplies which panels of a sweep: whoever is free takes the next few, expert by expert. The cores of a
+// shared machine differ in speed, by four times where one of them has a busy neighbour; fixed shares would wait for the
+// slowest.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ktc/routing.hpp"
+#include "ktc/tensor_view.hpp"
+#include "ktc/thread_pool.hpp"
+
+namespace ktc {
+
+// Whether a panel's columns are added to by one expert after the other, in their order, or each expert has its own.
+enum class PanelTurns { kNone, kByExpert };
+
+class PanelQueue {
+ public:
+  struct Item {
+    std::size_t active;  // index of an active expert; their number when nothing is left
+    Range panels;
+  };
+
+  // `at_a_time(active)` says how many panels of an expert are taken together.
+  template <class AtATime>
+  PanelQueue(const Routing& routing, Range panels, PanelTurns turns, const AtATime& at_a_time)
+      : panels_(panels), finished_(static_cast<std::size_t>(turns == PanelTurns::kNone ? 0 : panels.size())) {
+    std::int64_t items = 0;
+    for (const ActiveExpert& active : routing.active_experts()) {
+      at_a_time_.push_back(at_a_time(active));
+      items += (panels.size() + at_a_time_.back() - 1) / at_a_time_.back();
+      last_item_.push_back(items);
+    }
+  }
+
+  Item take() {
+    const std::int64_t item = next_.fetch_add(1, std::memory_order_relaxed);
+    const auto last = std::upper_bound(last_item_.begin(), last_item_.end(), item);
+    const auto active = static_cast<std::size_t>(last - last_item_.begin());
+    if (last == last_item_.end()) return {active, {0, 0}};
+    const std::int64_t first = panels_.begin + (item - (active == 0 ? 0 : *(last - 1))) * at_a_time_[active];
+    return {active, {first, std::min(first + at_a_time_[active], panels_.end)}};
+  }
+
+  // Until the active experts before this one are finished with a panel. They were taken earlier, so nobody waits for
+  // ever: of all that is taken and not finished, the first waits for nothing.
+  void await_turn(std::int64_t panel, std::size_t active) const {
+    if (finished_.empty()) return;
+    const auto& finished = finished_[static_cast<std::size_t>(panel - panels_.begin)];
+    for (;;) {
+      const std::uint32_t seen = finished.load(std::memory_order_acquire);
+      if (seen == active) return;
+      wait_while_equal(finished, seen);
+    }
+  }
+  void finish_turn(std::int64_t panel, std::size_t active) {
+    if (finished_.empty()) return;
+    auto& finished = finished_[static_cast<std::size_t>(panel - panels_.begin)];
+    finished.store(static_cast<std::uint32_t>(active + 1), std::memory_order_release);
+    finished.notify_all();
+  }
+
+ private:
+  Range panels_;
+  std::vector<std::int64_t> at_a_time_;               // by active expert
+  std::vector<std::int64_t> last_item_;               // exclusive, likewise
+  std::vector<std::atomic<std::uint32_t>> finished_;  // by panel: how many experts were added
+  alignas(64) std::atomic<std::int64_t> next_{0};
+};
+
+}  // namespace ktc
