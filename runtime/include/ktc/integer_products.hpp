@@ -138,12 +138,12 @@ class IntegerProducts {
   }
 
   template <class Epilogue>
-  void first(int worker, Range own, const Element*, Scratch scratch, const Epilogue& epilogue) const {
-    multiply(worker, own, first_, scratch, epilogue);
+  void first(int worker, PanelQueue& queue, const Element*, Scratch scratch, const Epilogue& epilogue) const {
+    multiply(worker, queue, first_, scratch, epilogue);
   }
   template <class Epilogue>
-  void down(int worker, Range own, const Element*, Scratch scratch, const Epilogue& epilogue) const {
-    multiply(worker, own, down_, scratch, epilogue);
+  void down(int worker, PanelQueue& queue, const Element*, Scratch scratch, const Epilogue& epilogue) const {
+    multiply(worker, queue, down_, scratch, epilogue);
   }
 
  private:
@@ -164,9 +164,9 @@ class IntegerProducts {
   }
 
   template <class Epilogue>
-  void multiply(int worker, Range own, const Panels& panels, Scratch scratch, const Epilogue& epilogue) const {
+  void multiply(int worker, PanelQueue& queue, const Panels& panels, Scratch scratch, const Epilogue& epilogue) const {
     auto* sums = reinterpret_cast<std::int32_t*>(scratch.sums);
-    sweep<Isa>(routing_, own, panels, codes_S_, sums,
+    sweep<Isa>(routing_, queue, panels, codes_S_, sums,
                ScaledSums<Layer, Epilogue>(panels, scale_S_, tile_W_ + worker * kTile, epilogue));
   }
 
