@@ -20,10 +20,12 @@ from ktc.checkpoint import BLOCK_TYPES, gguf_values, open_index, read_sources, v
 from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.link import Package, link
+from ktc.runtime import weight_store
 from ktc.runtime.experts_form import parse_form
-from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.fused_moe import FusedMoe, Part
 from ktc.runtime.load import load
 from ktc.runtime.manifest import Rewrite
+from ktc.runtime.realise import realise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -262,3 +264,60 @@ def test_scales_tell_whether_blocks_are_numbers(kind: str) -> None:
     for row in blocks.split(1):
         finite = bool(gguf_values.dequantised(row, kind).isfinite().all())
         assert gguf_values.are_finite(row, kind) == finite
+
+
+class TakesBlocks(FusedMoe):
+    """Experts that take blocks of every type, and say what they took."""
+
+    taken: dict[tuple[int, str], str]
+
+    def takes_blocks(self, part: Part, type_name: str) -> bool:
+        self.__dict__.setdefault("taken", {})
+        self.__dict__["kind"] = type_name
+        return True
+
+    def load_blocks(self, expert: int, part: Part, blocks: torch.Tensor) -> None:
+        kind = self.__dict__["kind"]
+        self.taken[expert, part] = kind
+        self.load_expert(expert, part, gguf_values.dequantised(blocks, kind))
+
+
+def filled_with_blocks(folder: Path) -> PreTrainedModel:
+    """The model in `folder` in fp32, its experts taken block by block."""
+    model = meta(folder).float()
+    realise(model, recipe(model), None)
+    for module in model.modules():
+        if isinstance(module, FusedMoe):
+            module.__class__ = TakesBlocks
+    index = open_index(folder)
+    weight_store.fill(model, map_weights(meta(folder), index).sources, index, {})
+    return model
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", Type.MXFP4), ("mixtral", Type.Q5_0)])
+def test_a_kernel_that_takes_blocks_gets_them_part_by_part(tmp_path: Path, family: str, kind: Type) -> None:
+    written = gguf_twins.write(family, tmp_path / "model", experts=kind)
+    model = filled_with_blocks(written.folder)
+    banks = {name: module for name, module in model.named_modules() if isinstance(module, TakesBlocks)}
+    assert len(banks) == 2
+    for name, bank in banks.items():
+        every = {(expert, part) for expert in range(16) for part in ("gate", "up", "down")}
+        assert bank.taken == dict.fromkeys(every, kind.name.lower())
+        assert not bank.missing()
+        stock = written.model.get_submodule(name)
+        assert torch.equal(bank.gate_up_proj, stock.gate_up_proj)
+        assert torch.equal(bank.down_proj, stock.down_proj)
+
+
+def test_blocks_with_a_scale_that_is_no_number_are_refused(tmp_path: Path) -> None:
+    folder = gguf_twins.write("olmoe", tmp_path / "model", experts=Type.Q8_0).folder
+    entry = open_index(folder).tensors["blk.1.ffn_up_exps.weight"]
+    with (folder / entry.file).open("r+b") as file:
+        file.seek(entry.end - 34)
+        file.write(b"\x00\x7c")
+    with pytest.raises(InputRefused, match=r"L407.*`blk.1.ffn_up_exps.weight` \(expert 15\) in `model.gguf`"):
+        filled_with_blocks(folder)
+    with pytest.raises(InputRefused, match=r"L407.*`blk.1.ffn_up_exps.weight`"):
+        weight_store.fill(
+            meta(folder).float(), map_weights(meta(folder), open_index(folder)).sources, open_index(folder), {}
+        )

@@ -134,7 +134,7 @@ def written(path: Path, **split: Any) -> bytes:
     writer.add_array("tokenizer.ggml.tokens", ["a", "bb", "ccc"])
     writer.add_array("tokenizer.ggml.scores", [0.5, 1.5])
     writer.add_bool("tokenizer.ggml.add_bos_token", True)
-    writer.add_string("tokenizer.chat_template", "x" * 3000)
+    writer.add_string("tokenizer.chat_template", "x" * 1100)
     for name in ("a.weight", "b.weight", "c.weight"):
         writer.add_tensor(name, quants.quantize(np.ones((4, 64), np.float32), Type.Q8_0), raw_dtype=Type.Q8_0)
     writer.write_header_to_file()
@@ -151,16 +151,16 @@ def test_a_broken_file_is_refused_and_nothing_else_happens(tmp_path: Path) -> No
     padding, header = 16, len(good) - 3 * 288
     generator = random.Random(0)
     refused = 0
-    cuts = range(0, len(good) - padding, 3)
+    cuts = range(0, len(good) - padding, 5)
     for place in cuts:
         refused += not _opens(tmp_path, good[:place])
     assert refused == len(cuts)
-    for _ in range(2000):
+    for _ in range(600):
         broken = bytearray(good)
         for _ in range(generator.choice((1, 1, 3))):
             broken[generator.randrange(header)] ^= 1 << generator.randrange(8)
         refused += not _opens(tmp_path, bytes(broken))
-    assert refused > 1000
+    assert refused > len(cuts) + 300
 
 
 def _opens(folder: Path, content: bytes) -> bool:

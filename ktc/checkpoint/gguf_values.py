@@ -68,11 +68,11 @@ def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def are_finite(blocks: Tensor, type_name: str) -> bool:
-    """Whether no block of a type that kernels multiply is infinite or no number, told from its scales."""
+    """Whether no weight is infinite or no number: told from the scales of the types that kernels multiply."""
     each = blocks.view(-1, BLOCK_TYPES[type_name].bytes)
-    if type_name == "mxfp4":
-        large = each[each[:, 0] >= _LARGE_EXPONENT]
-        return not len(large) or bool(dequantised(large, type_name).isfinite().all())
+    if type_name not in _SCALES:
+        doubtful = each[each[:, 0] >= _LARGE_EXPONENT] if type_name == "mxfp4" else each
+        return not len(doubtful) or bool(dequantised(doubtful, type_name).isfinite().all())
     scales = (each[:, place : place + 2].contiguous().view(torch.float16) for place in _SCALES[type_name])
     return all(bool(scale.isfinite().all()) for scale in scales)
 
