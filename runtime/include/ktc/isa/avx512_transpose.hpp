@@ -11,9 +11,10 @@
 namespace ktc::avx512 {
 
 // Transposing a 16 x 16 quarter of a block: k and n are its two indices; before, register k/2 holds (n, k%2) in its
-// 16-bit places, after, register n/2 holds (k, n%2). Pieces of 128 bits move by loading them where they belong, which
-// costs no shuffle; the rest is one two-register permutation per vector, of bits (k0, n0, n1) to (n0, k0, k1) of the
-// place inside a piece, where k1 chooses the register and n1 is constant.
+// 16-bit places, after, register n/2 holds (k, n%2). Of two neighbouring registers, one two-register permutation each
+// makes every 128-bit piece of the result, of bits (k0, n0, n1) to (n0, k0, k1) of the place inside a piece, where k1
+// chooses the register and n1 is constant. The pieces then move to where they belong through memory: stores are what a
+// product beside it has to spare, while each shuffle takes a place from one of its multiply-adds.
 using WordOrder = std::array<std::uint16_t, 32>;
 
 constexpr WordOrder word_order(unsigned n1) {
@@ -31,30 +32,29 @@ constexpr WordOrder word_order(unsigned n1) {
 alignas(64) inline constexpr WordOrder kLowerWords = word_order(0);
 alignas(64) inline constexpr WordOrder kUpperWords = word_order(1);
 
-// The 128-bit pieces at `source` of four registers, each two further along k/2.
-[[gnu::always_inline]] inline __m512i four_pieces(const bf16* source, int stride) {
-  const auto piece = [=](int index) {
-    return _mm_load_si128(reinterpret_cast<const __m128i*>(source + index * 2 * stride));
-  };
-  __m512i pieces = _mm512_broadcast_i32x4(piece(0));
-  pieces = _mm512_mask_broadcast_i32x4(pieces, 0x00f0, piece(1));
-  pieces = _mm512_mask_broadcast_i32x4(pieces, 0x0f00, piece(2));
-  return _mm512_mask_broadcast_i32x4(pieces, 0xf000, piece(3));
-}
-
-// Of the four 16 x 16 quarters of a block, piece by piece: two of the rebuilt vectors.
+// Of the four 16 x 16 quarters of a block, piece by piece: two registers.
 [[gnu::always_inline]] inline void transpose_piece(const bf16* source, bf16* target, unsigned piece) {
   constexpr int kStride = 2 * 32;          // a quarter has every second vector of its block
   constexpr int kSecondHalf = 8 * 2 * 32;  // 16 further along k
   constexpr int kRightLanes = 32;          // 16 further along n
+  constexpr int kPiece = 8;
   const unsigned right = piece / 4 % 2;
   const unsigned lower = piece / 8;
-  const bf16* from = source + right * kRightLanes + lower * kSecondHalf + piece % 4 * 8;
-  bf16* to = target + right * kSecondHalf + lower * kRightLanes + piece % 4 * 2 * kStride;
-  const __m512i even = four_pieces(from, kStride);
-  const __m512i odd = four_pieces(from + kStride, kStride);
-  _mm512_store_si512(to, _mm512_permutex2var_epi16(even, _mm512_load_si512(kLowerWords.data()), odd));
-  _mm512_store_si512(to + kStride, _mm512_permutex2var_epi16(even, _mm512_load_si512(kUpperWords.data()), odd));
+  const unsigned pair = piece % 4;
+  const bf16* from = source + right * kRightLanes + lower * kSecondHalf + pair * 2 * kStride;
+  bf16* to = target + right * kSecondHalf + lower * kRightLanes + pair * kPiece;
+  const __m512i even = _mm512_load_si512(from);
+  const __m512i odd = _mm512_load_si512(from + kStride);
+  alignas(64) bf16 moved[2][32];
+  _mm512_store_si512(moved[0], _mm512_permutex2var_epi16(even, _mm512_load_si512(kLowerWords.data()), odd));
+  _mm512_store_si512(moved[1], _mm512_permutex2var_epi16(even, _mm512_load_si512(kUpperWords.data()), odd));
+  const bf16* pieces = moved[0];
+  asm("" : "+r"(pieces) : "m"(moved));  // or the compiler would take the pieces out of the registers, by shuffles
+#pragma GCC unroll 8
+  for (int vector = 0; vector < 8; ++vector) {
+    const auto* taken = reinterpret_cast<const __m128i*>(pieces + vector % 2 * 32 + vector / 2 * kPiece);
+    _mm_store_si128(reinterpret_cast<__m128i*>(to + vector * kStride), _mm_load_si128(taken));
+  }
 }
 
 }  // namespace ktc::avx512
