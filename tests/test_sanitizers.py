@@ -34,7 +34,8 @@ def test_nothing_is_found(sanitizer: str, tmp_path: Path) -> None:
     tools = toolchain.find(here)
     flag, environment = OPTIONS[sanitizer]
     flags = [each for each in tools.flags(isa, SOURCE.name) if each not in ("-O3", "-fPIC")]
-    includes = [*(f"-I{folder}" for folder in tools.include), "-include", f"ktc/isa/{isa}.hpp", f"-DKTC_ISA={isa}"]
+    headers = (flag for name in (isa, f"{isa}_int8") for flag in ("-include", f"ktc/isa/{name}.hpp"))
+    includes = [*(f"-I{folder}" for folder in tools.include), *headers, f"-DKTC_ISA={isa}"]
     build = [tools.compiler.path, *flags, "-O1", "-g", flag, "-fno-sanitize-recover=all", *includes, str(SOURCE)]
     subprocess.run([*build, "-o", str(program)], check=True)
     done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=600, check=False)

@@ -25,6 +25,7 @@ from ktc.codegen.build import build
 from ktc.codegen.render import KernelSource, render
 from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.host import Compiler, Host
+from ktc.plan.kernel_spec import WeightFormat
 from ktc.runtime.kernel_library import KernelLibrary
 from ktc.runtime.packed_experts import PackedExperts
 
@@ -86,8 +87,9 @@ def test_combinations_without_a_kernel_are_refused_together() -> None:
     assert "no kernel computes in `bf16` on `bf16/fp32` weights with `avx2`" in str(refused.value)
 
 
-def test_a_kernel_for_amx_compiles_where_it_cannot_run(tmp_path: Path) -> None:
-    unit = render([spec_of("amx")], {}).units[0]
+@pytest.mark.parametrize("codes", [None, pytest.param(("int8", 0), marks=pytest.mark.slow)])
+def test_a_kernel_for_amx_compiles_where_it_cannot_run(tmp_path: Path, codes: tuple[WeightFormat, int] | None) -> None:
+    unit = render([spec_of("amx", codes=codes)], {}).units[0]
     source, target = tmp_path / unit.name, tmp_path / "unit.o"
     source.write_text(unit.text)
     toolchain.run(toolchain.find(host.detect()).compile_command(source, target, unit.isa))

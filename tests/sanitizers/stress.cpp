@@ -17,6 +17,7 @@
 #include "ktc/activation.hpp"
 #include "ktc/fused_moe.hpp"
 #include "ktc/weight_format/dense.hpp"
+#include "ktc/weight_format/int8.hpp"
 #include "ktc/weight_format/quantised.hpp"
 
 namespace {
@@ -34,8 +35,9 @@ using Shape = MoeShape<kDynamic, kDynamic, kDynamic, kDynamic>;
 using Dense = FusedMoe<Isa, weight_format::Bf16, Gated<Silu, Constants>, false, Shape>;
 using Biased = FusedMoe<Isa, weight_format::Bf16, Ungated<Relu, Constants>, true, Shape>;
 using Coded = FusedMoe<Isa, weight_format::Packed<weight_format::Int4Panel<32>>, Gated<Silu, Constants>, false, Shape>;
+using Integer = FusedMoe<Isa, weight_format::Packed<weight_format::Int8Panel>, Gated<Silu, Constants>, false, Shape>;
 
-enum class Form { kDense, kBiased, kCoded };
+enum class Form { kDense, kBiased, kCoded, kInteger };
 
 struct Case {
   Form form;
@@ -56,6 +58,8 @@ std::unique_ptr<MoeKernel> make(const Case& which) {
       return std::make_unique<Biased>(sizes);
     case Form::kCoded:
       return std::make_unique<Coded>(sizes);
+    case Form::kInteger:
+      return std::make_unique<Integer>(sizes);
   }
   std::abort();
 }
@@ -230,7 +234,8 @@ constexpr Case kCases[] = {
     {Form::kDense, {8, 64, 64, 1}, 130, 1, 0},     {Form::kDense, {5, 70, 37, 2}, 0, 5, 3},
     {Form::kBiased, {5, 70, 37, 2}, 29, 3, 0},     {Form::kBiased, {4, 64, 96, 4}, 2, 4, 9},
     {Form::kCoded, {4, 64, 96, 2}, 1, 4, 0},       {Form::kCoded, {4, 64, 96, 2}, 40, 3, 4},
-    {Form::kCoded, {3, 160, 224, 1}, 100, 2, 128},
+    {Form::kCoded, {3, 160, 224, 1}, 100, 2, 128}, {Form::kInteger, {5, 70, 37, 2}, 1, 5, 0},
+    {Form::kInteger, {4, 130, 98, 2}, 40, 3, 4},   {Form::kInteger, {2, 70, 230, 1}, 29, 2, 0, 2},
 };
 
 bool is_right(const Case& which) {
