@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, KtcError
-from ktc.plan.kernel_spec import CODES, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import BLOCKS, CODES, KernelSpec, WeightFormat
+from ktc.plan.packed_size import PANEL
+from ktc.runtime.block_reference import dequantise_blocks, random_blocks
 from ktc.runtime.experts_form import ExpertsForm
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.kernel_library import Kernel
@@ -45,9 +47,10 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
     for name, tensor in stock.items():
         for place, expert in enumerate(used):
             for part, values in canonical_parts(form, name, tensor[place]):
-                experts.load(expert, part, values)
-                if spec.format_of(part) in CODES and not part.endswith("_bias"):
-                    _take_quantised(spec, experts, expert, part, values)
+                if part.endswith("_bias") or spec.format_of(part) not in (*CODES, *BLOCKS):
+                    experts.load(expert, part, values)
+                else:
+                    values.copy_(_quantised(spec, experts, expert, part, values, generator))
     results: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     for tokens in _TOKENS:
         x, grad = (torch.randn(tokens, sizes["hidden"], generator=generator).to(experts.dtype) for _ in range(2))
@@ -77,19 +80,38 @@ def _odd_sizes(spec: KernelSpec) -> dict[str, int]:
     for groups, (name, weight_format) in enumerate(products, 2):
         if weight_format in CODES and CODES[weight_format].even:
             sizes[name] = groups * spec.group_of(weight_format)
+        elif weight_format in BLOCKS and (block := BLOCKS[weight_format].weights) > 1:
+            sizes[name] = max(groups * PANEL, block)
     return sizes
 
 
-def _take_quantised(spec: KernelSpec, experts: PackedExperts, expert: int, part: ExpertPart, values: Tensor) -> None:
-    """Put in place of `values` what the kernel has made of them; the reference of `int8` quantises for itself."""
+def _quantised(
+    spec: KernelSpec,
+    experts: PackedExperts,
+    expert: int,
+    part: ExpertPart,
+    values: Tensor,
+    generator: torch.Generator,
+) -> Tensor:
+    """Load a part, in blocks random ones, and return the weights that the kernel then has.
+
+    The reference of `int8` quantises for itself.
+    """
+    weight_format = spec.format_of(part)
+    if weight_format in BLOCKS:
+        rows, columns = values.shape
+        blocks = random_blocks(rows, columns, weight_format, columns**-0.5, generator)
+        experts.load_blocks(expert, part, blocks)
+        expected = dequantise_blocks(blocks, weight_format).bfloat16()
+    else:
+        experts.load(expert, part, values)
+        group = spec.group_of(weight_format)
+        expected = dequantise(*quantise(values, weight_format, group), group)
     packed = experts.unpack(expert, part, tuple(values.shape))
-    group = spec.group_of(spec.format_of(part))
-    expected = dequantise(*quantise(values, spec.format_of(part), group), group)
     if not torch.equal(packed, expected):
         message = f"the built kernel `{spec.entry}` is wrong: it packs other weights than its reference"
         raise KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))
-    if spec.format_of(part) != "int8":
-        values.copy_(packed)
+    return values if weight_format == "int8" else packed
 
 
 def _random(

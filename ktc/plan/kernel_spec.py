@@ -13,19 +13,7 @@ WeightFormat = Literal[
     "bf16", "fp16", "fp32", "fp64", "int8", "int4", "fp8", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"
 ]
 SILU = Activation()
-# Which weight formats each instruction set multiplies: what runtime/include/ktc can instantiate in this version.
-KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
-    "amx": ("bf16", "int8", "int4", "fp8"),
-    "avx512_bf16": ("bf16", "int8", "int4", "fp8"),
-    "avx512": ("bf16", "int8", "int4", "fp8"),
-    "avx2": ("bf16", "int8", "int4", "fp8"),
-    "scalar": ("bf16", "fp32", "fp64", "int8", "int4", "fp8"),
-}
-# Of the other formats, blocks and their scales included.
-BITS_PER_WEIGHT: Mapping[WeightFormat, float] = {
-    "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64,
-    "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625, "mxfp4": 4.25,
-}  # fmt: skip
+BITS_PER_WEIGHT: Mapping[WeightFormat, int] = {"bf16": 16, "fp32": 32, "fp64": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +34,37 @@ CODES: Mapping[WeightFormat, Codes] = {
     "int4": Codes(4, 2, (32, 64, 128), even=True),
     "int8": Codes(8, 8, (0,), even=False, unit=64),  # products in integers: beside a scale there is an offset
     "fp8": Codes(8, 4, (128,), even=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A format of blocks as GGUF files have them, `stored_bytes` for `weights` of a row; kernels keep the bits of
+    `span` blocks together. `quantises`: whether weights that are stored otherwise can be made into it."""
+
+    weights: int
+    stored_bytes: int
+    span: int = 1
+    quantises: bool = True
+
+
+BLOCKS: Mapping[WeightFormat, Blocks] = {
+    "fp16": Blocks(1, 2),
+    "q8_0": Blocks(32, 34),
+    "q4_0": Blocks(32, 18),
+    "mxfp4": Blocks(32, 17, span=2),
+    "q4_k": Blocks(256, 144, quantises=False),
+    "q5_k": Blocks(256, 176, quantises=False),
+    "q6_k": Blocks(256, 210, quantises=False),
+}
+# Which weight formats each instruction set multiplies: what runtime/include/ktc can instantiate in this version.
+IN_BF16: tuple[WeightFormat, ...] = ("bf16", *CODES, *BLOCKS)
+KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
+    "amx": IN_BF16,
+    "avx512_bf16": IN_BF16,
+    "avx512": IN_BF16,
+    "avx2": IN_BF16,
+    "scalar": (*IN_BF16, "fp32", "fp64"),
 }
 
 

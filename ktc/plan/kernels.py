@@ -12,14 +12,15 @@ from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
 from ktc.graph import ops
 from ktc.host import Host, Isa
-from ktc.plan.kernel_spec import CODES, KERNELS, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import BLOCKS, CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
 from ktc.plan.types import Claim
 from ktc.runtime.experts_form import parse_form
 
 ISAS = tuple(KERNELS)
 # A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.
 FORMATS = tuple(name for name in get_args(WeightFormat) if all(name in formats for formats in KERNELS.values()))
-# How a checkpoint stores weights: a dtype or a method by name, and the size of groups that a kernel may keep, else 0.
+# How a checkpoint stores weights: a dtype or a method by name, and the size of groups or of GGUF's blocks that a kernel
+# may keep, else 0.
 StoredFormat = tuple[str, int]
 # All that gate and up are stored as, and all that down is.
 StoredFormats = tuple[tuple[StoredFormat, ...], tuple[StoredFormat, ...]]
@@ -75,7 +76,7 @@ def _formats(claim: Claim, stored: StoredFormats, hidden: int, inter: int) -> tu
     if len({group for name, group in found if name in CODES and len(CODES[name].group_sizes) > 1}) > 1:
         found = [_converted(claim, formats, name, size) for formats, (name, size) in products]
     (gate_up, _), (down, _) = found
-    if gate_up != down and not all(name in CODES or name == "bf16" for name in (gate_up, down)):
+    if gate_up != down and not {gate_up, down} <= set(IN_BF16):
         raise _unread(claim, " and ".join(sorted((gate_up, down))))
     return gate_up, down, next((group for name, group in found if name in CODES), 0)
 
@@ -86,9 +87,11 @@ def _kept(claim: Claim, stored: tuple[StoredFormat, ...], size: int) -> tuple[We
     None where they are not quantised, in several formats, or in another than the program asks for.
     """
     (name, group), *others = stored
-    found = _one_of(CODES, name)
+    found = _one_of((*CODES, *BLOCKS), name)
     if others or found is None or str(claim.settings["format"]) not in ("stored", found):
         return None
+    if found in BLOCKS:
+        return None if group != BLOCKS[found].weights or size % group else (found, 0)
     if group not in CODES[found].group_sizes or (CODES[found].even and size % group):
         return None
     return found, group
@@ -100,18 +103,30 @@ def _converted(claim: Claim, stored: tuple[StoredFormat, ...], name: str, size: 
     Raises InputRefused (M068) where no kernel has it, or a row is not cut evenly.
     """
     asked = str(claim.settings["format"])
-    loaded = dict.fromkeys(_LOADED.get(dtype, dtype) for dtype, _ in stored)
-    wanted = " and ".join(loaded) if asked == "stored" else asked
+    loaded_as = " and ".join(dict.fromkeys(_LOADED.get(dtype, dtype) for dtype, _ in stored))
+    wanted = loaded_as if asked == "stored" else asked
     found = _one_of(get_args(WeightFormat), wanted)
     if found is None:
         raise _unread(claim, wanted)
-    if found not in CODES:
-        return found, 0
-    group = CODES[found].group_sizes[0]
-    if CODES[found].even and size % group:
-        message = f"`{found}` cuts rows into groups of {group}, and {name} is {size}"
-        raise InputRefused(Diagnostic("M068", message, claim.span, hint=f"write `format = {FORMATS[0]}`"))
-    return found, group
+    group, whole = _cut(found)
+    hint = f"write `format = {FORMATS[0]}`"
+    if found in BLOCKS and not BLOCKS[found].quantises:
+        found_as = " and ".join(dict.fromkeys(dtype for dtype, _ in stored))
+        message = f"`{found}` weights are taken only as stored, and these experts are stored as `{found_as}`"
+        raise InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
+    if whole and size % group:
+        message = f"`{found}` cuts rows into {whole} of {group}, and {name} is {size}"
+        raise InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
+    return found, group if found in CODES else 0
+
+
+def _cut(weight_format: WeightFormat) -> tuple[int, str]:
+    """What weights are quantised in: of how many, and what that is called where a row must be whole ones."""
+    if weight_format in CODES:
+        return CODES[weight_format].group_sizes[0], "groups" if CODES[weight_format].even else ""
+    if weight_format in BLOCKS:
+        return BLOCKS[weight_format].weights, "blocks"
+    return 0, ""
 
 
 def _unread(claim: Claim, stored: str) -> InputRefused:

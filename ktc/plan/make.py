@@ -18,7 +18,7 @@ from ktc.plan.adapters import plan_lora
 from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
 from ktc.plan.explain import collapse, explain
-from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.kernel_spec import BLOCKS, KernelSpec
 from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel, thread_count
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.placement import device_of, place
@@ -95,11 +95,17 @@ def _stored_formats(captured: CapturedModel, weights: Sequence[WeightSource], pa
     for source in weights:
         parent, _, leaf = source.target.rpartition(".")
         if parent == path and not leaf.endswith("_bias") and not (source.part or "").endswith("_bias"):
-            as_is = source.kept_as or (source.quantised.method if source.quantised else source.dtype, 0)
-            stored[leaf.startswith("down")].add(as_is)
+            stored[leaf.startswith("down")].add(_stored_format(source))
     by_config = ((captured.stored_format, captured.stored_group),)
     gate_up, down = (tuple(sorted(formats)) or by_config for formats in stored)
     return gate_up, down
+
+
+def _stored_format(source: WeightSource) -> StoredFormat:
+    for name, blocks in BLOCKS.items():
+        if name == source.plain_blocks:
+            return name, blocks.weights
+    return source.plain_codes or (source.quantised.method if source.quantised else source.dtype, 0)
 
 
 def _group(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktc.plan.kernel_spec import BITS_PER_WEIGHT, CODES, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import BITS_PER_WEIGHT, BLOCKS, CODES, KernelSpec, WeightFormat
 
 PANEL = 32  # kernels pad every width to whole panels
 RANK_UNIT = 8  # and the rows of low-rank values to this much
@@ -32,9 +32,12 @@ def packed_bytes(spec: KernelSpec) -> int:
 
 def _row_bytes(spec: KernelSpec, weight_format: WeightFormat, columns: int) -> int:
     """One output's weights, with the scales of their groups."""
+    if blocks := BLOCKS.get(weight_format):
+        in_span = blocks.weights * blocks.span
+        return -(-columns // in_span) * blocks.span * blocks.stored_bytes
     codes, group = CODES.get(weight_format), spec.group_of(weight_format)
     if codes is None:
-        return int(columns * BITS_PER_WEIGHT[weight_format] / 8)
+        return columns * BITS_PER_WEIGHT[weight_format] // 8
     groups = -(-columns // group) if group else 1
     return -(-columns // codes.unit) * codes.unit * codes.bits // 8 + groups * codes.scale_bytes
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ktc.capture import CapturedModel
 from ktc.checkpoint import WeightSource
 from ktc.plan.explain import collapse
-from ktc.plan.kernel_spec import CODES, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import BLOCKS, CODES, KernelSpec, WeightFormat
 from ktc.plan.types import Reason
 
 _QUANTISED = ("fp8", "int4", "mxfp4")
@@ -42,11 +42,13 @@ def conversions(
 def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
     """What happens to a tensor, empty if it stays as it is stored; `{size}` stands for bytes of the model's dtype."""
     leaf = source.target.rpartition(".")[2]
-    if spec is not None and (weight_format := spec.format_of(leaf)) in CODES:
-        if source.kept_as == (weight_format, spec.group_of(weight_format)):
+    if spec is not None and (weight_format := spec.format_of(leaf)) in (*CODES, *BLOCKS):
+        if _is_kept(source, spec, weight_format):
             return f"stored as {source.format}, multiplied as stored"
         if (source.part or "").endswith("_bias"):
             return ""
+        if (source.dtype, weight_format) == ("f16", "fp16"):
+            return "stored as f16, multiplied after rounding to bf16"
         return f"stored as {source.format}, {_rounded(spec, weight_format)}"
     return (
         ""
@@ -55,7 +57,16 @@ def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
     )
 
 
+def _is_kept(source: WeightSource, spec: KernelSpec, weight_format: WeightFormat) -> bool:
+    return source.kept_as == (weight_format, spec.group_of(weight_format))
+
+
 def _rounded(spec: KernelSpec, weight_format: WeightFormat) -> str:
+    if weight_format == "fp16":
+        return "rounded to fp16 at load, and to bf16 as it is multiplied"
+    if weight_format in BLOCKS:
+        size = BLOCKS[weight_format].weights
+        return f"quantised to {weight_format} in blocks of {size} at load, which rounds each weight"
     group = spec.group_of(weight_format)
     groups = f"in groups of {group}" if group else "with a scale per row"
     rows = ", and rows of activations in forward" if weight_format == "int8" else ""
@@ -69,7 +80,7 @@ def _by_config(captured: CapturedModel, kernels: Mapping[str, KernelSpec]) -> It
     for path, spec in kernels.items():
         by_spec.setdefault(spec, []).append(path)
     for spec, paths in by_spec.items():
-        if spec.format_down not in CODES:  # by a config alone both products are stored alike
+        if spec.format_down not in (*CODES, *BLOCKS):  # by a config alone both products are stored alike
             continue
         kept = (stored, captured.stored_group) == (spec.format_down, spec.group_of(spec.format_down))
         fate = "multiplied as stored" if kept else _rounded(spec, spec.format_down)

@@ -169,6 +169,18 @@ class FusedMoe(nn.Module):
         self._kernel_experts().load_codes(expert, part, codes, scales)
         self._absent.discard((expert, part))
 
+    def takes_blocks(self, part: Part, type_name: str) -> bool:
+        """Whether the kernel multiplies a part in GGUF blocks of this type, so that they can be loaded as they are."""
+        return self._experts is not None and self._experts.blocks(part) == type_name
+
+    def load_blocks(self, expert: int, part: Part, blocks: Tensor) -> None:
+        """Store one part of one expert from uint8 rows of whole GGUF blocks, (I, bytes of H weights) or (H, ... of I).
+
+        Raises `ValueError` for another shape, or where the kernel takes no blocks.
+        """
+        self._kernel_experts().load_blocks(expert, part, blocks)
+        self._absent.discard((expert, part))
+
     @property
     def packed_storage(self) -> memoryview:
         """The packed bytes of all experts, in memory of this module. Raises `ValueError` in reference mode."""

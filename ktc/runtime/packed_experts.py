@@ -1,8 +1,9 @@
 """The experts of one layer in a kernel's packed form, and the kernel called on tensors.
 
-In: matrices of any float dtype, or codes with their scales, one at a time. Out: `forward` and `backward` on contiguous
-CPU tensors of the kernel's dtype. The storage is one anonymous mapping on huge pages, outside PyTorch, so that nothing
-copies or moves it. `PackedExperts.key` names a kernel for a layer's sizes as an operator can take it: as a string.
+In: matrices of any float dtype, codes with their scales, or blocks of a GGUF file, one at a time. Out: `forward` and
+`backward` on contiguous CPU tensors of the kernel's dtype. The storage is one anonymous mapping on huge pages, outside
+PyTorch, so that nothing copies or moves it. `PackedExperts.key` names a kernel for a layer's sizes as an operator can
+take it: as a string.
 """
 
 from __future__ import annotations
@@ -123,6 +124,25 @@ class PackedExperts:
         codes, scales = codes.cpu().contiguous(), scales.cpu().float().contiguous()
         (rows, columns), groups = codes.shape, scales.shape[1]
         self._native.pack_codes(self._packed, expert, part, codes.data_ptr(), scales.data_ptr(), rows, columns, groups)
+
+    def blocks(self, part: Part) -> str | None:
+        """The type of GGUF blocks that a part is stored in, by its name in lower case; `None` where it is in none."""
+        return self._native.blocks(part)
+
+    def load_blocks(self, expert: int, part: Part, blocks: Tensor) -> None:
+        """Pack one part from whole GGUF blocks of its type: uint8 (rows, bytes of a row), as a file stores them.
+
+        Raises `ValueError` where the part is not stored in blocks, or of another shape.
+        """
+        if self._mapped:
+            raise RuntimeError("the experts are mapped read-only from a packed store")
+        kind = self.blocks(part)
+        if kind is None or blocks.dtype != torch.uint8 or blocks.dim() != 2:
+            stored = f"`{part}` is stored in blocks of {kind}" if kind else f"`{part}` is not stored in blocks"
+            raise ValueError(f"{stored}; found {blocks.dtype} of shape {tuple(blocks.shape)}")
+        blocks = blocks.cpu().contiguous()
+        rows, row_bytes = blocks.shape
+        self._native.pack_blocks(self._packed, expert, part, blocks.data_ptr(), kind, rows, row_bytes)
 
     def unpack(self, expert: int, part: Part, shape: tuple[int, ...]) -> Tensor:
         """One part back from packed form, in the kernel's dtype; a bias in the dtype of its sums."""

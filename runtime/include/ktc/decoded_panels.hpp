@@ -11,12 +11,15 @@
 #include "ktc/panel_source.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/decode.hpp"
+#include "ktc/weight_format/decode_blocks.hpp"
 #include "ktc/weight_format/decode_int8.hpp"
 #include "ktc/weight_format/packed.hpp"
 #include "ktc/weight_format/quantised.hpp"
 
 #if defined(__AVX512BF16__)
+#include "ktc/weight_format/multiply_blocks.hpp"
 #include "ktc/weight_format/multiply_codes.hpp"
 #endif
 
@@ -27,8 +30,12 @@ template <class Isa, class Panel>
 constexpr int code_rows() {
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<typename Isa::Lanes, avx512_bf16::Lanes>) {
+    // Of more rows an ISA with tiles has packed the tiles' way.
+    constexpr int kRows = Isa::kBlocked ? Isa::kStreamRows : weight_format::kMaxCodeRows;
+    static_assert(kRows <= weight_format::kMaxCodeRows);
+    if constexpr (weight_format::StoredInBlocks<Panel>) return kRows;
     if constexpr (requires(__m512i line) { weight_format::bf16_numbers(typename Panel::Code{}, line, 0); }) {
-      return weight_format::kMaxCodeRows;
+      return kRows;
     }
   }
 #endif
@@ -57,6 +64,7 @@ class DecodedPanels {
   void start(PanelPart) const {}
   const Element* current(PanelPart part) const {
     const std::int64_t block = part.first_k / kPanelWidth;
+    summed_ = nullptr;  // the sums were in the scratch
     weight_format::decode_blocks<typename Isa::Lanes, Panel>(panel(part.expert, part.panel), block,
                                                              block + part.size_k / kPanelWidth, scratch_);
     return scratch_;
@@ -74,16 +82,40 @@ class DecodedPanels {
   void multiply_codes([[maybe_unused]] int rows, [[maybe_unused]] PanelPart part, [[maybe_unused]] const Element* a,
                       [[maybe_unused]] typename Isa::Accumulator* tile) const {
 #if defined(__AVX512BF16__)
-    if constexpr (kMultipliesCodes) {
+    if constexpr (weight_format::StoredInBlocks<Panel> && kMultipliesCodes) {
+      const float* sums = sums_of(rows, a);
+      const std::byte* stored = panel(part.expert, part.panel);
+      if (sums != nullptr || !Panel::Format::kMins) {
+        return weight_format::multiply_blocks<Panel>(rows, contraction_, a, sums, stored, tile);
+      }
+      weight_format::multiply_decoded<Panel>(rows, contraction_, a, stored, tile);
+    } else if constexpr (kMultipliesCodes) {
       weight_format::multiply_codes<Panel>(rows, contraction_, a, panel(part.expert, part.panel), tile);
     }
 #endif
   }
 
  private:
+#if defined(__AVX512BF16__)
+  // Of the rows at `a`, for formats with minima, made once for all panels of an expert; null where they are not finite.
+  const float* sums_of(int rows, const Element* a) const {
+    if constexpr (Panel::Format::kMins) {
+      auto* sums = reinterpret_cast<float*>(scratch_);
+      if (summed_ != a) {
+        finite_ = weight_format::sum_blocks(rows, contraction_, a, sums);
+        summed_ = a;
+      }
+      return finite_ ? sums : nullptr;
+    }
+    return nullptr;
+  }
+#endif
+
   PanelPlaces places_;
   std::int64_t contraction_;
   Element* scratch_;
+  mutable const Element* summed_ = nullptr;
+  mutable bool finite_ = true;
 };
 
 // Fetches one block from each of several panels, evenly over `calls` of `step`.
@@ -176,6 +208,11 @@ template <class Isa, class Code, std::int64_t kGroup>
 struct PanelSources<Isa, weight_format::QuantisedPanel<Code, kGroup>> {
   using Stored = DecodedPanels<Isa, weight_format::QuantisedPanel<Code, kGroup>>;
   using Transposed = DecodedTransposedPanels<Isa, weight_format::QuantisedPanel<Code, kGroup>>;
+};
+template <class Isa, weight_format::StoredInBlocks Panel>
+struct PanelSources<Isa, Panel> {
+  using Stored = DecodedPanels<Isa, Panel>;
+  using Transposed = DecodedTransposedPanels<Isa, Panel>;
 };
 
 template <class Isa>

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -53,6 +54,13 @@ class FusedMoe final : public MoeKernel {
     });
   }
 
+  const char* blocks(weight_format::Part part) const override {
+    return Format::with_panel(part, []<class Panel>(Panel) -> const char* {
+      if constexpr (requires { Panel::kStored; }) return Panel::kStored;
+      return nullptr;
+    });
+  }
+
   std::size_t saved_bytes(std::int64_t tokens, std::int64_t first_rank, std::int64_t down_rank) const override {
     return SavedSlots<Layer>::bytes(layer_, tokens * layer_.shape.top_k(), first_rank, down_rank);
   }
@@ -72,6 +80,12 @@ class FusedMoe final : public MoeKernel {
                   const float* scales, std::int64_t rows, std::int64_t columns, std::int64_t groups) const override {
     check_expert(expert);
     layer_.format.pack_codes(packed, expert, part, MatrixView(codes, rows, columns), MatrixView(scales, rows, groups));
+  }
+
+  void pack_blocks(std::byte* packed, std::int64_t expert, weight_format::Part part, const std::uint8_t* blocks,
+                   std::string_view type, std::int64_t rows, std::int64_t row_bytes) const override {
+    check_expert(expert);
+    layer_.format.pack_blocks(packed, expert, part, type, MatrixView(blocks, rows, row_bytes));
   }
 
   void unpack(const std::byte* packed, std::int64_t expert, weight_format::Part part, void* target, std::int64_t rows,

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "ktc/engine.hpp"
@@ -76,6 +77,8 @@ class MoeKernel {
   virtual void shard(const std::byte* whole, std::int64_t expert, std::byte* packed) const = 0;
   virtual void join(const std::byte* packed, std::int64_t expert, std::byte* whole) const = 0;
   virtual Coding coding(weight_format::Part part) const = 0;
+  // The type of blocks that a part is stored in, null where it is in none.
+  virtual const char* blocks(weight_format::Part part) const = 0;
   // The ranks are those of LoRA on the first product and on down, 0 without.
   virtual std::size_t saved_bytes(std::int64_t tokens, std::int64_t first_rank = 0,
                                   std::int64_t down_rank = 0) const = 0;
@@ -87,6 +90,10 @@ class MoeKernel {
   // where the format has no codes, a scale of its own kind cannot hold `scales` exactly, or a code is out of range.
   virtual void pack_codes(std::byte* packed, std::int64_t expert, weight_format::Part part, const std::uint8_t* codes,
                           const float* scales, std::int64_t rows, std::int64_t columns, std::int64_t groups) const = 0;
+  // From whole blocks as a GGUF file stores them, rows of `row_bytes`. Throws std::invalid_argument where the part is
+  // not stored in blocks of that type, named as `blocks` names it, or is of another shape.
+  virtual void pack_blocks(std::byte* packed, std::int64_t expert, weight_format::Part part, const std::uint8_t* blocks,
+                           std::string_view type, std::int64_t rows, std::int64_t row_bytes) const = 0;
   // The inverse, in the kernel's element type; biases in its accumulator type.
   virtual void unpack(const std::byte* packed, std::int64_t expert, weight_format::Part part, void* target,
                       std::int64_t rows, std::int64_t columns) const = 0;

@@ -2,7 +2,8 @@
 // product that reads hidden states (gate and up) and of the one that gives them.
 //
 // A panel type has `Element`, what is multiplied; `bytes` of a panel, a multiple of 64; `pack` and `unpack` for the
-// lanes of one part; `check` for the contraction it has to hold; and, if it is quantised, `pack_codes`.
+// lanes of one part; `check` for the contraction it has to hold; and, if it is quantised, `pack_codes` or
+// `pack_blocks`.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <type_traits>
 
 #include "ktc/element.hpp"
@@ -124,6 +126,24 @@ class Packed {
         }
       }
       throw std::invalid_argument("this part is not stored in codes");
+    });
+  }
+
+  // `blocks` of the format `type`, as a GGUF file stores them: (rows, bytes of a row).
+  void pack_blocks(std::byte* packed, std::int64_t expert, Part part, std::string_view type,
+                   const MatrixView<const std::uint8_t>& blocks) const {
+    with_panel(part, [&]<class Panel>(Panel) {
+      if constexpr (requires { Panel::kStored; }) {
+        if (!is_bias(part) && type == Panel::kStored) {
+          const auto columns = blocks.columns / Panel::Format::kStoredBytes * Panel::Format::kWeights;
+          const bool whole = blocks.columns % Panel::Format::kStoredBytes == 0;
+          layout_.check(part, blocks.rows, whole ? columns : -1);
+          return for_shards(packed, expert, part, [&](const PartLanes& lanes, Range rows) {
+            Panel::pack_blocks(rows_of(blocks, rows), lanes);
+          });
+        }
+      }
+      throw std::invalid_argument("this part is not stored in blocks of " + std::string(type));
     });
   }
 

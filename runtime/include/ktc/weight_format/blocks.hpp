@@ -1,0 +1,197 @@
+// Weights in the blocks of a GGUF file, computed with as they are stored: same bits, in another order.
+//
+// A `Format` describes the file's blocks of one row: `kWeights` of them in `kStoredBytes`, codes of `kBits` (4, 5, 6, 8
+// or 16) and scales. What is multiplied is scale x number(code), less a minimum where the format has `kMins`.
+//   number(code)                       what a code stands for, an integer that is exact in bf16
+//   code(stored, k)                    the code of weight k of a stored block
+//   put_head(stored, head, lane)       a stored block's scales into those of a panel, for one output
+//   scales(head, block, scale, min)    of 32 weights of each output: `kScales` scales, in fp32, and their minimum
+//   quantise(weights, stored)          a block of floats, where the format can be made of them
+//
+// A panel is a sequence of spans of `kSpanBlocks` x 32 weights of its 32 outputs: [`kHeadBytes` of scales][blocks]. A
+// block is 32 x 32 codes in the order of a bf16 block (`panel.hpp`), whose 32 vectors are 32 elements each. The lower
+// four bits of a code lie in lines of 64 bytes for four consecutive vectors, a nibble of a word for each; the upper
+// bits of 5- and 6-bit codes follow in lines of 16 and 8 vectors. Codes of 8 and 16 bits lie as the elements do.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "ktc/element.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/tensor_view.hpp"
+#include "ktc/weight_format/fp16.hpp"
+#include "ktc/weight_format/layout.hpp"
+#include "ktc/weight_format/packed.hpp"
+#include "ktc/weight_format/panel.hpp"
+
+namespace ktc::weight_format {
+
+// In fp32, the scales of 32 weights of each of a panel's outputs: of the whole 32, or of 16 and 16.
+template <class Format>
+struct BlockScales {
+  static constexpr int kScales = Format::kScales;
+  alignas(64) float scale[std::max(kScales, 1)][kPanelWidth];
+  alignas(64) float min[kPanelWidth];
+
+  BlockScales(const std::byte* head, std::int64_t block) {
+    if constexpr (kScales > 0) Format::scales(head, block, scale, min);
+  }
+};
+
+template <class FormatType>
+struct BlockPanel {
+  using Element = bf16;
+  using Format = FormatType;
+  static constexpr const char* kStored = Format::kName;
+  static constexpr int kHighBits = Format::kBits == 5 ? 1 : Format::kBits == 6 ? 2 : 0;
+  static constexpr int kLowBits = Format::kBits - kHighBits;
+  static constexpr std::int64_t kLowBytes = kBlock * kLowBits / 8;
+  static constexpr std::int64_t kBlockBytes = kBlock * Format::kBits / 8;
+  static constexpr std::int64_t kScaleBytes = Format::kHeadBytes;
+  static constexpr std::int64_t kSpanBlocks = Format::kSpanBlocks;
+  static constexpr std::int64_t kSpanBytes = kScaleBytes + kSpanBlocks * kBlockBytes;
+  static_assert(kScaleBytes % 64 == 0 && kBlockBytes % 64 == 0);
+
+  static std::int64_t bytes(std::int64_t padded_k) {
+    return (padded_k / kPanelWidth + kSpanBlocks - 1) / kSpanBlocks * kSpanBytes;
+  }
+  static std::int64_t scales_at(std::int64_t block) { return block / kSpanBlocks * kSpanBytes; }
+  static std::int64_t codes_at(std::int64_t block) {
+    return scales_at(block) + kScaleBytes + block % kSpanBlocks * kBlockBytes;
+  }
+
+  static void check(const char* name, std::int64_t size) {
+    if (size % Format::kWeights == 0) return;
+    throw std::invalid_argument(std::string(kStored) + " weights in blocks of " + std::to_string(Format::kWeights) +
+                                ": " + name + " = " + std::to_string(size) + " is no multiple of it");
+  }
+
+  // Throws std::invalid_argument for weights that are not finite, and for formats that are only read.
+  template <class Source>
+  static void pack(const MatrixView<const Source>& source, const PartLanes& part) {
+    if constexpr (requires(float* weights, std::uint8_t* stored) { Format::quantise(weights, stored); }) {
+      float weights[Format::kWeights];
+      std::uint8_t stored[Format::kStoredBytes];
+      for (std::int64_t row = 0; row < source.rows; ++row) {
+        for (std::int64_t k = 0; k < source.columns; k += Format::kWeights) {
+          for (int i = 0; i < Format::kWeights; ++i) {
+            weights[i] = static_cast<float>(source.row(row)[k + i]);
+            if (!std::isfinite(weights[i])) {
+              throw std::invalid_argument("weights that are not finite cannot be quantised");
+            }
+          }
+          Format::quantise(weights, stored);
+          put_block(stored, part, row, k);
+        }
+      }
+    } else {
+      throw std::invalid_argument(std::string(kStored) + " weights are taken only as a file stores them");
+    }
+  }
+
+  // `blocks` as a file stores them, (rows, bytes of a row).
+  static void pack_blocks(const MatrixView<const std::uint8_t>& blocks, const PartLanes& part) {
+    for (std::int64_t row = 0; row < blocks.rows; ++row) {
+      for (std::int64_t at = 0; at < blocks.columns; at += Format::kStoredBytes) {
+        put_block(blocks.row(row) + at, part, row, at / Format::kStoredBytes * Format::kWeights);
+      }
+    }
+  }
+
+  static void unpack(const PartLanes& part, const MatrixView<Element>& target) {
+    for (std::int64_t row = 0; row < target.rows; ++row) {
+      const std::byte* panel = part.panels + row / part.lanes * bytes(part.padded_k);
+      const std::int64_t lane = part.first_lane + row % part.lanes;
+      for (std::int64_t block = 0; block * kPanelWidth < target.columns; ++block) {
+        const BlockScales<Format> scales(panel + scales_at(block), block % kSpanBlocks);
+        for (std::int64_t k = 0; k < kPanelWidth && block * kPanelWidth + k < target.columns; ++k) {
+          const unsigned code = code_at(panel + codes_at(block), panel_offset<Element>(lane, k));
+          target.row(row)[block * kPanelWidth + k] = Element(weight(scales, code, lane, k));
+        }
+      }
+    }
+  }
+
+  // One weight in fp32, where all but the last step is exact.
+  static float weight(const BlockScales<Format>& scales, unsigned code, std::int64_t lane, std::int64_t k) {
+    const float number = Format::number(code);
+    if constexpr (Format::kScales == 0) return number;
+    const float product = scales.scale[k * Format::kScales / kPanelWidth][lane] * number;
+    if constexpr (!Format::kMins) return product;
+    return product - scales.min[lane];
+  }
+
+  // The code of the element at `offset` of a block.
+  static unsigned code_at(const std::byte* block, std::int64_t offset) {
+    if constexpr (kLowBits == 16) return word_at(block, offset);
+    if constexpr (kLowBits == 8) return std::to_integer<unsigned>(block[offset]);
+    const Bits<4> low(offset);
+    unsigned code = word_at(block, low.word) >> low.shift & 0xf;
+    if constexpr (kHighBits > 0) {
+      const Bits<std::max(kHighBits, 1)> high(offset);
+      code |= (word_at(block + kLowBytes, high.word) >> high.shift & ((1u << kHighBits) - 1)) << 4;
+    }
+    return code;
+  }
+
+ private:
+  // Where the bits of an element lie: of which 16-bit word, and how far up.
+  template <int kBits>
+  struct Bits {
+    explicit Bits(std::int64_t offset) {
+      constexpr std::int64_t kVectors = 16 / kBits;  // of a line
+      const std::int64_t vector = offset / kPanelWidth;
+      word = vector / kVectors * kPanelWidth + offset % kPanelWidth;
+      shift = static_cast<unsigned>(vector % kVectors) * kBits;
+    }
+    std::int64_t word;
+    unsigned shift;
+  };
+
+  static unsigned word_at(const std::byte* words, std::int64_t index) {
+    std::uint16_t word;
+    std::memcpy(&word, words + 2 * index, sizeof(word));
+    return word;
+  }
+  template <int kBits>
+  static void put_bits(std::byte* words, std::int64_t offset, unsigned bits) {
+    const Bits<kBits> place(offset);
+    constexpr unsigned kMask = (1u << kBits) - 1;
+    const unsigned others = word_at(words, place.word) & ~(kMask << place.shift);
+    const auto word = static_cast<std::uint16_t>(others | (bits & kMask) << place.shift);
+    std::memcpy(words + 2 * place.word, &word, sizeof(word));
+  }
+  static void put(std::byte* block, std::int64_t offset, unsigned code) {
+    if constexpr (kLowBits == 16) return put_bits<16>(block, offset, code);
+    if constexpr (kLowBits == 8) {
+      block[offset] = static_cast<std::byte>(code);
+      return;
+    }
+    put_bits<4>(block, offset, code);
+    if constexpr (kHighBits > 0) put_bits<std::max(kHighBits, 1)>(block + kLowBytes, offset, code >> 4);
+  }
+
+  // A stored block that begins at weight `first` of a row.
+  static void put_block(const std::uint8_t* stored, const PartLanes& part, std::int64_t row, std::int64_t first) {
+    std::byte* panel = part.panels + row / part.lanes * bytes(part.padded_k);
+    const std::int64_t lane = part.first_lane + row % part.lanes;
+    const std::int64_t block = first / kPanelWidth;
+    if constexpr (Format::kScales > 0) {
+      std::byte* head = panel + scales_at(block);
+      Format::put_head(stored, head + block % kSpanBlocks * Format::kBlockHeadBytes, lane);
+    }
+    for (int k = 0; k < Format::kWeights; ++k) {
+      const std::int64_t at = first + k;
+      put(panel + codes_at(at / kPanelWidth), panel_offset<Element>(lane, at % kPanelWidth), Format::code(stored, k));
+    }
+  }
+};
+
+}  // namespace ktc::weight_format

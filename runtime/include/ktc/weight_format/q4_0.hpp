@@ -1,0 +1,43 @@
+// Q4_0: 4-bit codes of -8 to 7, 32 with an fp16 scale. 4.5 bits per weight.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+#include "ktc/weight_format/block_scales.hpp"
+#include "ktc/weight_format/blocks.hpp"
+
+namespace ktc::weight_format {
+
+struct Q4_0 : OneHalfScale {
+  static constexpr const char* kName = "q4_0";
+  static constexpr int kBits = 4;
+  static constexpr int kStoredBytes = 18;  // scale, codes of weights 0 and 16, 1 and 17, ...
+
+  static constexpr float number(unsigned code) { return static_cast<float>(static_cast<int>(code) - 8); }
+  static unsigned code(const std::uint8_t* stored, int k) { return halved_nibble(stored + 2, k); }
+
+  // The largest weight becomes -8 exactly, whatever its sign.
+  static void quantise(const float* weights, std::uint8_t* stored) {
+    float largest = weights[0];
+    for (int k = 1; k < kWeights; ++k) {
+      if (std::abs(weights[k]) > std::abs(largest)) largest = weights[k];
+    }
+    const float scale = largest / -8;
+    const float inverse = scale == 0 ? 0 : 1 / scale;
+    store_half(scale, stored);
+    const auto code = [&](int k) {
+      const float quotient = weights[k] * inverse;
+      const float shifted = quotient + 8.5f;  // a statement of its own: it must not become one operation
+      return static_cast<std::uint8_t>(std::clamp(static_cast<int>(shifted), 0, 15));
+    };
+    for (int k = 0; k < kWeights / 2; ++k) {
+      stored[2 + k] = static_cast<std::uint8_t>(code(k) | code(k + kWeights / 2) << 4);
+    }
+  }
+};
+using Q4_0Panel = BlockPanel<Q4_0>;
+
+}  // namespace ktc::weight_format

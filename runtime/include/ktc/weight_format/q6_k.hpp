@@ -1,0 +1,55 @@
+// Q6_K: codes of -32 to 31 in blocks of 256, with an fp16 scale and a signed byte for each 16 that multiplies it.
+// 6.5625 bits per weight.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ktc/shape.hpp"
+#include "ktc/weight_format/block_scales.hpp"
+#include "ktc/weight_format/blocks.hpp"
+
+namespace ktc::weight_format {
+
+struct Q6_K {
+  static constexpr const char* kName = "q6_k";
+  static constexpr int kBits = 6;
+  static constexpr int kWeights = 256;
+  static constexpr int kStoredBytes = 210;  // nibbles, upper pairs of bits, 16 signed bytes, scale
+  static constexpr int kScales = 2;
+  static constexpr bool kMins = false;
+  static constexpr std::int64_t kSpanBlocks = 8;
+  static constexpr std::int64_t kGroups = 16;
+  static constexpr std::int64_t kHeadBytes = kPanelWidth * 2 + kGroups * kPanelWidth;
+  static constexpr std::int64_t kBlockHeadBytes = 0;
+
+  static constexpr float number(unsigned code) { return static_cast<float>(static_cast<int>(code) - 32); }
+  static unsigned code(const std::uint8_t* stored, int k) {
+    const int half = k / 128;
+    const unsigned low = stored[half * 64 + k % 64] >> (k % 128 / 64 * 4) & 0xfu;
+    return low | (stored[128 + half * 32 + k % 32] >> (k % 128 / 32 * 2) & 3u) << 4;
+  }
+
+  static void put_head(const std::uint8_t* stored, std::byte* head, std::int64_t lane) {
+    put_half(stored + 208, head, lane);
+    for (std::int64_t group = 0; group < kGroups; ++group) {
+      head[kFactorsAt + group * kPanelWidth + lane] = static_cast<std::byte>(stored[192 + group]);
+    }
+  }
+  static void scales(const std::byte* head, std::int64_t block, float (*scale)[kPanelWidth], float*) {
+    alignas(64) float of_block[kPanelWidth];
+    widen_halves(head, of_block);
+    for (std::int64_t group = 0; group < kScales; ++group) {
+      const auto* factors = reinterpret_cast<const std::int8_t*>(head + kFactorsAt) + (2 * block + group) * kPanelWidth;
+      for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
+        scale[group][lane] = of_block[lane] * static_cast<float>(factors[lane]);
+      }
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kFactorsAt = kPanelWidth * 2;
+};
+using Q6_KPanel = BlockPanel<Q6_K>;
+
+}  // namespace ktc::weight_format
