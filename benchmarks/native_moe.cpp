@@ -237,7 +237,7 @@ double multiply_in_cache(std::int64_t panels, std::int64_t groups, std::int64_t 
   const auto* weights = reinterpret_cast<const Weight*>(rows + groups * kRows * contraction);
   auto* sums = reinterpret_cast<typename Products::Accumulator*>(memory.data() + operands);
   Products isa;
-  FetchAhead nothing;
+  FetchAhead<Products> nothing;
   const auto begin = Clock::now();
   for (std::int64_t i = 0; i < rounds * panels * groups; ++i) {
     const std::int64_t panel = i / groups % panels, group = i % groups;

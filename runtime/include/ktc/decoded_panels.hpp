@@ -47,7 +47,7 @@ class DecodedPanels {
  public:
   using Panel = PanelType;
   using Element = typename Isa::Element;
-  using Ahead = FetchAhead;
+  using Ahead = FetchAhead<Isa>;
   static constexpr int kStreamRows = code_rows<Isa, Panel>();
   static constexpr bool kMultipliesCodes = kStreamRows > 0;
 

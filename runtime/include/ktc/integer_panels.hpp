@@ -16,7 +16,7 @@ template <class IntegerIsa>
 class IntegerPanels {
  public:
   using Panel = weight_format::Int8Panel;
-  using Ahead = FetchAhead;
+  using Ahead = FetchAhead<IntegerIsa>;
   static constexpr int kStreamRows = IntegerIsa::kStreamRows;
   static constexpr bool kMultipliesCodes = false;
 

@@ -296,7 +296,7 @@ void to_low_rank(const LoraProduct<Layer>& product, const Routing& routing, Rang
       pack(product, active.expert, panel, scratch);
       for (std::int64_t index = first; index < last; ++index) {
         const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
-        FetchAhead nothing;
+        FetchAhead<Isa> nothing;
         isa.multiply(group.rows, steps, packed_S + group.first_slot * contraction, scratch, tile, nothing);
         for (std::int64_t half = 0; half < kPanelWidth; half += kHalfPanel) {
           if (panel * kPanelWidth + half < product.packed_rank()) put(group, panel * kPanelWidth + half);

