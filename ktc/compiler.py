@@ -212,7 +212,9 @@ def _fitting(plan: Plan) -> Plan:
 
 def _origins(plan: Plan) -> dict[KernelSpec, str]:
     """The place in the rules that asked for each kernel."""
-    return {a.kernel: str(a.span) for rewrite in plan.rewrites for a in rewrite.actions if a.kernel is not None}
+    return {
+        a.kernel: f"{a.rule} ({a.span})" for rewrite in plan.rewrites for a in rewrite.actions if a.kernel is not None
+    }
 
 
 __all__ = ["KtcError", "Model", "Report", "check", "compile", "dumps", "inspect"]

@@ -84,7 +84,10 @@ def _no_memory() -> Diagnostic:
 
 
 def cache_key(source: KernelSource, tools: Toolchain) -> str:
-    """A digest of all that shapes the library: texts, flags, headers, compiler, pybind11 and the Python ABI."""
+    """A digest of all that shapes the library: code, flags, headers, compiler, pybind11 and the Python ABI.
+
+    Which rule asked for a kernel shapes nothing: a program that is edited around its kernels builds none anew.
+    """
     digest = hashlib.sha256()
     for item in _ingredients(source, tools):
         digest.update(len(item).to_bytes(8, "little"))
@@ -95,7 +98,7 @@ def cache_key(source: KernelSource, tools: Toolchain) -> str:
 def _ingredients(source: KernelSource, tools: Toolchain) -> Iterator[bytes]:
     yield from (str(part).encode() for part in (*asdict(tools.compiler).values(), pybind11.__version__, _abi()))
     for unit in source.units:
-        yield from (part.encode() for part in (unit.name, unit.text, *tools.flags(unit.isa, unit.name)))
+        yield from (part.encode() for part in (unit.name, unit.code, *tools.flags(unit.isa, unit.name)))
     include = resources.runtime_include()
     for header in sorted(include.rglob("*.hpp")):
         yield str(header.relative_to(include)).encode()

@@ -43,7 +43,7 @@ _FUNCTIONS: Final[Mapping[Function, str]] = {
 }  # fmt: skip
 _COMMENT_WIDTH: Final = 117
 # A rule file may be called anything; in a comment of C++ only what cannot end it may stand.
-_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_./: +-]")
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_./: +()-]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,11 @@ class TranslationUnit:
     name: str
     text: str
     isa: Isa
+
+    @property
+    def code(self) -> str:
+        """The text without its first line, which only says what rule asked for the kernel."""
+        return self.text.partition("\n")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class KernelSource:
 
 
 def render(specs: Sequence[KernelSpec], origin: Mapping[KernelSpec, str]) -> KernelSource:
-    """Render the kernels of one model. `origin` names the rule that asked for each (`moe.ktr:6:3`).
+    """Render the kernels of one model. `origin` names the rule that asked for each (`experts (moe.ktr:6:3)`).
 
     The result does not depend on the order of `specs` or on repeats. Raises `InputRefused` (H220) with every spec for
     which there is no kernel.

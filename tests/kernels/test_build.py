@@ -5,18 +5,19 @@ Most tests use a stand-in for the compiler that hands out the session's library,
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kernel_layers import ISAS, SPECS, spec_of
+from kernel_layers import FORMS, ISAS, SPECS, spec_of
 from torch import Tensor
 
 from ktc import host
@@ -25,7 +26,7 @@ from ktc.codegen.build import build
 from ktc.codegen.render import KernelSource, render
 from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.host import Compiler, Host
-from ktc.plan.kernel_spec import WeightFormat
+from ktc.plan.kernel_spec import CODES, IN_BF16, KERNELS, WeightFormat
 from ktc.runtime.kernel_library import KernelLibrary
 from ktc.runtime.packed_experts import PackedExperts
 
@@ -54,7 +55,7 @@ def quick_host(kernels: KernelLibrary, calls: Path, tmp_path: Path) -> Host:
     script = tmp_path / "stand-in"
     script.write_text(STAND_IN.format(calls=calls, library=kernels.path))
     script.chmod(0o755)
-    return dataclasses.replace(host.detect(), compiler=Compiler(str(script), "1"))
+    return replace(host.detect(), compiler=Compiler(str(script), "1"))
 
 
 def left_in(cache: Path) -> list[str]:
@@ -66,13 +67,34 @@ def left_in(cache: Path) -> list[str]:
 
 def test_a_rendered_kernel_says_where_it_comes_from() -> None:
     spec = spec_of("scalar", sizes=(70, None, 5, 2))
-    unit = render([spec], {spec: "rules/moe-lora.ktr:31:3"}).units[0]
+    unit = render([spec], {spec: "known (rules/moe-lora.ktr:31:3)"}).units[0]
     assert unit.name == f"{spec.entry}.cpp"
     assert unit.text.startswith(
-        "// Rule: rules/moe-lora.ktr:31:3\n// KernelSpec: op=fused_moe, hidden=70, intermediate=None,"
+        "// Rule: known (rules/moe-lora.ktr:31:3)\n// KernelSpec: op=fused_moe, hidden=70, intermediate=None,"
     )
     assert max(map(len, unit.text.splitlines())) <= 120
     assert "using Shape = ktc::MoeShape<70, ktc::kDynamic, 5, 2>;" in unit.text
+
+
+@pytest.mark.parametrize("sizes", [(None, None, None, None), (7168, 2048, 256, 8)], ids=["dynamic", "constant"])
+def test_rendered_files_are_short_and_formatted(tmp_path: Path, sizes: tuple[int | None, ...]) -> None:
+    formatter = shutil.which("clang-format", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if formatter is None:
+        pytest.skip("clang-format is not installed")
+    coded = [(name, size) for name in IN_BF16 for size in (CODES[name].group_sizes if name in CODES else (0,))]
+    specs = [
+        *(spec_of(isa, form=form, sizes=sizes) for isa in KERNELS for form in FORMS),
+        *(spec_of(isa, codes=codes, sizes=sizes) for isa in KERNELS for codes in coded if codes[0] in KERNELS[isa]),
+    ]
+    specs += [replace(spec, format_down="q6_k") for spec in specs if spec.format_down == "q4_k"]
+    units = render(specs, dict.fromkeys(specs, "known (moe-lora.ktr:31:3)")).units
+    for unit in units:
+        (tmp_path / unit.name).write_text(unit.text)
+        assert unit.name == "bindings.cpp" or len(unit.text.splitlines()) <= 50
+    style = Path(__file__).parents[2] / ".clang-format"
+    files = [str(tmp_path / unit.name) for unit in units]
+    check = subprocess.run([formatter, "--dry-run", f"--style=file:{style}", *files], capture_output=True, text=True)
+    assert check.stderr == ""
 
 
 def test_the_order_of_the_specs_and_repeats_change_nothing() -> None:
@@ -80,7 +102,7 @@ def test_the_order_of_the_specs_and_repeats_change_nothing() -> None:
 
 
 def test_combinations_without_a_kernel_are_refused_together() -> None:
-    mixed = dataclasses.replace(spec_of("avx2"), format_down="fp32")
+    mixed = replace(spec_of("avx2"), format_down="fp32")
     with pytest.raises(InputRefused) as refused:
         render([spec_of("avx512", "fp32"), mixed, spec_of("scalar")], {})
     assert [fault.code for fault in refused.value.diagnostics] == ["H220", "H220"]
@@ -100,7 +122,7 @@ def test_a_kernel_for_amx_compiles_where_it_cannot_run(tmp_path: Path, codes: tu
 
 
 def test_no_compiler_names_the_package_to_install(kernel_source: KernelSource, tmp_path: Path) -> None:
-    bare = dataclasses.replace(host.detect(), compiler=None)
+    bare = replace(host.detect(), compiler=None)
     with pytest.raises(HostLacks, match="no C\\+\\+ compiler found") as lacks:
         build(kernel_source, bare, tmp_path / "cache")
     assert "g++" in lacks.value.diagnostics[0].hint
@@ -118,7 +140,7 @@ def test_no_python_headers_names_the_package_to_install(
 
 
 def test_an_instruction_set_the_host_lacks_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    old = dataclasses.replace(host.detect(), isas=("scalar",))
+    old = replace(host.detect(), isas=("scalar",))
     source = render([spec_of("avx2"), spec_of("avx512_bf16"), spec_of("scalar")], {})
     with pytest.raises(HostLacks) as lacks:
         build(source, old, tmp_path / "cache")
@@ -132,8 +154,8 @@ def test_an_instruction_set_the_host_lacks_is_refused_before_anything_runs(tmp_p
 def test_kernels_for_a_described_machine_are_refused_where_they_cannot_be_tested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described = dataclasses.replace(host.detect(), isas=("avx2", "scalar"))
-    monkeypatch.setattr(host, "detect", lambda: dataclasses.replace(described, isas=("scalar",)))
+    described = replace(host.detect(), isas=("avx2", "scalar"))
+    monkeypatch.setattr(host, "detect", lambda: replace(described, isas=("scalar",)))
     source = render([spec_of("avx2"), spec_of("scalar")], {})
     with pytest.raises(HostLacks, match="cannot run `avx2` kernels itself, and no kernel is handed out") as lacks:
         build(source, described, tmp_path / "cache")
@@ -163,16 +185,24 @@ def test_a_library_is_built_once(kernel_source: KernelSource, quick_host: Host, 
     assert len(calls.read_text().splitlines()) == num_calls
 
 
+def test_a_rule_that_has_moved_builds_nothing(
+    quick_host: Host, kernel_source: KernelSource, calls: Path, tmp_path: Path
+) -> None:
+    first = build(kernel_source, quick_host, tmp_path / "cache")
+    num_calls = len(calls.read_text().splitlines())
+    moved = render(SPECS, dict.fromkeys(SPECS, "another (another.ktr:1:1)"))
+    assert moved != kernel_source
+    assert build(moved, quick_host, tmp_path / "cache") == first
+    assert len(calls.read_text().splitlines()) == num_calls
+
+
 def test_another_text_or_compiler_is_another_library(
     quick_host: Host, kernel_source: KernelSource, tmp_path: Path
 ) -> None:
     first = build(kernel_source, quick_host, tmp_path / "cache")
-    newer = dataclasses.replace(quick_host, compiler=Compiler(quick_host.compiler.path, "2"))  # type: ignore[union-attr]
-    other_rule = render(SPECS, dict.fromkeys(SPECS, "another.ktr:1:1"))
-    paths = {
-        build(kernel_source, newer, tmp_path / "cache").path,
-        build(other_rule, quick_host, tmp_path / "cache").path,
-    }
+    newer = replace(quick_host, compiler=Compiler(quick_host.compiler.path, "2"))  # type: ignore[union-attr]
+    fewer = render(SPECS[:1], {})
+    paths = {build(kernel_source, newer, tmp_path / "cache").path, build(fewer, quick_host, tmp_path / "cache").path}
     assert len(paths | {first.path}) == 3
 
 
@@ -211,7 +241,7 @@ def test_a_cache_that_cannot_be_written_is_named(kernel_source: KernelSource, qu
 
 
 def test_a_compiler_that_vanished_is_named_and_not_the_cache(tmp_path: Path) -> None:
-    gone = dataclasses.replace(host.detect(), compiler=Compiler(str(tmp_path / "gone"), "1"))
+    gone = replace(host.detect(), compiler=Compiler(str(tmp_path / "gone"), "1"))
     with pytest.raises(HostLacks, match=r"the C\+\+ compiler `.*gone` cannot be run any more") as lacks:
         build(render([spec_of("scalar")], {}), gone, tmp_path / "cache")
     assert lacks.value.diagnostics[0].code == "H221"
@@ -233,9 +263,9 @@ def test_an_error_of_the_machine_keeps_its_own_words(
 
 def test_text_that_does_not_compile_leaves_nothing(tmp_path: Path) -> None:
     source = render([spec_of("scalar")], {})
-    broken = dataclasses.replace(source.units[0], text="#error a mistake of ours\n")
+    broken = replace(source.units[0], text="#error a mistake of ours\n")
     with pytest.raises(KtcError, match="a mistake of ours") as failed:
-        build(dataclasses.replace(source, units=(broken,)), host.detect(), tmp_path / "cache")
+        build(replace(source, units=(broken,)), host.detect(), tmp_path / "cache")
     assert failed.value.diagnostics[0].code == "H224"
     assert left_in(tmp_path / "cache") == []
 
@@ -288,13 +318,13 @@ def test_an_altered_library_is_not_loaded(kernels: KernelLibrary, tmp_path: Path
     copy = tmp_path / kernels.path.name
     shutil.copy(kernels.path, copy)
     os.truncate(copy, copy.stat().st_size - 1)
-    altered = dataclasses.replace(kernels, path=copy)
+    altered = replace(kernels, path=copy)
     with pytest.raises(InputRefused, match="was altered: expected sha256"):
         altered.kernel(SPECS[0].entry).engine(1)
 
 
 def test_a_library_that_is_gone_or_no_library_is_named(kernels: KernelLibrary, tmp_path: Path) -> None:
-    gone = dataclasses.replace(kernels, path=tmp_path / "gone.so")
+    gone = replace(kernels, path=tmp_path / "gone.so")
     with pytest.raises(InputRefused, match=r"no kernel library at `.*gone\.so`"):
         gone.kernel(SPECS[0].entry).engine(1)
 
