@@ -148,7 +148,7 @@ void multiply_decoded(int rows, std::int64_t padded_k, const bf16* a, const std:
   using Isa = avx512_bf16::Isa;
   alignas(64) bf16 weights[kBlock];
   alignas(64) float product[kMaxCodeRows * kPanelWidth];
-  FetchAhead ahead;
+  FetchAhead<Isa> ahead;
   std::fill(tile, tile + rows * kPanelWidth, 0.0f);
   for (std::int64_t block = 0; block < padded_k / kPanelWidth; ++block, a += rows * kPanelWidth) {
     decode_blocks<Isa::Lanes, Panel>(panel, block, block + 1, weights);
