@@ -18,6 +18,7 @@ from ktc import host
 from ktc.bench import kt, memory, ours
 from ktc.bench.options import DEFAULT_IMPLS, Typed, parse
 from ktc.bench.report import LeftOut, Report, Row
+from ktc.bench.run import absent
 from ktc.cli_bench_table import tables
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.plan.kernel_spec import KERNELS
@@ -79,6 +80,15 @@ def test_every_format_of_every_kernel_can_be_asked_for() -> None:
         assert [spec.format_down for _, spec in ours.asked(request)] == list(KERNELS[isa])
 
 
+def test_formats_of_a_group_that_a_shape_cannot_hold_are_left_out_with_the_reason() -> None:
+    request = parse(replace(CUSTOM, hidden=48, impls="ktc", tokens="1"))
+    measured = {impl for impl, _ in ours.asked(request)}
+    assert {"ktc_bf16", "ktc_int8", "ktc_fp16"} <= measured
+    left_out = {each.impl: each.reason for each in absent(request)}
+    assert left_out.keys() == {*request.impls} - measured
+    assert left_out["ktc_q4_k"] == "cuts rows into groups or blocks, of which this shape has no whole number"
+
+
 def test_groups_stand_for_their_members_and_repeats_are_dropped() -> None:
     request = parse(replace(CUSTOM, impls="hf,hf_eager,onednn_dense", tokens="4,1,4", lora_ranks="8,0"))
     assert request.impls == ("hf_eager", "hf_grouped_mm", "hf_batched_mm", "onednn_dense")
@@ -101,6 +111,7 @@ def test_groups_stand_for_their_members_and_repeats_are_dropped() -> None:
         (Typed(impls="ktc_fp64", isas="avx2"), "`ktc_fp64` has no kernel for `avx2`"),
         (Typed(lora_ranks="129"), "`--lora-rank` wants numbers from 0 to 128, found `129`"),
         (replace(CUSTOM, impls="ktc_int4", hidden=40), "`int4` cuts rows into groups"),
+        (replace(CUSTOM, impls="ktc_q4_k", hidden=128), "`q4_k` cuts rows into groups or blocks"),
         (Typed(isas="sse"), "unknown instruction set `sse`"),
     ],
 )

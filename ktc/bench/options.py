@@ -50,8 +50,8 @@ def parse(typed: Typed) -> Request:
     shape, isas = _shape(typed), _isas(typed.isas)
     asked = tuple(dict.fromkeys(each for word in _words(typed.impls) for each in _group(word, isas)))
     impls = asked or DEFAULT_IMPLS
-    for impl in (name for name in impls if name.startswith(ours.PREFIX)):
-        _require_even(shape, impl)
+    for word in _words(typed.impls):
+        _require_even(shape, word)
     passes: tuple[Pass, ...] = tuple(_one_of("--pass", word, PASSES) for word in _words(typed.passes))
     return Request(
         shape,
@@ -106,7 +106,7 @@ def _require_even(shape: Shape, impl: str) -> None:
     names: set[WeightFormat] = {name for formats in KERNELS.values() for name in formats}
     for name in names:
         if impl == f"{ours.PREFIX}{name}" and not ours.even_rows(shape, name):
-            raise _refused(f"`{name}` cuts rows into groups, of which {shape} has no whole number")
+            raise _refused(f"`{name}` cuts rows into groups or blocks, of which {shape} has no whole number")
 
 
 def _isas(text: str) -> tuple[Isa, ...]:

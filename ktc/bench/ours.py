@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from ktc import host
@@ -16,11 +17,13 @@ from ktc.bench.inputs import Weights, lora_factors
 from ktc.bench.request import Request, Shape
 from ktc.codegen import build, render
 from ktc.host import Isa
-from ktc.plan.kernel_spec import CODES, KERNELS, KernelSpec, WeightFormat
-from ktc.runtime.fused_moe import FusedMoe
+from ktc.plan.kernel_spec import BLOCKS, CODES, KERNELS, KernelSpec, WeightFormat
+from ktc.runtime.block_reference import random_blocks
+from ktc.runtime.fused_moe import FusedMoe, Part
 from ktc.runtime.kernel_library import KernelLibrary
 
 PREFIX = "ktc_"
+_BLOCK_SCALE = 0.02  # about as large as the other weights
 
 
 def names(isas: tuple[Isa, ...]) -> tuple[str, ...]:
@@ -41,22 +44,21 @@ def candidates(request: Request, weights: Weights) -> Iterator[LocalCandidate]:
 
 
 def asked(request: Request) -> tuple[tuple[str, KernelSpec], ...]:
-    """Names and kernels, the first instruction set's first; not every one of them has every format."""
+    """Names and kernels, the first instruction set's first: of formats that it has and that can hold such matrices."""
     return tuple(
         (impl, spec_of(request, isa, name))
         for isa in request.isas
         for impl in request.impls
         for name in KERNELS[isa]
-        if impl == f"{PREFIX}{name}"
+        if impl == f"{PREFIX}{name}" and even_rows(request.shape, name)
     )
 
 
 def even_rows(shape: Shape, weight_format: WeightFormat) -> bool:
-    """Whether the format can hold matrices of this shape: some cut rows into whole groups."""
-    codes = CODES.get(weight_format)
-    if codes is None or not codes.even:
-        return True
-    return not any(size % codes.group_sizes[0] for size in (shape.hidden, shape.intermediate))
+    """Whether the format can hold matrices of this shape: some cut rows into whole groups or blocks."""
+    codes, blocks = CODES.get(weight_format), BLOCKS.get(weight_format)
+    size = codes.group_sizes[0] if codes and codes.even else blocks.weights if blocks else 1
+    return not any(columns % size for columns in (shape.hidden, shape.intermediate))
 
 
 def spec_of(request: Request, isa: Isa, weight_format: WeightFormat) -> KernelSpec:
@@ -72,6 +74,9 @@ def _packed(request: Request, spec: KernelSpec, library: KernelLibrary, weights:
     shape = request.shape
     sizes = (shape.num_experts, shape.hidden, shape.intermediate, shape.top_k)
     module = FusedMoe(*sizes, kernel=library.kernel(spec.entry), threads=request.threads)
+    if spec.format_down in BLOCKS:
+        _load_blocks(module, shape, spec.format_down)
+        return module
     for expert in range(shape.num_experts):
         gate_up, down = weights.expert(expert)
         gate, up = gate_up.chunk(2)
@@ -79,6 +84,20 @@ def _packed(request: Request, spec: KernelSpec, library: KernelLibrary, weights:
         module.load_expert(expert, "up", up)
         module.load_expert(expert, "down", down)
     return module
+
+
+def _load_blocks(module: FusedMoe, shape: Shape, weight_format: WeightFormat) -> None:
+    """Random blocks, rotated by rows from expert to expert: not every such format can be made of other weights."""
+    generator = torch.Generator().manual_seed(0)
+    sizes: dict[Part, tuple[int, int]] = {
+        "gate": (shape.intermediate, shape.hidden),
+        "up": (shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+    }
+    for part, (rows, columns) in sizes.items():
+        blocks = random_blocks(rows, columns, weight_format, _BLOCK_SCALE, generator)
+        for expert in range(shape.num_experts):
+            module.load_blocks(expert, part, blocks.roll(expert, 0))
 
 
 def _layer(module: FusedMoe, request: Request, rank: int) -> Layer:

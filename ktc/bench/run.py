@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import re
 import tempfile
@@ -24,6 +25,7 @@ from ktc.bench.request import Request
 from ktc.diagnostics import Diagnostic, HostLacks
 
 _NO_KT = "kt-kernel is not here: `--kt-python` takes the Python of its own environment"
+_UNEVEN = "cuts rows into groups or blocks, of which this shape has no whole number"
 
 
 def run(request: Request, progress: Progress) -> Report:
@@ -49,7 +51,7 @@ def _run(request: Request, progress: Progress, stack: ExitStack) -> Report:
     candidates: list[Candidate] = [*ours.candidates(request, weights), *peers.candidates(request, weights), *of_kt]
     candidates.sort(key=lambda each: request.impls.index(each.impl))
     total = Samples()
-    found = [*_absent(request), *measure(request, candidates, limits, total, progress)]
+    found = [*absent(request), *measure(request, candidates, limits, total, progress)]
     peak, bandwidth = total.median()
     return Report(
         {**_host(request), **({"kt_kernel": of_kt[0].about} if of_kt else {})},
@@ -60,14 +62,15 @@ def _run(request: Request, progress: Progress, stack: ExitStack) -> Report:
     )
 
 
-def _absent(request: Request) -> Iterator[LeftOut]:
-    """What the default would measure and this machine lacks."""
-    if kt.is_here(request):
-        return
-    for impl in (name for name in request.impls if name in kt.NAMES):
-        for tokens in request.tokens:
-            for passes in request.passes:
-                yield from (LeftOut(impl, passes, tokens, rank, _NO_KT) for rank in request.lora_ranks)
+def absent(request: Request) -> Iterator[LeftOut]:
+    """What a group or the default has and this machine or this shape has not."""
+    own = {impl for impl, _ in ours.asked(request)}
+    reasons = {impl: _UNEVEN for impl in request.impls if impl.startswith(ours.PREFIX) and impl not in own}
+    if not kt.is_here(request):
+        reasons |= {impl: _NO_KT for impl in request.impls if impl in kt.NAMES}
+    everywhere = itertools.product(reasons.items(), request.passes, request.tokens, request.lora_ranks)
+    for (impl, reason), passes, tokens, rank in everywhere:
+        yield LeftOut(impl, passes, tokens, rank, reason)
 
 
 def _host(request: Request) -> dict[str, Any]:
