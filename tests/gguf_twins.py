@@ -129,12 +129,16 @@ def write(
     folder: Path,
     *,
     experts: Type = Type.F16,
+    down: Type | None = None,
     rest: Type = Type.F16,
     shards: int = 1,
     split_latent: bool = False,
     **overrides: Any,
 ) -> Written:
-    """A checkpoint folder with one GGUF file or its shards. Norms, biases and routers are fp32."""
+    """A checkpoint folder with one GGUF file or its shards. Norms, biases and routers are fp32.
+
+    `experts` is the type of their matrices; that of the ones with the name `down` may be another.
+    """
     model, source = model_of(family, **overrides)
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
@@ -144,7 +148,8 @@ def write(
     writer = GGUFWriter(folder / "model.gguf", ARCHITECTURES[family], split_max_tensors=limit)
     _settings(writer, model)
     for piece in found:
-        store(writer, piece, _type_of(piece, experts, rest))
+        stack = down if down is not None and "ffn_down_exps" in piece.name else experts
+        store(writer, piece, _type_of(piece, stack, rest))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

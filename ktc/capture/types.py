@@ -132,9 +132,11 @@ class CapturedModel:
 
     @property
     def stored_group(self) -> int:
-        """How many weights of a row share a scale in fp8 or packed int4, by the config alone; 0: it does not say."""
+        """How many weights of a row share a scale in fp8, int4 or MXFP4, by the config alone; 0: it does not say."""
         found: object = getattr(self.source.config, "quantization_config", None)
         settings = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        if settings.get("quant_method") == "mxfp4":
+            return 32  # the only size that the format has
         match settings.get("weight_block_size"):
             case [int(), int() as columns]:
                 return columns

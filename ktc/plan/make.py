@@ -18,7 +18,7 @@ from ktc.plan.adapters import plan_lora
 from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
 from ktc.plan.explain import collapse, explain
-from ktc.plan.kernel_spec import BLOCKS, KernelSpec
+from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel, thread_count
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.placement import device_of, place
@@ -102,10 +102,7 @@ def _stored_formats(captured: CapturedModel, weights: Sequence[WeightSource], pa
 
 
 def _stored_format(source: WeightSource) -> StoredFormat:
-    for name, blocks in BLOCKS.items():
-        if name == source.plain_blocks:
-            return name, blocks.weights
-    return source.plain_codes or (source.quantised.method if source.quantised else source.dtype, 0)
+    return source.kept_as or (source.quantised.method if source.quantised else source.dtype, 0)
 
 
 def _group(

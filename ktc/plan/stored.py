@@ -58,7 +58,12 @@ def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
 
 
 def _is_kept(source: WeightSource, spec: KernelSpec, weight_format: WeightFormat) -> bool:
-    return source.kept_as == (weight_format, spec.group_of(weight_format))
+    return source.kept_as == (weight_format, _unit(spec, weight_format))
+
+
+def _unit(spec: KernelSpec, weight_format: WeightFormat) -> int:
+    """How many weights a kernel's format holds together: a block, or a group with a scale."""
+    return BLOCKS[weight_format].weights if weight_format in BLOCKS else spec.group_of(weight_format)
 
 
 def _rounded(spec: KernelSpec, weight_format: WeightFormat) -> str:
@@ -82,7 +87,7 @@ def _by_config(captured: CapturedModel, kernels: Mapping[str, KernelSpec]) -> It
     for spec, paths in by_spec.items():
         if spec.format_down not in (*CODES, *BLOCKS):  # by a config alone both products are stored alike
             continue
-        kept = (stored, captured.stored_group) == (spec.format_down, spec.group_of(spec.format_down))
+        kept = (stored, captured.stored_group) == (spec.format_down, _unit(spec, spec.format_down))
         fate = "multiplied as stored" if kept else _rounded(spec, spec.format_down)
         yield Reason(collapse(paths), f"stored as {stored} by config.json, {fate}")
     if stored in _QUANTISED and not kept:
