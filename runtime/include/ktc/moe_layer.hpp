@@ -43,7 +43,8 @@ struct MoeLayer {
   Format format;
 
   Routing route(const std::int64_t* top_k_index, std::int64_t tokens) const {
-    return Routing(top_k_index, tokens, shape.top_k(), shape.num_experts(), Isa::kMaxRows);
+    return Routing(top_k_index, tokens, shape.top_k(), shape.num_experts(),
+                   {.most = Isa::kMaxRows, .least = Isa::kBlocked ? Isa::kStreamRows + 1 : 0});
   }
   // Outputs of the first product, padded: of gate and up, or of up alone.
   std::int64_t first_size() const { return kFirstParts * shape.padded_intermediate(); }

@@ -90,35 +90,41 @@ class TransposeAhead {
         crossing_(crossings),
         stride_(stride),
         fetches_left_(blocks - kBlocksAhead),
-        pieces_left_(blocks * weight_format::kBlockPieces),
-        pieces_per_step_(pieces_left_ / calls),
-        steps_with_more_(pieces_left_ % calls) {
+        parts_left_(blocks * kBlockParts),
+        parts_per_step_(parts_left_ / calls),
+        steps_with_more_(parts_left_ % calls) {
     if (fetches_left_ <= 0) fetched_ = after_;
   }
 
   // One more in the first steps than in the others: what takes turns, a branch predictor gets wrong.
   [[gnu::always_inline]] void step() {
-    const std::int64_t pieces = std::min(pieces_per_step_ + (steps_with_more_ > 0 ? 1 : 0), pieces_left_);
+    const std::int64_t parts = std::min(parts_per_step_ + (steps_with_more_ > 0 ? 1 : 0), parts_left_);
     --steps_with_more_;
-    pieces_left_ -= pieces;
-    for (std::int64_t i = 0; i < pieces; ++i) transpose_piece();
+    parts_left_ -= parts;
+    for (std::int64_t i = 0; i < parts; ++i) transpose_part();
   }
   void finish() {
-    for (; pieces_left_ > 0; --pieces_left_) transpose_piece();
+    for (; parts_left_ > 0; --parts_left_) transpose_part();
   }
 
  private:
   static constexpr std::int64_t kBlocksAhead = 8;
-  static constexpr std::int64_t kPieceBytes = weight_format::kBlock * sizeof(Element) / weight_format::kBlockPieces;
+  // A step of tiles is long enough for a quarter of a block, whose pieces then lie at places known beforehand.
+  static constexpr unsigned kPartPieces = Isa::kBlocked ? 4 : 1;
+  static constexpr unsigned kBlockParts = weight_format::kBlockPieces / kPartPieces;
+  static constexpr std::int64_t kPartBytes = weight_format::kBlock * sizeof(Element) / kBlockParts;
 
-  [[gnu::always_inline]] void transpose_piece() {
-    const char* later = reinterpret_cast<const char*>(fetched_) + piece_ * kPieceBytes;
-    for (std::int64_t line = 0; line < kPieceBytes; line += kCacheLine) {
+  [[gnu::always_inline]] void transpose_part() {
+    const char* later = reinterpret_cast<const char*>(fetched_) + part_ * kPartBytes;
+    for (std::int64_t line = 0; line < kPartBytes; line += kCacheLine) {
       __builtin_prefetch(later + line, 0, kPanelLocality<Isa>);
     }
-    Isa::transpose_piece(source_, target_, piece_);
-    if (++piece_ < weight_format::kBlockPieces) return;
-    piece_ = 0;
+#pragma GCC unroll 4
+    for (unsigned piece = 0; piece < kPartPieces; ++piece) {
+      Isa::transpose_piece(source_, target_, part_ * kPartPieces | piece);
+    }
+    if (++part_ < kBlockParts) return;
+    part_ = 0;
     source_ += stride_;
     target_ += weight_format::kBlock;
     fetched_ = --fetches_left_ == 0 ? after_ : fetched_ + stride_;
@@ -136,10 +142,10 @@ class TransposeAhead {
   const Crossing* crossing_ = nullptr;
   std::int64_t stride_ = 0;
   std::int64_t fetches_left_ = 0;
-  std::int64_t pieces_left_ = 0;
-  std::int64_t pieces_per_step_ = 0;
+  std::int64_t parts_left_ = 0;
+  std::int64_t parts_per_step_ = 0;
   std::int64_t steps_with_more_ = 0;
-  unsigned piece_ = 0;
+  unsigned part_ = 0;
 };
 
 // The same matrices transposed, in two scratch panels that stay in L2: one is read, the other written.

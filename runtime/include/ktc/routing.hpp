@@ -1,6 +1,7 @@
 // The router's choice, sorted by expert: a slot is one (token, k) pair, and each expert owns a contiguous run of slots.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -20,14 +21,22 @@ struct ActiveExpert {
   std::vector<SlotGroup>::size_type last_group;  // exclusive
 };
 
+// How an expert's slots are grouped: at most `most` together. Where a group takes as long as it has rows, groups differ
+// by one at most, so that none is nearly empty: 13 rows are 7 + 6, not 12 + 1. With `least` they are full but for the
+// last, which has so many at least: tiles take as long half empty, and 48 rows are then three of them, not four.
+struct GroupRows {
+  int most;
+  int least = 0;
+};
+
 class Routing {
  public:
-  // `index` is (tokens, top_k). Slots of an expert keep the order of their tokens. The groups of an expert hold at most
-  // `max_rows` slots and differ by one at most, so that no group is nearly empty: 13 rows are 7 + 6, not 12 + 1.
-  Routing(const std::int64_t* index, std::int64_t tokens, std::int64_t top_k, std::int64_t num_experts, int max_rows)
+  // `index` is (tokens, top_k). Slots of an expert keep the order of their tokens.
+  Routing(const std::int64_t* index, std::int64_t tokens, std::int64_t top_k, std::int64_t num_experts,
+          GroupRows group_rows)
       : token_(static_cast<std::size_t>(tokens * top_k)), slot_(token_.size()) {
     std::vector<std::int64_t> next = first_slots(index, tokens * top_k, num_experts);
-    add_groups(next, num_experts, max_rows);
+    add_groups(next, num_experts, group_rows);
     for (std::int64_t pair = 0; pair < num_slots(); ++pair) {
       const std::int64_t slot = next[index[pair]]++;
       slot_[pair] = slot;
@@ -57,16 +66,19 @@ class Routing {
     return first;
   }
 
-  void add_groups(const std::vector<std::int64_t>& first_slot, std::int64_t num_experts, int max_rows) {
+  void add_groups(const std::vector<std::int64_t>& first_slot, std::int64_t num_experts, GroupRows group_rows) {
     for (std::int64_t expert = 0; expert < num_experts; ++expert) {
       const std::int64_t rows = first_slot[expert + 1] - first_slot[expert];
       if (rows == 0) continue;
-      const std::int64_t count = (rows + max_rows - 1) / max_rows;
+      const std::int64_t count = (rows + group_rows.most - 1) / group_rows.most;
       active_.push_back({expert, groups_.size(), groups_.size() + count});
       std::int64_t slot = first_slot[expert];
       for (std::int64_t group = 0; group < count; ++group) {
-        const int size = static_cast<int>(rows / count + (group < rows % count));
-        groups_.push_back({slot, size});
+        const std::int64_t left = first_slot[expert + 1] - slot, groups_left = count - group;
+        std::int64_t size = (left + groups_left - 1) / groups_left;
+        if (group_rows.least > 0 && groups_left > 1)
+          size = std::min<std::int64_t>(group_rows.most, left - group_rows.least);
+        groups_.push_back({slot, static_cast<int>(size)});
         slot += size;
       }
     }

@@ -29,12 +29,15 @@ inline constexpr int kMaxRows = 12;
 // into L1, 4 KB ahead, serves better than one of the next panel into L2: 31 instead of 21 GB/s at one token.
 inline constexpr int kStreamRows = 4;
 
+// `kLocality` of that prefetch as of `__builtin_prefetch`: 0 is past L2.
+inline constexpr int kStreamLocality = 0;
+
 inline constexpr int kUnroll = 4;
 
 // Two bf16 read as one integer, which the type rules would otherwise forbid.
 using Pair [[gnu::may_alias]] = std::int32_t;
 
-template <int kRows, class Ahead>
+template <int kRows, int kLocality, class Ahead>
 [[gnu::noinline]] void multiply_rows(std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& next) {
   constexpr int kStepBytes = 2 * 64;
   constexpr int kStreamAhead = 4096;
@@ -49,7 +52,9 @@ template <int kRows, class Ahead>
   for (std::int64_t step = 0; step < steps; step += kUnroll) {
     if constexpr (kRows <= kStreamRows) {
 #pragma GCC unroll 8
-      for (int line = 0; line < kUnroll * kStepBytes; line += 64) __builtin_prefetch(b + kStreamAhead + line, 0, 0);
+      for (int line = 0; line < kUnroll * kStepBytes; line += 64) {
+        __builtin_prefetch(b + kStreamAhead + line, 0, kLocality);
+      }
     }
     ahead.step();
 #pragma GCC unroll 4
@@ -85,11 +90,11 @@ struct Isa {
   static void require() {}
 
   // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
-  template <class Ahead>
+  template <int kLocality = kStreamLocality, class Ahead>
   static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
     using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, Ahead&);
     static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
-      return std::array<Multiply, sizeof...(row)>{&multiply_rows<static_cast<int>(row) + 1, Ahead>...};
+      return std::array<Multiply, sizeof...(row)>{&multiply_rows<static_cast<int>(row) + 1, kLocality, Ahead>...};
     }(std::make_index_sequence<kMaxRows>{});
     kByRows[static_cast<std::size_t>(rows - 1)](steps, a, panel, tile, ahead);
   }
