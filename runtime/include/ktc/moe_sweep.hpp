@@ -223,6 +223,7 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
         if (streams) {  // the only group, and all of its panel
           panels.multiply_codes(group->rows, part, a, tile);
           queue.await_turn(part.panel, here.active());
+          epilogue.complete(isa, *group, part, tile);
           epilogue(*group, part, tile);
           break;
         }
