@@ -118,26 +118,32 @@ class DecodedPanels {
   mutable bool finite_ = true;
 };
 
-// Fetches one block from each of several panels, evenly over `calls` of `step`.
+// Fetches one block from each of several panels, line by line, evenly over `calls` of `step`: a block at once would
+// fill what a core can wait for.
 class FetchBlocksAhead {
  public:
   FetchBlocksAhead() = default;
+  // Scales and codes are whole lines.
   FetchBlocksAhead(const std::byte* scales, std::int64_t scale_bytes, const std::byte* codes, std::int64_t code_bytes,
                    std::int64_t stride, std::int64_t blocks, std::int64_t calls)
       : scales_(scales),
         codes_(codes),
         scale_bytes_(scale_bytes),
-        code_bytes_(code_bytes),
+        block_bytes_(scale_bytes + code_bytes),
         stride_(stride),
-        blocks_left_(blocks),
-        blocks_per_step_((blocks + calls - 1) / calls) {}
+        lines_left_(blocks * block_bytes_ / kCacheLine),
+        lines_per_step_((lines_left_ + calls - 1) / calls) {}
 
   [[gnu::always_inline]] void step() {
-    const std::int64_t blocks = std::min(blocks_per_step_, blocks_left_);
-    blocks_left_ -= blocks;
-    for (std::int64_t block = 0; block < blocks; ++block, scales_ += stride_, codes_ += stride_) {
-      for (std::int64_t at = 0; at < scale_bytes_; at += kCacheLine) __builtin_prefetch(scales_ + at, 0, 2);
-      for (std::int64_t at = 0; at < code_bytes_; at += kCacheLine) __builtin_prefetch(codes_ + at, 0, 2);
+    const std::int64_t lines = std::min(lines_per_step_, lines_left_);
+    lines_left_ -= lines;
+    for (std::int64_t line = 0; line < lines; ++line) {
+      __builtin_prefetch(at_ < scale_bytes_ ? scales_ + at_ : codes_ + at_ - scale_bytes_, 0, 2);
+      at_ += kCacheLine;
+      if (at_ < block_bytes_) continue;
+      at_ = 0;
+      scales_ += stride_;
+      codes_ += stride_;
     }
   }
   void finish() const {}
@@ -146,10 +152,11 @@ class FetchBlocksAhead {
   const std::byte* scales_ = nullptr;
   const std::byte* codes_ = nullptr;
   std::int64_t scale_bytes_ = 0;
-  std::int64_t code_bytes_ = 0;
+  std::int64_t block_bytes_ = 0;
   std::int64_t stride_ = 0;
-  std::int64_t blocks_left_ = 0;
-  std::int64_t blocks_per_step_ = 0;
+  std::int64_t at_ = 0;  // in the block
+  std::int64_t lines_left_ = 0;
+  std::int64_t lines_per_step_ = 0;
 };
 
 // The same matrices transposed: of each stored panel one block, decoded into L1 and transposed into the scratch.
