@@ -12,6 +12,7 @@
 
 #include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
+#include "ktc/prefetch.hpp"
 #include "ktc/weight_format/panel.hpp"
 #include "ktc/workspace.hpp"
 
@@ -54,6 +55,8 @@ class LoraProduct {
   std::int64_t row_rank() const { return round_up(rank_, kRankUnit); }
   Accumulator scale() const { return scale_; }
   std::int64_t inputs() const { return inputs_; }
+  // Half panels of each part of the outputs, gate and up or one, in a panel.
+  std::int64_t halves_per_panel() const { return 2 / parts_; }
 
   const Accumulator* a(std::int64_t expert) const { return a_ + expert * a_size(); }
   const Accumulator* b(std::int64_t expert) const { return b_ + expert * b_size(); }
@@ -157,7 +160,9 @@ class LoraPanels {
     for (std::int64_t k = 0; k < product.rank(); k += kDepth) {
       const std::int64_t count = std::min<std::int64_t>(kDepth, product.rank() - k);
       for (std::int64_t i = 0; i < count; ++i) {
-        round(product.a(expert) + (k + i) * product.inputs() + first, columns, values + i * kPanelWidth);
+        const Accumulator* row = product.a(expert) + (k + i) * product.inputs() + first;
+        prefetch_row(row + kPanelWidth, kPanelWidth);  // for the next panel
+        round(row, columns, values + i * kPanelWidth);
       }
       put_along_lanes(values, kPanelWidth, count, columns, k, target);
     }
@@ -178,6 +183,8 @@ class LoraPanels {
     const OutputRows rows = product.output_rows(half);
     const std::int64_t rank = product.rank();
     const Accumulator* source = product.b(expert) + rows.first * rank;
+    const std::int64_t stretch = kHalfPanel * rows.stride * rank;
+    prefetch_row(source + product.halves_per_panel() * stretch, stretch);  // for the next panel
     if (rows.stride == 1) {
       round(source, rows.count * rank, target);
     } else {

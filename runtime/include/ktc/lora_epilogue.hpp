@@ -128,6 +128,19 @@ class LoraSums {
     }
   }
 
+  // What a panel's sums will be added to when it ends.
+  void prefetch_grad_a(PanelPart part) const {
+    for (std::int64_t rank = 0; rank < product_.rank(); ++rank) {
+      prefetch_row(product_.grad_a(part.expert) + rank * product_.inputs() + part.panel * kPanelWidth, kPanelWidth);
+    }
+  }
+  void prefetch_grad_b(std::int64_t expert, std::int64_t first_half, std::int64_t halves) const {
+    for (std::int64_t half = 0; half < halves; ++half) {
+      const OutputRows rows = product_.output_rows(first_half + half);
+      prefetch_row(product_.grad_b(expert) + rows.first * product_.rank(), rows.count * rows.stride * product_.rank());
+    }
+  }
+
   // The product's inputs of a panel: two half panels.
   void add_to_grad_a(PanelPart part) const {
     for (std::int64_t half = 0; half < 2; ++half) {
@@ -177,9 +190,11 @@ class LoraColumnGradients {
         first_sums_(first, sums + down_sums_.size(2)) {}
 
   bool active() const { return first_.active() || down_.active(); }
-  void begin() const {
+  void begin(PanelPart part) const {
     down_sums_.clear(2);
     first_sums_.clear(kFirstHalves);
+    if (down_.active()) down_sums_.prefetch_grad_a(part);
+    if (first_.active()) first_sums_.prefetch_grad_b(part.expert, part.panel * kFirstHalves, kFirstHalves);
   }
   // Half a panel of a group: what the activation gave, and the weighted gradients of what it read.
   void add(const SlotGroup& group, std::int64_t half, const Element (*activated)[kHalfPanel],
@@ -234,16 +249,18 @@ class LoraHiddenGradients {
         down_sums_(down, sums + first_sums_.size(2)),
         inner_(inner) {}
 
-  void begin(PanelPart) const {
+  void begin(PanelPart part) const {
     first_sums_.clear(2);
     down_sums_.clear(2);
+    if (first_.active()) first_sums_.prefetch_grad_a(part);
+    if (down_.active()) down_sums_.prefetch_grad_b(part.expert, 2 * part.panel, 2);
   }
   void prefetch(const SlotGroup& group, PanelPart part) const {
     inner_.prefetch(group, part);
-    if (first_.active()) prefetch_tokens(group, part, hidden_TH_);
-    if (down_.active()) prefetch_tokens(group, part, grad_out_TH_);
+    prefetch_tokens(group, part);
   }
   void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const {
+    prefetch_tokens(group, part);  // once more: they share few sets of L1, so that the product has thrown them out
     inner_(group, part, tile);
     if (first_.active()) {
       add(group, part, hidden_TH_, first_sums_, first_values_.rows(first_, group.first_slot));
@@ -256,7 +273,11 @@ class LoraHiddenGradients {
   }
 
  private:
-  void prefetch_tokens(const SlotGroup& group, PanelPart part, const Tokens& tokens) const {
+  void prefetch_tokens(const SlotGroup& group, PanelPart part) const {
+    if (first_.active()) prefetch_rows(group, part, hidden_TH_);
+    if (down_.active()) prefetch_rows(group, part, grad_out_TH_);
+  }
+  void prefetch_rows(const SlotGroup& group, PanelPart part, const Tokens& tokens) const {
     for (int row = 0; row < group.rows; ++row) {
       prefetch_row(tokens.row(routing_.token(group.first_slot + row)) + part.panel * kPanelWidth, 1);
     }

@@ -62,8 +62,8 @@ class ActivationGradient {
         weight_gradients_(weight_gradients),
         lora_(lora) {}
 
-  void begin(PanelPart) const {
-    if (lora_.active()) lora_.begin();
+  void begin(PanelPart part) const {
+    if (lora_.active()) lora_.begin(part);
   }
   void end(PanelPart part) const {
     if (lora_.active()) lora_.end(part);
