@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,9 +144,9 @@ class Worker:
     def run(self, weight_format: str, passes: str, rank: int, numbers: Sequence[int]) -> dict[str, Any]:
         """Runs these batches one after the other: seconds on the wall, and of CPU.
 
-        One thread works and another spins until it is done; where the second has serial work to do, the first spins. On
-        a busy machine each also spins while the other has no core, so the smaller of their two times is nearest to
-        what the work takes with both cores free.
+        One thread works and another spins until it is done: the first one's time counts. Where the second has serial
+        work to do, the first spins, on a busy machine also while the second has no core. So its time is never less than
+        the work, and in the quickest round hardly more.
         """
         training = passes == "train" or rank > 0
         key = (weight_format, training, rank)
@@ -155,10 +155,10 @@ class Worker:
         layer = self._layers[key]
         call = layer.train if passes == "train" else layer.forward
         time.sleep(SETTLE_SECONDS)
-        before = Clocks.read()
+        cpu, wall = worker_seconds(), time.perf_counter()
         for number in numbers:
             call(self._batches[number])
-        spent = Clocks.read().since(before)
+        spent = {"cpu": worker_seconds() - cpu, "wall": time.perf_counter() - wall}
         time.sleep(SETTLE_SECONDS)
         return spent
 
@@ -184,25 +184,10 @@ class Worker:
         return done / (clock() - begin)
 
 
-class Clocks(NamedTuple):
-    """CPU time of kt-kernel's workers, of this thread and of all threads, and the time on the wall."""
-
-    workers: float
-    own: float
-    all: float
-    wall: float
-
-    @classmethod
-    def read(cls) -> Clocks:
-        """Now. The clock of another thread is numbered as the kernel does it, from the thread's number."""
-        threads = [int(task.name) for task in Path("/proc/self/task").iterdir() if _is_worker(task)]
-        workers = sum(time.clock_gettime(~thread << 3 | 6) for thread in threads)
-        return cls(workers, time.thread_time(), time.process_time(), time.perf_counter())
-
-    def since(self, before: Clocks) -> dict[str, float]:
-        """What was spent; of CPU the smaller one of the workers' and of the waiting thread's."""
-        workers, own, everything, wall = (now - then for now, then in zip(self, before, strict=True))
-        return {"cpu": min(workers, everything - workers - own), "wall": wall}
+def worker_seconds() -> float:
+    """CPU time of kt-kernel's workers so far. A thread's clock is numbered by the kernel's rule, from its number."""
+    threads = [int(task.name) for task in Path("/proc/self/task").iterdir() if _is_worker(task)]
+    return sum(time.clock_gettime(~thread << 3 | 6) for thread in threads)
 
 
 def _is_worker(task: Path) -> bool:
