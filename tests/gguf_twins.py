@@ -89,7 +89,8 @@ def pieces(model: PreTrainedModel, *, split_latent: bool = False) -> Iterator[Pi
         elif inner[1].startswith("shared_expert") and len(inner) > 3:
             yield _plain(f"{block}{_MLP[inner[2]]}_shexp{ending}", tensor)
         elif inner[1] == "shared_expert_gate":
-            yield Piece(f"{block}ffn_gate_inp_shexp{ending}", tensor[0], (tensor.shape[1],))
+            row = tensor if words[2] == "0" else tensor[0]  # either is written, by converters of different age
+            yield _plain(f"{block}ffn_gate_inp_shexp{ending}", row)
         else:
             yield _plain(f"{block}{_MLP[inner[1]]}{ending}", tensor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -321,3 +322,58 @@ def test_blocks_with_a_scale_that_is_no_number_are_refused(tmp_path: Path) -> No
         weight_store.fill(
             meta(folder).float(), map_weights(meta(folder), open_index(folder)).sources, open_index(folder), {}
         )
+
+
+# Rows that were not written by capture
+
+HALF: dict[str, Any] = {
+    "target": "x.experts.gate_up_proj", "expert": None, "part": "gate", "source_key": "g", "file": "m.gguf",
+    "dtype": "q8_0", "shape": [4, 2, 64], "transform": "per_expert", "span": {"dim": 1, "start": 0, "length": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stride": 0}, "a stride"),
+        ({"span": None, "stride": 2}, "a stride or a view without a span"),
+        ({"span": None, "viewed": [4, 4]}, "a stride or a view without a span"),
+        ({"viewed": [1 << 40, 1 << 40]}, "a view that no tensor has"),
+        ({"span": {"dim": 0, "start": 0, "length": 2}}, "do not belong together"),
+        ({"transform": "copy", "expert": 1}, "a span of one expert"),
+        ({"dtype": "q4_k"}, "no blocks of q4_k"),
+        ({"dtype": "q9_9"}, "an unknown dtype"),
+        ({"steps": [{"operation": "deinterleave_runs", "dims": [1, 3]}]}, "does not fit"),
+        ({"steps": [{"operation": "deinterleave_runs", "dims": [1, 0]}]}, "mixes experts"),
+        ({"steps": [{"operation": "unsqueeze", "dims": [9]}]}, "does not fit"),
+        ({"file": "../m.gguf"}, "an unknown file"),
+    ],
+)
+def test_a_row_that_says_nonsense_is_refused(changes: dict[str, Any], reason: str) -> None:
+    (row,) = read_sources(json.dumps([HALF]))
+    assert row.loaded_shape == (4, 2, 64)
+    assert row.kept_as == ("q8_0", 32)
+    with pytest.raises(ValueError, match=reason):
+        read_sources(json.dumps([{**HALF, **changes}]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"span": {"dim": 1, "start": 1, "length": 64}}, "no `gate` there"),
+        ({"span": {"dim": 1, "start": 0, "length": 128}}, "no `gate` there"),
+        ({"stride": 2}, "no `gate` there"),
+        ({"part": "up"}, "no `up` there"),
+        ({"part": "down"}, "no `down` there"),
+        ({"target": "model.layers.0.mlp.experts.down_proj"}, "no `gate` there"),
+        ({"steps": [{"operation": "transpose", "dims": [0, 1]}]}, "I112|L408|a step that mixes experts"),
+    ],
+)
+def test_a_row_that_does_not_fit_its_experts_is_refused(qwen: Path, changes: dict[str, Any], reason: str) -> None:
+    model, index = meta(qwen), open_index(qwen)
+    realise(model, recipe(model), None)
+    rows = json.loads(write_sources(map_weights(meta(qwen), index).sources))
+    (place,) = (i for i, row in enumerate(rows) if row["source_key"] == "blk.0.ffn_gate_exps.weight")
+    rows[place] |= changes
+    with pytest.raises((InputRefused, ValueError), match=reason):
+        weight_store.fill(model, read_sources(json.dumps(rows)), index, {})

@@ -131,7 +131,7 @@ def _choices(
         return
     name = name_of(target)
     if name is not None:
-        yield (GgufPlace(name, target, steps=_steps(architecture, model.config, name, tensor)),)
+        yield (GgufPlace(name, target, steps=_steps(architecture, model.config, name)),)
     if architecture == "deepseek2" and leaf == "weight" and parent.endswith(".kv_b_proj") and layer:
         yield tuple(_latent(model.config, target, int(layer[1])))
 
@@ -152,12 +152,10 @@ def _experts(form: ExpertsForm, target: str, leaf: StockTensor, tensor: Tensor, 
         yield GgufPlace(f"blk.{layer}.ffn_{kind}_exps.{suffix}", target, part, steps, span, stride)
 
 
-def _steps(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor) -> tuple[Step, ...]:
+def _steps(architecture: str, config: PreTrainedConfig, name: str) -> tuple[Step, ...]:
     if architecture == "llama" and name.endswith((".attn_q.weight", ".attn_k.weight")):
         heads = config.num_attention_heads if name.endswith(".attn_q.weight") else config.num_key_value_heads
         return (Step("deinterleave_runs", (0, heads)),)
-    if architecture == "qwen2moe" and name.endswith(".ffn_gate_inp_shexp.weight") and tensor.shape[0] == 1:
-        return (Step("unsqueeze", (0,)),)  # a row, written as a vector
     return ()
 
 

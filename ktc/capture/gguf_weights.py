@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc import versions
 from ktc.capture.gguf_names import Choices, GgufPlace, gguf_places
-from ktc.checkpoint import CheckpointIndex, WeightSource
+from ktc.checkpoint import CheckpointIndex, Step, WeightSource
 from ktc.checkpoint.gguf_types import UNREADABLE
 from ktc.diagnostics import Diagnostic, HostLacks, listing
 
@@ -65,7 +65,7 @@ def map_gguf(model: PreTrainedModel, index: CheckpointIndex) -> GgufMap:
         if places is None and target not in tied:
             problems.append(_missing(target, targets[target], choices[target]))
         for place in places or ():
-            row = rows[place.name] = _row(index, place)
+            row = rows[place.name] = _row(index, place, targets[target])
             problems += _misfits(row, targets[target])
     named = {place.name for ways in choices.values() for way in ways for place in way}
     unasked, left = _others(index, rows.keys() | copies | _COMPUTED, named, config.num_hidden_layers)
@@ -113,8 +113,9 @@ def _contradictions(index: CheckpointIndex, architecture: str, config: PreTraine
             yield Diagnostic("I116", message, hint="use config.json of the model that was converted")
 
 
-def _row(index: CheckpointIndex, place: GgufPlace) -> WeightSource:
+def _row(index: CheckpointIndex, place: GgufPlace, target: Tensor) -> WeightSource:
     entry = index.tensors[place.name]
+    as_vector = entry.shape == tuple(target.shape[1:]) and target.shape[0] == 1  # some converters drop sizes of 1
     return WeightSource(
         target=place.target,
         expert=None,
@@ -124,7 +125,7 @@ def _row(index: CheckpointIndex, place: GgufPlace) -> WeightSource:
         dtype=entry.dtype,
         shape=entry.shape,
         transform="copy" if place.part is None else "per_expert",
-        steps=place.steps,
+        steps=(Step("unsqueeze", (0,)),) if as_vector else place.steps,
         span=place.span,
         stride=place.stride,
         viewed=place.viewed,
