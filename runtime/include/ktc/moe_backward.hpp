@@ -203,10 +203,11 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
     const Element* saved_S = recompute ? recomputed_S : static_cast<const Element*>(arguments.saved);
 
-    PanelQueues<Isa> first_queues(routing, layer.format.num_first_panels(), PanelTurns::kNone, team.threads(),
-                                  layer.nodes);
-    PanelQueues<Isa> activated_queue(routing, num_i_panels, PanelTurns::kNone, team.threads());
-    PanelQueues<Isa> hidden_queue(routing, layer.format.num_down_panels(), PanelTurns::kByExpert, team.threads());
+    const PanelQueues<Isa> first_queues(routing, layer.first_set(), team.threads(), layer.nodes);
+    const PanelQueues<Isa> activated_queue(routing, {num_i_panels, shape.padded_hidden(), PanelTurns::kNone},
+                                           team.threads());
+    const PanelQueues<Isa> hidden_queue(
+        routing, {layer.format.num_down_panels(), layer.first_size(), PanelTurns::kByExpert}, team.threads());
     team.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();

@@ -73,10 +73,8 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       down_values.rows_S = saved.down_rows_S;
     }
 
-    PanelQueues<Isa> first_queues(routing, layer.format.num_first_panels(), PanelTurns::kNone, team.threads(),
-                                  layer.nodes);
-    PanelQueues<Isa> down_queues(routing, layer.format.num_down_panels(), PanelTurns::kByExpert, team.threads(),
-                                 layer.nodes);
+    const PanelQueues<Isa> first_queues(routing, layer.first_set(), team.threads(), layer.nodes);
+    const PanelQueues<Isa> down_queues(routing, layer.down_set(), team.threads(), layer.nodes);
     team.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       const SweepScratch<Layer> scratch{sums_at_hand_W + worker.index * sums_at_hand<Isa>(),

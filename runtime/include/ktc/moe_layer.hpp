@@ -42,6 +42,13 @@ struct MoeLayer {
   int nodes;
   Format format;
 
+  // The products of forward, whose panels a node's workers share. Two panels of gate and up write the halves of one
+  // cache line of activations.
+  PanelSet first_set() const {
+    return {format.num_first_panels(), format.first_contraction(), PanelTurns::kNone, kFirstParts};
+  }
+  PanelSet down_set() const { return {format.num_down_panels(), format.down_contraction(), PanelTurns::kByExpert}; }
+
   Routing route(const std::int64_t* top_k_index, std::int64_t tokens) const {
     return Routing(top_k_index, tokens, shape.top_k(), shape.num_experts(),
                    {.most = Isa::kMaxRows, .least = Isa::kBlocked ? Isa::kStreamRows + 1 : 0});

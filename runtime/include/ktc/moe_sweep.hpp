@@ -32,15 +32,27 @@ struct Blocking {
   std::int64_t contraction;
 };
 
-// Whether an ISA takes this expert's product in blocks.
+// Whether an ISA takes this expert's product in blocks: rows that stay in L2 anyway are multiplied by whole panels.
 template <class Isa>
-bool multiplied_in_blocks([[maybe_unused]] const Routing& routing, [[maybe_unused]] const ActiveExpert& active) {
+bool multiplied_in_blocks([[maybe_unused]] const Routing& routing, [[maybe_unused]] const ActiveExpert& active,
+                          [[maybe_unused]] std::int64_t contraction) {
   if constexpr (Isa::kBlocked) {
     const SlotGroup& last = routing.groups()[active.last_group - 1];
-    return last.first_slot + last.rows - routing.groups()[active.first_group].first_slot >= Isa::kBlockedRows;
+    const std::int64_t rows = last.first_slot + last.rows - routing.groups()[active.first_group].first_slot;
+    const std::int64_t bytes = rows * contraction * static_cast<std::int64_t>(sizeof(typename Isa::Element));
+    return rows >= Isa::kBlockedRows && bytes >= Isa::kBlockedBytes;
   }
   return false;
 }
+
+// The panels of a product that is to be shared out: their contraction, whether they have turns, and how many must stay
+// together because one worker is to write what they have in the same cache lines.
+struct PanelSet {
+  std::int64_t num_panels;
+  std::int64_t contraction;
+  PanelTurns turns;
+  std::int64_t together = 1;
+};
 
 // The panels of a product: a queue for all workers, or with several NUMA nodes one for each, so that workers read
 // weights from the memory beside them. Fewer workers than nodes share one.
@@ -51,20 +63,23 @@ bool multiplied_in_blocks([[maybe_unused]] const Routing& routing, [[maybe_unuse
 template <class Isa>
 class PanelQueues {
  public:
-  PanelQueues(const Routing& routing, std::int64_t num_panels, PanelTurns turns, int workers, int nodes = 1)
+  PanelQueues(const Routing& routing, const PanelSet& set, int workers, int nodes = 1)
       : workers_(workers), nodes_(workers < nodes ? 1 : nodes) {
+    const std::int64_t num_panels = set.num_panels;
     const auto num_active = static_cast<std::int64_t>(routing.active_experts().size());
-    const std::int64_t of_expert = num_panels / (turns == PanelTurns::kNone ? workers : kTakesOfExpert * workers);
+    const std::int64_t of_expert = num_panels / (set.turns == PanelTurns::kNone ? workers : kTakesOfExpert * workers);
     const std::int64_t most = std::min(of_expert, num_active * num_panels / (kTakes * workers));
     const auto at_a_time = [&](const ActiveExpert& active) -> std::int64_t {
       if constexpr (Isa::kBlocked) {
-        if (multiplied_in_blocks<Isa>(routing, active)) return std::clamp<std::int64_t>(most, 1, Isa::kBlocking.panels);
+        if (multiplied_in_blocks<Isa>(routing, active, set.contraction)) {
+          return std::clamp(most / set.together * set.together, set.together, Isa::kBlocking.panels);
+        }
       }
-      return 1;
+      return set.together;
     };
     for (int node = 0; node < nodes_; ++node) {
       const Range shard = shard_of(num_panels, node, nodes_);
-      queues_.push_back(std::make_unique<PanelQueue>(routing, shard, turns, at_a_time));
+      queues_.push_back(std::make_unique<PanelQueue>(routing, shard, set.turns, at_a_time));
     }
   }
 
@@ -135,7 +150,7 @@ class SweepOrder {
     first_k_ = 0;
     blocking_ = {.panels = 1, .groups = last_group_of_expert() - first_group_, .contraction = contraction_};
     if constexpr (Isa::kBlocked) {
-      if (multiplied_in_blocks<Isa>(*routing_, expert())) blocking_ = Isa::kBlocking;
+      if (multiplied_in_blocks<Isa>(*routing_, expert(), contraction_)) blocking_ = Isa::kBlocking;
     }
   }
 

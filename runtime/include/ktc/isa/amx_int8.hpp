@@ -37,6 +37,7 @@ class IntegerIsa {
   static constexpr Blocking kBlocking{
       .panels = Isa::kBlocking.panels, .groups = Isa::kBlocking.groups, .contraction = 2 * Isa::kBlocking.contraction};
   static constexpr std::int64_t kBlockedRows = Isa::kBlockedRows;
+  static constexpr std::int64_t kBlockedBytes = Isa::kBlockedBytes;
 
   static constexpr int kTileDepth = ByteProducts::kDepth;
   static constexpr bool multiplies_tiles(int rows) { return Isa::multiplies_tiles(rows); }
