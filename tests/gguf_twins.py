@@ -130,7 +130,7 @@ def write(
     folder: Path,
     *,
     experts: Type = Type.F16,
-    down: Type | None = None,
+    down: tuple[Type, ...] = (),
     rest: Type = Type.F16,
     shards: int = 1,
     split_latent: bool = False,
@@ -138,7 +138,7 @@ def write(
 ) -> Written:
     """A checkpoint folder with one GGUF file or its shards. Norms, biases and routers are fp32.
 
-    `experts` is the type of their matrices; that of the ones with the name `down` may be another.
+    `experts` is the type of their matrices; those called `down` may have others, layer by layer.
     """
     model, source = model_of(family, **overrides)
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def write(
     writer = GGUFWriter(folder / "model.gguf", ARCHITECTURES[family], split_max_tensors=limit)
     _settings(writer, model)
     for piece in found:
-        stack = down if down is not None and "ffn_down_exps" in piece.name else experts
+        stack = down[int(piece.name.split(".")[1])] if down and "ffn_down_exps" in piece.name else experts
         store(writer, piece, _type_of(piece, stack, rest))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

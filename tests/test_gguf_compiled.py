@@ -24,16 +24,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_plan_tells_what_is_kept_and_what_is_dequantised_in_how_many_bytes(tmp_path: Path) -> None:
-    types = {"experts": Type.Q4_1, "down": Type.Q8_0, "rest": Type.Q8_0}
+    types = {"experts": Type.Q4_1, "down": (Type.Q8_0, Type.Q4_0), "rest": Type.Q8_0}
     folder = gguf_twins.write("qwen3_moe", tmp_path / "model", **types).folder
     _, _, plan, _ = analyse(folder, "moe-lora", {}, None, lambda stage, value: None)
     told = {(reason.path, reason.text) for reason in plan.reasons if reason.text.startswith("stored as")}
     experts, where = 2 * 2 * 16 * 64 * 64 * 2, "model.layers.[0..1].mlp.experts"
     assert (where, f"stored as q4_1, dequantised to bf16 at load: {experts:,} bytes") in told
-    assert (where, "stored as q8_0, multiplied as stored") in told
+    for layer, name in enumerate(("q8_0", "q4_0")):
+        assert (f"model.layers.{layer}.mlp.experts", f"stored as {name}, multiplied as stored") in told
     table = f"stored as q8_0, dequantised to bf16 at load: {512 * 64 * 2:,} bytes"
     assert ("model.embed_tokens", table) in told
-    assert [kernel.formats for kernel in plan.kernels] == [("bf16", "q8_0")]
+    assert [kernel.formats for kernel in plan.kernels] == [("bf16", "q8_0"), ("bf16", "q4_0")]
 
 
 @pytest.mark.slow
@@ -64,10 +65,10 @@ def test_the_commands_work_on_a_folder_with_a_gguf_file(tmp_path: Path) -> None:
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # a block of a K type
 NATIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt_oss", {"experts": Type.MXFP4}, {}),
-    ("qwen3_moe", {"experts": Type.Q8_0, "down": Type.Q4_0}, {"num_hidden_layers": 1}),
+    ("qwen3_moe", {"experts": Type.Q8_0, "down": (Type.Q4_0, Type.Q8_0)}, {}),
     (
         "olmoe",
-        {"experts": Type.Q4_K, "down": Type.Q6_K},
+        {"experts": Type.Q4_K, "down": (Type.Q6_K,)},
         {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256},
     ),
 ]
@@ -86,10 +87,11 @@ def test_what_a_kernel_multiplies_is_what_the_file_holds(
         written.folder, "moe-lora", tmp_path / "native", settings={"format": "stored"},
         observe=lambda stage, value: plans.append(cast("Plan", value)) if stage == "plan" else None,
     )  # fmt: skip
-    names = tuple(dict.fromkeys(kind.name.lower() for kind in stored.values()))
-    assert [kernel.formats for kernel in plans[0].kernels] == [names]
+    first, *down = (each.name.lower() for each in (stored["experts"], *stored.get("down", ())))
+    formats = {tuple(dict.fromkeys((first, name))) for name in down or [first]}
+    assert {kernel.formats for kernel in plans[0].kernels} == formats
     told = [reason.text for reason in plans[0].reasons]
-    assert all(f"stored as {name}, multiplied as stored" in told for name in names)
+    assert all(f"stored as {name}, multiplied as stored" in told for name in (first, *down))
     loaded = ktc.load(out)
     banks = {name: module for name, module in loaded.named_modules() if isinstance(module, FusedMoe)}
     for fqn, bank in banks.items():
