@@ -139,8 +139,8 @@ _FORMATS: Final[Mapping[str, tuple[int, Callable[[Tensor], Tensor], Callable[[Te
 _SCALES: Final[Mapping[str, tuple[tuple[int, float], ...]]] = {
     "q8_0": ((0, 1 / 73),),
     "q4_0": ((0, 1 / 4.6),),
-    "q4_k": ((0, 1 / 150), (2, 1 / 20)),
-    "q5_k": ((0, 1 / 300), (2, 1 / 20)),
+    "q4_k": ((0, 1 / 280), (2, 1 / 38)),
+    "q5_k": ((0, 1 / 580), (2, 1 / 38)),
     "q6_k": ((208, 1 / 1350),),
 }
 

@@ -1,0 +1,72 @@
+// Reads blocks of 32 rows of 512 weights from standard input and writes the weights as fp32, row by row, decoded by the
+// `Lanes` of one instruction set: before they are rounded to bf16. `test_block_formats.py` builds it, with KTC_LANES
+// and the header of the instruction set, and names the format.
+
+#include "ktc/weight_format/decode_blocks.hpp"
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "ktc/shape.hpp"
+#include "ktc/weight_format/half.hpp"
+#include "ktc/weight_format/mxfp4.hpp"
+#include "ktc/weight_format/q4_0.hpp"
+#include "ktc/weight_format/q4_k.hpp"
+#include "ktc/weight_format/q5_k.hpp"
+#include "ktc/weight_format/q6_k.hpp"
+#include "ktc/weight_format/q8_0.hpp"
+
+namespace {
+
+using namespace ktc;
+using namespace ktc::weight_format;
+using Lanes = KTC_LANES;
+
+constexpr std::int64_t kColumns = 512;
+
+struct alignas(64) Line {
+  std::byte bytes[64];
+};
+
+template <class Panel>
+bool decode(const char* name) {
+  using Format = typename Panel::Format;
+  if (std::string(name) != Format::kName) return false;
+  std::vector<std::uint8_t> stored(kPanelWidth * kColumns / Format::kWeights * Format::kStoredBytes);
+  if (std::fread(stored.data(), 1, stored.size(), stdin) != stored.size()) return false;
+  std::vector<Line> panel(static_cast<std::size_t>(Panel::bytes(kColumns) / 64));
+  auto* bytes = reinterpret_cast<std::byte*>(panel.data());
+  Panel::pack_blocks(MatrixView<const std::uint8_t>(stored.data(), kPanelWidth, stored.size() / kPanelWidth),
+                     {.panels = bytes, .num_panels = 1, .padded_k = kColumns, .first_lane = 0, .lanes = kPanelWidth});
+
+  std::vector<float> rows(kPanelWidth * kColumns);
+  for (std::int64_t block = 0; block < kColumns / kPanelWidth; ++block) {
+    float weights[kBlock];
+    float* next = weights;
+    for_weights<Lanes, Panel>(bytes, block, [&](const Lanes& lanes) {
+      lanes.store(next);
+      next += kHalfPanel;
+    });
+    for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
+      for (std::int64_t k = 0; k < kPanelWidth; ++k) {
+        rows[static_cast<std::size_t>(lane * kColumns + block * kPanelWidth + k)] =
+            weights[panel_offset<bf16>(lane, k)];
+      }
+    }
+  }
+  return std::fwrite(rows.data(), sizeof(float), rows.size(), stdout) == rows.size();
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count != 2) return 1;
+  const char* name = arguments[1];
+  const bool done = decode<HalfPanel>(name) || decode<Q8_0Panel>(name) || decode<Q4_0Panel>(name) ||
+                    decode<Mxfp4Panel>(name) || decode<Q4_KPanel>(name) || decode<Q5_KPanel>(name) ||
+                    decode<Q6_KPanel>(name);
+  return done ? 0 : 1;
+}
