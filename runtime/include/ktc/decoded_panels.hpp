@@ -85,7 +85,7 @@ class DecodedPanels {
     if constexpr (weight_format::StoredInBlocks<Panel> && kMultipliesCodes) {
       const float* sums = sums_of(rows, a);
       const std::byte* stored = panel(part.expert, part.panel);
-      if (sums != nullptr || !Panel::Format::kMins) {
+      if (sums != nullptr || !weight_format::kWantsFinite<typename Panel::Format>) {
         return weight_format::multiply_blocks<Panel>(rows, contraction_, a, sums, stored, tile);
       }
       weight_format::multiply_decoded<Panel>(rows, contraction_, a, stored, tile);
@@ -97,9 +97,9 @@ class DecodedPanels {
 
  private:
 #if defined(__AVX512BF16__)
-  // Of the rows at `a`, for formats with minima, made once for all panels of an expert; null where they are not finite.
+  // Of the rows at `a`, for formats that want them, made once for all panels of an expert; null where not finite.
   const float* sums_of(int rows, const Element* a) const {
-    if constexpr (Panel::Format::kMins) {
+    if constexpr (weight_format::kWantsFinite<typename Panel::Format>) {
       auto* sums = reinterpret_cast<float*>(scratch_);
       if (summed_ != a) {
         finite_ = weight_format::sum_blocks(rows, contraction_, a, sums);

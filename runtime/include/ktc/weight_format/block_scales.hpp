@@ -4,9 +4,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/fp16.hpp"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace ktc::weight_format {
 
@@ -22,9 +27,30 @@ inline unsigned halved_nibble(const std::uint8_t* bytes, int k) {
 
 // A line of 32 halves in fp32.
 inline void widen_halves(const std::byte* line, float* values) {
+#if defined(__AVX512F__)
+  const __m512i halves = _mm512_loadu_si512(line);
+  _mm512_storeu_ps(values, _mm512_cvtph_ps(_mm512_castsi512_si256(halves)));
+  _mm512_storeu_ps(values + kHalfPanel, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
+#else
   const auto* halves = reinterpret_cast<const fp16*>(line);
   for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) values[lane] = static_cast<float>(halves[lane]);
+#endif
 }
+
+// 32 values times as many integers of a byte.
+template <class Byte>
+void multiply_by(const Byte* factors, float* values) {
+#if defined(__AVX512F__)
+  for (std::int64_t half = 0; half < kPanelWidth; half += kHalfPanel) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(factors + half));
+    const __m512i wide = std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+    _mm512_storeu_ps(values + half, _mm512_mul_ps(_mm512_loadu_ps(values + half), _mm512_cvtepi32_ps(wide)));
+  }
+#else
+  for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) values[lane] *= static_cast<float>(factors[lane]);
+#endif
+}
+
 inline void put_half(const std::uint8_t* stored, std::byte* line, std::int64_t lane) {
   std::memcpy(line + lane * 2, stored, 2);
 }
@@ -70,17 +96,16 @@ struct ScalesAndMins {
     const std::uint8_t* for_scale = planes;
     const std::uint8_t* for_min = planes + 4 * kPanelWidth;
     const std::uint8_t* lower = planes + 8 * kPanelWidth;  // of the last four: four bits of either
-    if (block < 4) {
-      for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
-        scale[0][lane] *= static_cast<float>(for_scale[lane] & 0x3f);
-        min[lane] *= static_cast<float>(for_min[lane] & 0x3f);
-      }
-      return;
-    }
+    alignas(32) std::uint8_t six[2][kPanelWidth];
     for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
-      scale[0][lane] *= static_cast<float>((lower[lane] & 0xf) | (for_scale[lane] >> 2 & 0x30));
-      min[lane] *= static_cast<float>((lower[lane] >> 4) | (for_min[lane] >> 2 & 0x30));
+      const bool whole = block < 4;
+      six[0][lane] = static_cast<std::uint8_t>(whole ? for_scale[lane] & 0x3f
+                                                     : (lower[lane] & 0xf) | (for_scale[lane] >> 2 & 0x30));
+      six[1][lane] =
+          static_cast<std::uint8_t>(whole ? for_min[lane] & 0x3f : lower[lane] >> 4 | (for_min[lane] >> 2 & 0x30));
     }
+    multiply_by(six[0], scale[0]);
+    multiply_by(six[1], min);
   }
 
  private:

@@ -37,13 +37,10 @@ struct Q6_K {
     }
   }
   static void scales(const std::byte* head, std::int64_t block, float (*scale)[kPanelWidth], float*) {
-    alignas(64) float of_block[kPanelWidth];
-    widen_halves(head, of_block);
     for (std::int64_t group = 0; group < kScales; ++group) {
       const auto* factors = reinterpret_cast<const std::int8_t*>(head + kFactorsAt) + (2 * block + group) * kPanelWidth;
-      for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
-        scale[group][lane] = of_block[lane] * static_cast<float>(factors[lane]);
-      }
+      widen_halves(head, scale[group]);
+      multiply_by(factors, scale[group]);
     }
   }
 
