@@ -185,10 +185,12 @@ def test_output_and_gradients_are_those_of_the_weights(
     for expert, part, values in matrices(layer):
         values.copy_(module.expert(expert, part))
     rounded, expected_d_x, expected_d_weights = layer.expected()
-    most = int(layer.index.flatten().bincount().max())
-    assert error(out, exact if most <= CODE_ROWS.get(spec.isa, 0) and "fp16" not in spec.formats else rounded) <= 3e-3
-    assert error(d_x, expected_d_x) <= 4e-3
-    assert error(d_weights, expected_d_weights) <= (5e-3 if d_weights.numel() >= 16 else 1e-2)
+    by_codes = int(layer.index.flatten().bincount().max()) <= CODE_ROWS.get(spec.isa, 0)
+    assert error(out, exact if by_codes and "fp16" not in spec.formats else rounded) <= 3e-3
+    # What is kept of a forward on codes goes into a backward on their rounding: neither reference is all of it.
+    assert error(d_x, expected_d_x) <= (5e-3 if by_codes else 4e-3)
+    dot_product = layer.grad.norm() * rounded.norm() / layer.hidden**0.5  # a few may cancel to their own rounding
+    assert (d_weights - expected_d_weights).norm() <= 5e-3 * max(expected_d_weights.norm(), dot_product)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
