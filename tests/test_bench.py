@@ -89,6 +89,12 @@ def test_formats_of_a_group_that_a_shape_cannot_hold_are_left_out_with_the_reaso
     assert left_out["ktc_q4_k"] == "cuts rows into groups or blocks, of which this shape has no whole number"
 
 
+def test_a_run_of_which_nothing_is_left_says_why(bench: Bench) -> None:
+    code, out, _ = bench(*TINY, "--impl", "onednn_dense", "--tokens", "1")
+    assert code == 0
+    assert out.startswith("nothing was measured\nnot measured: onednn_dense (forward 1): reads one expert alone")
+
+
 def test_groups_stand_for_their_members_and_repeats_are_dropped() -> None:
     request = parse(replace(CUSTOM, impls="hf,hf_eager,onednn_dense", tokens="4,1,4", lora_ranks="8,0"))
     assert request.impls == ("hf_eager", "hf_grouped_mm", "hf_batched_mm", "onednn_dense")

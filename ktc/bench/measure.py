@@ -1,4 +1,4 @@
-"""The rounds: every candidate once in each, and the machine's limits between them; then medians.
+"""The rounds: every candidate once in each, and the machine's limits before each of them; then medians.
 
 In: candidates and a request. Out: rows, and what was left out. A peer that fails is left out with its words; a failure
 of ktc's own kernels ends the run.
@@ -57,8 +57,8 @@ def measure(
         samples, inputs = Samples(), batches(request.shape, tokens)
         _hand_out(cases, inputs)
         for round_number in range(rounds_of(request, tokens) + 1):
-            limits.measure(samples)
             for case in (each for each in cases if not each.failure):
+                limits.measure(samples)
                 progress(done, num_rounds, f"{tokens} tokens, {case.passes}, {case.candidate.impl}")
                 _run(case, inputs, round_number)
             done += 1

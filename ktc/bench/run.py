@@ -51,6 +51,7 @@ def _run(request: Request, progress: Progress, stack: ExitStack) -> Report:
     candidates: list[Candidate] = [*ours.candidates(request, weights), *peers.candidates(request, weights), *of_kt]
     candidates.sort(key=lambda each: request.impls.index(each.impl))
     total = Samples()
+    limits.measure(total)
     found = [*absent(request), *measure(request, candidates, limits, total, progress)]
     peak, bandwidth = total.median()
     return Report(
