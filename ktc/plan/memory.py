@@ -44,7 +44,7 @@ def plan_memory(
         DeviceMemory(name, budget_of(name, rules, host), weights.get(name, {}), adapters.get(name, 0))
         for name in sorted({*weights, *adapters}, key=lambda name: (name == "cpu", name))
     )
-    uses, notes = workloads(captured, rewrites, placements, devices, lora, rules, asked)
+    uses, notes = workloads(captured, rewrites, placements, devices, lora, rules, host, asked)
     total = sum(parameter.numel() for _, parameter in captured.model.named_parameters())
     return MemoryPlan(total, total - _idle(captured), devices, uses, notes)
 

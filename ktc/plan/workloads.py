@@ -14,8 +14,10 @@ from ktc.capture import CapturedModel
 from ktc.dsl.ruleset import RuleSet
 from ktc.graph import ops
 from ktc.graph.typed import nodes_of
+from ktc.host import Host
 from ktc.plan.activations import Adapter, Footprint, footprint
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.kernels import thread_count
 from ktc.plan.packed_size import Slots, slots_of
 from ktc.plan.placement import device_of
 from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, Point, Workload
@@ -64,10 +66,11 @@ def workloads(
     devices: tuple[DeviceMemory, ...],
     lora: LoraPlan | None,
     rules: RuleSet,
+    host: Host,
     asked: Point,
 ) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
     """The uses of the model, and what their numbers do not cover. Training is among them for a program with LoRA."""
-    model = _described(captured, rewrites, placements, devices, lora)
+    model = _described(captured, rewrites, placements, devices, lora, host)
     limit = _positions(getattr(captured.source.config.get_text_config(), "max_position_embeddings", None))
     tokens = rules.plan.get("tokens")
     usual = tokens if isinstance(tokens, int) and tokens > 1 else DEFAULT_LENGTH
@@ -172,6 +175,7 @@ def _described(
     placements: Mapping[str, str],
     devices: tuple[DeviceMemory, ...],
     lora: LoraPlan | None,
+    host: Host,
 ) -> _Model:
     hidden, item = int(captured.facts["hidden"]), captured.model.dtype.itemsize
     by_site = {site.fqn: rewrite for rewrite in rewrites for site in rewrite.sites}
@@ -181,7 +185,7 @@ def _described(
         rewrite = by_site.get(site.fqn)
         key = (site.block, rewrite.key if rewrite else "")
         if key not in known:
-            known[key] = _of_block(captured, site.block, rewrite, lora, hidden)
+            known[key] = _of_block(captured, site.block, rewrite, lora, hidden, host)
         of_block, slots = known[key]
         around = site.fqn.rpartition(".")[0]
         layer = layers.setdefault(site.layer, _Layer(device_of(around, placements)))
@@ -201,7 +205,7 @@ def _described(
 
 
 def _of_block(
-    captured: CapturedModel, key: str, rewrite: BlockRewrite | None, lora: LoraPlan | None, hidden: int
+    captured: CapturedModel, key: str, rewrite: BlockRewrite | None, lora: LoraPlan | None, hidden: int, host: Host
 ) -> tuple[Footprint, Slots | None]:
     graph, item = captured.block(key).graph, captured.model.dtype.itemsize
     if graph is None:
@@ -216,7 +220,8 @@ def _of_block(
             adapters[action.node] = Adapter(lora.rank_pattern.get(path, lora.r), max(4, item), mask)
         elif isinstance(action.kernel, KernelSpec):
             ranks = (0, 0) if lora is None or rewrite is None else _ranks(f"{rewrite.sites[0].fqn}.{action.fqn}", lora)
-            slots = slots_of(action.kernel, keep=action.settings["activations"] == "keep", ranks=ranks)
+            keep, threads = action.settings["activations"] == "keep", thread_count(action.settings, host)
+            slots = slots_of(action.kernel, keep=keep, ranks=ranks, threads=threads)
     found = footprint(graph, adapters, hidden)
     if slots is None:
         stock = sum(_stock_experts(node_attributes) for node_attributes in _experts(captured, key))

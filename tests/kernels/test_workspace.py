@@ -1,0 +1,74 @@
+"""What a plan says of the kernels' memory, beside what they reserve."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_layers import FORMS, ISAS, Load, random_layer, spec_of
+from torch import Tensor
+
+from ktc import host
+from ktc.plan.packed_size import packed_bytes, slots_of
+from ktc.runtime.experts_lora import ExpertsLora, Lora
+from ktc.runtime.fused_moe_op import native_factors
+
+REGIONS = 32 * 64  # of a call, each rounded up to 64 bytes
+TOKENS = 45
+
+
+def reserved_by(call: Callable[[], object], workspace: Callable[[], int]) -> int:
+    """Bytes of the workspace after a call, in a child: it begins with none."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        call()
+        os.write(write, str(workspace()).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        size = int(told.read())
+    os.waitpid(child, 0)
+    return size
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (8, 0), (0, 17), (33, 5)])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[-1]])
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_plan_counts_what_a_call_reserves(
+    load: Load, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int], threads: int, form: str, keep: bool
+) -> None:
+    monkeypatch.setattr(host, "usable_threads", lambda: 8)
+    layer = random_layer(200, 150, 6, 3, TOKENS, form=form)
+    spec = spec_of(ISAS[0], form=form)
+    experts = load(layer, spec, threads=threads)._experts
+    assert experts is not None
+    sized = replace(spec, hidden=200, intermediate=150, num_experts=6, top_k=3)
+    slots = slots_of(sized, keep=keep, ranks=ranks, threads=threads)
+    inputs = layer.x.bfloat16(), layer.index, layer.weights.float()
+    factors = native_factors(lora_of(ranks, layer.form.gated), experts, interleaved=False, gradients=True)
+    saved = experts.forward(*inputs, save=keep, lora=factors)[1]
+    x, index, weights = inputs
+
+    def forward() -> None:
+        experts.forward(*inputs, save=keep, lora=factors)
+
+    def backward() -> None:
+        experts.backward(layer.grad.bfloat16(), index, weights, saved=saved, x_TH=x, lora=factors)
+
+    for call, is_backward in ((forward, False), (backward, True)):
+        found = reserved_by(call, lambda: experts._engine.workspace_bytes)
+        assert 0 <= found - slots.workspace(TOKENS, backward=is_backward) < REGIONS
+    assert packed_bytes(sized) == experts.nbytes
+
+
+def lora_of(ranks: tuple[int, int], gated: bool) -> ExpertsLora:
+    def lora(rank: int, inputs: int, outputs: int) -> Lora | None:
+        factor: Callable[..., Tensor] = torch.zeros
+        return Lora(factor(6, rank, inputs), factor(6, outputs, rank), 1.0) if rank else None
+
+    return ExpertsLora(lora(ranks[0], 200, 150 * (1 + gated)), lora(ranks[1], 150, 200))
