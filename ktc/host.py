@@ -35,6 +35,7 @@ _NEEDS: dict[Isa, frozenset[str]] = {
     "avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"},
     "amx": _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
 }
+_NODES = Path("/sys/devices/system/node")
 _ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XFEATURE_XTILEDATA = 158, 0x1021, 18
 _BYTE_UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -49,6 +50,14 @@ class Gpu:
 
     name: str
     memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """A part of the machine whose memory is near to its CPUs: its number, and those that this process may use."""
+
+    number: int
+    cpus: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,7 @@ def detect(probe_gpu: bool = False) -> Host:
         features=features,
         cores=min(_physical_cores(_own_cpus()), threads),
         threads=threads,
-        numa=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        numa=len(list(_NODES.glob("node[0-9]*"))) or 1,
         memory=min(limit for limit in (_physical_memory(), _cgroup_memory()) if limit is not None),
         gpus=_gpus() if probe_gpu else (),
         python_abi=str(sysconfig.get_config_var("SOABI")),
@@ -254,6 +263,22 @@ def usable_threads() -> int:
     """How many threads this process can run at once: the CPUs it may use, or the quota of its container if less."""
     cpus = len(_own_cpus())
     return max(1, min(cpus, _cgroup_cpus() or cpus))
+
+
+def numa_nodes() -> tuple[NumaNode, ...]:
+    """The NUMA nodes that this process may run on; none where the system does not name them."""
+    own, found = _own_cpus(), list[NumaNode]()
+    for folder in sorted(_NODES.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
+        cpus = tuple(cpu for cpu in _listed(_read(folder / "cpulist")) if cpu in own)
+        if cpus:
+            found.append(NumaNode(int(folder.name[4:]), cpus))
+    return tuple(found)
+
+
+def _listed(text: str) -> Iterator[int]:
+    """The numbers of a list as Linux writes them: `0-3,8`."""
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        yield from range(int(first), int(last or first) + 1)
 
 
 def _own_cpus() -> set[int]:

@@ -43,6 +43,7 @@ def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, 
                 "form": "silu",
                 "activations": "keep",
                 "threads": 1,
+                "numa": "shard",
             }
             steps.append(Rewrite(fqn, "fused_moe", kernel, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     return tuple(steps)

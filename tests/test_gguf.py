@@ -51,7 +51,7 @@ def recipe(model: PreTrainedModel) -> tuple[Rewrite, ...]:
             inner, hidden = sizes if form.transposed else reversed(sizes)
             args = {
                 "num_experts": experts, "hidden": hidden, "intermediate": inner, "form": str(form), "threads": 1,
-                "top_k": model.config.num_experts_per_tok, "activations": "keep",
+                "top_k": model.config.num_experts_per_tok, "activations": "keep", "numa": "shard",
             }  # fmt: skip
             steps.append(Rewrite(fqn, "fused_moe", None, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     assert steps

@@ -154,3 +154,14 @@ def test_threads_are_no_more_than_a_containers_quota(
     monkeypatch.setattr(host, "_read", lambda path: held.get(str(path), ""))
     monkeypatch.setattr(host, "_own_cpus", lambda: set(range(8)))
     assert host.usable_threads() == expected
+
+
+def test_numa_nodes_are_those_with_cpus_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, cpus in ((0, "0-3,8"), (2, "4-7"), (10, "9-11"), (1, "")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(f"{cpus}\n")
+    monkeypatch.setattr(host, "_NODES", tmp_path)
+    monkeypatch.setattr(host, "_own_cpus", lambda: {1, 2, 8, 9})
+    assert host.numa_nodes() == (host.NumaNode(0, (1, 2, 8)), host.NumaNode(10, (9,)))
+    monkeypatch.setattr(host, "_NODES", tmp_path / "none")
+    assert host.numa_nodes() == ()

@@ -63,6 +63,7 @@ def _kernel_args(kernel: KernelSpec, node: fx.Node, action: NodeAction, host: Ho
         "form": str(about["form"]),
         "activations": str(action.settings["activations"]),
         "threads": thread_count(action.settings, host),
+        "numa": str(action.settings["numa"]),
         "format_gate_up": kernel.format_gate_up,
         "format_down": kernel.format_down,
     }

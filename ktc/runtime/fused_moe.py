@@ -25,7 +25,7 @@ from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.fused_moe_op import fused_moe, native_factors
 from ktc.runtime.kernel_library import Kernel, Part
 from ktc.runtime.micro_batches import MicroBatch, cut, joined
-from ktc.runtime.packed_experts import PackedExperts
+from ktc.runtime.packed_experts import Numa, PackedExperts
 from ktc.runtime.pending import Pending
 from ktc.runtime.stock_experts import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
 
@@ -57,6 +57,7 @@ class FusedMoe(nn.Module):
         kernel: an entry of the kernel library, or `None` for the PyTorch reference.
         threads: workers of the kernel's engine.
         dtype: what the parameters report; in reference mode also the dtype they are stored and computed in.
+        numa: `shard` cuts packed weights for the NUMA nodes that the process may run on, `none` does not.
         activations: `keep` saves gate and up of every slot for backward, `recompute` computes them again.
     """
 
@@ -76,13 +77,16 @@ class FusedMoe(nn.Module):
         threads: int = 1,
         dtype: torch.dtype = torch.bfloat16,
         activations: Literal["keep", "recompute"] = "keep",
+        numa: Numa = "shard",
     ) -> None:
         super().__init__()
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
         self.form = parse_form(form) if isinstance(form, str) else form
         self.activations: Literal["keep", "recompute"] = activations
         self._experts = (
-            PackedExperts(kernel, threads, num_experts, hidden, intermediate, top_k) if kernel is not None else None
+            PackedExperts(kernel, threads, num_experts, hidden, intermediate, top_k, numa)
+            if kernel is not None
+            else None
         )
         parts = parts_of(self.form)
         self._absent: set[tuple[int, Part]] = {(expert, part) for expert in range(num_experts) for part in parts}
@@ -183,13 +187,20 @@ class FusedMoe(nn.Module):
 
     @property
     def packed_storage(self) -> memoryview:
-        """The packed bytes of all experts, in memory of this module. Raises `ValueError` in reference mode."""
-        return memoryview(self._kernel_experts().storage.numpy().data)
+        """The packed bytes of all experts, one after the other. Raises `ValueError` in reference mode."""
+        return memoryview(self._kernel_experts().whole().numpy().data)
 
-    def take_packed(self, mapping: mmap.mmap | None = None) -> None:
-        """All experts are there: in `packed_storage`, which was filled, or in a read-only mapping of such bytes."""
-        if mapping is not None:
-            self._kernel_experts().use_mapping(mapping)
+    def fill_packed(self, fill: Callable[[memoryview], None]) -> None:
+        """All experts are what `fill` puts where it is told to, in the order of `packed_storage`."""
+        experts = self._kernel_experts()
+        filled = experts.to_fill()
+        fill(memoryview(filled.numpy().data))
+        experts.take(filled)
+        self._absent.clear()
+
+    def take_packed(self, mapping: mmap.mmap) -> None:
+        """All experts are in a read-only mapping of bytes in the order of `packed_storage`."""
+        self._kernel_experts().use_mapping(mapping)
         self._absent.clear()
 
     def _kernel_experts(self) -> PackedExperts:

@@ -13,11 +13,13 @@ import importlib.util
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Final, Literal, Protocol, cast
 
 from ktc import host
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.host import NumaNode
 
+MAX_NODES: Final = 16  # `kMaxNodes`
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 # A, B and their gradients (addresses, or 0), rank (0: no LoRA), scale, whether the outputs are interleaved.
 NativeLora = tuple[int, int, int, int, int, float, bool]
@@ -34,9 +36,13 @@ class NativeKernel(Protocol):
     """`ktc::MoeKernel`. Pointers are addresses; see `moe_kernel.hpp` for the shapes behind them."""
 
     packed_bytes: int
+    expert_bytes: int
 
     def coding(self, part: Part, /) -> tuple[str, int] | None: ...
     def saved_bytes(self, tokens: int, first_rank: int, down_rank: int, /) -> int: ...
+    def bind(self, packed: int, nodes: list[int], /) -> None: ...
+    def shard(self, whole: int, expert: int, packed: int, /) -> None: ...
+    def join(self, packed: int, expert: int, whole: int, /) -> None: ...
     def pack(self, packed: int, expert: int, part: Part, source: int, dtype: str, rows: int, cols: int, /) -> None: ...
     def pack_codes(
         self, packed: int, expert: int, part: Part, codes: int, scales: int, rows: int, cols: int, groups: int, /
@@ -79,7 +85,7 @@ class NativeKernel(Protocol):
 
 
 class _Module(Protocol):
-    def Engine(self, threads: int, /) -> Engine: ...
+    def Engine(self, threads: int, nodes: list[tuple[int, ...]], /) -> Engine: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +96,17 @@ class Kernel:
     entry: str
     dtype: str
 
-    def instantiate(self, num_experts: int, hidden: int, intermediate: int, top_k: int) -> NativeKernel:
-        """The kernel for one layer. Raises `ValueError` for a size other than the one it was built for."""
-        make = getattr(_opened(self.library.path, self.library.digest), self.entry)
-        return cast("NativeKernel", make(num_experts, hidden, intermediate, top_k))
+    def instantiate(self, num_experts: int, hidden: int, intermediate: int, top_k: int, nodes: int = 1) -> NativeKernel:
+        """The kernel for one layer, its weights cut for so many NUMA nodes.
 
-    def engine(self, threads: int) -> Engine:
+        Raises `ValueError` for a size other than the one it was built for.
+        """
+        make = getattr(_opened(self.library.path, self.library.digest), self.entry)
+        return cast("NativeKernel", make(num_experts, hidden, intermediate, top_k, nodes))
+
+    def engine(self, threads: int, nodes: tuple[NumaNode, ...] = ()) -> Engine:
         """What a call with that many threads runs on. The library's layers share one set of threads in a process."""
-        return _engine(self.library.path, self.library.digest, threads)
+        return _engine(self.library.path, self.library.digest, threads, nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +139,12 @@ def permitted_threads(threads: int) -> int:
     if threads > permitted:
         _warn_of_fewer(threads, permitted)
     return min(threads, permitted)
+
+
+def nodes_for(threads: int) -> tuple[NumaNode, ...]:
+    """The NUMA nodes to cut weights for: those that this process may run on, if each gets a thread at least."""
+    nodes = host.numa_nodes()
+    return nodes if 1 < len(nodes) <= min(threads, MAX_NODES) else ()
 
 
 @functools.cache
@@ -172,5 +187,5 @@ def _opened(path: Path, digest: str) -> _Module:
 
 
 @functools.cache
-def _engine(path: Path, digest: str, threads: int) -> Engine:
-    return _opened(path, digest).Engine(threads)
+def _engine(path: Path, digest: str, threads: int, nodes: tuple[NumaNode, ...]) -> Engine:
+    return _opened(path, digest).Engine(threads, [node.cpus for node in nodes])

@@ -23,7 +23,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Isa
 
 FILE = "ktc.json"
-SCHEMA = 4
+SCHEMA = 5
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -35,7 +35,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, type]] = {
     },
     "fused_moe": {
         **dict.fromkeys(("num_experts", "hidden", "intermediate", "top_k", "threads"), int),
-        **dict.fromkeys(("form", "activations"), str),
+        **dict.fromkeys(("form", "activations", "numa"), str),
     },
 }
 

@@ -13,17 +13,19 @@ import json
 import mmap
 import warnings
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
+from ktc.host import NumaNode
 from ktc.runtime.experts_lora import NativeFactors, native_arguments
-from ktc.runtime.kernel_library import Engine, Kernel, KernelLibrary, Part, permitted_threads
+from ktc.runtime.kernel_library import Engine, Kernel, KernelLibrary, Part, nodes_for, permitted_threads
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _HUGE_PAGE: Final = 2 << 20
+Numa = Literal["none", "shard"]  # whether weights are cut for the nodes of the machine that loads them
 Factors = tuple[NativeFactors | None, NativeFactors | None]  # LoRA of the first product and of down
 NO_FACTORS: Final[Factors] = (None, None)
 
@@ -35,27 +37,42 @@ class PackedExperts:
     """
 
     def __init__(
-        self, kernel: Kernel, threads: int, num_experts: int, hidden: int, intermediate: int, top_k: int
+        self,
+        kernel: Kernel,
+        threads: int,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        top_k: int,
+        numa: Numa = "shard",
     ) -> None:
-        self._bind(kernel, permitted_threads(threads), (num_experts, hidden, intermediate, top_k))
+        threads = permitted_threads(threads)
+        nodes = nodes_for(threads) if numa == "shard" else ()
+        self._bind(kernel, threads, (num_experts, hidden, intermediate, top_k), nodes)
         self._hold(huge_pages(self._native.packed_bytes))
+        if nodes:
+            self._native.bind(self._packed, [node.number for node in nodes])
 
     @staticmethod
     @functools.cache
     def named(key: str) -> PackedExperts:
         """The kernel that a `key` names, with no weights yet: give it some with `holding`."""
-        path, digest, entry, dtype, threads, *sizes = json.loads(key)
+        path, digest, entry, dtype, threads, sizes, nodes = json.loads(key)
         made = PackedExperts.__new__(PackedExperts)
-        made._bind(Kernel(KernelLibrary(Path(path), digest, ()), entry, dtype), threads, tuple(sizes))
+        kernel = Kernel(KernelLibrary(Path(path), digest, ()), entry, dtype)
+        made._bind(kernel, threads, tuple(sizes), tuple(NumaNode(number, tuple(cpus)) for number, cpus in nodes))
         return made
 
-    def _bind(self, kernel: Kernel, threads: int, sizes: tuple[int, int, int, int]) -> None:
-        self._native = kernel.instantiate(*sizes)
-        self._kernel, self._threads, self._sizes = kernel, threads, sizes
+    def _bind(
+        self, kernel: Kernel, threads: int, sizes: tuple[int, int, int, int], nodes: tuple[NumaNode, ...]
+    ) -> None:
+        self._native = kernel.instantiate(*sizes, max(1, len(nodes)))
+        self._kernel, self._threads, self._sizes, self._nodes = kernel, threads, sizes, nodes
         self.dtype = DTYPES[kernel.dtype]
         self.weight_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         library = kernel.library
-        self.key = json.dumps((str(library.path), library.digest, kernel.entry, kernel.dtype, threads, *sizes))
+        of_nodes = [(node.number, node.cpus) for node in nodes]
+        self.key = json.dumps((str(library.path), library.digest, kernel.entry, kernel.dtype, threads, sizes, of_nodes))
 
     def _hold(self, packed: Tensor, *, mapped: bool = False) -> None:
         self.packed, self._mapped = packed, mapped
@@ -72,7 +89,7 @@ class PackedExperts:
         """The same weights, computed with by exactly this many threads."""
         other = self.__new__(type(self))
         vars(other).update(vars(self))
-        other._bind(self._kernel, threads, self._sizes)
+        other._bind(self._kernel, threads, self._sizes, self._nodes)
         return other
 
     def saved_bytes(self, first_rank: int, down_rank: int) -> int:
@@ -81,23 +98,42 @@ class PackedExperts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weights."""
-        return self._native.packed_bytes
+        """Bytes of the packed weights, expert after expert; cut for several nodes they take up to 2 MB each more."""
+        return self._native.expert_bytes * self._sizes[0]
 
     def coding(self, part: Part) -> tuple[str, int] | None:
         """The format of the codes that a part is stored in and the size of their groups, `None` where it has values."""
         return self._native.coding(part)
 
-    @property
-    def storage(self) -> Tensor:
-        """The packed bytes of all experts, to be written to a file or filled from one."""
+    def whole(self) -> Tensor:
+        """The packed bytes expert after expert, as on one node: our own storage, or a copy where it is cut for more."""
         assert not self._mapped, "mapped weights have no storage of their own"
-        return self.packed
+        if not self._nodes:
+            return self.packed
+        whole = huge_pages(self.nbytes)
+        for expert in range(self._sizes[0]):
+            self._native.join(self._packed, expert, whole.data_ptr() + expert * self._native.expert_bytes)
+        return whole
+
+    def to_fill(self) -> Tensor:
+        """Where to put the packed bytes expert after expert, and then to call `take`."""
+        return huge_pages(self.nbytes) if self._nodes else self.whole()
+
+    def take(self, filled: Tensor) -> None:
+        """Compute from what was put into `to_fill()`."""
+        if self._nodes:
+            for expert in range(self._sizes[0]):
+                self._native.shard(filled.data_ptr() + expert * self._native.expert_bytes, expert, self._packed)
 
     def use_mapping(self, mapping: mmap.mmap) -> None:
-        """Compute from packed bytes that are mapped read-only, instead of from storage of our own."""
+        """Compute from packed bytes that are mapped read-only, instead of from storage of our own.
+
+        They lie as they do in their file, for one node: where its pages are is the system's affair.
+        """
         if len(mapping) != self.nbytes:
             raise ValueError(f"expected {self.nbytes} packed bytes, found a mapping of {len(mapping)}")
+        if self._nodes:
+            self._bind(self._kernel, self._threads, self._sizes, ())
         with warnings.catch_warnings():  # that PyTorch knows no read-only tensors; nobody writes to this one
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._hold(torch.frombuffer(mapping, dtype=torch.uint8), mapped=True)
@@ -207,7 +243,7 @@ class PackedExperts:
 
     @property
     def _engine(self) -> Engine:
-        return self._kernel.engine(self._threads)
+        return self._kernel.engine(self._threads, self._nodes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedExperts:
         return self

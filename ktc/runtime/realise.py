@@ -78,6 +78,7 @@ def _fused_moe(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Modul
         threads=args["threads"],
         dtype=stacked["down_proj"].dtype,
         activations=args["activations"],
+        numa=args["numa"],
     )
     if not stacked["down_proj"].is_meta:
         take_experts(made, stacked)

@@ -6,6 +6,7 @@ is named and not used: with `map` that is an error (L440, L442, L443), else a wa
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -93,13 +94,12 @@ def _read_experts(model: nn.Module, store: PackedStore, tally: Tally) -> None:
     for fqn in store.headers:
         module, path = _experts(model, store, fqn), store.path(fqn)
         try:
-            _read_file(path, module.packed_storage, tally)
+            module.fill_packed(functools.partial(_read_file, path, tally))
         except (Damaged, OSError) as error:
             raise InputRefused(packed_store.damaged(store.folder.parent, path, str(error))) from error
-        module.take_packed()
 
 
-def _read_file(path: Path, target: memoryview, tally: Tally) -> None:
+def _read_file(path: Path, tally: Tally, target: memoryview) -> None:
     def read(offset: int) -> int:
         return packed_file.read_into(descriptor, target[offset : offset + packed_file.PIECE], offset)
 
