@@ -36,10 +36,12 @@ def require_drawable(path: Path) -> None:
 
 def draw(report: Report, path: Path) -> None:
     """Writes the picture; a reader never sees half of it. Raises InputRefused (U003)."""
+    matplotlib: Any = importlib.import_module("matplotlib")
     figure = _figure(report)
     draft = path.with_name(f".{path.name}.draft")
     try:
-        figure.savefig(draft, format=path.suffix[1:], bbox_inches="tight", dpi=150)
+        with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters stay text: half the bytes
+            figure.savefig(draft, format=path.suffix[1:], bbox_inches="tight", dpi=150)
         draft.replace(path)
     except OSError as error:
         raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {error.strerror}")) from error
