@@ -21,6 +21,7 @@ from torch import Tensor
 from ktc.host import NumaNode
 from ktc.runtime.experts_lora import NativeFactors, native_arguments
 from ktc.runtime.kernel_library import Engine, Kernel, KernelLibrary, Part, nodes_for, permitted_threads
+from ktc.runtime.saved_buffers import SavedBuffers
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -28,6 +29,7 @@ _HUGE_PAGE: Final = 2 << 20
 Numa = Literal["none", "shard"]  # whether weights are cut for the nodes of the machine that loads them
 Factors = tuple[NativeFactors | None, NativeFactors | None]  # LoRA of the first product and of down
 NO_FACTORS: Final[Factors] = (None, None)
+_SAVED: Final = SavedBuffers()  # one for all layers: backward frees what the next forward takes
 
 
 class PackedExperts:
@@ -194,7 +196,7 @@ class PackedExperts:
         tokens = x_TH.shape[0]
         out_TH = torch.empty_like(x_TH)
         ranks = (0 if each is None else each.a.shape[1] for each in lora)
-        saved = torch.empty(self._native.saved_bytes(tokens, *ranks), dtype=torch.uint8) if save else None
+        saved = _SAVED.take(self._native.saved_bytes(tokens, *ranks)) if save else None
         self._native.forward(
             self._engine,
             self._packed,
