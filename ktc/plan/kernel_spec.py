@@ -18,7 +18,7 @@ BITS_PER_WEIGHT: Mapping[WeightFormat, int] = {"bf16": 16, "fp32": 32, "fp64": 6
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A format of codes that kernels multiply in bf16. `group_sizes`: how many weights of an output share a scale along
+    """A format of codes that kernels multiply. `group_sizes`: how many weights of an output share a scale along
     the contraction; the first is what a program gets that quantises. `even`: rows must be whole groups. `unit`: rows
     are padded to a multiple of it."""
 

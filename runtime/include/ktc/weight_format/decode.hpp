@@ -59,9 +59,7 @@ void decode_blocks(const std::byte* panel, std::int64_t first, std::int64_t last
                                         Decoding<Lanes>::doubled(scales + 2 * kLanes),
                                         Decoding<Lanes>::doubled(scales + 3 * kLanes)};
     const std::byte* line = panel + Panel::codes_at(block);
-    std::int64_t end = last;
-    if constexpr (Panel::kGroup != kWholeRow)
-      end = std::min(last, (block / Panel::kGroupBlocks + 1) * Panel::kGroupBlocks);
+    const std::int64_t end = std::min(last, (block / Panel::kGroupBlocks + 1) * Panel::kGroupBlocks);
     for (const std::byte* after = line + (end - block) * Panel::kBlockBytes; line < after; line += kLine) {
 #pragma GCC unroll 4
       for (int vector = 0; vector < kVectors; ++vector) {

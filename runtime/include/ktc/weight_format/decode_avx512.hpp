@@ -30,9 +30,6 @@ struct Decoding<avx512::Lanes<Rounding>> {
     const __m512i nibbles = _mm512_srli_epi32(_mm512_cvtepu16_epi32(words), static_cast<unsigned>(4 * vector));
     return Lanes(_mm512_permutexvar_ps(nibbles, table));
   }
-  static Lanes numbers(Int8, const std::byte* line, int vector, int half) {
-    return Lanes(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes(line, vector, half))));
-  }
   // As fp16, whose exponent has another bias, and which has the denormals too.
   static Lanes numbers(Fp8, const std::byte* line, int vector, int half) {
     const __m256i words = _mm256_cvtepu8_epi16(codes(line, vector, half));

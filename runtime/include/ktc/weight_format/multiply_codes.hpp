@@ -42,12 +42,6 @@ inline constexpr int kMaxCodeRows = 6;
 [[gnu::always_inline]] inline __m256i half_line(__m512i line, int vector) {
   return vector == 0 ? _mm512_castsi512_si256(line) : _mm512_extracti64x4_epi64(line, 1);
 }
-[[gnu::always_inline]] inline __m512bh bf16_numbers(Int8, __m512i line, int vector) {
-  const __m256i codes = half_line(line, vector);
-  const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes));
-  const __m512i high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1));
-  return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
-}
 // As fp16 the codes are 2^-8 of what they stand for.
 [[gnu::always_inline]] inline __m512bh bf16_numbers(Fp8, __m512i line, int vector) {
   const __m512i words = _mm512_cvtepu8_epi16(half_line(line, vector));
@@ -86,7 +80,7 @@ template <class Panel, int kRows>
   while (panel < end) {
     const auto* scales = reinterpret_cast<const typename Panel::Scale*>(panel);
     const std::byte* line = panel + Panel::kScaleBytes;
-    panel = Panel::kGroup == kWholeRow ? end : std::min(end, line + Panel::kGroupBlocks * Panel::kBlockBytes);
+    panel = std::min(end, line + Panel::kGroupBlocks * Panel::kBlockBytes);
     __m512 sum[kSplit][2][kRows];
 #pragma GCC unroll 4
     for (int split = 0; split < kSplit; ++split) {

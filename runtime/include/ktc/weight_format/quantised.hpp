@@ -24,8 +24,6 @@
 namespace ktc::weight_format {
 
 inline constexpr std::int64_t kLine = 64;
-// As the size of a group: all of a row.
-inline constexpr std::int64_t kWholeRow = 0;
 
 template <class CodeType, std::int64_t kGroupSize>
 struct QuantisedPanel {
@@ -37,24 +35,22 @@ struct QuantisedPanel {
   static constexpr std::int64_t kBlockBytes = kBlock * Code::kBits / 8;
   static constexpr std::int64_t kScaleBytes = kPanelWidth * sizeof(Scale);
   static constexpr std::int64_t kGroupBlocks = kGroup / kPanelWidth;
-  static_assert(kGroup % kPanelWidth == 0 && kScaleBytes % kLine == 0);
+  static_assert(kGroup > 0 && kGroup % kPanelWidth == 0 && kScaleBytes % kLine == 0);
 
-  static std::int64_t num_groups(std::int64_t k) { return kGroup == kWholeRow ? 1 : (k + kGroup - 1) / kGroup; }
+  static std::int64_t num_groups(std::int64_t k) { return (k + kGroup - 1) / kGroup; }
   static std::int64_t bytes(std::int64_t padded_k) {
     return num_groups(padded_k) * kScaleBytes + padded_k / kPanelWidth * kBlockBytes;
   }
   // Where a block's scales and codes lie in its panel.
   static std::int64_t scales_at(std::int64_t block) {
-    if constexpr (kGroup == kWholeRow) return 0;
-    return block / std::max<std::int64_t>(1, kGroupBlocks) * (kScaleBytes + kGroupBlocks * kBlockBytes);
+    return block / kGroupBlocks * (kScaleBytes + kGroupBlocks * kBlockBytes);
   }
   static std::int64_t codes_at(std::int64_t block) {
-    if constexpr (kGroup == kWholeRow) return kScaleBytes + block * kBlockBytes;
-    return scales_at(block) + kScaleBytes + block % std::max<std::int64_t>(1, kGroupBlocks) * kBlockBytes;
+    return scales_at(block) + kScaleBytes + block % kGroupBlocks * kBlockBytes;
   }
 
   static void check(const char* name, std::int64_t size) {
-    if (kGroup == kWholeRow || Code::kBits == 8 || size % std::max<std::int64_t>(1, kGroup) == 0) return;
+    if (Code::kBits == 8 || size % kGroup == 0) return;
     throw std::invalid_argument(std::string(kCode) + " weights in groups of " + std::to_string(kGroup) + ": " + name +
                                 " = " + std::to_string(size) + " is no multiple of it");
   }
@@ -149,8 +145,7 @@ struct QuantisedPanel {
   // `body(begin, end)` for every group of a row of `columns`.
   template <class Body>
   static void for_groups(std::int64_t columns, const Body& body) {
-    const std::int64_t size = kGroup == kWholeRow ? columns : kGroup;
-    for (std::int64_t begin = 0; begin < columns; begin += size) body(begin, std::min(begin + size, columns));
+    for (std::int64_t begin = 0; begin < columns; begin += kGroup) body(begin, std::min(begin + kGroup, columns));
   }
 };
 
