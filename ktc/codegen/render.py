@@ -18,7 +18,7 @@ import jinja2
 from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Isa
-from ktc.plan.kernel_spec import CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import BLOCKS, CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
 from ktc.runtime.experts_form import Function
 
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
@@ -30,13 +30,7 @@ _PANELS: Final[Mapping[WeightFormat, tuple[str, str]]] = {
     "int4": ("quantised", "Int4Panel<{}>"),
     "int8": ("int8", "Int8Panel"),
     "fp8": ("quantised", "Fp8Panel<{}>"),
-    "fp16": ("half", "HalfPanel"),
-    "q8_0": ("q8_0", "Q8_0Panel"),
-    "q4_0": ("q4_0", "Q4_0Panel"),
-    "mxfp4": ("mxfp4", "Mxfp4Panel"),
-    "q4_k": ("q4_k", "Q4_KPanel"),
-    "q5_k": ("q5_k", "Q5_KPanel"),
-    "q6_k": ("q6_k", "Q6_KPanel"),
+    **{name: (name, f"{name.upper()}Panel") for name in BLOCKS},
 }
 _FUNCTIONS: Final[Mapping[Function, str]] = {
     "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu", "relu2": "Relu2",

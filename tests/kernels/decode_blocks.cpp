@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "ktc/shape.hpp"
-#include "ktc/weight_format/half.hpp"
+#include "ktc/weight_format/fp16.hpp"
 #include "ktc/weight_format/mxfp4.hpp"
 #include "ktc/weight_format/q4_0.hpp"
 #include "ktc/weight_format/q4_k.hpp"
@@ -48,7 +48,7 @@ bool decode(const char* name) {
     float* next = weights;
     for_weights<Lanes, Panel>(bytes, block, [&](const Lanes& lanes) {
       lanes.store(next);
-      next += kHalfPanel;
+      next += kFP16Panel;
     });
     for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
       for (std::int64_t k = 0; k < kPanelWidth; ++k) {
@@ -65,8 +65,8 @@ bool decode(const char* name) {
 int main(int count, char** arguments) {
   if (count != 2) return 1;
   const char* name = arguments[1];
-  const bool done = decode<HalfPanel>(name) || decode<Q8_0Panel>(name) || decode<Q4_0Panel>(name) ||
-                    decode<Mxfp4Panel>(name) || decode<Q4_KPanel>(name) || decode<Q5_KPanel>(name) ||
+  const bool done = decode<FP16Panel>(name) || decode<Q8_0Panel>(name) || decode<Q4_0Panel>(name) ||
+                    decode<MXFP4Panel>(name) || decode<Q4_KPanel>(name) || decode<Q5_KPanel>(name) ||
                     decode<Q6_KPanel>(name);
   return done ? 0 : 1;
 }

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "ktc/shape.hpp"
-#include "ktc/weight_format/fp16.hpp"
+#include "ktc/weight_format/half_precision.hpp"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>

@@ -26,7 +26,7 @@
 #include "ktc/element.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
-#include "ktc/weight_format/fp16.hpp"
+#include "ktc/weight_format/half_precision.hpp"
 #include "ktc/weight_format/layout.hpp"
 #include "ktc/weight_format/packed.hpp"
 #include "ktc/weight_format/panel.hpp"

@@ -1,33 +1,32 @@
-// IEEE half precision: how checkpoints store weights and the scales of blocks. Nothing is computed in it.
+// fp16 weights, as checkpoints store them; computed with after rounding to bf16.
 #pragma once
 
-#include <bit>
-#include <cmath>
 #include <cstdint>
-#include <stdexcept>
+
+#include "ktc/weight_format/block_scales.hpp"
+#include "ktc/weight_format/blocks.hpp"
+#include "ktc/weight_format/half_precision.hpp"
 
 namespace ktc::weight_format {
 
-struct fp16 {
-  std::uint16_t bits = 0;
+struct FP16 {
+  static constexpr const char* kName = "f16";
+  static constexpr int kBits = 16;
+  static constexpr int kWeights = 1;
+  static constexpr int kStoredBytes = 2;
+  static constexpr int kScales = 0;
+  static constexpr bool kMins = false;
+  static constexpr std::int64_t kSpanBlocks = 1;
+  static constexpr std::int64_t kHeadBytes = 0;
 
-  fp16() = default;
-  // Rounds to nearest even. Throws std::invalid_argument for what becomes infinite.
-  explicit fp16(float value) {
-    const float magnitude = std::abs(value);
-    if (!(magnitude < 65520.0f)) throw std::invalid_argument("a weight or scale is beyond the range of fp16");
-    const int exponent = magnitude < 0x1p-14f ? -14 : std::ilogb(magnitude);
-    // In units of the last of ten binary places; a carry goes on into the exponent, and few of them are a denormal.
-    const auto places = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
-    bits = static_cast<std::uint16_t>((exponent + 14) * 1024 + places + (std::signbit(value) ? 0x8000 : 0));
+  static float number(unsigned code) {
+    fp16 half;
+    half.bits = static_cast<std::uint16_t>(code);
+    return static_cast<float>(half);
   }
-  explicit operator float() const {
-    const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7fff) << 13;
-    // The exponents' biases differ by 112, which also makes denormals what they are; infinities and NaN stay.
-    const auto finite = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
-    const std::uint32_t value = (bits & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : finite;
-    return std::bit_cast<float>(value | static_cast<std::uint32_t>(bits & 0x8000) << 16);
-  }
+  static unsigned code(const std::uint8_t* stored, int) { return stored[0] | static_cast<unsigned>(stored[1]) << 8; }
+  static void quantise(const float* weights, std::uint8_t* stored) { store_half(*weights, stored); }
 };
+using FP16Panel = BlockPanel<FP16>;
 
 }  // namespace ktc::weight_format

@@ -14,7 +14,7 @@
 
 namespace ktc::weight_format {
 
-struct Mxfp4 {
+struct MXFP4 {
   static constexpr const char* kName = "mxfp4";
   static constexpr int kBits = 4;
   static constexpr int kWeights = 32;
@@ -66,6 +66,6 @@ struct Mxfp4 {
     return std::bit_cast<float>(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
   }
 };
-using Mxfp4Panel = BlockPanel<Mxfp4>;
+using MXFP4Panel = BlockPanel<MXFP4>;
 
 }  // namespace ktc::weight_format
