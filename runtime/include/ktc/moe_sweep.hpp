@@ -32,14 +32,16 @@ struct Blocking {
   std::int64_t contraction;
 };
 
-// Whether an ISA takes this expert's product in blocks: rows that stay in L2 anyway are multiplied by whole panels.
+// Whether an ISA takes this expert's product in blocks: where rows stay in L2 beside a panel and the next one, they are
+// multiplied by whole panels.
 template <class Isa>
 bool multiplied_in_blocks([[maybe_unused]] const Routing& routing, [[maybe_unused]] const ActiveExpert& active,
                           [[maybe_unused]] std::int64_t contraction) {
   if constexpr (Isa::kBlocked) {
     const SlotGroup& last = routing.groups()[active.last_group - 1];
     const std::int64_t rows = last.first_slot + last.rows - routing.groups()[active.first_group].first_slot;
-    const std::int64_t bytes = rows * contraction * static_cast<std::int64_t>(sizeof(typename Isa::Element));
+    const std::int64_t bytes =
+        (rows + 2 * kPanelWidth) * contraction * static_cast<std::int64_t>(sizeof(typename Isa::Element));
     return rows >= Isa::kBlockedRows && bytes >= Isa::kBlockedBytes;
   }
   return false;
