@@ -19,7 +19,7 @@ from ktc.plan.types import Claim, PlannedOnly
 _SETTINGS: dict[tuple[str, str], tuple[object, ...]] = {
     ("place", "prefill"): (None,),
     ("lora_linear", "dtype"): (None,),
-    ("cpu_moe", "numa"): (None, "none", "shard"),  # on one NUMA node sharding is nothing to do
+    ("cpu_moe", "numa"): (None, "none", "shard"),  # no copies of the weights for each node
 }
 _PLAN_KEYS: dict[str, tuple[object, ...]] = {
     "auto": ("none",),

@@ -10,6 +10,8 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import os
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +155,27 @@ def _warn_of_fewer(threads: int, permitted: int) -> None:
     share = f", its share of {host.usable_threads()} among {processes} processes" if processes > 1 else ""
     message = f"the plan asks for {threads} kernel threads; this process may use {permitted}{share}"
     warnings.warn(message, stacklevel=5)
+
+
+class _Turns:
+    """Calls of a process take turns, also where two compiled models have a library and so threads each: together they
+    would ask for twice the cores. A child of a fork begins anew, whoever had the turn in its parent."""
+
+    def __init__(self) -> None:
+        self.renew()
+        os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+TURNS: Final = _Turns()
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ktc.host import NumaNode
 from ktc.runtime.experts_lora import NativeFactors, native_arguments
-from ktc.runtime.kernel_library import Engine, Kernel, KernelLibrary, Part, nodes_for, permitted_threads
+from ktc.runtime.kernel_library import TURNS, Engine, Kernel, KernelLibrary, Part, nodes_for, permitted_threads
 from ktc.runtime.saved_buffers import SavedBuffers
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -197,17 +197,18 @@ class PackedExperts:
         out_TH = torch.empty_like(x_TH)
         ranks = (0 if each is None else each.a.shape[1] for each in lora)
         saved = _SAVED.take(self._native.saved_bytes(tokens, *ranks)) if save else None
-        self._native.forward(
-            self._engine,
-            self._packed,
-            x_TH.data_ptr(),
-            index_TK.data_ptr(),
-            weights_TK.data_ptr(),
-            out_TH.data_ptr(),
-            saved.data_ptr() if saved is not None else 0,
-            tokens,
-            *native_arguments(lora),
-        )
+        with TURNS:
+            self._native.forward(
+                self._engine,
+                self._packed,
+                x_TH.data_ptr(),
+                index_TK.data_ptr(),
+                weights_TK.data_ptr(),
+                out_TH.data_ptr(),
+                saved.data_ptr() if saved is not None else 0,
+                tokens,
+                *native_arguments(lora),
+            )
         return out_TH, saved
 
     def backward(
@@ -228,19 +229,20 @@ class PackedExperts:
         assert x_TH is not None or not any(lora), "the gradients of LoRA need the input"
         grad_x_TH = torch.empty_like(grad_TH)
         grad_weights_TK = torch.empty_like(weights_TK)
-        self._native.backward(
-            self._engine,
-            self._packed,
-            index_TK.data_ptr(),
-            weights_TK.data_ptr(),
-            saved.data_ptr() if saved is not None else 0,
-            x_TH.data_ptr() if x_TH is not None else 0,
-            grad_TH.data_ptr(),
-            grad_x_TH.data_ptr(),
-            grad_weights_TK.data_ptr(),
-            grad_TH.shape[0],
-            *native_arguments(lora),
-        )
+        with TURNS:
+            self._native.backward(
+                self._engine,
+                self._packed,
+                index_TK.data_ptr(),
+                weights_TK.data_ptr(),
+                saved.data_ptr() if saved is not None else 0,
+                x_TH.data_ptr() if x_TH is not None else 0,
+                grad_TH.data_ptr(),
+                grad_x_TH.data_ptr(),
+                grad_weights_TK.data_ptr(),
+                grad_TH.shape[0],
+                *native_arguments(lora),
+            )
         return grad_x_TH, grad_weights_TK
 
     @property
