@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from families import captured, planned, rules
+from families import captured as capture_family
+from families import planned, rules
 
 from ktc import twin
-from ktc.capture import ModelSource, capture
+from ktc.capture import CapturedModel, ModelSource, capture
 from ktc.diagnostics import InputRefused
 from ktc.link.adapter import adapter_json
 from ktc.plan.kernel_spec import KernelSpec
@@ -17,6 +20,11 @@ from ktc.plan.packed_size import slots_of
 from ktc.plan.types import Plan
 
 MOE = 'import "std/moe.ktr"\n'
+
+
+@cache
+def captured(family: str) -> CapturedModel:
+    return capture_family(family)
 
 
 def plan_of(text: str, folder: Path, family: str = "qwen3_moe") -> Plan:
@@ -111,6 +119,14 @@ def test_a_plan_says_what_a_token_leaves_for_backward(tmp_path: Path, activation
 def test_what_cannot_be_adapted_is_refused_with_a_reason(tmp_path: Path, action: str, block: str, why: str) -> None:
     text = f"rule r {{ match moe.block => {action} }}\nlora {{ rank = 8  {block} }}"
     assert why in refused(text, tmp_path)
+
+
+def test_experts_in_a_list_are_refused_and_told_why(tmp_path: Path) -> None:
+    stacked = captured("qwen3_moe")
+    listed = [replace(m, tensors=()) if m.fqn.endswith(".experts") else m for m in stacked.modules]
+    program = rules("rule r { match moe.block => cpu_moe() => lora_experts(rank = 3) }", tmp_path)
+    with pytest.raises(InputRefused, match=r"M076.*PEFT names every expert's linear layers"):
+        planned(replace(stacked, modules=tuple(listed)), program)
 
 
 def test_memory_counts_what_backward_reads_for_the_factors() -> None:

@@ -69,7 +69,10 @@ def _unsuited(claim: Claim, module: ModuleInfo | None, on_kernel: Collection[str
     if claim.path not in on_kernel:
         return "no rule with `cpu_moe` runs these experts, and without its kernel they would be copied to be adapted"
     if not names:
-        return "the model keeps its experts one by one, and PEFT adapts them only as one weight"
+        return (
+            "the model keeps its experts in a list of modules, where PEFT names every expert's linear layers; "
+            "compiled they are one node, in which there are no such layers to adapt"
+        )
     if "gate_up_proj" in names and len(targets & {"gate", "up"}) == 1:
         return "gate and up are one weight here, which has one adapter"
     if not any(_asked(claim, name) for name in names):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from kernel_layers import FORMS, ISAS, Layer, Load, error, random_layer, spec_of
+from kernel_layers import FORMS, ISAS, Load, error, random_layer, spec_of
+from lora_layers import adapt, assert_close, run_adapted, trained
 from torch import Tensor
 
 from ktc import host
 from ktc.host import Isa
 from ktc.runtime.experts_lora import ExpertsLora, Lora
-from ktc.runtime.experts_reference import fused_moe_reference
-from ktc.runtime.fused_moe import FusedMoe
 
 # Hidden, intermediate, experts, experts per token, tokens, and how many experts get any.
 SHAPES = {
@@ -27,75 +26,6 @@ SHAPES = {
 RANKS = (1, 8, 33)
 
 
-@dataclass(frozen=True, slots=True)
-class Adapted:
-    """A random layer with factors, in float64 but exact in bf16; `ranks` 0: none."""
-
-    layer: Layer
-    lora: ExpertsLora
-
-    def reference(self) -> tuple[Tensor, ...]:
-        """Output, then the gradients of hidden states, routing weights and factors."""
-        first, down, *biases = self.layer.stock.values()
-        x, weights, lora = _trained(self, torch.float64, torch.float64)
-        stock = (first, down, self.layer.form, *biases)
-        out = fused_moe_reference(x, self.layer.index, weights, *stock, lora=lora)
-        return _with_gradients(out, self.layer.grad, (x, weights, *lora.factors))
-
-
-def _trained(adapted: Adapted, dtype: torch.dtype, masters: torch.dtype) -> tuple[Tensor, Tensor, ExpertsLora]:
-    def leaf(values: Tensor, to: torch.dtype) -> Tensor:
-        return values.detach().to(to).clone(memory_format=torch.preserve_format).requires_grad_()
-
-    def trained(lora: Lora | None) -> Lora | None:
-        return lora and replace(lora, a=leaf(lora.a, masters), b=leaf(lora.b, masters))
-
-    layer = adapted.layer
-    lora = ExpertsLora(*(trained(each) for each in adapted.lora.products))
-    return leaf(layer.x, dtype), leaf(layer.weights, masters), lora
-
-
-def _with_gradients(out: Tensor, grad: Tensor, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    present = [each for each in inputs if each is not None]
-    return (out.detach(), *torch.autograd.grad(out, present, grad.to(out.dtype)))
-
-
-def run(module: FusedMoe, adapted: Adapted, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-    masters = torch.float64 if dtype == torch.float64 else torch.float32
-    x, weights, lora = _trained(adapted, dtype, masters)
-    return _with_gradients(
-        module(x, adapted.layer.index, weights, lora), adapted.layer.grad, (x, weights, *lora.factors)
-    )
-
-
-def adapt(layer: Layer, rank: int | tuple[int, int], *, seed: int = 3, selecting: bool = False) -> Adapted:
-    """Factors of both products, or of those with a rank; B is stored as PEFT stores it, with the experts last.
-
-    Where they are `selecting`, A picks single inputs and the scale is a power of two: no low-rank value is rounded.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def lora(rank: int, inputs: int, outputs: int) -> Lora | None:
-        if rank == 0:
-            return None
-        a = torch.randn(layer.num_experts, rank, inputs, generator=generator).mul(inputs**-0.5).bfloat16()
-        if selecting:
-            a = torch.eye(rank, inputs).expand(layer.num_experts, -1, -1)
-        b = torch.randn(outputs, rank, layer.num_experts, generator=generator).mul(0.25 * rank**-0.5).bfloat16()
-        return Lora(a.double(), b.double().permute(2, 0, 1), scale=0.5 if selecting else 0.75)
-
-    first, down = rank if isinstance(rank, tuple) else (rank, rank)
-    wide = layer.intermediate * (2 if layer.form.gated else 1)
-    return Adapted(layer, ExpertsLora(lora(first, layer.hidden, wide), lora(down, layer.intermediate, layer.hidden)))
-
-
-def assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    assert [tuple(each.shape) for each in found] == [tuple(each.shape) for each in expected]
-    names = ("out", "x", "weights", *(f"factor {i}" for i in range(4)))
-    for name, bound, ours, theirs in zip(names, (3e-3, 4e-3, *[5e-3] * 5), found, expected, strict=False):
-        assert error(ours, theirs) <= bound, (name, error(ours, theirs))
-
-
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("isa", ISAS)
@@ -103,7 +33,7 @@ def test_outputs_and_gradients_are_those_of_the_reference(
     load: Load, isa: Isa, shape: tuple[int, ...], rank: int
 ) -> None:
     adapted = adapt(random_layer(*shape[:5], seed=2, experts_used=shape[5]), rank)
-    assert_close(run(load(adapted.layer, spec_of(isa)), adapted), adapted.reference())
+    assert_close(run_adapted(load(adapted.layer, spec_of(isa)), adapted), adapted.reference())
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
@@ -111,7 +41,7 @@ def test_outputs_and_gradients_are_those_of_the_reference(
 def test_experts_of_any_form_are_those_of_the_reference(load: Load, isa: Isa, form: str) -> None:
     # a rounded gate may lie on the other side of a limit or of zero, where the gradient jumps
     adapted = adapt(random_layer(70, 37, 5, 2, 29, form=form), 5, selecting=True)
-    assert_close(run(load(adapted.layer, spec_of(isa, form=form)), adapted), adapted.reference())
+    assert_close(run_adapted(load(adapted.layer, spec_of(isa, form=form)), adapted), adapted.reference())
 
 
 @pytest.mark.parametrize("ranks", [(8, 0), (0, 8), (3, 40), (128, 128)])
@@ -121,21 +51,23 @@ def test_products_are_adapted_each_by_its_own_rank_or_not_at_all(
 ) -> None:
     adapted = adapt(random_layer(70, 37, 5, 2, 29), ranks)
     module = load(adapted.layer, spec_of(ISAS[0]), activations=activations)
-    assert_close(run(module, adapted), adapted.reference())
+    assert_close(run_adapted(module, adapted), adapted.reference())
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_scalar_oracle_is_exact_in_float64(load: Load, form: str) -> None:
     adapted = adapt(random_layer(70, 37, 5, 2, 29, form=form), (3, 9))
-    found = run(load(adapted.layer, spec_of("scalar", "fp64", form)), adapted, torch.float64)
+    found = run_adapted(load(adapted.layer, spec_of("scalar", "fp64", form)), adapted, torch.float64)
     for ours, theirs in zip(found, adapted.reference(), strict=True):
         assert error(ours, theirs) <= 1e-14
 
 
-def test_gradcheck_in_float64(load: Load) -> None:
-    adapted = adapt(random_layer(9, 7, 4, 2, 6), (2, 3))
-    module, layer = load(adapted.layer, spec_of("scalar", "fp64")), adapted.layer
-    x, weights, lora = _trained(adapted, torch.float64, torch.float64)
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[5], FORMS[6]])
+def test_gradcheck_in_float64(load: Load, form: str, activations: str) -> None:
+    adapted = adapt(random_layer(9, 7, 4, 2, 6, form=form), (2, 3))
+    module, layer = load(adapted.layer, spec_of("scalar", "fp64", form), activations=activations), adapted.layer
+    x, weights, lora = trained(adapted, torch.float64, torch.float64)
 
     def call(x: Tensor, weights: Tensor, *factors: Tensor) -> Tensor:
         first, down = Lora(factors[0], factors[1], 0.75), Lora(factors[2], factors[3], 0.5)
@@ -148,9 +80,9 @@ def test_gradcheck_in_float64(load: Load) -> None:
 def test_every_way_to_run_gives_the_same_bits(load: Load, isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "usable_threads", lambda: 8)
     adapted = adapt(random_layer(200, 150, 6, 3, 45), (8, 33))
-    alone = run(load(adapted.layer, spec_of(isa)), adapted)
-    for options in ({"threads": 2}, {"threads": 3}, {"threads": 7}, {"activations": "recompute"}):
-        found = run(load(adapted.layer, spec_of(isa), **options), adapted)
+    alone = run_adapted(load(adapted.layer, spec_of(isa)), adapted)
+    for options in ({"threads": 2}, {"threads": 3}, {"threads": 5}, {"activations": "recompute"}):
+        found = run_adapted(load(adapted.layer, spec_of(isa), **options), adapted)
         assert all(map(torch.equal, found, alone)), options
 
 
@@ -158,7 +90,7 @@ def test_experts_without_tokens_have_zero_gradients_and_none_is_missing(load: Lo
     adapted = adapt(random_layer(64, 48, 8, 2, 9, experts_used=3), 4)
     for spec in (spec_of(ISAS[0]), None):
         module = load(adapted.layer, spec, **({} if spec else {"dtype": torch.float32}))
-        gradients = run(module, adapted, torch.bfloat16 if spec else torch.float32)[3:]
+        gradients = run_adapted(module, adapted, torch.bfloat16 if spec else torch.float32)[3:]
         assert len(gradients) == 4
         for gradient in gradients:
             assert gradient.dtype == torch.float32
@@ -177,8 +109,8 @@ def test_without_effect_nothing_changes(load: Load) -> None:
 def test_only_the_factors_are_trained(load: Load) -> None:
     adapted = adapt(random_layer(64, 48, 4, 2, 9), 4)
     module = load(adapted.layer, spec_of(ISAS[0]))
-    everything = run(module, adapted)
-    _, _, lora = _trained(adapted, torch.bfloat16, torch.float32)
+    everything = run_adapted(module, adapted)
+    _, _, lora = trained(adapted, torch.bfloat16, torch.float32)
     out = module(adapted.layer.x.bfloat16(), adapted.layer.index, adapted.layer.weights.float(), lora)
     alone = torch.autograd.grad(out, lora.factors, adapted.layer.grad.bfloat16())  # type: ignore[arg-type]
     assert all(map(torch.equal, alone, everything[3:]))
@@ -186,7 +118,7 @@ def test_only_the_factors_are_trained(load: Load) -> None:
 
 def test_no_tokens_give_zero_gradients(load: Load) -> None:
     adapted = adapt(random_layer(64, 48, 4, 2, 0), 4)
-    found = run(load(adapted.layer, spec_of(ISAS[0])), adapted)
+    found = run_adapted(load(adapted.layer, spec_of(ISAS[0])), adapted)
     assert all(gradient.eq(0).all() for gradient in found[3:])
 
 
@@ -197,7 +129,7 @@ def test_a_non_finite_token_stays_so_and_touches_no_other(load: Load, isa: Isa) 
     x[7, 3] = float("inf")
     adapted = replace(clean, layer=replace(clean.layer, x=x))
     module = load(clean.layer, spec_of(isa))
-    found, finite, expected = run(module, adapted), run(module, clean), adapted.reference()
+    found, finite, expected = run_adapted(module, adapted), run_adapted(module, clean), adapted.reference()
     others = torch.arange(29) != 7
     for ours, theirs, before in zip(found[:3], expected[:3], finite[:3], strict=True):
         assert torch.equal(ours[7].isfinite(), theirs[7].isfinite())

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_layers import ISAS, Layer, error, random_layer, run, spec_of
+from lora_layers import adapt, assert_close, run_adapted
 from torch import Tensor
 
 from ktc import host
@@ -188,3 +189,17 @@ def test_quantising_what_was_quantised_changes_nothing() -> None:
         again = quantise(dequantise(codes, scales, group), "int4", group)
         assert torch.equal(again[0], codes)
         assert torch.equal(again[1], scales)
+
+
+@pytest.mark.parametrize("tokens", [5, 65], ids=["few rows", "many rows"])
+def test_lora_on_quantised_weights(library: KernelLibrary, spec: KernelSpec, tokens: int) -> None:
+    layer = layer_for(spec, (2, 3, 4, 2, tokens, 4))
+    module = module_for(library, spec, layer)
+    for expert, part, values in matrices(layer):
+        values.copy_(module.expert(expert, part))
+    adapted = adapt(layer, (8, 5), selecting=not spec.gated)
+    # of few rows the codes themselves are multiplied, which is the more exact of two roundings
+    assert_close(run_adapted(module, adapted), adapted.reference(), 1 if tokens > 4 * CODE_ROWS else 2)
+    for options in ({"threads": 3}, {"activations": "recompute"}):
+        again = run_adapted(module_for(library, spec, layer, **options), adapted)
+        assert all(map(torch.equal, again, run_adapted(module, adapted))), options
