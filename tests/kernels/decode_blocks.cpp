@@ -48,7 +48,7 @@ bool decode(const char* name) {
     float* next = weights;
     for_weights<Lanes, Panel>(bytes, block, [&](const Lanes& lanes) {
       lanes.store(next);
-      next += kFP16Panel;
+      next += kHalfPanel;
     });
     for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
       for (std::int64_t k = 0; k < kPanelWidth; ++k) {
