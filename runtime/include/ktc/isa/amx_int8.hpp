@@ -49,7 +49,7 @@ class IntegerIsa {
   template <class Ahead>
   void multiply(int rows, std::int64_t steps, const std::uint8_t* a, const std::int8_t* panel, std::int32_t* tile,
                 Ahead& ahead) {
-    if (!multiplies_tiles(rows)) return Few::multiply(rows, steps, a, panel, tile, ahead);
+    if (!multiplies_tiles(rows)) return Few::multiply<Isa::kStreamLocality>(rows, steps, a, panel, tile, ahead);
     by_tiles<false>(rows, steps, a, panel, tile, ahead);
   }
 
