@@ -109,8 +109,9 @@ class TransposeAhead {
 
  private:
   static constexpr std::int64_t kBlocksAhead = 8;
-  // A step of tiles is long enough for a quarter of a block, whose pieces then lie at places known beforehand.
-  static constexpr unsigned kPartPieces = Isa::kBlocked ? 4 : 1;
+  // A step of tiles is long enough for two pieces, which then lie at places known beforehand. With four GCC 13 keeps
+  // operands of few rows on the stack.
+  static constexpr unsigned kPartPieces = Isa::kBlocked ? 2 : 1;
   static constexpr unsigned kBlockParts = weight_format::kBlockPieces / kPartPieces;
   static constexpr std::int64_t kPartBytes = weight_format::kBlock * sizeof(Element) / kBlockParts;
 
