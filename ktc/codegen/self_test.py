@@ -37,7 +37,8 @@ _RESULTS: Final = ("output", "d hidden states", "d routing weights")
 def self_test(kernel: Kernel, spec: KernelSpec) -> None:
     """Raise `KtcError` (H225) if the kernel does not compute what the reference computes, forward or backward."""
     sizes = {name: getattr(spec, name) or size for name, size in _odd_sizes(spec).items()}
-    experts = PackedExperts(kernel, 1, **sizes)
+    num_experts, hidden = sizes["num_experts"], sizes["hidden"]
+    experts = PackedExperts(kernel, 1, num_experts, hidden, sizes["intermediate"], sizes["top_k"])
     generator = torch.Generator().manual_seed(20)
     used = sorted({0, sizes["num_experts"] // 2, sizes["num_experts"] - 1})[:_MAX_EXPERTS]
     form = ExpertsForm(spec.activation, spec.gated, spec.biased)
