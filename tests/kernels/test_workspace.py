@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from kernel_layers import FORMS, ISAS, Load, random_layer, spec_of
+from kernel_layers import FORMS, ISAS, Layer, Load, random_layer, spec_of
 from torch import Tensor
 
 from ktc import host
+from ktc.codegen.build import build
+from ktc.codegen.render import render
+from ktc.plan.kernel_spec import KernelSpec, WeightFormat
 from ktc.plan.packed_size import packed_bytes, slots_of
 from ktc.runtime.experts_lora import ExpertsLora, Lora
 from ktc.runtime.fused_moe_op import native_factors
+from ktc.runtime.packed_experts import PackedExperts
 
 REGIONS = 32 * 64  # of a call, each rounded up to 64 bytes
 TOKENS = 45
@@ -47,15 +52,36 @@ def test_a_plan_counts_what_a_call_reserves(
     spec = spec_of(ISAS[0], form=form)
     experts = load(layer, spec, threads=threads)._experts
     assert experts is not None
-    sized = replace(spec, hidden=200, intermediate=150, num_experts=6, top_k=3)
+    compare(experts, layer, spec, ranks, threads, keep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codes", [("int8", 0), ("int4", 32)])
+def test_quantised_weights_take_scratch_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, codes: tuple[WeightFormat, int]
+) -> None:
+    monkeypatch.setattr(host, "usable_threads", lambda: 8)
+    spec = spec_of(ISAS[0], codes=codes)
+    library = build(render([spec], {spec: "tests/kernels/test_workspace.py:1:1"}), host.detect(), tmp_path)
+    layer = random_layer(192, 160, 6, 3, TOKENS)
+    for threads in (1, 3):
+        experts = PackedExperts(library.kernel(spec.entry), threads, 6, 192, 160, 3)
+        for ranks in ((0, 0), (8, 5)):
+            for keep in (True, False):
+                compare(experts, layer, spec, ranks, threads, keep)
+
+
+def compare(
+    experts: PackedExperts, layer: Layer, spec: KernelSpec, ranks: tuple[int, int], threads: int, keep: bool
+) -> None:
+    sized = replace(spec, hidden=layer.hidden, intermediate=layer.intermediate, num_experts=6, top_k=3)
     slots = slots_of(sized, keep=keep, ranks=ranks, threads=threads)
-    inputs = layer.x.bfloat16(), layer.index, layer.weights.float()
-    factors = native_factors(lora_of(ranks, layer.form.gated), experts, interleaved=False, gradients=True)
-    saved = experts.forward(*inputs, save=keep, lora=factors)[1]
-    x, index, weights = inputs
+    x, index, weights = layer.x.bfloat16(), layer.index, layer.weights.float()
+    factors = native_factors(lora_of(ranks, layer), experts, interleaved=False, gradients=True)
+    saved = experts.forward(x, index, weights, save=keep, lora=factors)[1]
 
     def forward() -> None:
-        experts.forward(*inputs, save=keep, lora=factors)
+        experts.forward(x, index, weights, save=keep, lora=factors)
 
     def backward() -> None:
         experts.backward(layer.grad.bfloat16(), index, weights, saved=saved, x_TH=x, lora=factors)
@@ -66,9 +92,10 @@ def test_a_plan_counts_what_a_call_reserves(
     assert packed_bytes(sized) == experts.nbytes
 
 
-def lora_of(ranks: tuple[int, int], gated: bool) -> ExpertsLora:
+def lora_of(ranks: tuple[int, int], layer: Layer) -> ExpertsLora:
     def lora(rank: int, inputs: int, outputs: int) -> Lora | None:
         factor: Callable[..., Tensor] = torch.zeros
         return Lora(factor(6, rank, inputs), factor(6, outputs, rank), 1.0) if rank else None
 
-    return ExpertsLora(lora(ranks[0], 200, 150 * (1 + gated)), lora(ranks[1], 150, 200))
+    hidden, inner = layer.hidden, layer.intermediate
+    return ExpertsLora(lora(ranks[0], hidden, inner * (1 + layer.form.gated)), lora(ranks[1], inner, hidden))
