@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo test test-all versions sanitize census fuzz check format clean
+.PHONY: setup demo test test-all versions sanitize census fuzz kt-environment check format clean
 
 setup: $(READY)
 

@@ -7,6 +7,7 @@ is refused before the first measurement.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ import typer
 
 from ktc.cli_options import Json, LogFile, Quiet, Verbose
 from ktc.cli_session import Session
+from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -90,6 +92,8 @@ def moe_command(
         request = parse(typed)
         if plot is not None:
             require_drawable(plot)
+        if output is not None:
+            _require_writable(output, plot)
         session.go_on()
         with _bar(session) as bar:
             task = bar.add_task("", total=None)
@@ -107,6 +111,23 @@ def moe_command(
         if plot is not None:
             draw(report, plot)
             session.console.print(f"wrote {plot}")
+
+
+def _require_writable(output: Path, plot: Path | None) -> None:
+    """Raises InputRefused (U003, U030) for a file that `--output` could not write after the run."""
+    target = output.absolute()
+    if plot is not None and target == plot.absolute():
+        raise InputRefused(Diagnostic("U030", f"`--output` and `--plot` are both `{output}`", hint="name two files"))
+    existing = next(folder for folder in (target, *target.parents) if folder.exists())
+    if target.is_dir():
+        reason = "it is a folder"
+    elif existing != target and not existing.is_dir():
+        reason = f"`{existing}` is no folder"
+    elif not os.access(existing, os.W_OK):
+        reason = "permission denied"
+    else:
+        return
+    raise InputRefused(Diagnostic("U003", f"cannot write `{output}`: {reason}"))
 
 
 def _bar(session: Session) -> Progress:

@@ -74,6 +74,30 @@ def test_kt_kernel_that_was_named_and_is_not_here_ends_the_run(bench: Bench, mon
     assert bench(*TINY, "--impl", "kt")[0] == 3
 
 
+def test_kt_kernel_that_nobody_asked_for_and_is_broken_is_left_out(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.joinpath("kt_kernel.py").write_text("raise ImportError('no libnuma')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("ktc.bench.options.DEFAULT_IMPLS", ("onednn_dense", "kt_kernel"))
+    asked = (*TINY, "--isa", "scalar", "--tokens", "130", "--json")
+    code, out, err = bench(*asked)
+    assert code == 0, err
+    found = json.loads(out)
+    assert [row["impl"] for row in found["rows"]] == ["onednn_dense"]
+    assert "ImportError: no libnuma" in found["left_out"][0]["reason"]
+    assert bench(*asked, "--impl", "kt_kernel")[0] == 3
+
+
+def test_threads_are_no_more_than_the_share_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "usable_threads", lambda: 8)
+    assert parse(replace(CUSTOM, threads=8)).threads == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert parse(replace(CUSTOM, threads=2)).threads == 2
+    with pytest.raises(InputRefused, match="more than the 2 that this process may use"):
+        parse(replace(CUSTOM, threads=3))
+
+
 def test_every_format_of_every_kernel_can_be_asked_for() -> None:
     for isa in host.detect().isas:
         request = parse(replace(CUSTOM, hidden=256, intermediate=256, isas=isa, impls="ktc"))
@@ -119,6 +143,9 @@ def test_groups_stand_for_their_members_and_repeats_are_dropped() -> None:
         (replace(CUSTOM, impls="ktc_int4", hidden=40), "`int4` cuts rows into groups"),
         (replace(CUSTOM, impls="ktc_q4_k", hidden=128), "`q4_k` cuts rows into groups or blocks"),
         (Typed(isas="sse"), "unknown instruction set `sse`"),
+        (Typed(threads=1 << 20), "`--threads 1048576` is more than the"),
+        (Typed(experts=65), "`v2lite` has 64 experts; more are for `--shape custom`"),
+        (Typed(impls="ktc_bf16", kt_python=Path("python")), "`--kt-python` is for kt_kernel, which `--impl` leaves"),
     ],
 )
 def test_what_makes_no_sense_is_refused(typed: Typed, message: str) -> None:
@@ -145,6 +172,22 @@ def test_a_plot_that_cannot_be_is_refused_before_anything_is_measured(
     bench: Bench, tmp_path: Path, name: str, code: int
 ) -> None:
     assert bench(*TINY, "--impl", "onednn_dense", "--plot", os.fspath(tmp_path / name))[0] == code
+
+
+def test_an_output_that_cannot_be_is_refused_before_anything_is_measured(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object) -> None:
+        pytest.fail("measured")
+
+    monkeypatch.setattr("ktc.bench.run.run", run)
+    tmp_path.joinpath("file").touch()
+    both = os.fspath(tmp_path / "both.svg")
+    for output, said in ((tmp_path, "it is a folder"), (tmp_path / "file" / "a.json", "is no folder")):
+        code, _, err = bench(*TINY, "--impl", "onednn_dense", "-o", os.fspath(output))
+        assert (code, "U003" in err, said in " ".join(err.split())) == (2, True, True)
+    code, _, err = bench(*TINY, "--impl", "onednn_dense", "-o", both, "--plot", both)
+    assert (code, "U030" in err) == (2, True)
 
 
 def test_a_plot_without_matplotlib_is_refused(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, cast
 
 from ktc.bench.candidate import Seconds
 from ktc.bench.inputs import Batch
-from ktc.bench.limits import Samples
+from ktc.bench.limits import Limits, Samples
 from ktc.bench.request import Pass, Request
 from ktc.diagnostics import Diagnostic, HostLacks
 
@@ -88,10 +88,10 @@ class KtCandidate:
         return shared if self._transport.in_process else self._samples
 
 
-def candidates(request: Request, limits: Path, stack: ExitStack) -> Iterator[KtCandidate]:
+def candidates(request: Request, limits: Limits, stack: ExitStack) -> Iterator[KtCandidate]:
     """Those formats that were asked for; nothing where kt-kernel is not here and was not asked for by name.
 
-    `limits` is the library of `limits.py`. The child ends with `stack`. Raises HostLacks (H241).
+    A child measures the same `limits` as this process. It ends with `stack`. Raises HostLacks (H241).
     """
     asked = [name for name, impl in zip(FORMATS, NAMES, strict=True) if impl in request.impls]
     if not asked:
@@ -105,7 +105,12 @@ def is_here(request: Request) -> bool:
     return request.kt_python is not None or importlib.util.find_spec("kt_kernel") is not None
 
 
-def _transport(request: Request, limits: Path, stack: ExitStack) -> Transport:
+def is_required(request: Request) -> bool:
+    """Whether a run without it is none: it was named, or its Python was."""
+    return request.kt_python is not None or not request.required.isdisjoint((*NAMES, "kt", "all"))
+
+
+def _transport(request: Request, limits: Limits, stack: ExitStack) -> Transport:
     transport = InProcess() if request.kt_python is None else Child(request.kt_python, stack)
     shape = request.shape
     try:
@@ -117,7 +122,8 @@ def _transport(request: Request, limits: Path, stack: ExitStack) -> Transport:
             top_k=shape.top_k,
             threads=request.threads,
             max_tokens=max(request.tokens),
-            limits=str(limits),
+            limits=str(limits.library),
+            read_bytes=limits.read_bytes,
         )
     except RuntimeError as error:
         hint = "`ktc explain H241` says how to make an environment for it"

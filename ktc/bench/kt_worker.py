@@ -35,7 +35,6 @@ _WITHOUT_LORA = "_SkipLoRA"
 _FACTORS = ("gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
 _LORA_ALPHA = 16.0
 _ROW_STEP = 32  # room for tokens is made in whole tiles
-_READ = 512 * 2**20
 _PEAK_ROUNDS = 2_000_000
 
 
@@ -113,9 +112,20 @@ class Worker:
         self._peak: Any = None
 
     def open(
-        self, hidden: int, intermediate: int, num_experts: int, top_k: int, threads: int, max_tokens: int, limits: str
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        threads: int,
+        max_tokens: int,
+        limits: str,
+        read_bytes: int,
     ) -> dict[str, Any]:
-        """Sizes of the layer, and the library of this machine's limits. Says which kt-kernel this is."""
+        """Sizes of the layer, the library of this machine's limits and how much memory one of them reads.
+
+        Says which kt-kernel this is.
+        """
         package: Any = importlib.import_module("kt_kernel")
         self.native = package.kt_kernel_ext
         self.hidden, self.intermediate, self.num_experts, self.top_k = hidden, intermediate, num_experts, top_k
@@ -127,7 +137,7 @@ class Worker:
         self.weights = [torch.stack([one.roll(expert + part) for expert in range(num_experts)]) for part in range(3)]
         self._peak = ctypes.CDLL(limits)
         self._peak.multiply_in_registers.restype = ctypes.c_int64
-        memory = mmap.mmap(-1, _READ, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, read_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
         return {
@@ -164,7 +174,7 @@ class Worker:
 
     def limits(self) -> dict[str, Any]:
         """FLOP/s and bytes/s of this process, by the clock that counts for so many threads."""
-        part = _READ // self.threads // 512 * 512
+        part = self._memory.numel() // self.threads // 512 * 512
 
         def multiply(thread: int) -> int:
             return self._peak.multiply_in_registers(ctypes.c_int64(_PEAK_ROUNDS))

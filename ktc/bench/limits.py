@@ -68,6 +68,11 @@ class Limits:
         part = max(_MIN_READ, 3 * _last_level_cache()) // threads // _PIECE * _PIECE
         self._memory = huge_pages(threads * part).fill_(1)
 
+    @property
+    def read_bytes(self) -> int:
+        """How much memory one measurement reads, more than caches hold."""
+        return self._memory.numel()
+
     def measure(self, samples: Samples) -> None:
         """Adds one measurement of both."""
         samples.gflops.append(self._flops() / 1e9)

@@ -48,8 +48,11 @@ class Typed:
 def parse(typed: Typed) -> Request:
     """Raises InputRefused (U030, H211) and HostLacks (H210)."""
     shape, isas = _shape(typed), _isas(typed.isas)
+    _require_threads(typed.threads)
     asked = tuple(dict.fromkeys(each for word in _words(typed.impls) for each in _group(word, isas)))
     impls = asked or DEFAULT_IMPLS
+    if typed.kt_python is not None and not {*impls} & {*kt.NAMES}:
+        raise _refused("`--kt-python` is for kt_kernel, which `--impl` leaves out")
     for word in _words(typed.impls):
         _require_even(shape, word)
     passes: tuple[Pass, ...] = tuple(_one_of("--pass", word, PASSES) for word in _words(typed.passes))
@@ -67,6 +70,13 @@ def parse(typed: Typed) -> Request:
     )
 
 
+def _require_threads(threads: int) -> None:
+    """As many as kernels of this process may use: limits and peers would run on more, and shares be of others."""
+    usable = max(1, host.usable_threads() // host.local_world_size())
+    if threads > usable:
+        raise _refused(f"`--threads {threads}` is more than the {usable} that this process may use")
+
+
 def _shape(typed: Typed) -> Shape:
     sizes = {"--hidden": typed.hidden, "--intermediate": typed.intermediate, "--top-k": typed.top_k}
     if typed.shape == _CUSTOM:
@@ -80,6 +90,8 @@ def _shape(typed: Typed) -> Shape:
     given = [name for name, size in sizes.items() if size is not None]
     if given:
         raise _refused(f"`{given[0]}` is for `--shape {_CUSTOM}`; `{shape.name}` has its own")
+    if typed.experts is not None and typed.experts > shape.num_experts:
+        raise _refused(f"`{shape.name}` has {shape.num_experts} experts; more are for `--shape {_CUSTOM}`")
     return _possible(replace(shape, num_experts=typed.experts or shape.num_experts))
 
 
@@ -136,7 +148,7 @@ def _some(option: str, found: tuple[T, ...]) -> tuple[T, ...]:
 def _one_of(option: str, word: str, options: Iterable[T]) -> T:
     known = {str(each): each for each in options}
     if word not in known:
-        hint = suggest(word, known) or f"there are {listing(known, 24)}"
+        hint = suggest(word, known) or f"there are {listing(known, len(known))}"
         raise _refused(f"`{option}` knows no `{word}`", hint)
     return known[word]
 

@@ -6,7 +6,7 @@ import itertools
 import platform
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -24,14 +24,15 @@ from ktc.bench.report import LeftOut, Report, Row
 from ktc.bench.request import Request
 from ktc.diagnostics import Diagnostic, HostLacks
 
-_NO_KT = "kt-kernel is not here: `--kt-python` takes the Python of its own environment"
+_NO_KT = "kt-kernel is not in this environment"
+_KT_HINT = "`--kt-python` takes the Python of its own environment; `make kt-environment` makes one"
 _UNEVEN = "cuts rows into groups or blocks, of which this shape has no whole number"
 
 
 def run(request: Request, progress: Progress) -> Report:
     """Measures. Raises HostLacks (H240 too little memory, H241 kt-kernel) and what the build of kernels raises."""
-    if not kt.is_here(request) and any(impl in request.required for impl in (*kt.NAMES, "kt", "all")):
-        raise HostLacks(Diagnostic("H241", "kt-kernel cannot be measured: it is not in this environment", hint=_NO_KT))
+    if not kt.is_here(request) and kt.is_required(request):
+        raise HostLacks(Diagnostic("H241", f"kt-kernel cannot be measured: {_NO_KT}", hint=_KT_HINT))
     memory.require(request)
     before = torch.get_num_threads()
     torch.set_num_threads(request.threads)
@@ -47,12 +48,12 @@ def _run(request: Request, progress: Progress, stack: ExitStack) -> Report:
     progress(0, 0, "building kernels")
     limits = Limits(build_library(request.isas[0], folder), request.threads)
     weights = Weights(request.shape)
-    of_kt = tuple(kt.candidates(request, limits.library, stack)) if kt.is_here(request) else ()
+    of_kt, without_kt = _of_kt(request, limits, stack)
     candidates: list[Candidate] = [*ours.candidates(request, weights), *peers.candidates(request, weights), *of_kt]
     candidates.sort(key=lambda each: request.impls.index(each.impl))
     total = Samples()
     limits.measure(total)
-    found = [*absent(request), *measure(request, candidates, limits, total, progress)]
+    found = [*absent(request, without_kt), *measure(request, candidates, limits, total, progress)]
     peak, bandwidth = total.median()
     return Report(
         {**_host(request), **({"kt_kernel": of_kt[0].about} if of_kt else {})},
@@ -63,12 +64,24 @@ def _run(request: Request, progress: Progress, stack: ExitStack) -> Report:
     )
 
 
-def absent(request: Request) -> Iterator[LeftOut]:
-    """What a group or the default has and this machine or this shape has not."""
+def _of_kt(request: Request, limits: Limits, stack: ExitStack) -> tuple[Sequence[kt.KtCandidate], str]:
+    """kt-kernel's candidates, or why there are none. Raises HostLacks (H241) only where it was asked for."""
+    if not kt.is_here(request):
+        return (), f"{_NO_KT}: {_KT_HINT}"
+    try:
+        return tuple(kt.candidates(request, limits, stack)), ""
+    except HostLacks as error:
+        if kt.is_required(request):
+            raise
+        return (), "; ".join(each.message for each in error.diagnostics)
+
+
+def absent(request: Request, without_kt: str = "") -> Iterator[LeftOut]:
+    """What a group or the default has and this machine or this shape has not; `without_kt`: why not kt-kernel."""
     own = {impl for impl, _ in ours.asked(request)}
     reasons = {impl: _UNEVEN for impl in request.impls if impl.startswith(ours.PREFIX) and impl not in own}
-    if not kt.is_here(request):
-        reasons |= {impl: _NO_KT for impl in request.impls if impl in kt.NAMES}
+    if without_kt:
+        reasons |= {impl: without_kt for impl in request.impls if impl in kt.NAMES}
     everywhere = itertools.product(reasons.items(), request.passes, request.tokens, request.lora_ranks)
     for (impl, reason), passes, tokens, rank in everywhere:
         yield LeftOut(impl, passes, tokens, rank, reason)
