@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -69,6 +70,14 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
     assert index.tensors["c"].shape == (2, 2, 32)
     assert index.gguf is not None
     assert index.gguf["general.architecture"] == "olmoe"
+
+
+def test_what_is_no_file_is_refused_and_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    assert "I112 `model.gguf` is no regular file" in refusal(tmp_path)
+    tmp_path.joinpath("model.gguf").unlink()
+    tmp_path.joinpath("model.gguf").mkdir()
+    assert "I112 `model.gguf` is no regular file" in refusal(tmp_path)
 
 
 LIES: dict[str, tuple[bytes, str]] = {

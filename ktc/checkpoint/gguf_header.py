@@ -8,6 +8,7 @@ allocated; time and memory are bounded by `MAX_HEADER_BYTES`. The data is not re
 from __future__ import annotations
 
 import math
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,11 @@ class GgufHeader:
 
 def read_gguf_header(path: Path) -> GgufHeader:
     """The header of the file at `path`, tensors in the order of their bytes. Raises `HeaderRefused` or `OSError`."""
-    size = path.stat().st_size
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for who writes to it
+        hint = f"remove `{path.name}`, or copy the file itself"
+        raise HeaderRefused([Diagnostic("I112", f"`{path.name}` is no regular file", hint=hint)])
+    size = about.st_size
     with path.open("rb") as file:
         cursor = _Cursor(file, path.name, size)
         tensors, settings = _counts(cursor)
