@@ -8,6 +8,7 @@ autograd drops its tensor, and the next call, of this layer or of another, takes
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from typing import Final
@@ -21,10 +22,20 @@ _HUGE_PAGE: Final = 2 << 20
 
 
 class SavedBuffers:
-    """Blocks that were lent before and are free again. As many as were ever in use at once, no more."""
+    """Blocks that were lent before and are free again.
+
+    Lent and free ones together are never more bytes than were lent at once, now or before. A lent block is no larger
+    than the largest that was ever asked for, rounded up to 2 MB: so a training step takes no more than its widest batch
+    does, which is what a plan counts. Free blocks stay until the process ends, through evaluation too.
+    """
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
+        self._held = self._most = 0  # bytes lent and free, and most that were lent at once
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)  # whoever was taking in the parent
+
+    def _renew(self) -> None:
         self._lock = threading.Lock()  # for who takes; to give back is one step of the interpreter
 
     @property
@@ -32,26 +43,43 @@ class SavedBuffers:
         """How much is kept for later calls."""
         return sum(map(len, self._free))
 
+    @property
+    def held_bytes(self) -> int:
+        """How much is lent or kept."""
+        return self._held
+
     def take(self, size: int) -> Tensor:
         """Bytes of any content, whose memory comes back when the last tensor on it is gone."""
         if size < SMALLEST:
             return torch.empty(size, dtype=torch.uint8)
         with self._lock:
-            block = self._fitting(size)
-        block = block or _mapped(size)
+            block = self._fitting(size) or self._new(size)
+            self._most = max(self._most, self._held - self.free_bytes)
+            self._give_up()
         lent = memoryview(block)  # the tensor holds it, and it can be watched, which storage cannot
         weakref.finalize(lent, self._free.append, block).atexit = False
         return torch.frombuffer(lent, dtype=torch.uint8, count=size)
 
     def _fitting(self, size: int) -> mmap.mmap | None:
-        """The smallest block that is large enough, but not twice as large. Blocks too small are given up."""
+        """The smallest block that is large enough, but not twice as large."""
         fitting = [block for block in self._free if size <= len(block) <= 2 * size + _HUGE_PAGE]
         if not fitting:
-            self._free[:] = [block for block in self._free if len(block) >= size]
             return None
         block = min(fitting, key=len)
         self._free.remove(block)
         return block
+
+    def _new(self, size: int) -> mmap.mmap:
+        block = _mapped(size)
+        self._held += len(block)
+        return block
+
+    def _give_up(self) -> None:
+        """Free blocks, the largest first, until the rest is no more than was lent at once."""
+        while self._held > self._most and self._free:
+            block = max(self._free, key=len)
+            self._free.remove(block)
+            self._held -= len(block)
 
 
 def _mapped(size: int) -> mmap.mmap:

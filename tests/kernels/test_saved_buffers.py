@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
 from ktc.runtime.saved_buffers import SMALLEST, SavedBuffers
 
 
@@ -37,3 +41,23 @@ def test_few_bytes_are_left_to_the_allocator() -> None:
     buffers = SavedBuffers()
     buffers.take(SMALLEST - 1)
     assert buffers.free_bytes == 0
+
+
+def test_no_more_is_held_than_was_lent_at_once() -> None:
+    buffers = SavedBuffers()
+    for size in (256, 100, 40, 256, 100):
+        lent = [buffers.take(size * SMALLEST) for _ in range(4)]
+        assert buffers.held_bytes <= 4 * 256 * SMALLEST
+        del lent
+    assert 4 * 100 * SMALLEST <= buffers.free_bytes == buffers.held_bytes
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+def test_a_forked_child_takes_though_its_parent_was_taking() -> None:
+    buffers = SavedBuffers()
+    with buffers._lock:  # pyright: ignore[reportPrivateUsage]
+        child = os.fork()
+        if child == 0:
+            taken = buffers._lock.acquire(timeout=5)  # pyright: ignore[reportPrivateUsage]
+            os._exit(0 if taken else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
