@@ -1,16 +1,15 @@
-// A kernel without Python: first against the scalar oracle in fp64, then timed on all the threads asked for, beside
-// what the machine can do at most in the same run.
+// A kernel without Python: first against the scalar oracle in fp64, then timed on all the threads asked for.
 //
-//     g++ -std=c++20 -O3 -pthread -Iruntime/include -include ktc/isa/amx.hpp -DKTC_ISA=amx
-//         -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mamx-tile -mamx-bf16
-//         benchmarks/native_moe.cpp -o native_moe
-//     for int8 with -mavx512vnni -mamx-int8 -include ktc/isa/amx_int8.hpp -DKTC_PANEL=Int8Panel
+//     g++ -std=c++20 -ffp-contract=off -O3 -pthread -Iruntime/include -include ktc/isa/amx.hpp -DKTC_ISA=amx
+//         -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni
+//         -mamx-tile -mamx-bf16 -mamx-int8 benchmarks/native_moe.cpp -o native_moe
+//     for int8 with -include ktc/isa/amx_int8.hpp -DKTC_PANEL=Int8Panel
 //     native_moe check | native_moe THREADS,.. H I E K TOKENS,..
 //
 // Timed are calls on memory that earlier calls have touched; of each the phases between two barriers, beside what the
 // machine reaches at most in the same run.
 //
-// Without bf16 products the peak takes a multiply and an add apart, unless built with -ffp-contract=fast.
+// Without bf16 products the peak takes a multiply and an add apart, so measure it with `ktc bench moe`.
 #include <sched.h>
 
 #include <algorithm>
@@ -170,6 +169,8 @@ bool check(const MoeSizes& sizes, std::int64_t tokens) {
   const bool same = same_bits(found.out, other.out) && same_bits(found.grad_hidden, other.grad_hidden) &&
                     same_bits(found.grad_weight, other.grad_weight);
   const bool near = out <= 3e-3 && grad <= 4e-3 && weight <= 5e-3;
+  // Products of integers against the oracle of fp64 weights: how near they come to their emulation, which is what
+  // matters, is held by tests/kernels/test_w8a8.py.
   const bool right = same && (near || (kIntegerProducts && std::max({out, grad, weight}) <= 3.5e-2));
   std::printf("H%ld I%ld E%ld k%ld T%ld: output %.1e, d hidden %.1e, d weights %.1e, %s bits: %s\n", sizes.hidden,
               sizes.intermediate, sizes.num_experts, sizes.top_k, tokens, out, grad, weight, same ? "same" : "OTHER",
@@ -223,11 +224,11 @@ void print_machine() {
 }
 
 // The micro-kernel over `panels` x `groups` at hand, again and again: TFLOP/s of one thread's products from its caches.
-template <class Products>
+template <class MicroKernel>
 double multiply_in_cache(std::int64_t panels, std::int64_t groups, std::int64_t contraction, std::int64_t rounds) {
-  using Element = typename Products::Element;
+  using Element = typename MicroKernel::Element;
   using Weight = std::conditional_t<kIntegerProducts, std::int8_t, Element>;
-  constexpr std::int64_t kRows = Products::kMaxRows;
+  constexpr std::int64_t kRows = MicroKernel::kMaxRows;
   constexpr std::int64_t kDepth = ElementTraits<Element>::kDepth;
   const std::int64_t operands =
       (panels * 32 + groups * kRows) * contraction * static_cast<std::int64_t>(sizeof(Element));
@@ -235,15 +236,15 @@ double multiply_in_cache(std::int64_t panels, std::int64_t groups, std::int64_t 
   std::memset(memory.data(), 0x3c, static_cast<std::size_t>(operands));
   const auto* rows = reinterpret_cast<const Element*>(memory.data());
   const auto* weights = reinterpret_cast<const Weight*>(rows + groups * kRows * contraction);
-  auto* sums = reinterpret_cast<typename Products::Accumulator*>(memory.data() + operands);
-  Products isa;
-  FetchAhead<Products> nothing;
+  auto* sums = reinterpret_cast<typename MicroKernel::Accumulator*>(memory.data() + operands);
+  MicroKernel isa;
+  FetchAhead<MicroKernel> nothing;
   const auto begin = Clock::now();
   for (std::int64_t i = 0; i < rounds * panels * groups; ++i) {
     const std::int64_t panel = i / groups % panels, group = i % groups;
     const auto* a = rows + group * kRows * contraction;
     auto* tile = sums + (panel * groups + group) * kRows * kPanelWidth;
-    if constexpr (Products::kBlocked) {
+    if constexpr (MicroKernel::kBlocked) {
       isa.multiply_add(kRows, contraction / kDepth, a, weights + panel * 32 * contraction, tile, nothing);
     } else {
       isa.multiply(kRows, contraction / kDepth, a, weights + panel * 32 * contraction, tile, nothing);
@@ -261,8 +262,8 @@ void print_limits(int threads, const HugePages& packed) {
     return std::accumulate(rate.begin(), rate.end(), 0.0);
   };
   constexpr std::int64_t kPeakRounds = 500'000;
-  std::int64_t flops = 0;
-  const double peak_s = on_all(threads, [&](int) { flops = multiply_in_registers(kPeakRounds); });
+  std::vector<std::int64_t> flops(static_cast<std::size_t>(threads));
+  const double peak_s = on_all(threads, [&](int thread) { flops[thread] = multiply_in_registers(kPeakRounds); });
   const double near = total([] { return multiply_in_cache<Products>(1, 1, 256, 8000); });
   const double far = total([] { return multiply_in_cache<Products>(8, 8, 512, 60); });
   const std::size_t share =
@@ -273,8 +274,8 @@ void print_limits(int threads, const HugePages& packed) {
   });
   std::printf(
       "%d threads at most: registers %.1f TFLOP/s of bf16, micro-kernel in L1 %.1f, in L2 %.1f; read %.0f GB/s\n",
-      threads, 1e-12 * static_cast<double>(flops * threads) / peak_s, near, far,
-      1e-9 * static_cast<double>(share * static_cast<std::size_t>(threads)) / read_s);
+      threads, 1e-12 * static_cast<double>(std::accumulate(flops.begin(), flops.end(), std::int64_t{0})) / peak_s, near,
+      far, 1e-9 * static_cast<double>(share * static_cast<std::size_t>(threads)) / read_s);
 }
 
 // When each worker started and finished each phase of one call.

@@ -89,11 +89,12 @@ def render(specs: Sequence[KernelSpec], origin: Mapping[KernelSpec, str]) -> Ker
 
 def _unsupported(spec: KernelSpec) -> Diagnostic | None:
     groups = (CODES[name].group_sizes for name in spec.formats if name in CODES)
+    choice = max(groups, key=len, default=(0,))  # of the format that leaves one: at most one of a kernel's does
     if (
         set(spec.formats) <= set(KERNELS.get(spec.isa, ()))
         and ("int8" not in spec.formats or len(spec.formats) == 1)  # both products are in integers, or none
         and all(spec.dtype == ("bf16" if name in IN_BF16 else name) for name in spec.formats)
-        and spec.group_size in max(groups, key=len, default=(0,))
+        and spec.group_size in choice
     ):
         return None
     stored = "/".join(spec.formats)

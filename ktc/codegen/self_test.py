@@ -17,7 +17,7 @@ from torch import Tensor
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.plan.kernel_spec import BLOCKS, CODES, KernelSpec, WeightFormat
 from ktc.plan.packed_size import PANEL
-from ktc.runtime.block_reference import dequantise_blocks, random_blocks
+from ktc.runtime.block_reference import dequantise_blocks, quantise_blocks, random_blocks
 from ktc.runtime.experts_form import ExpertsForm
 from ktc.runtime.experts_reference import fused_moe_reference
 from ktc.runtime.kernel_library import Kernel
@@ -94,12 +94,15 @@ def _quantised(
     values: Tensor,
     generator: torch.Generator,
 ) -> Tensor:
-    """Load a part, in blocks random ones, and return the weights that the kernel then has.
+    """Load a part, random blocks of a format that is only read, and return the weights that the kernel then has.
 
     The reference of `int8` quantises for itself.
     """
     weight_format = spec.format_of(part)
-    if weight_format in BLOCKS:
+    if weight_format in BLOCKS and BLOCKS[weight_format].quantises:
+        experts.load(expert, part, values)
+        expected = dequantise_blocks(quantise_blocks(values, weight_format), weight_format).bfloat16()
+    elif weight_format in BLOCKS:
         rows, columns = values.shape
         blocks = random_blocks(rows, columns, weight_format, columns**-0.5, generator)
         experts.load_blocks(expert, part, blocks)

@@ -19,9 +19,12 @@ from ktc import resources
 from ktc.diagnostics import Diagnostic, HostLacks, KtcError
 from ktc.host import Compiler, Host, Isa
 
-# Strict C++ (no contraction of a * b + c, no fast math): what is written is what is computed.
+# What is written is what is computed: no fast math, and a * b + c is one operation only where it is asked for. For C++
+# GCC would contract it otherwise, also across statements, and the bits would depend on what it inlines.
 # Unique symbols are off so that two loaded libraries never share a variable.
-_BASE_FLAGS: Final = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi", "-Wno-attributes")
+_BASE_FLAGS: Final = (
+    "-std=c++20", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi", "-Wno-attributes",
+)  # fmt: skip
 _AVX512: Final = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _ISA_FLAGS: Final[dict[Isa, tuple[str, ...]]] = {
     "scalar": (),

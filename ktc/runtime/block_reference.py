@@ -42,6 +42,11 @@ def _half_bytes(scale: Tensor) -> Tensor:
     return scale.half().view(torch.uint8)
 
 
+def _inverse(scale: Tensor) -> Tensor:
+    """Zero for scales so small that it would overflow; as fp16 they are zero themselves."""
+    return torch.where(scale.abs() < torch.finfo(torch.float32).tiny, 0, 1 / scale)
+
+
 def _unpack(packed: Tensor, width: int, bits: int) -> Tensor:
     """Codes of `bits`: of each `width` bytes the lowest come first, then the ones above."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
@@ -60,7 +65,7 @@ def _fp16(blocks: Tensor) -> Tensor:
 
 def _to_q8_0(weights: Tensor) -> Tensor:
     scale = weights.abs().amax(1, keepdim=True) / 127
-    scaled = weights * torch.where(scale == 0, 0, 1 / scale)
+    scaled = weights * _inverse(scale)
     whole = scaled.abs().floor()
     codes = scaled.sign() * (whole + (2 * (scaled.abs() - whole)).floor())  # halves away from zero
     return torch.cat((_half_bytes(scale), codes.to(torch.int8).view(torch.uint8)), 1)
@@ -73,7 +78,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 def _to_q4_0(weights: Tensor) -> Tensor:
     largest = weights.gather(1, weights.abs().argmax(1, keepdim=True))
     scale = largest / -8
-    codes = (weights * torch.where(scale == 0, 0, 1 / scale) + 8.5).trunc().clamp(0, 15)
+    codes = (weights * _inverse(scale) + 8.5).trunc().clamp(0, 15)
     return torch.cat((_half_bytes(scale), _pack_nibbles(codes)), 1)
 
 

@@ -26,11 +26,10 @@ struct Q4_0 : OneHalfScale {
       if (std::abs(weights[k]) > std::abs(largest)) largest = weights[k];
     }
     const float scale = largest / -8;
-    const float inverse = scale == 0 ? 0 : 1 / scale;
+    const float inverse = std::isnormal(scale) ? 1 / scale : 0;  // of smaller ones it overflows, and fp16 has zero
     store_half(scale, stored);
     const auto code = [&](int k) {
-      const float quotient = weights[k] * inverse;
-      const float shifted = quotient + 8.5f;  // a statement of its own: it must not become one operation
+      const float shifted = weights[k] * inverse + 8.5f;  // rounded twice, as gguf does: see -ffp-contract
       return static_cast<std::uint8_t>(std::clamp(static_cast<int>(shifted), 0, 15));
     };
     for (int k = 0; k < kWeights / 2; ++k) {

@@ -25,7 +25,7 @@ struct Q8_0 : OneHalfScale {
     float largest = 0;
     for (int k = 0; k < kWeights; ++k) largest = std::max(largest, std::abs(weights[k]));
     const float scale = largest / 127;
-    const float inverse = scale == 0 ? 0 : 1 / scale;
+    const float inverse = std::isnormal(scale) ? 1 / scale : 0;  // of smaller ones it overflows, and fp16 has zero
     store_half(scale, stored);
     for (int k = 0; k < kWeights; ++k) {
       // Halves away from zero.
