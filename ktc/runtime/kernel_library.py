@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import math
 import os
 import threading
 import warnings
@@ -144,9 +145,13 @@ def permitted_threads(threads: int) -> int:
 
 
 def nodes_for(threads: int) -> tuple[NumaNode, ...]:
-    """The NUMA nodes to cut weights for: those that this process may run on, if each gets a thread at least."""
+    """The NUMA nodes to cut weights for: those that this process may run on, if each gets a thread at least and has as
+    many CPUs as threads. They are shared evenly, so on a node of fewer CPUs several would wait for one."""
     nodes = host.numa_nodes()
-    return nodes if 1 < len(nodes) <= min(threads, MAX_NODES) else ()
+    if not 1 < len(nodes) <= min(threads, MAX_NODES):
+        return ()
+    of_node = math.ceil(threads / len(nodes))
+    return nodes if all(len(node.cpus) >= of_node for node in nodes) else ()
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from ktc import host
 from ktc.host import NumaNode
 from ktc.runtime.experts_lora import ExpertsLora, Lora
 from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.kernel_library import nodes_for
 from ktc.runtime.stock_experts import parts_of
 
 SPEC = spec_of(ISAS[0])
@@ -21,8 +22,8 @@ SPEC = spec_of(ISAS[0])
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
-    """As if this machine had so many nodes: all are the one that it has."""
-    invented = (NumaNode(0, tuple(sorted(os.sched_getaffinity(0)))),) * request.param
+    """As if this machine had so many nodes of eight CPUs at least: all are the one that it has."""
+    invented = (NumaNode(0, tuple(sorted(os.sched_getaffinity(0))) * 8),) * request.param
     monkeypatch.setattr(host, "numa_nodes", lambda: invented)
     monkeypatch.setattr(host, "usable_threads", lambda: 8)
     return request.param
@@ -31,6 +32,18 @@ def nodes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> in
 def is_cut(module: FusedMoe) -> bool:
     (*_, of_nodes) = json.loads(module._experts.key)  # type: ignore[union-attr]
     return len(of_nodes) > 1
+
+
+@pytest.mark.parametrize(("cpus", "threads", "cut"), [
+    ((4, 4), 8, True), ((4, 4), 7, True), ((8, 1), 2, True), ((8, 1), 9, False), ((8, 1), 3, False),
+    ((2, 2, 1), 4, False), ((8,), 8, False), ((4, 4), 1, False),
+])  # fmt: skip
+def test_a_node_without_cpus_for_its_share_of_threads_is_none(
+    monkeypatch: pytest.MonkeyPatch, cpus: tuple[int, ...], threads: int, cut: bool
+) -> None:
+    nodes = tuple(NumaNode(number, tuple(range(count))) for number, count in enumerate(cpus))
+    monkeypatch.setattr(host, "numa_nodes", lambda: nodes)
+    assert nodes_for(threads) == (nodes if cut else ())
 
 
 @pytest.mark.parametrize("nodes", [2, 3], indirect=True)
