@@ -62,7 +62,7 @@ class DecodedPanels {
   const std::byte* panel(std::int64_t expert, std::int64_t index) const { return places_.panel(expert, index); }
 
   void start(PanelPart) const {}
-  const Element* current(PanelPart part) const {
+  const Element* current(PanelPart part) {
     const std::int64_t block = part.first_k / kPanelWidth;
     summed_ = nullptr;  // the sums were in the scratch
     weight_format::decode_blocks<typename Isa::Lanes, Panel>(panel(part.expert, part.panel), block,
@@ -72,7 +72,7 @@ class DecodedPanels {
   Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {
     const std::byte* codes = panel(next.expert, next.panel);
     const std::int64_t block = next.first_k / kPanelWidth;
-    const std::int64_t begin = std::min(Panel::scales_at(block), Panel::codes_at(block));
+    const std::int64_t begin = Panel::scales_at(block);
     const std::int64_t end = Panel::codes_at(block + next.size_k / kPanelWidth - 1) + Panel::kBlockBytes;
     return Ahead(codes + begin, end - begin, calls);
   }
@@ -80,7 +80,7 @@ class DecodedPanels {
 
   // A whole panel and up to `kStreamRows` rows, without decoding.
   void multiply_codes([[maybe_unused]] int rows, [[maybe_unused]] PanelPart part, [[maybe_unused]] const Element* a,
-                      [[maybe_unused]] typename Isa::Accumulator* tile) const {
+                      [[maybe_unused]] typename Isa::Accumulator* tile) {
 #if defined(__AVX512BF16__)
     if constexpr (weight_format::StoredInBlocks<Panel> && kMultipliesCodes) {
       const float* sums = sums_of(rows, a);
@@ -98,7 +98,7 @@ class DecodedPanels {
  private:
 #if defined(__AVX512BF16__)
   // Of the rows at `a`, for formats that want them, made once for all panels of an expert; null where not finite.
-  const float* sums_of(int rows, const Element* a) const {
+  const float* sums_of(int rows, const Element* a) {
     if constexpr (weight_format::kWantsFinite<typename Panel::Format>) {
       auto* sums = reinterpret_cast<float*>(scratch_);
       if (summed_ != a) {
@@ -114,8 +114,8 @@ class DecodedPanels {
   PanelPlaces places_;
   std::int64_t contraction_;
   Element* scratch_;
-  mutable const Element* summed_ = nullptr;
-  mutable bool finite_ = true;
+  const Element* summed_ = nullptr;
+  bool finite_ = true;
 };
 
 // Fetches one block from each of several panels, line by line, evenly over `calls` of `step`: a block at once would
@@ -205,27 +205,20 @@ class DecodedTransposedPanels {
   Element* scratch_;
 };
 
-// Where the products of a layer in `Format` get their panels from.
+// Panels of codes beside scales, whatever they mean.
+template <class Panel>
+concept Decoded = requires { Panel::scales_at(0); };
+
+// Where products with panels of one type get them from.
 template <class Isa, class Panel>
 struct PanelSources {
   using Stored = StoredPanels<Isa>;
   using Transposed = TransposedPanels<Isa>;
 };
-template <class Isa, class Code, std::int64_t kGroup>
-struct PanelSources<Isa, weight_format::QuantisedPanel<Code, kGroup>> {
-  using Stored = DecodedPanels<Isa, weight_format::QuantisedPanel<Code, kGroup>>;
-  using Transposed = DecodedTransposedPanels<Isa, weight_format::QuantisedPanel<Code, kGroup>>;
-};
-template <class Isa, weight_format::StoredInBlocks Panel>
+template <class Isa, Decoded Panel>
 struct PanelSources<Isa, Panel> {
   using Stored = DecodedPanels<Isa, Panel>;
   using Transposed = DecodedTransposedPanels<Isa, Panel>;
-};
-
-template <class Isa>
-struct PanelSources<Isa, weight_format::Int8Panel> {
-  using Stored = DecodedPanels<Isa, weight_format::Int8Panel>;
-  using Transposed = DecodedTransposedPanels<Isa, weight_format::Int8Panel>;
 };
 
 }  // namespace ktc

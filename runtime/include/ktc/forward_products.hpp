@@ -33,8 +33,12 @@ class ElementProducts {
   using ActivatedRows = PackedRows<Layer>;  // how the first product's epilogue writes for down
   static constexpr bool kPacksRows = false;
 
-  ElementProducts(const Layer& layer, const Routing& routing, const std::byte* packed, int)
-      : layer_(layer), routing_(routing), packed_(packed) {}
+  ElementProducts(const Layer& layer, const Routing& routing, const std::byte* packed, int threads)
+      : layer_(layer), routing_(routing), packed_(packed), threads_(threads) {}
+
+  // The panels of both products, for as many workers as there are threads.
+  PanelQueues<Isa> first_queues() const { return {routing_, layer_.first_set(), threads_, layer_.nodes}; }
+  PanelQueues<Isa> down_queues() const { return {routing_, layer_.down_set(), threads_, layer_.nodes}; }
 
   static constexpr std::size_t bytes() { return 0; }
   void take(Workspace&) {}
@@ -58,6 +62,7 @@ class ElementProducts {
   const Layer& layer_;
   const Routing& routing_;
   const std::byte* packed_;
+  int threads_;
 };
 
 }  // namespace ktc

@@ -86,6 +86,9 @@ class IntegerProducts {
         slots_(routing.num_slots()),
         threads_(threads) {}
 
+  PanelQueues<Isa> first_queues() const { return queues(layer_.first_set(), first_); }
+  PanelQueues<Isa> down_queues() const { return queues(layer_.down_set(), down_); }
+
   std::size_t bytes() const {
     return Workspace::bytes<Code>(tokens_ * first_.contraction()) + Workspace::bytes<float>(tokens_) +
            Workspace::bytes<Code>(slots_ * row_size()) + Workspace::bytes<float>(slots_) +
@@ -154,6 +157,12 @@ class IntegerProducts {
 
   // The two products' rows share their room: those of the first are done with when the others come.
   std::int64_t row_size() const { return std::max(first_.contraction(), down_.contraction()); }
+
+  // Codes are a half of elements, and padded otherwise: other experts are multiplied in blocks.
+  PanelQueues<Isa> queues(PanelSet set, const Panels& panels) const {
+    set.contraction = panels.contraction();
+    return {routing_, set, threads_, layer_.nodes};
+  }
 
   template <class Function>
   void for_slots(Range groups, const Function& function) const {

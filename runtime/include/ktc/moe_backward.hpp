@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include "ktc/lora_backward.hpp"
 #include "ktc/moe_forward.hpp"
@@ -203,7 +204,8 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
     const Element* saved_S = recompute ? recomputed_S : static_cast<const Element*>(arguments.saved);
 
-    const PanelQueues<Isa> first_queues(routing, layer.first_set(), team.threads(), layer.nodes);
+    std::optional<PanelQueues<typename ForwardProducts<Layer>::Isa>> first_queues;
+    if (recompute) first_queues.emplace(products.first_queues());
     const PanelQueues<Isa> activated_queue(routing, {num_i_panels, shape.padded_hidden(), PanelTurns::kNone},
                                            team.threads());
     const PanelQueues<Isa> hidden_queue(
@@ -213,12 +215,13 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
       Element* own_scratch = scratch + worker.index * scratch_size;
       if (recompute) {
-        products.read_hidden(worker, share(num_groups), hidden_TH, packed_TH);
+        const bool reads_elements = !ForwardProducts<Layer>::kPacksRows || lora.first();
+        products.read_hidden(worker, share(num_groups), hidden_TH, reads_elements ? packed_TH : nullptr);
         if (lora.first()) lora.recompute_first(worker.index, share(num_groups), packed_TH);
         worker.barrier.arrive_and_wait();
         auto* activated_S = lora.down() ? d_first_S : nullptr;  // there is room: gradients come later
         products.first(
-            worker.index, first_queues.of(worker.index), packed_TH, {at_hand, own_scratch},
+            worker.index, first_queues->of(worker.index), packed_TH, {at_hand, own_scratch},
             lora.around_first(worker.index, FirstEpilogue<Layer>(layer, arguments.packed, activated_S, recomputed_S)));
         worker.barrier.arrive_and_wait();
         if (lora.down()) lora.recompute_down(worker.index, share(num_groups), activated_S);

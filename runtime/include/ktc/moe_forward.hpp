@@ -73,8 +73,8 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       down_values.rows_S = saved.down_rows_S;
     }
 
-    const PanelQueues<Isa> first_queues(routing, layer.first_set(), team.threads(), layer.nodes);
-    const PanelQueues<Isa> down_queues(routing, layer.down_set(), team.threads(), layer.nodes);
+    const auto first_queues = products.first_queues();
+    const auto down_queues = products.down_queues();
     team.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       const SweepScratch<Layer> scratch{sums_at_hand_W + worker.index * sums_at_hand<Isa>(),

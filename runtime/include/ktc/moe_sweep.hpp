@@ -80,7 +80,7 @@ class PanelQueues {
       return set.together;
     };
     for (int node = 0; node < nodes_; ++node) {
-      const Range shard = shard_of(num_panels, node, nodes_);
+      const Range shard = shard_of(num_panels, node, nodes_, set.together);
       queues_.push_back(std::make_unique<PanelQueue>(routing, shard, set.turns, at_a_time));
     }
   }
@@ -221,6 +221,12 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
   SweepWindow<Isa> window(SweepOrder<Isa>(routing, queue, contraction));
   if (!window.here().done()) panels.start(window.here().part());
 
+  // A group's products are all there: what its panel's turn has to wait for comes last.
+  const auto finish = [&](const SweepOrder<Isa>& here, const SlotGroup& group, PanelPart part, auto* tile) {
+    epilogue.complete(isa, group, part, tile);
+    queue.await_turn(part.panel, here.active());
+    epilogue(group, part, tile);
+  };
   for (; !window.here().done(); window.advance()) {
     const SweepOrder<Isa>& here = window.here();
     const PanelPart part = here.part();
@@ -239,9 +245,7 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
       if constexpr (Panels::kMultipliesCodes) {
         if (streams) {  // the only group, and all of its panel
           panels.multiply_codes(group->rows, part, a, tile);
-          queue.await_turn(part.panel, here.active());
-          epilogue.complete(isa, *group, part, tile);
-          epilogue(*group, part, tile);
+          finish(here, *group, part, tile);
           break;
         }
       }
@@ -250,11 +254,7 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
       } else if constexpr (Isa::kBlocked) {
         isa.multiply_add(group->rows, steps, a, packed, tile, ahead);
       }
-      if (here.ends_sum()) {
-        queue.await_turn(part.panel, here.active());
-        epilogue.complete(isa, *group, part, tile);
-        epilogue(*group, part, tile);
-      }
+      if (here.ends_sum()) finish(here, *group, part, tile);
       if (here.keeps_sums()) tile += kTile;
     }
     if (here.ends_sum()) epilogue.end(part);

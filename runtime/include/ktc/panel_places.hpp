@@ -13,9 +13,10 @@ namespace ktc {
 
 inline constexpr int kMaxNodes = 16;
 
-// Of `size` panels those of one node; the workers of that node share them.
-inline Range shard_of(std::int64_t size, int node, int nodes) {
-  return Range::share(size, node, nodes);
+// Of `size` panels, so many of which stay together, those of one node; the workers of that node share them.
+inline Range shard_of(std::int64_t size, int node, int nodes, std::int64_t together) {
+  const Range sets = Range::share((size + together - 1) / together, node, nodes);
+  return {sets.begin * together, std::min(sets.end * together, size)};
 }
 
 class PanelPlaces {

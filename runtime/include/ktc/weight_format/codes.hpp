@@ -33,18 +33,15 @@ struct Int4 {
   static float value(std::uint8_t code) { return static_cast<float>(code) - 8.0f; }
 };
 
-// Signed 8-bit integers, -127 to 127.
+// Signed 8-bit integers, -127 to 127. `Int8Panel` lays these out.
 struct Int8 {
   static constexpr const char* kName = "int8";
-  static constexpr int kBits = 8;
-  using Scale = float;
 
-  static Scale scale_of(float largest) { return std::max(largest / 127.0f, kSmallest); }
-  static std::uint8_t encode(float value, Scale scale) {
+  static float scale_of(float largest) { return std::max(largest / 127.0f, kSmallest); }
+  static std::uint8_t encode(float value, float scale) {
     const float quotient = std::clamp(std::nearbyint(value / scale), -127.0f, 127.0f);
     return static_cast<std::uint8_t>(static_cast<std::int8_t>(quotient));
   }
-  static std::uint8_t from_stored(std::uint8_t byte) { return byte; }
   static float value(std::uint8_t code) { return static_cast<float>(static_cast<std::int8_t>(code)); }
 
  private:

@@ -43,7 +43,5 @@ using Fp32Panel = DensePanel<float>;
 using Fp64Panel = DensePanel<double>;
 
 using Bf16 = Packed<Bf16Panel>;
-using Fp32 = Packed<Fp32Panel>;
-using Fp64 = Packed<Fp64Panel>;
 
 }  // namespace ktc::weight_format

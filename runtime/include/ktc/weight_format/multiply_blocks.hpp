@@ -89,7 +89,7 @@ template <class Panel, int kRows>
 
   const auto* pairs = reinterpret_cast<const avx512_bf16::Pair*>(a);
   const std::int64_t blocks = padded_k / kPanelWidth;
-  for (std::int64_t block = 0; block < blocks; ++block, a_sums += kRows) {
+  for (std::int64_t block = 0; block < blocks; ++block) {
     const std::byte* head = panel + Panel::scales_at(block);
     const std::byte* codes = panel + Panel::codes_at(block);
     if (block % Panel::kSpanBlocks == 0) {
@@ -142,7 +142,7 @@ template <class Panel, int kRows>
         const __m512 min = _mm512_load_ps(scales.min + side * kHalfPanel);
 #pragma GCC unroll 6
         for (int row = 0; row < kRows; ++row) {
-          total[side][row] = _mm512_fnmadd_ps(_mm512_set1_ps(a_sums[row]), min, total[side][row]);
+          total[side][row] = _mm512_fnmadd_ps(_mm512_set1_ps(a_sums[block * kRows + row]), min, total[side][row]);
         }
       }
     }
@@ -155,7 +155,7 @@ template <class Panel, int kRows>
 }
 
 // tile[row][32] = sum over k of a[k][row] * panel[k][32], of up to `kMaxCodeRows` rows. `a_sums` as `sum_blocks` gives
-// them, for formats with minima.
+// them; formats without minima do not read them, and may have null.
 template <class Panel>
 void multiply_blocks(int rows, std::int64_t padded_k, const bf16* a, const float* a_sums, const std::byte* panel,
                      float* tile) {

@@ -182,7 +182,11 @@ class Packed {
     constexpr auto kItem = static_cast<std::int64_t>(sizeof(Accumulator));
     return layout_.parts().biases ? (layout_.first_bias_size() + layout_.padded_hidden()) * kItem : 0;
   }
-  Range panels_of(Part part, int node) const { return shard_of(layout_.num_panels(part), node, nodes_); }
+  // Two panels of gate and up make one of what the activation writes.
+  Range panels_of(Part part, int node) const {
+    const std::int64_t together = !is_down(part) && layout_.parts().gate ? 2 : 1;
+    return shard_of(layout_.num_panels(part), node, nodes_, together);
+  }
   // Of one expert in a node's shard.
   std::int64_t first_slice_bytes(int node) const {
     return panels_of(Part::kUp, node).size() * FirstPanel::bytes(first_contraction());
