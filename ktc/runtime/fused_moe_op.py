@@ -154,14 +154,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     packed, x, index, weights, *arguments = inputs
     rest = _Rest(*arguments)
     needs_x = not rest.keep or any(rest.ranks)
-    ctx.save_for_backward(packed, x if needs_x else None, index, weights, output[1], *rest[:4])
-    ctx.settings = rest[4:]
+    ctx.save_for_backward(x if needs_x else None, index, weights, output[1], *rest[:4])
+    # Not among the saved tensors: a hook that copies those, to offload them, would copy all the layer's experts.
+    ctx.packed, ctx.settings = packed, rest[4:]
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    packed, *others = ctx.saved_tensors
+    others = ctx.saved_tensors
     factors = others[4:]
-    grad_x, grad_weights, *found = torch.ops.ktc.fused_moe_backward(packed, grad, *others, *ctx.settings)
+    grad_x, grad_weights, *found = torch.ops.ktc.fused_moe_backward(ctx.packed, grad, *others, *ctx.settings)
     of_factors = (None if factor is None else each for factor, each in zip(factors, found, strict=True))
     return None, grad_x, None, grad_weights, *of_factors, *[None] * len(ctx.settings)
 

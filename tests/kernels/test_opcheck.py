@@ -60,6 +60,27 @@ def test_its_backward_is_too(load: Load, keep: bool) -> None:
     torch.library.opcheck(torch.ops.ktc.fused_moe_backward.default, inputs)
 
 
+def test_hooks_that_copy_what_is_saved_see_no_weights(load: Load) -> None:
+    layer = random_layer(64, 48, 4, 2, 9)
+    module, lora = load(layer, SPEC), factors(layer)
+    experts = module._experts  # pyright: ignore[reportPrivateUsage]
+    assert experts is not None
+    x, weights = layer.x.bfloat16().requires_grad_(), layer.weights.float().requires_grad_()
+    seen: list[Tensor] = []
+
+    def copied(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(copied, Tensor.clone):
+        out = module(x, layer.index, weights, lora)
+    assert seen
+    assert experts.packed.data_ptr() not in [tensor.data_ptr() for tensor in seen]
+    leaves = [x, weights, *(each for each in lora.factors if each is not None)]
+    expected = torch.autograd.grad(module(x, layer.index, weights, lora).sum(), leaves)
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), leaves), expected))
+
+
 @pytest.mark.parametrize("ranks", [(0, 0), (8, 0), (3, 40)])
 def test_what_is_saved_grows_with_the_tokens_alone(load: Load, ranks: tuple[int, int]) -> None:
     experts = load(random_layer(70, 37, 5, 2, 1), SPEC)._experts  # pyright: ignore[reportPrivateUsage]
