@@ -109,14 +109,13 @@ def _converted(claim: Claim, stored: tuple[StoredFormat, ...], name: str, size: 
     if found is None:
         raise _unread(claim, wanted)
     group, whole = _cut(found)
-    hint = f"write `format = {FORMATS[0]}`"
     if found in BLOCKS and not BLOCKS[found].quantises:
         found_as = " and ".join(dict.fromkeys(dtype for dtype, _ in stored))
         message = f"`{found}` weights are taken only as stored, and these experts are stored as `{found_as}`"
-        raise InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
+        raise _no_format(claim, message)
     if whole and size % group:
         message = f"`{found}` cuts rows into {whole} of {group}, and {name} is {size}"
-        raise InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
+        raise _no_format(claim, message)
     return found, group if found in CODES else 0
 
 
@@ -130,7 +129,10 @@ def _cut(weight_format: WeightFormat) -> tuple[int, str]:
 
 
 def _unread(claim: Claim, stored: str) -> InputRefused:
-    message = f"the checkpoint stores these experts as `{stored}`, which no one kernel reads"
+    return _no_format(claim, f"the checkpoint stores these experts as `{stored}`, which no one kernel reads")
+
+
+def _no_format(claim: Claim, message: str) -> InputRefused:
     hint = f"write `format = {FORMATS[0]}`, or `--set format={FORMATS[0]}` if the program has that parameter"
     return InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
 

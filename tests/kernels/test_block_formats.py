@@ -13,6 +13,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from kernel_layers import ISAS, Layer, error, random_layer, run, spec_of
+from lora_layers import adapt, assert_close, run_adapted
 from torch import Tensor
 
 from ktc import host
@@ -209,6 +210,21 @@ def test_output_and_gradients_are_those_of_the_weights(
     assert error(d_x, expected_d_x) <= (5e-3 if by_codes else 4e-3)
     dot_product = layer.grad.norm() * rounded.norm() / layer.hidden**0.5  # a few may cancel to their own rounding
     assert (d_weights - expected_d_weights).norm() <= 5e-3 * max(expected_d_weights.norm(), dot_product)
+
+
+@pytest.mark.parametrize("tokens", [4, 60])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
+def test_lora_is_trained_on_them(library: Library, spec: KernelSpec, tokens: int) -> None:
+    layer = layer_for(spec, (1, 1, 2, 2, tokens, 2))
+    module = module_for(library, spec, layer)
+    adapted = adapt(layer, 8)
+    found = run_adapted(module, adapted)
+    exact_out = adapted.reference()[0]
+    for expert, part, values in matrices(layer):
+        values.copy_(module.expert(expert, part))
+    rounded_out, *gradients = adapted.reference()
+    by_codes = tokens <= CODE_ROWS.get(spec.isa, 0)
+    assert_close(found, (exact_out if by_codes else rounded_out, *gradients), 1.25 if by_codes else 1)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)

@@ -1,5 +1,6 @@
-"""The whole grid of shapes against float64, for every instruction set and weight-only format, with LoRA of any rank.
+"""The whole grid of shapes against float64, for every instruction set, of bf16, int4 and fp8, with LoRA of any rank.
 
+fp16 and GGUF's blocks have their own in `test_block_formats.py`.
 Slow: one library with dynamic dimensions for all of it. Of a few tokens the errors are pooled, since a norm over a few
 values that are rounded is no average. `int8`, which rounds activations too, is checked in `test_w8a8.py`.
 """
