@@ -83,7 +83,9 @@ def _from_hub(name: str, fetch_weights: bool) -> Path:
             Diagnostic(
                 "I100",
                 f"MODEL `{name}` is no folder",
-                hint="give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`",
+                hint="put config.json and the tokenizer of the original beside the file, and give their folder"
+                if name.endswith(".gguf") and Path(name).is_file()
+                else "give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`",
             )
         )
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if fetch_weights else [])]
