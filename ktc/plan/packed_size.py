@@ -105,10 +105,17 @@ def slots_of(spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), t
         _around=around,
         _per_token=(forward, backward),
         _scratch=(
-            threads * _thread_scratch(spec, ranks, backward=False, again=True),
-            threads * _thread_scratch(spec, ranks, backward=True, again=not keep),
+            threads * _thread_scratch(spec, ranks, backward=False, again=True) + _factors(spec, ranks),
+            threads * _thread_scratch(spec, ranks, backward=True, again=not keep) + 2 * _factors(spec, ranks),
         ),
     )
+
+
+def _factors(spec: KernelSpec, ranks: tuple[int, int]) -> int:
+    """B of both products expert after expert, which PEFT stores otherwise; backward has gradients of the same size."""
+    hidden, inter = spec.hidden or 0, spec.intermediate or 0
+    values = ranks[0] * (1 + spec.gated) * inter + ranks[1] * hidden
+    return (spec.num_experts or 0) * values * _sum_bytes(spec)
 
 
 def _thread_scratch(spec: KernelSpec, ranks: tuple[int, int], *, backward: bool, again: bool) -> int:

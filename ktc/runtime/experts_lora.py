@@ -13,10 +13,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.runtime.kernel_library import NativeLora
+from ktc.runtime.kernel_library import NativeLora, Strides
 
 MAX_RANK: Final = 128
-NO_LORA: Final[NativeLora] = (0, 0, 0, 0, 0, 1.0, False)
+NO_LORA: Final[NativeLora] = (0, 0, 0, 0, 0, 1.0, False, (0, 0, 0), (0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,10 @@ class ExpertsLora:
 
 @dataclass(frozen=True, slots=True)
 class NativeFactors:
-    """One product's factors as a kernel reads them: contiguous accumulators, with gradients that backward adds to."""
+    """One product's factors as a kernel reads them: accumulators, with gradients that backward fills.
+
+    B stays as it is stored. Its gradient lies as PEFT stores B, (outputs, rank, E).
+    """
 
     a: Tensor
     b: Tensor
@@ -86,41 +89,35 @@ class NativeFactors:
 
     @classmethod
     def of(cls, lora: Lora, dtype: torch.dtype, interleaved: bool, *, gradients: bool) -> NativeFactors:
-        """Copies of `lora` where it is stored otherwise. Gradients begin as zeros, and stay so without tokens."""
-        a, b = lora.a.detach().to(dtype).contiguous(), _expert_major(lora.b.detach().to(dtype))
+        """Copied only where `lora` has another dtype. Gradients begin as zeros, and stay so without tokens."""
+        a, b = lora.a.detach().to(dtype).contiguous(), lora.b.detach().to(dtype)
         if not gradients:
             return cls(a, b, lora.scale, interleaved)
-        return cls(a, b, lora.scale, interleaved, torch.zeros_like(a), torch.zeros_like(b))
+        num_experts, outputs, rank = b.shape
+        grad_b = b.new_zeros(outputs, rank, num_experts).permute(2, 0, 1)
+        return cls(a, b, lora.scale, interleaved, torch.zeros_like(a), grad_b)
 
     @property
     def native(self) -> NativeLora:
-        """Addresses, rank, scale, and the order of the outputs."""
+        """Addresses, rank, scale, the order of the outputs, and strides."""
         grad_a, grad_b = (0 if grad is None else grad.data_ptr() for grad in (self.grad_a, self.grad_b))
-        return self.a.data_ptr(), self.b.data_ptr(), grad_a, grad_b, self.a.shape[1], self.scale, self.interleaved
+        addresses = self.a.data_ptr(), self.b.data_ptr(), grad_a, grad_b
+        of_gradient = (0, 0, 0) if self.grad_b is None else self._strides(self.grad_b)
+        return *addresses, self.a.shape[1], self.scale, self.interleaved, self._strides(self.b), of_gradient
 
     @property
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Of A, and of B in the order in which PEFT stores it, (outputs, rank, E)."""
+        """Of A and of B."""
         assert self.grad_a is not None, "made for forward, without gradients"
         assert self.grad_b is not None, "made for forward, without gradients"
-        return self.grad_a, _expert_minor(self.grad_b)
+        return self.grad_a, self.grad_b
+
+    @staticmethod
+    def _strides(b: Tensor) -> Strides:
+        expert, output, rank = b.stride()
+        return expert, output, rank
 
 
 def native_arguments(factors: Sequence[NativeFactors | None]) -> tuple[NativeLora, ...]:
     """What a kernel's call takes, for products with and without LoRA."""
     return tuple(NO_LORA if each is None else each.native for each in factors)
-
-
-def _expert_major(b: Tensor) -> Tensor:
-    """(E, outputs, rank), contiguous. PEFT's has E last; as a transposed matrix it is copied several times faster."""
-    if b.is_contiguous():
-        return b
-    num_experts, outputs, rank = b.shape
-    matrix = b.permute(1, 2, 0).reshape(outputs * rank, num_experts)
-    return matrix.t().contiguous().view(num_experts, outputs, rank)
-
-
-def _expert_minor(b: Tensor) -> Tensor:
-    """The same values, stored as (outputs, rank, E)."""
-    num_experts, outputs, rank = b.shape
-    return b.view(num_experts, outputs * rank).t().contiguous().view(outputs, rank, num_experts).permute(2, 0, 1)

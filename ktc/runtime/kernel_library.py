@@ -24,8 +24,10 @@ from ktc.host import NumaNode
 
 MAX_NODES: Final = 16  # `kMaxNodes`
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
-# A, B and their gradients (addresses, or 0), rank (0: no LoRA), scale, whether the outputs are interleaved.
-NativeLora = tuple[int, int, int, int, int, float, bool]
+Strides = tuple[int, int, int]  # of expert, output and rank
+# A, B and their gradients (addresses, or 0), rank (0: no LoRA), scale, whether the outputs are interleaved, where B and
+# its gradient have their values.
+NativeLora = tuple[int, int, int, int, int, float, bool, Strides, Strides]
 
 
 class Engine(Protocol):

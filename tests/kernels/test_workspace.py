@@ -95,7 +95,8 @@ def compare(
 def lora_of(ranks: tuple[int, int], layer: Layer) -> ExpertsLora:
     def lora(rank: int, inputs: int, outputs: int) -> Lora | None:
         factor: Callable[..., Tensor] = torch.zeros
-        return Lora(factor(6, rank, inputs), factor(6, outputs, rank), 1.0) if rank else None
+        b = factor(outputs, rank, 6).permute(2, 0, 1)  # as PEFT stores it
+        return Lora(factor(6, rank, inputs), b, 1.0) if rank else None
 
     hidden, inner = layer.hidden, layer.intermediate
     return ExpertsLora(lora(ranks[0], hidden, inner * (1 + layer.form.gated)), lora(ranks[1], inner, hidden))

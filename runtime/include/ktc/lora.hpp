@@ -13,6 +13,9 @@
 #include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
 #include "ktc/prefetch.hpp"
+#include "ktc/routing.hpp"
+#include "ktc/tensor_view.hpp"
+#include "ktc/thread_pool.hpp"
 #include "ktc/weight_format/panel.hpp"
 #include "ktc/workspace.hpp"
 
@@ -41,11 +44,11 @@ class LoraProduct {
   static LoraProduct of_first(const Layer& layer, const LoraFactors& factors) {
     const std::int64_t size = layer.shape.intermediate();
     const bool interleaved = Layer::kGated && factors.interleaved;
-    return LoraProduct(factors, layer.shape.hidden(), size, Layer::kFirstParts, interleaved ? 1 : size,
-                       interleaved ? 2 : 1);
+    return LoraProduct(factors, layer.shape.num_experts(), layer.shape.hidden(), size, Layer::kFirstParts,
+                       interleaved ? 1 : size, interleaved ? 2 : 1);
   }
   static LoraProduct of_down(const Layer& layer, const LoraFactors& factors) {
-    return LoraProduct(factors, layer.shape.intermediate(), layer.shape.hidden(), 1, 0, 1);
+    return LoraProduct(factors, layer.shape.num_experts(), layer.shape.intermediate(), layer.shape.hidden(), 1, 0, 1);
   }
 
   bool active() const { return rank_ > 0; }
@@ -63,6 +66,46 @@ class LoraProduct {
   Accumulator* grad_a(std::int64_t expert) const { return grad_a_ + expert * a_size(); }
   Accumulator* grad_b(std::int64_t expert) const { return grad_b_ + expert * b_size(); }
 
+  // B and its gradient expert after expert, where they are stored otherwise: a panel reads a stretch of one expert's,
+  // and PEFT has those of all experts side by side. Take them before anything is computed.
+  std::size_t bytes() const {
+    return Workspace::bytes<Accumulator>(copy_size(stored_b_.values != nullptr)) +
+           Workspace::bytes<Accumulator>(copy_size(stored_grad_b_.values != nullptr));
+  }
+  void take(Workspace& workspace) {
+    auto* b = workspace.take<Accumulator>(copy_size(stored_b_.values != nullptr));
+    auto* grad_b = workspace.take<Accumulator>(copy_size(stored_grad_b_.values != nullptr));
+    if (stored_b_.values != nullptr) b_ = copied_b_ = b;
+    if (stored_grad_b_.values != nullptr) grad_b_ = grad_b;
+  }
+  // A worker's share of the factors of experts with tokens, and zeros for their gradients.
+  void read(const Routing& routing, Worker worker) const {
+    const Range share = Range::share(b_size(), worker.index, worker.count);
+    if (stored_b_.values != nullptr) {
+      in_stretches(routing, share, stored_b_.strides,
+                   [&](std::int64_t expert, std::int64_t index, const std::int64_t* offsets, std::int64_t count) {
+                     const Accumulator* source = stored_b_.values + expert * stored_b_.strides.expert;
+                     Accumulator* target = copied_b_ + expert * b_size() + index;
+                     for (std::int64_t i = 0; i < count; ++i) target[i] = source[offsets[i]];
+                   });
+    }
+    if (stored_grad_b_.values == nullptr) return;
+    for (const ActiveExpert& active : routing.active_experts()) {
+      std::fill(grad_b(active.expert) + share.begin, grad_b(active.expert) + share.end, Accumulator{});
+    }
+  }
+  // A worker's share of the finished gradients, to where the caller wants them.
+  void write(const Routing& routing, Worker worker) const {
+    if (stored_grad_b_.values == nullptr) return;
+    const Range share = Range::share(b_size(), worker.index, worker.count);
+    in_stretches(routing, share, stored_grad_b_.strides,
+                 [&](std::int64_t expert, std::int64_t index, const std::int64_t* offsets, std::int64_t count) {
+                   const Accumulator* source = grad_b(expert) + index;
+                   Accumulator* target = stored_grad_b_.values + expert * stored_grad_b_.strides.expert;
+                   for (std::int64_t i = 0; i < count; ++i) target[offsets[i]] = source[i];
+                 });
+  }
+
   // Half panels of outputs, without those that are padding altogether.
   std::int64_t output_halves() const { return round_up(size_, kHalfPanel) / kHalfPanel * parts_; }
   // The half panel of outputs with this number, in the order in which the product's panels have them.
@@ -73,19 +116,53 @@ class LoraProduct {
   }
 
  private:
-  LoraProduct(const LoraFactors& factors, std::int64_t inputs, std::int64_t size, std::int64_t parts,
-              std::int64_t part_stride, std::int64_t row_stride)
+  LoraProduct(const LoraFactors& factors, std::int64_t num_experts, std::int64_t inputs, std::int64_t size,
+              std::int64_t parts, std::int64_t part_stride, std::int64_t row_stride)
       : a_(static_cast<const Accumulator*>(factors.a)),
         b_(static_cast<const Accumulator*>(factors.b)),
         grad_a_(static_cast<Accumulator*>(factors.grad_a)),
         grad_b_(static_cast<Accumulator*>(factors.grad_b)),
         rank_(factors.rank),
         scale_(static_cast<Accumulator>(factors.scale)),
+        num_experts_(num_experts),
         inputs_(inputs),
         size_(size),
         parts_(parts),
         part_stride_(part_stride),
-        row_stride_(row_stride) {}
+        row_stride_(row_stride) {
+    if (rank_ > 0 && b_ != nullptr && !expert_major(factors.b_strides)) stored_b_ = {b_, factors.b_strides};
+    if (rank_ > 0 && grad_b_ != nullptr && !expert_major(factors.grad_b_strides)) {
+      stored_grad_b_ = {grad_b_, factors.grad_b_strides};
+    }
+  }
+
+  // Values of all experts as a caller stores them; null where they lie expert after expert already.
+  template <class T>
+  struct Stored {
+    T* values = nullptr;
+    FactorStrides strides = {};
+  };
+
+  bool expert_major(const FactorStrides& strides) const {
+    const bool unset = strides.expert == 0 && strides.output == 0 && strides.rank == 0;
+    return unset || (strides.expert == b_size() && strides.output == rank_ && strides.rank == 1);
+  }
+  std::int64_t copy_size(bool stored) const { return stored ? num_experts_ * b_size() : 0; }
+
+  // Calls `move(expert, index, offsets, count)` for stretches of an expert's factors: `count` of them from `index` on,
+  // which are stored at `offsets` from the expert's first. Experts take turns at each stretch: stored values of
+  // different experts are neighbours, and their lines are in L1 until all have had theirs.
+  template <class Move>
+  void in_stretches(const Routing& routing, Range share, const FactorStrides& strides, const Move& move) const {
+    std::int64_t offsets[kHalfPanel];
+    for (std::int64_t index = share.begin; index < share.end; index += kHalfPanel) {
+      const std::int64_t count = std::min(kHalfPanel, share.end - index);
+      for (std::int64_t i = 0; i < count; ++i) {
+        offsets[i] = (index + i) / rank_ * strides.output + (index + i) % rank_ * strides.rank;
+      }
+      for (const ActiveExpert& active : routing.active_experts()) move(active.expert, index, offsets, count);
+    }
+  }
 
   std::int64_t a_size() const { return rank_ * inputs_; }
   std::int64_t b_size() const { return size_ * parts_ * rank_; }
@@ -94,8 +171,12 @@ class LoraProduct {
   const Accumulator* b_;
   Accumulator* grad_a_;
   Accumulator* grad_b_;
+  Stored<const Accumulator> stored_b_;
+  Stored<Accumulator> stored_grad_b_;
+  Accumulator* copied_b_ = nullptr;
   std::int64_t rank_;
   Accumulator scale_;
+  std::int64_t num_experts_;
   std::int64_t inputs_;
   std::int64_t size_;
   std::int64_t parts_;

@@ -39,7 +39,7 @@ class LoraBackward {
     return Workspace::bytes<Element>(u_first) + Workspace::bytes<Accumulator>(u_rows) +
            Workspace::bytes<Element>(packed_size(first_)) + Workspace::bytes<Accumulator>(rows_size(first_)) +
            Workspace::bytes<Element>(packed_size(down_)) + 2 * Workspace::bytes<Accumulator>(rows_size(down_)) +
-           scratch_.bytes();
+           scratch_.bytes() + first_.bytes() + down_.bytes();
   }
   void take(Workspace& workspace) {
     const bool recompute = saved_ == nullptr;
@@ -49,10 +49,22 @@ class LoraBackward {
     v_down_ = {workspace.take<Element>(packed_size(down_)), workspace.take<Accumulator>(rows_size(down_))};
     u_down_ = {nullptr, workspace.take<Accumulator>(rows_size(down_))};
     scratch_.take(workspace);
+    first_.take(workspace);
+    down_.take(workspace);
     if (recompute) return;
     const SavedSlots<Layer> saved(layer_, const_cast<void*>(saved_), slots_, first_.rank());
     u_first_.rows_S = saved.first_rows_S;
     saved_u_down_S_ = saved.down_rows_S;
+  }
+
+  // Before and after everything else, with a barrier between.
+  void read_factors(Worker worker) const {
+    first_.read(routing_, worker);
+    down_.read(routing_, worker);
+  }
+  void write_gradients(Worker worker) const {
+    first_.write(routing_, worker);
+    down_.write(routing_, worker);
   }
 
   // Where gate and up are computed again: u of the first product from its packed inputs, that of down likewise.

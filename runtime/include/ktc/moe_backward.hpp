@@ -214,6 +214,8 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
       Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
       Element* own_scratch = scratch + worker.index * scratch_size;
+      lora.read_factors(worker);
+      if (lora.down() && !recompute) worker.barrier.arrive_and_wait();
       if (recompute) {
         const bool reads_elements = !ForwardProducts<Layer>::kPacksRows || lora.first();
         products.read_hidden(worker, share(num_groups), hidden_TH, reads_elements ? packed_TH : nullptr);
@@ -252,6 +254,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
                                     AddToTokens<Layer>(layer, routing, sums, nullptr, nullptr)));
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), grad_hidden_TH);
+      lora.write_gradients(worker);
       const Range pairs = share(slots);
       for (std::int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
         grad_weight[pair] = weight_gradients.total(routing.slot(pair));

@@ -35,8 +35,8 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
   const MatrixView out_TH(static_cast<Element*>(arguments.out), arguments.tokens, shape.hidden());
   const auto* weight = static_cast<const Accumulator*>(arguments.top_k_weights);
-  const auto lora_first = LoraProduct<Layer>::of_first(layer, arguments.lora_first);
-  const auto lora_down = LoraProduct<Layer>::of_down(layer, arguments.lora_down);
+  auto lora_first = LoraProduct<Layer>::of_first(layer, arguments.lora_first);
+  auto lora_down = LoraProduct<Layer>::of_down(layer, arguments.lora_down);
   // Products that pack rows of their own leave those of elements to LoRA, if there is any.
   const std::int64_t hidden_size = Products::kPacksRows && !lora_first.active() ? 0 : slots * shape.padded_hidden();
   const std::int64_t repacked_size = Products::kPacksRows && lora_down.active() ? activated_size : 0;
@@ -50,7 +50,8 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
                       Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * team.threads()) +
                       Workspace::bytes<Element>(layer.panel_scratch() * team.threads()) +
                       Workspace::bytes<Element>(slots * lora_first.packed_rank()) +
-                      Workspace::bytes<Element>(slots * lora_down.packed_rank()) + lora_scratch.bytes());
+                      Workspace::bytes<Element>(slots * lora_down.packed_rank()) + lora_scratch.bytes() +
+                      lora_first.bytes() + lora_down.bytes());
     auto* hidden_S = hidden_size == 0 ? nullptr : workspace.take<Element>(hidden_size);
     auto* activated_S = workspace.take<Element>(activated_size);
     auto* repacked_S = repacked_size == 0 ? nullptr : workspace.take<Element>(repacked_size);
@@ -62,6 +63,8 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
     LowRank<Layer> first_values{workspace.take<Element>(slots * lora_first.packed_rank()), nullptr};
     LowRank<Layer> down_values{workspace.take<Element>(slots * lora_down.packed_rank()), nullptr};
     lora_scratch.take(workspace);
+    lora_first.take(workspace);
+    lora_down.take(workspace);
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
 
     Element* saved_S = nullptr;
@@ -80,6 +83,8 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       const SweepScratch<Layer> scratch{sums_at_hand_W + worker.index * sums_at_hand<Isa>(),
                                         scratch_W + worker.index * layer.panel_scratch()};
       products.read_hidden(worker, share(num_groups), hidden_TH, hidden_S);
+      lora_first.read(routing, worker);
+      lora_down.read(routing, worker);
       sums.clear(share(arguments.tokens));
       if (lora_first.active()) {
         to_low_rank(lora_first, routing, share(num_groups), hidden_S, shape.padded_hidden(), Panels::ranks_of_a,

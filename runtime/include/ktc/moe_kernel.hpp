@@ -15,9 +15,17 @@ namespace ktc {
 
 enum class SourceType { kBf16, kFp32, kFp64 };
 
-// LoRA on one product for all experts, in the kernel's accumulator type and contiguous: A (E, rank, inputs) and
-// B (E, outputs, rank) add scale * B A to the weights. Rank 0: none. The outputs of the first product are the rows of
-// gate, then those of up; or of both in turn where `interleaved`. Backward adds to the gradients, of the same shapes.
+// Where B, or its gradient, has the next expert, output and rank, in values. All 0: contiguous (E, outputs, rank).
+struct FactorStrides {
+  std::int64_t expert = 0;
+  std::int64_t output = 0;
+  std::int64_t rank = 0;
+};
+
+// LoRA on one product for all experts, in the kernel's accumulator type: A (E, rank, inputs), contiguous, and B (E,
+// outputs, rank), as its strides say, add scale * B A to the weights. Rank 0: none. The outputs of the first product
+// are the rows of gate, then those of up; or of both in turn where `interleaved`. Gradients, of the same shapes, are
+// zeros before backward, which writes those of experts with tokens.
 struct LoraFactors {
   const void* a = nullptr;
   const void* b = nullptr;
@@ -26,6 +34,8 @@ struct LoraFactors {
   std::int64_t rank = 0;
   double scale = 1;
   bool interleaved = false;
+  FactorStrides b_strides = {};
+  FactorStrides grad_b_strides = {};
 };
 
 // Hidden states, output and their gradients are (tokens, H) of the kernel's element type; routing weights and their
