@@ -259,7 +259,8 @@ class FusedMoe(nn.Module):
         """The output of each micro-batch, of one pass over the weights.
 
         They are those of separate calls to the last bit where the kernel computes a token alone as among others (not on
-        AMX, nor from codes: there the number of an expert's tokens decides how it is multiplied).
+        AMX, nor from codes: there the number of an expert's tokens decides how it is multiplied). The outputs are views
+        of one tensor, which autograd lets nobody change in place.
         """
         for batch in batches:
             self._check(*batch.tensors)

@@ -8,6 +8,7 @@ ranks above `MAX_RANK`, biases, several adapters at once, and adapting the exper
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.experts_lora import MAX_RANK, ExpertsLora, Lora
+from ktc.runtime.micro_batches import MicroBatch
+from ktc.runtime.pending import Pending
 
 _NONE: Final = ExpertsLora()
 _ADAPTED: Final = ("gate_up_proj", "up_proj", "down_proj")
@@ -40,10 +43,24 @@ class ExpertsParamWrapper(ParamWrapper):
         """As the experts' own; `lora` is what the wrapper around this one has gathered."""
         self._check_forward_args(x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
+        return cast("Any", self.base_layer)(x, *args, lora=self._gathered(lora), **kwargs)
+
+    def forward_batches(self, batches: Sequence[MicroBatch], lora: ExpertsLora = _NONE) -> tuple[Tensor, ...]:
+        """As the experts' own, of one pass over the weights."""
+        return cast("Any", self.base_layer).forward_batches(batches, self._gathered(lora))
+
+    def submit(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora = _NONE
+    ) -> Pending:
+        """As the experts' own; without gradients only."""
+        return cast("Any", self.base_layer).submit(hidden_states, top_k_index, top_k_weights, self._gathered(lora))
+
+    def _gathered(self, lora: ExpertsLora) -> ExpertsLora:
+        """`lora` with this parameter's own factors."""
         own = None if self.disable_adapters else self._active_lora()
-        if own is not None:
-            lora = replace(lora, down=own) if self.parameter_name == "down_proj" else replace(lora, first=own)
-        return cast("Any", self.base_layer)(x, *args, lora=lora, **kwargs)
+        if own is None:
+            return lora
+        return replace(lora, down=own) if self.parameter_name == "down_proj" else replace(lora, first=own)
 
     def _active_lora(self) -> Lora | None:
         """The factors of the active adapter as views of PEFT's own matrices: A (E, r, in), B (E, out, r)."""
