@@ -77,14 +77,17 @@ def compare(
     sized = replace(spec, hidden=layer.hidden, intermediate=layer.intermediate, num_experts=6, top_k=3)
     slots = slots_of(sized, keep=keep, ranks=ranks, threads=threads)
     x, index, weights = layer.x.bfloat16(), layer.index, layer.weights.float()
-    factors = native_factors(lora_of(ranks, layer), experts, interleaved=False, gradients=True)
-    saved = experts.forward(x, index, weights, save=keep, lora=factors)[1]
+    read, trained = (
+        native_factors(lora_of(ranks, layer), experts, interleaved=False, gradients=gradients)
+        for gradients in (False, True)
+    )
+    saved = experts.forward(x, index, weights, save=keep, lora=read)[1]
 
     def forward() -> None:
-        experts.forward(x, index, weights, save=keep, lora=factors)
+        experts.forward(x, index, weights, save=keep, lora=read)
 
     def backward() -> None:
-        experts.backward(layer.grad.bfloat16(), index, weights, saved=saved, x_TH=x, lora=factors)
+        experts.backward(layer.grad.bfloat16(), index, weights, saved=saved, x_TH=x, lora=trained)
 
     for call, is_backward in ((forward, False), (backward, True)):
         found = reserved_by(call, lambda: experts._engine.workspace_bytes)
