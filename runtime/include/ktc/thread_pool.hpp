@@ -27,8 +27,8 @@ inline void relax() {
 }
 
 // Wait for `value` to leave `seen`: briefly by looking, then asleep. A layer's next call comes within microseconds,
-// a training step's next phase within milliseconds: the first is worth a spin, the second is not. Who looks yields between
-// looks: a thread that was just woken may stand on the same core, and what is waited for is often its work.
+// a training step's next phase within milliseconds: the first is worth a spin, the second is not. Who looks yields
+// between looks: a thread that was just woken may stand on the same core, and what is waited for is often its work.
 inline void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint32_t seen) {
   using Clock = std::chrono::steady_clock;
   constexpr auto kPatience = std::chrono::microseconds(200);
