@@ -164,7 +164,7 @@ def plot(losses: Sequence[float], path: Path) -> None:
 
 def ktc(*arguments: str | Path) -> None:
     print(f"\n$ ktc {' '.join(map(str, arguments))}", flush=True)
-    subprocess.run([sys.executable, "-m", "ktc.cli", *map(str, arguments)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "ktc", *map(str, arguments)], cwd=ROOT, check=True)
 
 
 def main() -> None:

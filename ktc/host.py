@@ -1,7 +1,7 @@
 """The machine: which kernels it can run, its cores, memory and compiler; and ktc's environment variables.
 
 `detect` reads this machine, `read_host_file` a TOML description of another one (faulty files are refused as a whole).
-A `Host` is what plan and codegen see; with `cli.py` this is the only module that reads the environment.
+A `Host` is what plan and codegen see; with `cli` this is the only module that reads the environment.
 """
 
 from __future__ import annotations

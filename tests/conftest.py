@@ -60,6 +60,23 @@ def compiled(checkpoint: Path, hand_made: ModuleType, tmp_path_factory: pytest.T
     return link(hand_made.package(checkpoint), tmp_path_factory.mktemp("build") / "v2_twin")
 
 
+@pytest.fixture(scope="session")
+def compiled_twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`compiled_twin(model, rules, device)` compiles once and returns OUT; the package has a name of its own."""
+    import ktc
+
+    made: dict[tuple[str, str, str], Path] = {}
+    folder = tmp_path_factory.mktemp("compiled")
+
+    def compile_once(model: str, rules: str, device: str = "cpu") -> Path:
+        if (model, rules, device) not in made:
+            name = f"e2e_{model.rpartition(':')[2]}_{rules}_{device}".replace("-", "_")
+            made[model, rules, device] = ktc.compile(model, rules, folder / name, settings={"device": device})
+        return made[model, rules, device]
+
+    return compile_once
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Twins and kernels are cached for this run only: tests neither use nor touch the user's cache."""
@@ -95,7 +112,7 @@ def _repaired_transformers() -> None:
 @pytest.fixture
 def bench(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`bench(*options)` runs `ktc bench moe` and returns its exit code, stdout and stderr."""
-    from ktc import cli
+    from ktc.cli import app as cli
 
     def call(*options: str) -> tuple[int, str, str]:
         code = cli.main(["bench", "moe", *options])

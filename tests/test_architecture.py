@@ -52,7 +52,7 @@ def test_the_public_names_are_all_there() -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["compile", "--help"], ["--version"]])
 def test_command_line_help_needs_no_torch(arguments: list[str]) -> None:
     start = time.perf_counter()
-    assert python(BLOCKED + "from ktc.cli import main; sys.exit(main(sys.argv[1:]))", *arguments).stdout
+    assert python(BLOCKED + "from ktc.cli.app import main; sys.exit(main(sys.argv[1:]))", *arguments).stdout
     assert time.perf_counter() - start < 3
 
 
@@ -62,4 +62,4 @@ def test_no_file_reads_the_environment_but_host_and_cli() -> None:
         for path in (ROOT / "ktc").rglob("*.py")
         if any(name in path.read_text(encoding="utf-8") for name in ("os.environ", "os.getenv", "getenv("))
     ]
-    assert set(readers) <= {"ktc/host.py", "ktc/cli.py", "ktc/cli_session.py"}
+    assert set(readers) <= {"ktc/host.py", "ktc/cli/app.py", "ktc/cli/session.py"}

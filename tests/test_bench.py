@@ -19,7 +19,7 @@ from ktc.bench import kt, memory, ours
 from ktc.bench.options import DEFAULT_IMPLS, Typed, parse
 from ktc.bench.report import LeftOut, Report, Row
 from ktc.bench.run import absent
-from ktc.cli_bench_table import tables
+from ktc.cli.bench_table import tables
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.plan.kernel_spec import KERNELS
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ktc import cli, twin
+from ktc import twin
 from ktc.census import BlockProof, Census, Family, examine, markdown
 from ktc.census.markdown import COLUMNS, table
+from ktc.cli import app as cli
 from ktc.prove import Proof
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import typer.main
 
-from ktc import cli
-from ktc.cli_session import Session
+from ktc.cli import app as cli
+from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, HostLacks, ProofFailed
 
 Run = Callable[..., tuple[int, str, str]]
@@ -150,7 +150,7 @@ def test_stdout_belongs_to_the_session(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_closed_pipe_is_no_bug() -> None:
-    command = f"{sys.executable} -m ktc.cli doctor --json | true"
+    command = f"{sys.executable} -m ktc doctor --json | true"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env={**os.environ})
     assert "Traceback" not in done.stderr
     assert "bug" not in done.stderr
@@ -159,7 +159,7 @@ def test_a_closed_pipe_is_no_bug() -> None:
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_no_bug(closed: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = f"{sys.executable} -m ktc.cli check moe-lora --log-file {log} {closed}"
+    command = f"{sys.executable} -m ktc check moe-lora --log-file {log} {closed}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env={**os.environ})
     assert (done.returncode, "Traceback" in done.stderr, "bug" in done.stderr) == (0, False, False)
     assert "rules" in log.read_text()

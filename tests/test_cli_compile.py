@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ktc import cli
-from ktc.cli_report import STAGES
+from ktc.cli import app as cli
+from ktc.cli.report import STAGES
 
 Run = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,8 +139,8 @@ def test_graph_refuses_what_is_not_there(run: Run, compiled: Path) -> None:
 
 
 def test_an_interrupt_that_c_code_met_ends_with_130_too(tmp_path: Path) -> None:
-    lines = ["import ctypes, ktc.cli", "ctypes.pythonapi.PyRun_SimpleString(b'raise KeyboardInterrupt')"]
-    (tmp_path / "met.py").write_text("\n".join([*lines, "ktc.cli.main = lambda: 130", "ktc.cli.run()"]))
+    lines = ["import ctypes, ktc.cli.app", "ctypes.pythonapi.PyRun_SimpleString(b'raise KeyboardInterrupt')"]
+    (tmp_path / "met.py").write_text("\n".join([*lines, "ktc.cli.app.main = lambda: 130", "ktc.cli.app.run()"]))
     places = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[1])])
     ended = subprocess.run(
         [sys.executable, "-m", "met"], check=False, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": places}
@@ -150,7 +150,7 @@ def test_an_interrupt_that_c_code_met_ends_with_130_too(tmp_path: Path) -> None:
 
 def test_an_interrupted_compilation_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "cli_twin"
-    command = [sys.executable, "-m", "ktc.cli", "compile", MODEL, RULES, "-o", str(out)]
+    command = [sys.executable, "-m", "ktc", "compile", MODEL, RULES, "-o", str(out)]
     environment = {**os.environ, "KTC_CACHE_DIR": str(tmp_path / "cache")}
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

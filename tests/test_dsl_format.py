@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ktc import cli, resources
+from ktc import resources
+from ktc.cli import app as cli
 from ktc.diagnostics import InputRefused
 from ktc.dsl.formatter import format_file, format_text
 

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from transformers import AutoTokenizer
 
 import ktc
-from ktc.cli import main
+from ktc.cli.app import main
 from ktc.compiler import analyse
 from ktc.host import find_compiler
 from ktc.plan import Plan

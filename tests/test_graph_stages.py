@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from ktc.capture import BlockGraph, BlockSite, CapturedModel
-from ktc.cli_graph import STAGES, Request, render
+from ktc.cli.graph import STAGES, Request, render
 from ktc.diagnostics import InputRefused, Span
 from ktc.graph.dump import Stage, from_json, to_json
 from ktc.link.stages import dump_stage

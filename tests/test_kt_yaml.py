@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from families import captured as capture_family
 
-from ktc import cli, dsl
+from ktc import dsl
 from ktc.capture import CapturedModel, ModuleInfo
+from ktc.cli import app as cli
 from ktc.diagnostics import InputRefused, KtcError, ProofFailed
 from ktc.dsl import syntax
 from ktc.dsl.globs import matches

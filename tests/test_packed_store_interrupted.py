@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import ktc
-from ktc import cli
+from ktc.cli import app as cli
 from ktc.diagnostics import InputRefused
 from ktc.host import find_compiler
 from ktc.link import link
@@ -115,7 +115,7 @@ class nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-COMMAND = [sys.executable, "-m", "ktc.cli", "pack"]
+COMMAND = [sys.executable, "-m", "ktc", "pack"]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ktc import cli, versions
+from ktc import versions
+from ktc.cli import app as cli
 from ktc.diagnostics import HostLacks
 
 ROOT = Path(__file__).parent.parent

@@ -27,8 +27,8 @@ RULES = {"deepseek_v2": "deepseek-v2-lite-lora", "qwen3_moe": "moe-lora"}
 
 
 @pytest.fixture(scope="module", params=["deepseek_v2", "qwen3_moe"])
-def package(request: pytest.FixtureRequest, compiled: Callable[..., Path]) -> ModuleType:
-    out = compiled(f"tiny:{request.param}", RULES[request.param])
+def package(request: pytest.FixtureRequest, compiled_twin: Callable[..., Path]) -> ModuleType:
+    out = compiled_twin(f"tiny:{request.param}", RULES[request.param])
     sys.path.insert(0, str(out.parent))
     try:
         return importlib.import_module(out.name)

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.fixture(scope="module", params=["deepseek_v2", "qwen3_moe"])
-def package(request: pytest.FixtureRequest, compiled: Callable[..., Path]) -> ModuleType:
-    out = compiled(f"tiny:{request.param}", "moe-lora", "auto")
+def package(request: pytest.FixtureRequest, compiled_twin: Callable[..., Path]) -> ModuleType:
+    out = compiled_twin(f"tiny:{request.param}", "moe-lora", "auto")
     sys.path.insert(0, str(out.parent))
     try:
         return importlib.import_module(out.name)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Group
 from rich.text import Text
 
-from ktc.cli_session import Session
-from ktc.cli_tables import (
+from ktc.cli.session import Session
+from ktc.cli.tables import (
     adapter_line,
     count,
     devices_table,

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ktc.doctor import Finding
+    from ktc.cli.doctor import Finding
     from ktc.dsl import RuleSet
     from ktc.match import Matches
     from ktc.plan import LoraPlan, Plan

@@ -16,9 +16,25 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from ktc import cli_bench, host
-from ktc.cli_options import Json, LogFile, Output, Quiet, Verbose
-from ktc.cli_session import INTERRUPTED, Session
+from ktc import host
+from ktc.cli import bench
+from ktc.cli.options import (
+    CompiledModel,
+    HostFile,
+    IsaName,
+    Json,
+    LogFile,
+    Model,
+    OptionalModel,
+    Output,
+    Quiet,
+    Rules,
+    Settings,
+    Trust,
+    Verbose,
+    Weights,
+)
+from ktc.cli.session import INTERRUPTED, Session
 from ktc.diagnostics import Diagnostic, InputRefused, render, to_json
 from ktc.host import Host
 
@@ -29,29 +45,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(cli_bench.app, name="bench")
+app.add_typer(bench.app, name="bench")
 
 
 Stage = Literal["captured", "matched", "planned", "rewritten"]
 Format = Literal["text", "json", "dot", "svg", "html"]
 CensusFormat = Literal["text", "json", "markdown"]
-Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or tiny:NAME (a small twin of a family).")]
-OptionalModel = Annotated[
-    str | None, typer.Argument(help="A model folder (config.json is enough), a hub id, or tiny:NAME.")
-]
-CompiledModel = Annotated[Path, typer.Argument(metavar="OUT", help="A compiled model.")]
-Weights = Annotated[
-    Path | None, typer.Option("--weights", help="The checkpoint's folder, if it is no longer where it was compiled.")
-]
-Rules = Annotated[str, typer.Argument(help="A rule file, or the name of a bundled one (moe-lora).")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the rule file.")
-]
-IsaName = Annotated[
-    str | None, typer.Option("--isa", help="The kernels' instruction set; the default is the best one here.")
-]
-HostFile = Annotated[Path | None, typer.Option("--host", help="Plan for the machine that this TOML file describes.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings along.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -93,7 +92,7 @@ def compile_command(
     with Session(as_json, verbose, quiet, log_file) as session:
         session.require_versions()
         from ktc import compiler
-        from ktc.cli_report import StageReport
+        from ktc.cli.report import StageReport
 
         report = StageReport(session)
         with report.progress():
@@ -109,9 +108,9 @@ def compile_command(
             )
         report.finish_compile(path)
         if pack:
-            from ktc import cli_pack
+            from ktc.cli.pack import pack as pack_experts
 
-            cli_pack.pack(session, path, trusted=trust)
+            pack_experts(session, path, trusted=trust)
 
 
 @app.command("pack")
@@ -127,9 +126,9 @@ def pack_command(
 ) -> None:
     """Keep OUT's experts packed on disk, for quick starts; finished layers stay, an interrupted run is gone on with."""
     with Session(as_json, verbose, quiet, log_file) as session:
-        from ktc import cli_pack
+        from ktc.cli import pack
 
-        cli_pack.pack(session, out, weights, force, trust)
+        pack.pack(session, out, weights, force, trust)
 
 
 @app.command("verify")
@@ -147,9 +146,9 @@ def verify_command(
 ) -> None:
     """Check every file of OUT against what it was written as, packed experts byte for byte."""
     with Session(as_json, verbose, quiet, log_file) as session:
-        from ktc import cli_pack
+        from ktc.cli import pack
 
-        cli_pack.verify(session, out, weights, source, trust)
+        pack.verify(session, out, weights, source, trust)
 
 
 @app.command("check")
@@ -170,7 +169,7 @@ def check_command(
     with Session(as_json, verbose, quiet, log_file) as session:
         session.require_versions()
         from ktc import compiler, dsl
-        from ktc.cli_report import StageReport
+        from ktc.cli.report import StageReport
 
         report = StageReport(session)
         if model is None:
@@ -208,11 +207,11 @@ def graph_command(
     """Show the graph of a model at a stage, or what changed between two."""
     with Session(as_json, verbose, quiet, log_file) as session:
         session.require_versions()
-        from ktc import cli_graph
+        from ktc.cli import graph
 
         color = session.color and output is None
-        request = cli_graph.Request(model, rules, stage, layer, "json" if as_json else form, diff, color, trust)
-        text = cli_graph.render(request)
+        request = graph.Request(model, rules, stage, layer, "json" if as_json else form, diff, color, trust)
+        text = graph.render(request)
         if as_json:
             session.result(json.loads(text))
         if output is not None or not as_json:
@@ -294,17 +293,17 @@ def census_command(
     """Take every mixture-of-experts family of the installed transformers through the compiler, as small twins."""
     with Session(as_json, verbose, quiet, log_file) as session:
         session.require_versions()
-        from ktc import cli_census
+        from ktc.cli import census
 
-        cli_census.run(session, families or (), form, output)
+        census.run(session, families or (), form, output)
 
 
 @app.command("doctor")
 def doctor_command(as_json: Json = False) -> None:
     """Say what of this machine works for ktc, what is missing and how to get it."""
     with Session(as_json) as session:
-        from ktc import doctor
-        from ktc.cli_tables import doctor_table
+        from ktc.cli import doctor
+        from ktc.cli.tables import doctor_table
 
         here, findings = doctor.examine()
         session.show(doctor_table(findings))
@@ -366,7 +365,3 @@ def run() -> NoReturn:
         # handles it since, and would end by the signal instead of this code.
         os._exit(code)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    run()

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktc.cli_options import Json, LogFile, Quiet, Verbose
-from ktc.cli_session import Session
+from ktc.cli.options import Json, LogFile, Quiet, Verbose
+from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ def moe_command(
     """Measure the routed experts of one layer, ktc's and others', in one process and in interleaved rounds."""
     with Session(as_json, verbose, quiet, log_file) as session:
         session.require_versions()
-        from ktc import cli_bench_table
         from ktc.bench.options import Typed, parse
         from ktc.bench.plot import draw, require_drawable
         from ktc.bench.run import run
+        from ktc.cli.bench_table import tables
 
         sizes = (hidden, intermediate, experts, top_k)
         typed = Typed(shape, *sizes, tokens, passes, impls, lora_ranks, isas, threads, rounds, kt_python)
@@ -105,7 +105,7 @@ def moe_command(
             report = run(request, progress)
         session.note(f"measured {json.dumps(asdict(request), default=str)}")
         session.result(report.to_json())
-        session.show(cli_bench_table.tables(report))
+        session.show(tables(report))
         if output is not None:
             session.emit(json.dumps(report.to_json(), indent=2), output)
         if plot is not None:

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ktc.cli_session import Session
+from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ktc.cli_session import Session
-from ktc.cli_tables import count, relative, size
+from ktc.cli.session import Session
+from ktc.cli.tables import count, relative, size
 
 if TYPE_CHECKING:
     from ktc.runtime.verify import Finding

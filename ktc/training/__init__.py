@@ -1,0 +1,20 @@
+"""Training a compiled model: what the HF Trainer and TRL's trainers need to leave its placement to the compiler.
+
+Public: `KTrainer`, `KTSFTTrainer`, and `KTrainerMixin` for any other trainer. Each name is fetched at its first use, so
+that TRL is asked for only by who uses it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOME: dict[str, str] = {}
+__all__: list[str] = []
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module `ktc.training` has no attribute `{name}`")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
