@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ktc
-from ktc import cli, host, twin
+from ktc import host, twin
+from ktc.cli import app as cli
 
 RULES = "deepseek-v2-lite-lora"
 
