@@ -1,0 +1,238 @@
+"""Adapter folders as PEFT saves them: in a folder, out a frozen `Adapter`; and that adapter on a compiled model.
+
+Only headers are read until an adapter is attached. Refused by name: no adapter (A601), one that is damaged or half
+written (A602), one of another model (A603), one that is no LoRA (A604), and one of which PEFT takes a part only (A605).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, cast
+
+from ktc.checkpoint.header import HeaderRefused, TensorEntry, read_header
+from ktc.decode import read_json
+from ktc.diagnostics import Diagnostic, InputRefused, listing
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_PICKLE = "adapter_model.bin"
+_FACTOR = re.compile(r"(?P<module>.+?)\.(?P<side>lora_A|lora_B)(\.weight)?")
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One LoRA adapter on disk. `config` is the whole of its adapter_config.json; `base` the model it names, or ""."""
+
+    folder: Path
+    base: str
+    config: Mapping[str, Any]
+    tensors: tuple[TensorEntry, ...]  # names as in the file, shapes, dtypes; by the order of their bytes
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / WEIGHTS
+
+    @property
+    def r(self) -> int:
+        return int(self.config["r"])
+
+    @property
+    def lora_alpha(self) -> float:
+        return float(self.config["lora_alpha"])
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """The adapter in `folder`. Raises `InputRefused` (A601, A602, A604), with all that is wrong together."""
+    if not (folder / CONFIG).is_file() and not (folder / WEIGHTS).is_file():
+        raise InputRefused(_no_adapter(folder))
+    problems: list[Diagnostic] = []
+    config = _read_config(folder, problems)
+    tensors = _read_tensors(folder, problems)
+    if config is not None:
+        problems += _config_faults(folder, config)
+    if not problems:
+        problems += _tensor_faults(folder, tensors)
+    if problems or config is None:
+        raise InputRefused(*problems)
+    return Adapter(folder, str(config.get("base_model_name_or_path") or ""), config, tensors)
+
+
+def require_base(adapter: Adapter, model_name: str) -> None:
+    """Raises `InputRefused` (A603) where the adapter names another model. Folders are told apart by their last name."""
+    if adapter.base and PurePath(adapter.base).name != PurePath(model_name).name:
+        message = f"adapter `{adapter.folder.name}` is of `{adapter.base}`, not of `{model_name}`"
+        hint = f"if that is the same model, name it in `base_model_name_or_path` of `{adapter.folder / CONFIG}`"
+        raise InputRefused(Diagnostic("A603", message, hint=hint))
+
+
+def require_fit(adapter: Adapter, model: nn.Module, model_name: str) -> None:
+    """Raises `InputRefused` (A603) where the model lacks a layer of the adapter, or has it in another size."""
+    require_base(adapter, model_name)
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    wrong = [fault for entry in adapter.tensors if (fault := _misfit(entry, modules))]
+    if wrong:
+        whose = f"of `{adapter.base}`" if adapter.base else "without a base"
+        message = f"adapter `{adapter.folder.name}` {whose} does not fit `{model_name}`: {wrong[0]}"
+        more = f" ({len(wrong) - 1} more tensors do not fit)" if len(wrong) > 1 else ""
+        raise InputRefused(Diagnostic("A603", message + more, hint="use the model that the adapter was trained on"))
+
+
+def attach(
+    model: PreTrainedModel, folder: Path, *, trainable: bool = False, adapter_name: str = "default"
+) -> PeftModel:
+    """The adapter in `folder` on a loaded model, compiled or stock, by stock PEFT and in place; in eval mode.
+
+    Raises `InputRefused`: what `read_adapter` and `require_fit` raise, A605 where PEFT left tensors of it out.
+    """
+    from peft import PeftModel
+
+    adapter = read_adapter(folder)
+    require_fit(adapter, model, str(model.name_or_path))
+    try:
+        attached = PeftModel.from_pretrained(model, str(folder), adapter_name=adapter_name, is_trainable=trainable)
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        message = f"adapter `{folder.name}` does not load on `{model.name_or_path}`: {_first_line(error)}"
+        hint = f"`ktc export {folder} --layout per-expert` writes a layout that the installed peft reads"
+        raise InputRefused(Diagnostic("A603", message, hint=hint)) from error
+    require_whole(adapter, attached, adapter_name)
+    return attached
+
+
+def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "default") -> None:
+    """Raises `InputRefused` (A605) where the model does not hold all of the adapter.
+
+    Every layout of one adapter has the same sum of squares: PEFT permutes its values and adds zeros, no more.
+    """
+    marks = (f".lora_A.{adapter_name}.", f".lora_B.{adapter_name}.")
+    held = _squares(p for name, p in attached.named_parameters() if any(mark in f"{name}." for mark in marks))
+    wanted = _squares(tensor for _, tensor in read_tensors(adapter))
+    if not math.isclose(held, wanted, rel_tol=1e-3, abs_tol=1e-12):
+        message = f"peft took a part of adapter `{adapter.folder.name}` only, without saying so"
+        hint = f"`ktc export {adapter.folder} --check` writes a layout that the installed peft reads whole"
+        raise InputRefused(Diagnostic("A605", message, hint=hint))
+
+
+def read_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the adapter under its name in the file, one at a time, on the CPU."""
+    from safetensors import safe_open
+
+    with cast("Any", safe_open)(adapter.weights, framework="pt") as file:
+        for entry in adapter.tensors:
+            yield entry.name, file.get_tensor(entry.name)
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """(layer, "lora_A" or "lora_B") of a tensor of an adapter; the layer may end in `.base_layer`. None: no factor."""
+    found = _FACTOR.fullmatch(name.removeprefix(PREFIX))
+    return (found["module"], found["side"]) if found else None
+
+
+# What is wrong with a folder
+
+
+def _no_adapter(folder: Path) -> Diagnostic:
+    if (folder / _PICKLE).is_file():
+        return _damaged(folder, f"`{_PICKLE}` is a pickle, which is not read, and there is no `{WEIGHTS}`")
+    message = f"`{folder}` is no adapter: it has no `{CONFIG}`" if folder.exists() else f"there is no folder `{folder}`"
+    return Diagnostic("A601", message, hint="name the folder that `save_pretrained` of a `PeftModel` wrote")
+
+
+def _damaged(folder: Path, what: str) -> Diagnostic:
+    hint = "save the adapter again, or use an earlier checkpoint of the run"
+    return Diagnostic("A602", f"adapter `{folder}` is damaged or half written: {what}", hint=hint)
+
+
+def _read_config(folder: Path, problems: list[Diagnostic]) -> Mapping[str, Any] | None:
+    try:
+        content: object = read_json((folder / CONFIG).read_bytes())
+    except FileNotFoundError:
+        problems.append(_damaged(folder, f"it has no `{CONFIG}`"))
+    except (OSError, ValueError) as error:
+        problems.append(_damaged(folder, f"`{CONFIG}`: {error}"))
+    else:
+        if isinstance(content, dict):
+            return cast("Mapping[str, Any]", content)
+        problems.append(_damaged(folder, f"`{CONFIG}` holds no JSON object"))
+    return None
+
+
+def _read_tensors(folder: Path, problems: list[Diagnostic]) -> tuple[TensorEntry, ...]:
+    try:
+        return read_header(folder / WEIGHTS)
+    except FileNotFoundError:
+        pickled = f"; `{_PICKLE}` is a pickle, which is not read" if (folder / _PICKLE).is_file() else ""
+        problems.append(_damaged(folder, f"it has no `{WEIGHTS}`{pickled}"))
+    except HeaderRefused as refusal:
+        problems += [_damaged(folder, diagnostic.message) for diagnostic in refusal.diagnostics]
+    except OSError as error:
+        problems.append(_damaged(folder, f"`{WEIGHTS}`: {error.strerror}"))
+    return ()
+
+
+def _config_faults(folder: Path, config: Mapping[str, Any]) -> Iterator[Diagnostic]:
+    """A kind that is no LoRA, and values that no LoRA has."""
+    if config.get("peft_type") != "LORA":
+        message = f"adapter `{folder}` is of kind `{config.get('peft_type')}`; ktc reads LoRA adapters"
+        yield Diagnostic("A604", message, hint="train with `LoraConfig`")
+        return
+    r, alpha = config.get("r"), config.get("lora_alpha")
+    if not (type(r) is int and r > 0):
+        yield _damaged(folder, f"`r` of `{CONFIG}` is {r!s:.40}, not a rank")
+    if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
+        yield _damaged(folder, f"`lora_alpha` of `{CONFIG}` is {alpha!s:.40}, not a number")
+    if not isinstance(config.get("base_model_name_or_path") or "", str):
+        yield _damaged(folder, f"`base_model_name_or_path` of `{CONFIG}` is no text")
+
+
+def _tensor_faults(folder: Path, tensors: tuple[TensorEntry, ...]) -> Iterator[Diagnostic]:
+    """Factors without their other half, and files without any."""
+    if not tensors:
+        yield _damaged(folder, f"`{WEIGHTS}` holds no tensors")
+    sides: dict[str, set[str]] = {}
+    for entry in tensors:
+        if (found := split_name(entry.name)) is not None:
+            sides.setdefault(found[0], set()).add(found[1])
+    alone = [layer for layer, found in sides.items() if len(found) == 1]
+    if alone:
+        yield _damaged(folder, f"these layers have one factor of two: {listing(alone, 3)}")
+
+
+# What does not fit a model
+
+
+def _misfit(entry: TensorEntry, modules: Mapping[str, nn.Module]) -> str:
+    """What is wrong with one tensor of the adapter on these modules, "" if nothing."""
+    found = split_name(entry.name)
+    if found is None:
+        return ""  # not a factor: what PEFT makes of it is seen when it is loaded
+    layer, side = found[0].removesuffix(".base_layer"), found[1]
+    expert = _EXPERT.fullmatch(layer)
+    module = modules.get(layer) or (modules.get(expert["experts"]) if expert else None)
+    if module is None:
+        return f"the model has no layer `{layer}`"
+    outside, inside = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    if expert is None and isinstance(outside, int) and isinstance(inside, int):
+        dim, wanted = (1, inside) if side == "lora_A" else (0, outside)
+        if len(entry.shape) != 2 or entry.shape[dim] != wanted:
+            return f"`{layer}` is {outside} x {inside} and its {side} is {' x '.join(map(str, entry.shape))}"
+    return ""
+
+
+def _squares(tensors: Iterable[Tensor]) -> float:
+    return sum(float(tensor.detach().double().square().sum()) for tensor in tensors)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:300]
