@@ -7,9 +7,18 @@ that TRL is asked for only by who uses it.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-_HOME: dict[str, str] = {}
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from ktc.training.sft import KTSFTTrainer
+    from ktc.training.trainer import KTrainer, KTrainerMixin
+
+_HOME = {
+    "KTSFTTrainer": "ktc.training.sft",
+    "KTrainer": "ktc.training.trainer",
+    "KTrainerMixin": "ktc.training.trainer",
+}
+__all__ = ["KTSFTTrainer", "KTrainer", "KTrainerMixin"]
 
 
 def __getattr__(name: str) -> object:

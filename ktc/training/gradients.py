@@ -1,0 +1,124 @@
+"""Averaging the gradients of the adapter over the processes of a run, and starting them from the same adapter.
+
+In: the trainable parameters, in the same order in every process. CPU tensors travel by gloo and CUDA tensors by nccl,
+in buckets, since one model may hold both. Refused: processes whose trainable parameters differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ktc.diagnostics import Diagnostic, InputRefused, listing
+
+BUCKET_BYTES = 25 << 20  # what DDP takes too: large enough to fill a network, small enough to copy
+_BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl"}
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+Group = Any  # torch.distributed.ProcessGroup, or None for the main group
+
+
+def distributed() -> bool:
+    """Whether this run has several processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def open_groups(parameters: Iterable[Tensor], timeout: timedelta) -> Mapping[str, Group]:
+    """The group to reduce over for "cpu", and for "cuda" where a parameter lies there. Called by every process.
+
+    A device that the main backend does not serve (`nccl` has no CPU tensors) gets a group of its own, made once.
+    """
+    devices = ["cpu", *sorted({parameter.device.type for parameter in parameters} - {"cpu"})]
+    return {device: _group(dist.group.WORLD, device, timeout) for device in devices}
+
+
+@functools.lru_cache(maxsize=8)
+def _group(world: object, device: str, timeout: timedelta) -> Group:
+    serves = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
+    wanted = _BACKENDS.get(device, serves.get(device, "gloo"))
+    return None if serves.get(device) == wanted else dist.new_group(backend=wanted, timeout=timeout)
+
+
+def check_alike(named: Sequence[tuple[str, Parameter]], groups: Mapping[str, Group]) -> None:
+    """Raises `InputRefused` (T533), in every process, where names, shapes, dtypes or kinds of device differ."""
+    lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.device.type}" for name, p in named]
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    own = torch.tensor(list(digest), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own, group=groups["cpu"])
+    others = [f"rank {rank}" for rank, each in enumerate(found) if not torch.equal(each, found[0])]
+    if others:
+        message = f"the processes train different parameters: {listing(others)} differ from rank 0"
+        hint = "give every process the same model, adapter settings and devices"
+        raise InputRefused(Diagnostic("T533", message, hint=hint))
+
+
+@torch.no_grad()
+def broadcast(parameters: Sequence[Tensor], groups: Mapping[str, Group], bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Every process gets rank 0's values, in place."""
+    for bucket in _buckets(parameters, bucket_bytes):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, 0, group=groups[flat.device.type])
+        _scatter(flat, bucket)
+
+
+@torch.no_grad()
+def average_gradients(
+    parameters: Sequence[Parameter], groups: Mapping[str, Group], bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Every gradient becomes its mean over the processes, the same bits in each; sums of halves are kept in fp32.
+
+    The mean is what a loss asks for that is a mean over this process's rows. A loss divided by the tokens of all
+    processes (`num_items_in_batch`) is multiplied by their number in `Trainer.compute_loss`, so it is right there too.
+    A gradient that some processes lack counts as zero in them; one that all lack stays `None`, so that the optimizer
+    passes over it as it does in one process.
+    """
+    for bucket in _buckets(_present(parameters, groups["cpu"]), bucket_bytes):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat = flat.float() if flat.dtype in _HALF else flat
+        dist.all_reduce(flat, group=groups[flat.device.type])
+        _scatter(flat.div_(dist.get_world_size()), bucket)
+
+
+def _present(parameters: Sequence[Parameter], group: Group) -> list[Tensor]:
+    """The gradients that at least one process has: the same list in each."""
+    here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    dist.all_reduce(here, op=dist.ReduceOp.MAX, group=group)
+    anywhere = cast("list[int]", cast("Any", here).tolist())
+    wanted = [parameter for parameter, some in zip(parameters, anywhere, strict=True) if some]
+    for parameter in wanted:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return [cast("Tensor", parameter.grad) for parameter in wanted]
+
+
+def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """The tensors in their order, per device and dtype, as many together as `limit` bytes hold and at least one."""
+    kinds: defaultdict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[str(tensor.device), tensor.dtype].append(tensor)
+    for alike in kinds.values():
+        bucket, held = list[Tensor](), 0
+        for tensor in alike:
+            if bucket and held + tensor.nbytes > limit:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append(tensor)
+            held += tensor.nbytes
+        yield bucket
+
+
+def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()

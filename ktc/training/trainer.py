@@ -1,0 +1,126 @@
+"""Trainers for a compiled model, whose placement is the compiler's and whose adapter is all that processes exchange.
+
+`KTrainerMixin` stands before `transformers.Trainer` or a trainer made from it. Refused: a model that ktc has not
+compiled, training without an adapter, and FSDP or DeepSpeed, which would place the model themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.nn import Parameter
+from transformers import Trainer, TrainingArguments
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.runtime.compiled_model import CompiledModel
+from ktc.training import gradients
+
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    _Trainer = object
+
+
+class KTrainerMixin(_Trainer):
+    """Before a trainer of transformers 5.6 to 5.23 or TRL: `class T(KTrainerMixin, SFTTrainer)`.
+
+    The model stays where its compilation put it: nothing moves it, and neither DataParallel nor DDP wraps it. Several
+    GPUs in one process are used as the placement says, and count as one for the batch size. Under torchrun every
+    process holds the model; the adapter starts as rank 0's, and its gradients are averaged once per optimizer step,
+    before they are clipped. The loss comes back on `args.device`, wherever the model's head is.
+    Raises `InputRefused`: T530 for a model that is not compiled, T531 for training without an adapter, T532 for FSDP
+    and DeepSpeed, T533 for processes that train different parameters.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for settings in (*args, *kwargs.values()):
+            if isinstance(settings, TrainingArguments):
+                _use_as_one_device(settings)  # some trainers ask before they come to the accelerator
+        super().__init__(*args, **kwargs)
+        _check_compiled(cast("nn.Module", self.model))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The accelerator casts and compiles, and neither places nor wraps."""
+        _check_sharding(self.args)
+        _use_as_one_device(self.args)
+        super().create_accelerator_and_postprocess()
+        accelerator = cast("Any", self.accelerator)
+        prepare = accelerator.prepare_model
+
+        def prepare_in_place(
+            model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        ) -> nn.Module:
+            # evaluation mode is accelerate's word for: no DistributedDataParallel
+            return prepare(model, device_placement=False, evaluation_mode=True)
+
+        accelerator.prepare_model = prepare_in_place
+        accelerator.verify_device_map = _is_no_plan_of_accelerate
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The compiler has placed it."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer it stands before."""
+        _check_adapter(cast("nn.Module", self.model))
+        return super().train(*args, **kwargs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = cast("Any", super())._prepare_for_training(*args, **kwargs)
+        if gradients.distributed():
+            model = cast("nn.Module", self.model)
+            everything: Iterator[tuple[str, Parameter]] = model.named_parameters()
+            named = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
+            self._trained = [parameter for _, parameter in named]
+            self._groups = gradients.open_groups(self._trained, timedelta(seconds=self.args.ddp_timeout))
+            gradients.check_alike(named, self._groups)
+            gradients.broadcast(self._trained, self._groups)
+        return prepared
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one micro-batch; the last one of an optimizer step averages the gradients."""
+        loss = super().training_step(*args, **kwargs)
+        if gradients.distributed() and self.accelerator.sync_gradients:
+            gradients.average_gradients(self._trained, self._groups)
+        return loss.to(self.args.device)
+
+
+class KTrainer(KTrainerMixin, Trainer):
+    """`transformers.Trainer` for a compiled model."""
+
+
+def _is_no_plan_of_accelerate(model: nn.Module) -> bool:
+    """What accelerate asks of a device map before it refuses to train it in several processes."""
+    return False
+
+
+def _use_as_one_device(args: TrainingArguments) -> None:
+    """With more than one, the Trainer would wrap the model in DataParallel and multiply the batch size."""
+    if args.n_gpu > 1:
+        cast("Any", args)._n_gpu = 1
+
+
+def _check_compiled(model: nn.Module) -> None:
+    if not any(isinstance(module, CompiledModel) for module in model.modules()):
+        message = f"ktc's trainers train a model that ktc has compiled, and this is a `{type(model).__name__}`"
+        hint = "load the compiled folder (`ktc.load(OUT)`), or use the stock trainer for this model"
+        raise InputRefused(Diagnostic("T530", message, hint=hint))
+
+
+def _check_adapter(model: nn.Module) -> None:
+    if not isinstance(model, PeftModel):
+        message = "the model has no adapter to train: a compiled base is neither trained nor saved"
+        hint = "`get_peft_model(model, package.lora_config())`, or another `LoraConfig`"
+        raise InputRefused(Diagnostic("T531", message, hint=hint))
+
+
+def _check_sharding(args: TrainingArguments) -> None:
+    for name in ("fsdp", "deepspeed"):
+        if getattr(args, name, None):
+            message = f"`{name}` would place the weights of a compiled model, which its compilation has done"
+            hint = f"leave `{name}` out; several processes need only torchrun"
+            raise InputRefused(Diagnostic("T532", message, hint=hint))
