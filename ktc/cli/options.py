@@ -31,3 +31,13 @@ IsaName = Annotated[
 ]
 HostFile = Annotated[Path | None, typer.Option("--host", help="Plan for the machine that this TOML file describes.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings along.")]
+AdapterFolder = Annotated[
+    Path | None, typer.Option("--adapter", metavar="A", help="Answer with this adapter: a folder that PEFT saved.")
+]
+Reference = Annotated[
+    bool, typer.Option("--reference", help="Run every operator of ktc as its PyTorch reference, in fp32.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="What draws follow; the same seed gives the same run.")]
+SystemPrompt = Annotated[str, typer.Option("--system", metavar="TEXT", help="The system's turn before each prompt.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Leave the tokenizer's chat template out.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Rows that are generated at once.")]

@@ -137,6 +137,11 @@ class Session:
             raise InputRefused(Diagnostic("U003", f"cannot write `{output}`: {error.strerror}")) from error
         self.console.print(f"wrote {output}")
 
+    def stream(self, text: str) -> None:
+        """Writes a piece of a command's product to stdout, at once and as it is."""
+        self._stdout.write(text)
+        self._stdout.flush()
+
     def note(self, text: str) -> None:
         """A line for the log file, with the seconds since the start."""
         self._log.info("%7.2f s  %s", time.perf_counter() - self._started, text)

@@ -1,0 +1,218 @@
+"""`ktc generate`: a compiled model asked once, row by row of a file, or in a conversation.
+
+In: what was typed. Out: the answer on stdout as its tokens come, JSONL in a file, or a conversation; how fast it was on
+stderr. Refused before the model is loaded: options that do not go together (G700) and files that ask nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ktc.cli.options import (
+    AdapterFolder,
+    BatchSize,
+    CompiledModel,
+    Json,
+    LogFile,
+    Quiet,
+    Raw,
+    Reference,
+    Seed,
+    SystemPrompt,
+    Trust,
+    Verbose,
+    Weights,
+)
+from ktc.cli.session import Session
+from ktc.diagnostics import Diagnostic, InputRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ktc.workflows.generate import Pace, Sampling
+    from ktc.workflows.language_model import LanguageModel
+    from ktc.workflows.prompts import Row
+
+_PROMPT_SIGN = "> "
+
+
+def command(
+    out: CompiledModel,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="F.jsonl", help="Answer every row: objects with `prompt` or `messages`."),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Converse: /reset, /exit, Ctrl-C stops an answer.")] = False,
+    adapter: AdapterFolder = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the rows of --file with their answers here.")
+    ] = None,
+    system: SystemPrompt = "",
+    raw: Raw = False,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", min=1, help="Longest answer. Default: 256, or what the length leaves."),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token each time; above, draw.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Draw among the likeliest of this share.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw among so many; 0: among all.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be given again.")] = None,
+    seed: Seed = 0,
+    batch_size: BatchSize = 8,
+    reference: Reference = False,
+    weights: Weights = None,
+    trust: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Ask a compiled model: one prompt, the rows of a file, or a conversation."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        _check_combination(prompt, file, chat, output, as_json, raw)
+        session.require_versions()
+        from ktc.workflows.batch import require_writable
+        from ktc.workflows.generate import Sampling, set_seed
+        from ktc.workflows.language_model import open_language_model
+        from ktc.workflows.prompts import read_rows
+
+        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()), seed)
+        sampling.check()
+        rows = () if file is None else read_rows(file)
+        if output is not None:
+            require_writable(output)
+        if prompt is not None and not prompt.strip():
+            raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="ask something"))
+        opened = open_language_model(
+            out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust
+        )
+        session.go_on()
+        _tell_template(session, opened, raw)
+        set_seed(seed)
+        if prompt is not None:
+            _answer_one(session, opened, prompt, sampling, system, raw)
+        elif chat:
+            _converse(session, opened, sampling, system)
+        else:
+            _answer_file(session, opened, rows, sampling, output, batch_size, system, raw)
+
+
+def _check_combination(
+    prompt: str | None, file: Path | None, chat: bool, output: Path | None, as_json: bool, raw: bool
+) -> None:
+    """Raises InputRefused (G700) with everything that does not go together."""
+    faults: list[Diagnostic] = []
+    if sum((prompt is not None, file is not None, chat)) != 1:
+        hint = "`--prompt TEXT` asks once, `--file F.jsonl` asks each row, `--chat` converses"
+        faults.append(Diagnostic("G700", "one of `--prompt`, `--file` and `--chat` says what to ask", hint=hint))
+    if output is not None and file is None:
+        faults.append(Diagnostic("G700", "`--output` takes the rows of `--file`", hint="redirect stdout instead"))
+    if chat and (as_json or raw):
+        what = "--json" if as_json else "--raw"
+        faults.append(Diagnostic("G700", f"`{what}` has no meaning in a conversation", hint="leave it out"))
+    if faults:
+        raise InputRefused(*faults)
+
+
+def _tell_template(session: Session, opened: LanguageModel, raw: bool) -> None:
+    if not opened.has_template and not raw:
+        message = "the tokenizer has no chat template: a prompt is read as it is, turns are joined by line breaks"
+        hint = "ask as the model was trained; `--raw` says that this is meant"
+        session.diagnose([Diagnostic("G704", message, hint=hint, severity="note")])
+
+
+def _answer_one(
+    session: Session, opened: LanguageModel, text: str, sampling: Sampling, system: str, raw: bool
+) -> None:
+    from ktc.workflows.generate import answer
+    from ktc.workflows.prompts import render
+
+    prompt = render(opened, text, system=system, raw=raw)
+    found, pace = answer(opened, prompt, sampling, None if session.as_json else session.stream)
+    if not session.as_json:
+        session.stream("\n")
+    session.result({"text": found.text, "finish": found.finish, **_pace_json(pace), "sampling": asdict(sampling)})
+    session.console.print(str(pace))
+
+
+def _answer_file(
+    session: Session,
+    opened: LanguageModel,
+    rows: tuple[Row, ...],
+    sampling: Sampling,
+    output: Path | None,
+    batch_size: int,
+    system: str,
+    raw: bool,
+) -> None:
+    from ktc.workflows.batch import answer_rows, jsonl, write_rows
+
+    with rows_bar(session, "answering", len(rows)) as progress:
+        answered, pace = answer_rows(
+            opened, rows, sampling, system=system, raw=raw, batch_size=batch_size, progress=progress
+        )
+    session.result({"rows": len(answered), **_pace_json(pace), "sampling": asdict(sampling), "batch_size": batch_size})
+    if output is not None:
+        write_rows(output, answered)
+        session.result({"output": str(output)})
+        session.console.print(f"wrote {output}", markup=False)
+    elif session.as_json:
+        session.result({"answers": answered})
+    else:
+        session.stream(jsonl(answered))
+    session.console.print(str(pace))
+
+
+def _converse(session: Session, opened: LanguageModel, sampling: Sampling, system: str) -> None:
+    from ktc.workflows.chat import COMMANDS, converse
+
+    def tell(what: str | Diagnostic) -> None:
+        if isinstance(what, Diagnostic):
+            session.diagnose([what])
+        else:
+            session.console.print(what, markup=False, style="dim")
+
+    tell(COMMANDS)
+    converse(opened, sampling, _typed_lines(session), session.stream, tell, system=system)
+
+
+def _typed_lines(session: Session) -> Iterator[str]:
+    """Lines of standard input until it ends; who types them sees a sign for each."""
+    while True:
+        if sys.stdin.isatty():
+            session.console.print(_PROMPT_SIGN, end="")
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
+
+
+@contextmanager
+def rows_bar(session: Session, what: str, total: int) -> Generator[Callable[[int], None]]:
+    """A bar over rows on stderr if that is a terminal; yields what is told how many are done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    disabled = session.quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=session.console, transient=True, disable=disabled) as bar:
+        task = bar.add_task(what, total=total)
+
+        def progress(done: int) -> None:
+            session.go_on()
+            bar.update(task, completed=done)
+
+        yield progress
+
+
+def _pace_json(pace: Pace) -> dict[str, object]:
+    return {**asdict(pace), "tokens_per_second": pace.tokens_per_second}
