@@ -131,9 +131,7 @@ def _tell_template(session: Session, opened: LanguageModel, raw: bool) -> None:
         session.diagnose([Diagnostic("G704", message, hint=hint, severity="note")])
 
 
-def _answer_one(
-    session: Session, opened: LanguageModel, text: str, sampling: Sampling, system: str, raw: bool
-) -> None:
+def _answer_one(session: Session, opened: LanguageModel, text: str, sampling: Sampling, system: str, raw: bool) -> None:
     from ktc.workflows.generate import answer
     from ktc.workflows.prompts import render
 

@@ -123,7 +123,7 @@ def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Pro
 
 
 def left_padded(opened: LanguageModel, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """`input_ids` and `attention_mask` [rows, longest], int64 on the input's device; shorter rows begin with padding."""
+    """`input_ids` and `attention_mask` [rows, longest], int64, on the input's device; short rows begin with padding."""
     import torch
 
     longest = max(len(row) for row in rows)

@@ -37,10 +37,10 @@ def opened(compiled: Path) -> LanguageModel:
 @pytest.fixture(scope="module")
 def adapter(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of that model with a strong effect."""
-    import ktc
     import torch
     from peft import get_peft_model
 
+    import ktc
     from ktc.runtime.peft_glue import read_lora_config
 
     torch.manual_seed(1)
