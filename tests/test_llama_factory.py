@@ -1,4 +1,4 @@
-"""LLaMA-Factory, unpatched and in its own environment, on compiled models: trains, resumes, predicts, refuses to export.
+"""LLaMA-Factory, unpatched in its own environment, on compiled models: trains, resumes, predicts, refuses to export.
 
 The environment is that of `make lf-environment`; every run is a process of it, started as a user would. The settings
 are those of docs/llama_factory.md, shortened.
@@ -53,10 +53,10 @@ class Desk:
         )
 
     def train(self, out: str, *program: str, environment: Mapping[str, str] | None = None, **settings: Any) -> Path:
-        """A run with the settings of the docs, these before them; its output folder."""
+        """A run with the settings of the docs, these before them, less those that are `...`; its output folder."""
         file = self.folder / f"{out}.yaml"
         chosen = {**documented(), **SHORT, "dataset_dir": "data", "dataset": "backwards", "output_dir": out, **settings}
-        file.write_text(yaml.safe_dump(chosen), encoding="utf-8")
+        file.write_text(yaml.safe_dump({k: v for k, v in chosen.items() if v is not ...}), encoding="utf-8")
         done = self.call(*(program or ("llamafactory-cli", "train")), file.name, environment=environment)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         return self.folder / out
@@ -88,7 +88,8 @@ def original(desk: Desk, compiled: str) -> str:
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     folder = tmp_path_factory.mktemp("llama_factory")
     (folder / "data").mkdir()
-    words, dice = "red blue green small large old new bright dark cold".split(), random.Random(0)
+    words = ["red", "blue", "green", "small", "large", "old", "new", "bright", "dark", "cold"]
+    dice = random.Random(0)
     picks = [dice.sample(words, 3) for _ in range(64)]
     rows = [{"instruction": f"Say backwards: {' '.join(p)}", "output": " ".join(reversed(p))} for p in picks]
     (folder / "data" / "backwards.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -177,3 +178,53 @@ def test_export_of_a_compiled_model_fails_and_writes_no_weights(desk: Desk, qwen
     assert done.returncode == 1
     assert "L423" in done.stderr
     assert not list((desk.folder / "exported").glob("*.safetensors"))
+
+
+# `ktc lf`
+
+
+def test_ktc_lf_trains_with_a_ktrainer_to_the_same_adapter(desk: Desk, qwen: str, trained: Path) -> None:
+    out = desk.train("kt", "ktc", "lf", "train", model_name_or_path=qwen)
+    assert losses(out) == losses(trained)
+    weights = "adapter_model.safetensors"
+    assert (out / weights).read_bytes() == (trained / weights).read_bytes()
+
+
+def test_ktc_lf_trains_the_experts_that_the_rules_adapt_and_predicts_with_them(desk: Desk) -> None:
+    model = desk.compile("tiny:qwen3_moe", "moe-experts-lora", "experts_ktc")
+    rules = {"lora_target": "rules", "lora_rank": ..., "lora_alpha": ..., "lora_dropout": ...}
+    out = desk.train("experts", "ktc", "lf", "train", model_name_or_path=model, **rules)
+    adapter = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))
+    assert adapter["target_parameters"]
+    assert adapter["base_model_name_or_path"] == original(desk, model)
+    start = {"adapter_name_or_path": str(out), **PREDICT, **rules}
+    predicted = desk.train("experts_predicted", "ktc", "lf", "train", model_name_or_path=model, **start)
+    assert (predicted / "predict_results.json").is_file()
+
+
+def test_ktc_lf_trains_pairs(desk: Desk, qwen: str) -> None:
+    settings = {"stage": "dpo", "dataset": "pairs", "pref_loss": "sigmoid"}
+    out = desk.train("pairs", "ktc", "lf", "train", model_name_or_path=qwen, **settings)
+    assert losses(out)[0] == pytest.approx(0.6931, abs=1e-3)  # log 2: the policy is the reference yet
+
+
+def test_two_processes_train_as_one_with_twice_the_batch(desk: Desk, qwen: str) -> None:
+    halves = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    launch = ("torchrun", "--nproc-per-node", "2", "-m", "ktc", "lf", "train")
+    two = desk.train("two", *launch, model_name_or_path=qwen, **halves)
+    one = desk.train(
+        "one", "ktc", "lf", "train", model_name_or_path=qwen, **{**halves, "gradient_accumulation_steps": 4}
+    )
+    assert losses(two) == pytest.approx(losses(one), rel=1e-2)
+
+
+def test_what_llama_factory_refuses_is_said_in_its_words(desk: Desk, qwen: str) -> None:
+    file = desk.folder / "no_data.yaml"
+    file.write_text(
+        yaml.safe_dump({**documented(), "model_name_or_path": qwen, "dataset_dir": "data"}), encoding="utf-8"
+    )
+    done = desk.call("ktc", "lf", "train", file.name, "--json")
+    assert done.returncode == 2
+    (told,) = json.loads(done.stdout)["diagnostics"]
+    assert told["code"] == "F920"
+    assert "alpaca_en_demo" in told["message"]

@@ -68,7 +68,9 @@ def test_everything_wrong_is_told_together(read: Read) -> None:
     assert "`w1`" in refused.value.diagnostics[-1].message
 
 
-@pytest.mark.parametrize("target", ["all", "rules", "o_proj", "model.layers.0.self_attn.o_proj", ["o_proj", "kv_b_proj"]])
+@pytest.mark.parametrize(
+    "target", ["all", "rules", "o_proj", "model.layers.0.self_attn.o_proj", ["o_proj", "kv_b_proj"]]
+)
 def test_targets_that_hit_are_taken(read: Read, target: object) -> None:
     assert read(lora_target=target).by_rules == (target == "rules")
 
