@@ -203,6 +203,12 @@ def join_world_of_one() -> None:
     os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 
+def process_rank() -> int:
+    """Which of the processes that torchrun started this one is, over all machines; 0 without it."""
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
+
+
 # A machine described by a file
 
 
@@ -315,6 +321,12 @@ def usable_threads() -> int:
     """How many threads this process can run at once: the CPUs it may use, or the quota of its container if less."""
     cpus = len(_own_cpus())
     return max(1, min(cpus, _cgroup_cpus() or cpus))
+
+
+def cpu_name() -> str:
+    """The processor as Linux names it, else the architecture."""
+    found = re.search(r"^model name\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def numa_nodes() -> tuple[NumaNode, ...]:

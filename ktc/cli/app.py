@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from ktc import host
-from ktc.cli import bench, generate, lf
+from ktc.cli import bench, generate, lf, train
 from ktc.cli.options import (
     CompiledModel,
     HostFile,
@@ -48,6 +48,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(lf.app, name="lf")
 app.command("generate")(generate.command)
+train.register(app)
 
 
 Stage = Literal["captured", "matched", "planned", "rewritten"]
