@@ -141,6 +141,16 @@ class FusedMoe(nn.Module):
         """Bytes of the packed weights (0 in reference mode)."""
         return self._experts.nbytes if self._experts else 0
 
+    def saved_bytes(self, first_rank: int = 0, down_rank: int = 0) -> int:
+        """Bytes that a token's forward keeps for backward on the host, with LoRA of these ranks; an estimate of the
+        reference."""
+        adapted = 4 * self.top_k * (first_rank + down_rank) + self.down_proj.element_size() * self.hidden
+        if self._experts and self.activations == "keep":
+            kept = self._experts.saved_bytes(first_rank, down_rank)
+        else:
+            kept = 0 if self._experts else 5 * self.down_proj.element_size() * self.top_k * self.intermediate
+        return kept + adapted
+
     def load_expert(self, expert: int, part: Part, tensor: Tensor) -> None:
         """Store one part of one expert: gate and up are `(I, H)`, down is `(H, I)`, biases `(I,)` and `(H,)`.
 

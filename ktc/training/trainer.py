@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.compiled_model import CompiledModel
 from ktc.training import gradients
+from ktc.training.stacking import Stacker, StackMode
 
 if TYPE_CHECKING:
     _Trainer = Trainer
@@ -32,17 +33,20 @@ class KTrainerMixin(_Trainer):
     The model stays where its compilation put it: nothing moves it, and neither DataParallel nor DDP wraps it. Several
     GPUs in one process are used as the placement says, and count as one for the batch size. Under torchrun every
     process holds the model; the adapter starts as rank 0's, and its gradients are averaged once per optimizer step,
-    before they are clipped. The loss comes back on `args.device`, wherever the model's head is.
+    before they are clipped. `stack_micro_batches`: whether the micro-batches of a step share one pass over each layer's
+    experts (`ktc.training.stacking`); "auto" goes on without where it cannot be, "on" refuses (T540). The loss comes
+    back on `args.device`, wherever the model's head is.
     Raises `InputRefused`: T530 for a model that is not compiled, T531 for training without an adapter, T532 for FSDP
     and DeepSpeed, T533 for processes that train different parameters.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, stack_micro_batches: StackMode = "auto", **kwargs: Any) -> None:
         for settings in (*args, *kwargs.values()):
             if isinstance(settings, TrainingArguments):
                 _use_as_one_device(settings)  # some trainers ask before they come to the accelerator
         super().__init__(*args, **kwargs)
         _check_compiled(cast("nn.Module", self.model))
+        self.stacker = Stacker(self, stack_micro_batches)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The accelerator casts and compiles, and neither places nor wraps."""
@@ -83,7 +87,7 @@ class KTrainerMixin(_Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one micro-batch; the last one of an optimizer step averages the gradients."""
-        loss = super().training_step(*args, **kwargs)
+        loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         if gradients.distributed() and self.accelerator.sync_gradients:
             gradients.average_gradients(self._trained, self._groups)
         return loss.to(self.args.device)

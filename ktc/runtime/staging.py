@@ -1,0 +1,82 @@
+"""Activations between a GPU and the host through pinned memory, as nodes of autograd: to the experts and back.
+
+In: tensors on any device. Out: rows in host memory, and rows on a device; gradients take the same way back. Pinned
+blocks come from torch's cache of them, so a layer takes those that the one before it gave back, and what autograd still
+holds is nobody else's. On the CPU nothing is pinned and rows that are alone are not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def to_host(pieces: Sequence[Tensor]) -> Tensor:
+    """All rows of `pieces` (one dtype, equal widths), one after the other, in host memory."""
+    if len(pieces) == 1 and pieces[0].device.type == "cpu":
+        return pieces[0]
+    return cast("Tensor", _ToHost.apply(*pieces))
+
+
+def to_device(rows: Tensor, device: torch.device) -> Tensor:
+    """Rows in host memory as a tensor on `device`."""
+    if rows.device == device:
+        return rows
+    return cast("Tensor", _ToDevice.apply(rows, device))
+
+
+class _ToHost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *pieces: Tensor) -> Tensor:
+        ctx.places = [(piece.shape[0], piece.device) for piece in pieces]
+        return _gathered(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows = _pinned(grad) if any(device.type == "cuda" for _, device in ctx.places) else grad
+        parts = torch.split(rows, [count for count, _ in ctx.places])
+        return tuple(part.to(device, non_blocking=True) for part, (_, device) in zip(parts, ctx.places, strict=True))
+
+
+class _ToDevice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, device: torch.device) -> Tensor:
+        return rows.to(device, non_blocking=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gathered((grad,)), None
+
+
+def _gathered(pieces: Sequence[Tensor]) -> Tensor:
+    """The rows in new host memory; when this returns they are there."""
+    devices = {piece.device for piece in pieces if piece.device.type == "cuda"}
+    shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+    host = torch.empty(shape, dtype=pieces[0].dtype, pin_memory=bool(devices))
+    for part, piece in zip(torch.split(host, [piece.shape[0] for piece in pieces]), pieces, strict=True):
+        part.copy_(piece, non_blocking=True)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return host
+
+
+def pinned(rows: Tensor) -> Tensor:
+    """`rows` in host memory that a GPU copies from beside other work. The same rows, as autograd sees them."""
+    return cast("Tensor", _Pinned.apply(rows))
+
+
+class _Pinned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return _pinned(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
+def _pinned(rows: Tensor) -> Tensor:
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)

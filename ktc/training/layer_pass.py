@@ -1,0 +1,61 @@
+"""Chunks of a step taken through a model's layers together: each layer's experts see the tokens of all of them at once.
+
+In: the layers and the recorded calls of every chunk. Out: the last layer's output of every chunk, with its graph.
+Attention, routing and what follows the experts run chunk by chunk under checkpoints, so that of each layer a GPU keeps
+its input and the attention's output; the experts' node is computed once, and what it saves is on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
+
+from ktc.runtime.staging import pinned, to_host
+from ktc.training.layer_calls import ModelCall
+from ktc.training.layer_parts import LayerCall, LayerRun, SplitLayer
+
+Routes = tuple[Tensor, Tensor, Tensor]
+
+
+def through_layers(layers: Sequence[SplitLayer], chunks: Sequence[ModelCall]) -> list[Tensor]:
+    """The output (B, T, H) of the last layer for each chunk. Raises `CannotStack`."""
+    states = [chunk.hidden for chunk in chunks]
+    for index, split in enumerate(layers):
+        states = [state.to(chunk.devices[index]) for state, chunk in zip(states, chunks, strict=True)]
+        states = _through(split, [chunk.layers[index] for chunk in chunks], states)
+    return states
+
+
+def _through(split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Tensor]) -> list[Tensor]:
+    runs = [LayerRun(split, call, x.device) for call, x in zip(calls, states, strict=True)]
+    inputs: list[tuple[Any, ...]] = [(x,) for x in states]
+    none = [(None,)] * len(runs)
+    attended = (
+        [(_part(run, run.attend, x),) for run, (x,) in zip(runs, inputs, strict=True)] if split.attention else none
+    )
+    inputs = [given + found for given, found in zip(inputs, attended, strict=True)]
+    routed: Sequence[tuple[Any]] = none
+    if split.experts is not None:
+        routes = [cast("Routes", _part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)]
+        with calls[0].autocasting():
+            routed = [(rows,) for rows in _of_experts(split.experts, routes)]
+    inputs = [given + found for given, found in zip(inputs, routed, strict=True)]
+    return [_part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
+
+
+def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    run.begin_part()
+    return cast("Any", checkpointing).checkpoint(part, *tensors, use_reentrant=False)
+
+
+def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Tensor]:
+    """What the experts give for the tokens of each chunk, in host memory, of one call."""
+    hidden, index, weights = (to_host(tensors) for tensors in zip(*routes, strict=True))
+    out = cast("Tensor", experts(hidden, index, weights))
+    if any(route[0].device.type == "cuda" for route in routes):
+        out = pinned(out)
+    return torch.split(out, [route[0].shape[0] for route in routes])

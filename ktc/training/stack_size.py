@@ -1,0 +1,75 @@
+"""How many tokens of a step fit one pass: from sizes and from the memory that is free, before anything is computed.
+
+In: the layers, the recorded call of a micro-batch, the tokens of a chunk and of a micro-batch. Out: bytes per token by
+device, and the tokens that fit. The formula stands in docs/design.md, "Training".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from ktc import host
+from ktc.runtime.fused_moe import FusedMoe
+from ktc.training.layer_calls import ModelCall
+from ktc.training.layer_parts import SplitLayer
+
+_USED = 0.8  # of what is free: estimates err, and others want memory too
+_LAYER = 34  # bytes that a usual layer keeps per token and unit of width while one chunk of it is computed again
+_LOGITS = 14  # bytes per logit: itself, fp32 log-probabilities, and the gradients of both
+
+
+def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, int]:
+    """What each device holds of a token from forward to backward."""
+    width = call.hidden.shape[-1] * call.hidden.element_size()
+    held: dict[str, int] = {"cpu": 0}
+    for split, device in zip(layers, call.devices, strict=True):
+        held[str(device)] = held.get(str(device), 0) + width * (1 if split.attention is None else 2)
+        if split.experts is not None:
+            held["cpu"] += 2 * width + _saved_by(split.experts)
+    held[str(call.devices[-1])] += 3 * width  # the last layer's output, its gradient, and the one on its way down
+    return held
+
+
+def _saved_by(experts: nn.Module) -> int:
+    ranks = {"down_proj": 0}
+    while not isinstance(experts, FusedMoe):
+        wrapper = cast("Any", experts)
+        ranks[wrapper.parameter_name] = max(wrapper.r.values(), default=0)
+        experts = wrapper.base_layer
+    down = ranks.pop("down_proj")
+    return experts.saved_bytes(max(ranks.values(), default=0), down)
+
+
+def working_bytes(call: ModelCall, chunk_tokens: int, logits: int) -> dict[str, int]:
+    """What the largest part of a chunk takes on each device, and on the last one the `logits` of a micro-batch."""
+    part = chunk_tokens * call.hidden.shape[-1] * _LAYER
+    needed = {str(device): part for device in call.devices}
+    needed[str(call.devices[-1])] += _LOGITS * logits
+    return needed
+
+
+def free_bytes(device: str) -> int:
+    """Of a GPU with what torch has cached there; of the host within the limits of its control group."""
+    if device == "cpu":
+        return min(psutil.virtual_memory().available, host.detect().memory - psutil.Process().memory_info().rss)
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def fitting_tokens(held: Mapping[str, int], working: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
+    """The tokens of one pass that each device has room for."""
+    return {
+        device: max(0, int(_USED * free[device]) - working.get(device, 0)) // size
+        for device, size in held.items()
+        if size
+    }
+
+
+def num_logits(inputs: Mapping[str, object], vocabulary: int) -> int:
+    """Of a micro-batch."""
+    ids = inputs.get("input_ids")
+    return ids.numel() * vocabulary if isinstance(ids, Tensor) else 0

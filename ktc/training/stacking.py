@@ -1,0 +1,227 @@
+"""`Stacker`: the micro-batches of one optimizer step share one pass over each layer's experts.
+
+In: what `Trainer.training_step` is given, call by call. Out: the loss of each call, which is zero until the last
+micro-batch of a step is there; then the whole stack runs and the sum of its losses is returned. The trainer's own code
+computes every micro-batch's loss, so that weights, masks, logging and metrics are those of separate micro-batches.
+Refused (T540): stacking that was asked for where it cannot be.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.training.layer_calls import ModelCall, finished, in_chunks, record
+from ktc.training.layer_parts import CannotStack, SplitLayer, split_layers
+from ktc.training.layer_pass import through_layers
+from ktc.training.stack_size import bytes_per_token, fitting_tokens, free_bytes, num_logits, working_bytes
+
+log = logging.getLogger(__name__)
+
+StackMode = Literal["auto", "on", "off"]
+Inputs = Mapping[str, Any]
+TrainingStep = Callable[..., Tensor]
+CHUNK_TOKENS = 2048  # of attention at a time: enough to fill a GPU, little to compute again
+
+
+@dataclass(frozen=True, slots=True)
+class Stacking:
+    """Whether micro-batches share passes over the experts, why, and the most tokens of one pass (0 where they do not).
+
+    `bytes_per_token` is what a token of a pass holds on each device until its backward.
+    """
+
+    on: bool
+    reason: str
+    tokens: int
+    bytes_per_token: tuple[tuple[str, int], ...] = ()
+
+
+class Stacker:
+    """Collects the micro-batches of a step. `trainer` is a `transformers.Trainer`; `mode` is what its user asked for:
+    `auto` stacks where it can and memory allows, `on` refuses (T540) where it cannot."""
+
+    def __init__(self, trainer: Any, mode: StackMode = "auto", chunk_tokens: int = CHUNK_TOKENS) -> None:
+        if mode not in ("auto", "on", "off"):
+            message = f"`stack_micro_batches` is `auto`, `on` or `off`, not `{mode}`"
+            raise InputRefused(Diagnostic("T541", message, hint="leave it out: `auto` stacks where it can"))
+        self._trainer, self._mode, self._chunk_tokens = trainer, mode, chunk_tokens
+        self._waiting: list[Inputs] = []
+        self._layers: tuple[SplitLayer, ...] = ()
+        self._decision: Stacking | None = None
+        trainer.add_callback(_AtNewStep(self))
+
+    @property
+    def decision(self) -> Stacking | None:
+        """`None` before the first step. It changes only where the first stack shows that there can be none."""
+        return self._decision
+
+    def reset(self) -> None:
+        """Forget the micro-batches of a step that was not finished."""
+        self._waiting = []
+
+    def training_step(self, one: TrainingStep, model: nn.Module, inputs: Inputs, num_items: Any = None) -> Tensor:
+        """The loss of this call. `one(model, inputs, num_items)` is the stock step of one micro-batch."""
+        if self._decision is None:
+            self._decide(model)
+        if self._decision is not None and not self._decision.on:
+            return one(model, inputs, num_items)
+        self._waiting.append(inputs)
+        if not self._trainer.accelerator.sync_gradients:
+            return torch.zeros((), device=self._trainer.args.device)
+        waiting, self._waiting = self._waiting, []
+        return self._step(one, model, waiting, num_items)
+
+    def _decide(self, model: nn.Module) -> None:
+        """What can be said before the first step; the rest when its micro-batches are there."""
+        if self._layers:
+            return
+        try:
+            against = "it was turned off" if self._mode == "off" else reason_against(self._trainer, model)
+            if against:
+                raise CannotStack(against)
+            self._layers = split_layers(model)
+        except CannotStack as why:
+            self._give_up(why)
+
+    def _give_up(self, why: CannotStack) -> None:
+        if self._mode == "on":
+            message = f"micro-batches cannot be stacked: {why}"
+            raise InputRefused(Diagnostic("T540", message, hint="`stack_micro_batches='auto'` goes on without it"))
+        self._settle(Stacking(False, str(why), 0))
+
+    def _settle(self, decision: Stacking) -> None:
+        self._decision = decision
+        words = f"stacked, up to {decision.tokens} tokens in one pass" if decision.on else "computed one by one"
+        log.info("micro-batches are %s: %s", words, decision.reason)
+
+    def _step(self, one: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
+        losses: list[Tensor] = []
+        try:
+            calls = [record(self._layers, lambda given=given: self._loss(model, given, num_items)) for given in waiting]
+            if self._decision is None:
+                self._settle(self._sized(waiting, calls, model))
+            assert self._decision is not None
+            for first, last in passes(calls, self._decision.tokens):
+                self._pass(one, model, waiting[first:last], calls[first:last], num_items, losses)
+        except CannotStack as why:
+            if losses:  # gradients have been added, and cannot be taken back
+                message = f"a step was half done when its micro-batches could no longer be stacked: {why}"
+                raise InputRefused(Diagnostic("T542", message, hint="use `stack_micro_batches='off'`")) from why
+            self._give_up(why)
+            losses = [one(model, given, num_items) for given in waiting]
+        return self._summed([loss.to(self._trainer.args.device) for loss in losses])
+
+    def _summed(self, losses: Sequence[Tensor]) -> Tensor:
+        """What the trainer would have added to its loss call by call: for one that is no number, the mean before it."""
+        trainer = self._trainer
+        before = torch.as_tensor(getattr(trainer, "_tr_loss", 0.0)).to(losses[0])
+        total, steps = before.clone(), 1 + trainer.state.global_step - getattr(trainer, "_globalstep_last_logged", 0)
+        for loss in losses:
+            total = total + (loss if loss.isfinite() or not trainer.args.logging_nan_inf_filter else total / steps)
+        return total - before
+
+    def _loss(self, model: nn.Module, inputs: Inputs, num_items: Any) -> None:
+        """The beginning of the trainer's step: `record` ends it at the last layer."""
+        trainer = self._trainer
+        model.train()
+        if callable(getattr(trainer.optimizer, "train", None)):
+            trainer.optimizer.train()  # optimizers without schedules keep other weights for evaluation
+        with trainer.compute_loss_context_manager():
+            trainer.compute_loss(model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=num_items)
+
+    def _pass(
+        self,
+        one: TrainingStep,
+        model: nn.Module,
+        waiting: Sequence[Inputs],
+        calls: Sequence[ModelCall],
+        num_items: Any,
+        losses: list[Tensor],
+    ) -> None:
+        """Forward and backward of micro-batches that share each layer's experts; their losses are added to `losses`."""
+        chunks = in_chunks(calls, self._chunk_tokens)
+        outs = through_layers(self._layers, [chunk for chunk, _ in chunks])
+        rows = [call.hidden.shape[0] for call in calls]
+        finals = [piece for out in outs for piece in _taken_apart(out, rows)]
+        leaves = [final.detach().requires_grad_() for final in finals]
+        for inputs, leaf in zip(waiting, leaves, strict=True):
+            with finished(self._layers, leaf):
+                losses.append(one(model, inputs, num_items))
+        trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
+        del outs, chunks, leaves, finals
+        with_loss = [(final, grad) for final, grad in trained if grad is not None]
+        if with_loss:
+            torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
+
+    def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
+        """How many tokens share a pass. Raises `CannotStack` where not even two micro-batches can."""
+        held = bytes_per_token(self._layers, calls[0])
+        vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
+        logits = max(num_logits(inputs, vocabulary) for inputs in waiting)
+        largest = max(_tokens(call) for call in calls)
+        working = working_bytes(calls[0], max(self._chunk_tokens, largest), logits)
+        fits = fitting_tokens(held, working, {device: free_bytes(device) for device in held})
+        scarce = min(fits, key=lambda device: fits[device])
+        wanted = sum(_tokens(call) for call in calls)
+        per_token = tuple(sorted(held.items()))
+        if fits[scarce] < 2 * largest and self._mode != "on":
+            raise CannotStack(f"the memory that is free on `{scarce}` holds {fits[scarce]} tokens of a pass")
+        if fits[scarce] < wanted:
+            tokens = max(fits[scarce], 2 * largest)
+            return Stacking(True, f"the memory that is free on `{scarce}` bounds a pass", tokens, per_token)
+        return Stacking(True, "a step's micro-batches fit the memory that is free", fits[scarce], per_token)
+
+
+class _AtNewStep(TrainerCallback):
+    """A step that ended early (the epoch was stopped) leaves nothing to the next."""
+
+    def __init__(self, stacker: Stacker) -> None:
+        self._stacker = stacker
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._stacker.reset()
+
+
+def reason_against(trainer: Any, model: nn.Module) -> str:
+    """Why this trainer's micro-batches are computed one by one, "" if nothing speaks against stacking them."""
+    args = trainer.args
+    config = cast("Any", model).config.get_text_config()
+    reasons = {
+        "a step has one micro-batch": args.gradient_accumulation_steps == 1,
+        "the router's auxiliary loss is on": getattr(trainer, "aux_loss_enabled", False)
+        or getattr(config, "output_router_logits", False),
+        "the model is compiled by torch": bool(args.torch_compile),
+        "activations are offloaded": getattr(args, "activation_offloading", False),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _tokens(call: ModelCall) -> int:
+    return call.hidden.shape[0] * call.hidden.shape[1]
+
+
+def passes(calls: Sequence[ModelCall], limit: int) -> Iterator[tuple[int, int]]:
+    """Runs of micro-batches with at most `limit` tokens together, each of one at least: first, and behind the last."""
+    first, tokens = 0, 0
+    for index, call in enumerate(calls):
+        if index > first and tokens + _tokens(call) > limit:
+            yield first, index
+            first, tokens = index, 0
+        tokens += _tokens(call)
+    yield first, len(calls)
+
+
+def _taken_apart(out: Tensor, rows: list[int]) -> list[Tensor]:
+    """The micro-batches of a chunk: takes their sizes from the front of `rows`."""
+    sizes: list[int] = []
+    while sum(sizes) < out.shape[0]:
+        sizes.append(rows.pop(0))
+    return list(torch.split(out, sizes))

@@ -1,0 +1,257 @@
+"""Micro-batches of a step in one pass over the experts: gradients, losses and logs are those of separate ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import ktc
+from ktc import twin
+from ktc.diagnostics import InputRefused
+from ktc.link import link
+from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.peft_glue import read_lora_config
+from ktc.training import KTrainer
+from ktc.training.layer_calls import ModelCall, in_chunks, record
+from ktc.training.layer_parts import split_layers
+from ktc.training.layer_pass import through_layers
+from ktc.training.stack_size import bytes_per_token, fitting_tokens
+from ktc.training.stacking import Stacker, StackMode, passes, reason_against
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (17, 9, 17, 23, 1, 17, 5, 12)
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.fixture(scope="module")
+def package(hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`package(family)`: a small model of it, compiled by hand, whose experts are their PyTorch reference."""
+
+    @functools.cache
+    def made(family: str) -> Path:
+        source = twin.write(family, tmp_path_factory.mktemp("models"))
+        return link(hand_made.package(source), tmp_path_factory.mktemp("build") / family)
+
+    return made
+
+
+class StackingTrainer(KTrainer):
+    """With small chunks, so that only some micro-batches share one, and with its first gradients kept."""
+
+    def __init__(self, *args: Any, mode: StackMode, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stacker = Stacker(self, mode, chunk_tokens=40)
+        self.gradients: dict[str, Tensor] = {}
+        self.add_callback(_Keep(self))
+
+
+class _Keep(TrainerCallback):
+    def __init__(self, trainer: StackingTrainer) -> None:
+        self._trainer = trainer
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        named = self._trainer.model.named_parameters()
+        if not self._trainer.gradients:  # later ones follow weights that Adam has moved
+            self._trainer.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def rows(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(5)
+    made = [torch.randint(3, 128, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": ids, "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :]} for ids in made]
+
+
+def padded(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    longest = max(len(row["input_ids"]) for row in batch)
+
+    def filled(name: str, value: int) -> Tensor:
+        return torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in batch])
+
+    mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in batch])
+    return {"input_ids": filled("input_ids", 0), "labels": filled("labels", -100), "attention_mask": mask}
+
+
+def peft_model(out: Path, *, dropout: float = 0.0, experts: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    config = read_lora_config(out)
+    config.lora_dropout = dropout
+    config.target_parameters = EXPERTS if experts else None
+    model = get_peft_model(ktc.load(out, reference=True), config)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at the start, which would leave A without a gradient
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+    return model
+
+
+def trained(
+    out: Path,
+    folder: Path,
+    mode: StackMode,
+    *,
+    batch: int = 1,
+    collate: Callable[..., Any] = padded,
+    dropout: float = 0.0,
+    experts: bool = False,
+    trainer: type[StackingTrainer] = StackingTrainer,
+    **settings: Any,
+) -> StackingTrainer:
+    defaults: dict[str, Any] = {"gradient_accumulation_steps": 8 // batch, "max_steps": 2, "optim": "sgd"}
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=batch, logging_steps=1, report_to=[], save_strategy="no",
+        max_grad_norm=0.0, learning_rate=0.1, use_cpu=True, remove_unused_columns=False, disable_tqdm=True, seed=3,
+        **{**defaults, **settings},
+    )  # fmt: skip
+    model = peft_model(out, dropout=dropout, experts=experts)
+    made = trainer(model, args, mode=mode, train_dataset=rows(), data_collator=collate)
+    made.train()
+    return made
+
+
+def logged(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_alike(ours: StackingTrainer, theirs: StackingTrainer, tolerance: float = 1e-6) -> None:
+    assert ours.stacker.decision is not None
+    assert ours.stacker.decision.on, ours.stacker.decision.reason
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    for name, expected in theirs.gradients.items():
+        error = float((ours.gradients[name] - expected).norm() / expected.norm().clamp_min(1e-12))
+        assert error < tolerance, f"{name}: {error}"
+    assert logged(ours) == pytest.approx(logged(theirs), rel=1e-6)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe"])
+def test_gradients_and_logged_losses_are_those_of_separate_micro_batches(
+    package: Callable[[str], Path], tmp_path: Path, family: str, experts: bool
+) -> None:
+    assert_alike(*(trained(package(family), tmp_path, mode, experts=experts) for mode in ("on", "off")))
+
+
+def test_padded_batches_and_short_last_steps_are_theirs_too(package: Callable[[str], Path], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
+    assert_alike(*(trained(package("qwen3_moe"), tmp_path, mode, **settings) for mode in ("on", "off")))
+
+
+def packed(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Two sequences in a row, told apart by their positions."""
+    (row,) = batch
+    ids, labels = torch.tensor([row["input_ids"] * 2]), torch.tensor([row["labels"] * 2])
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(len(row["input_ids"])).repeat(2)[None]}
+
+
+def test_packed_sequences_keep_their_positions(package: Callable[[str], Path], tmp_path: Path) -> None:
+    assert_alike(*(trained(package("deepseek_v2"), tmp_path, mode, collate=packed) for mode in ("on", "off")))
+
+
+def test_each_micro_batch_weighs_the_same_where_items_are_not_counted(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    class Uncounted(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
+    runs = [trained(package("qwen3_moe"), tmp_path, mode, trainer=Uncounted) for mode in ("on", "off")]
+    assert_alike(*runs)
+
+
+def test_gradient_checkpointing_changes_nothing(package: Callable[[str], Path], tmp_path: Path) -> None:
+    assert_alike(
+        trained(package("qwen3_moe"), tmp_path, "on", gradient_checkpointing=True),
+        trained(package("qwen3_moe"), tmp_path, "off"),
+    )
+
+
+def test_dropout_is_repeatable_and_the_same_in_what_is_computed_again(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    first, second = (trained(package("deepseek_v2"), tmp_path, "on", dropout=0.3) for _ in range(2))
+    assert logged(first) == logged(second)
+    assert all(torch.equal(grad, second.gradients[name]) for name, grad in first.gradients.items())
+
+
+def test_each_layers_experts_are_called_once_per_step(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[int] = []
+    forward = FusedMoe.forward
+
+    def counted(self: FusedMoe, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        tokens.append(hidden_states.shape[0])
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(FusedMoe, "forward", counted)
+    trainer = trained(package("qwen3_moe"), tmp_path, "on", max_steps=1)
+    layers = sum(isinstance(module, FusedMoe) for module in trainer.model.modules())
+    assert tokens == [sum(LENGTHS)] * layers
+
+
+def test_an_auxiliary_loss_turns_it_off_or_is_refused(package: Callable[[str], Path], tmp_path: Path) -> None:
+    model = peft_model(package("qwen3_moe"))
+    model.config.output_router_logits = True
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, gradient_accumulation_steps=2)
+    trainer = StackingTrainer(model, args, mode="auto")
+    assert "auxiliary loss" in reason_against(trainer, model)
+    with pytest.raises(InputRefused) as refused:
+        Stacker(trainer, "on").training_step(trainer.training_step, model, {})
+    assert refused.value.diagnostics[0].code == "T540"
+
+
+def test_a_trainer_that_calls_the_model_twice_goes_on_one_by_one(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    class Twice(StackingTrainer):
+        def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs, *args, **kwargs) + model(**inputs).loss
+
+    ours, theirs = (trained(package("qwen3_moe"), tmp_path, mode, trainer=Twice) for mode in ("auto", "off"))
+    assert ours.stacker.decision is not None
+    assert "more than once" in ours.stacker.decision.reason
+    assert logged(ours) == pytest.approx(logged(theirs), rel=1e-6)
+
+
+def test_a_pass_has_no_more_tokens_than_fit() -> None:
+    device = torch.device("cpu")
+    calls = [ModelCall(torch.empty(1, length, 4), (device,), ()) for length in (5, 5, 5, 9, 2)]
+    assert list(passes(calls, 10)) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert list(passes(calls, 100)) == [(0, 5)]
+    held, free = {"cuda:0": 100, "cpu": 50}, {"cuda:0": 20000, "cpu": 10000}
+    assert fitting_tokens(held, {"cuda:0": 1000}, free) == {"cuda:0": 150, "cpu": 160}
+
+
+def test_what_layers_leave_on_the_device_is_two_hidden_states_each(package: Callable[[str], Path]) -> None:
+    """Beside what their experts save, which with a kernel lies on the host."""
+    model = peft_model(package("qwen3_moe"))
+    model.train()
+    layers = split_layers(model)
+    ids = rows((64,))[0]["input_ids"]
+    calls = [record(layers, lambda: model(input_ids=torch.tensor([ids]), use_cache=False)) for _ in range(4)]
+    chunks = [chunk for chunk, _ in in_chunks(calls, 128)]
+    assert [chunk.hidden.shape[0] for chunk in chunks] == [2, 2]
+    for module in model.modules():
+        if isinstance(module, FusedMoe):
+            module.forward = torch.no_grad()(module.forward)
+    saved: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        through_layers(layers, chunks)
+    width = model.config.hidden_size * 4
+    tokens = 4 * 64
+    on_device = sum(tensor.nbytes for tensor in saved.values() if tensor.ndim == 3)
+    on_host = {tensor.untyped_storage().data_ptr(): tensor for tensor in saved.values() if tensor.ndim == 2}
+    assert on_device == len(layers) * 2 * width * tokens, "a layer's input and what its attention gave"
+    assert sum(each.untyped_storage().nbytes() for each in on_host.values()) == len(layers) * width * tokens
+    held = bytes_per_token(layers, calls[0])["cpu"]
+    assert held >= (on_device + len(layers) * width * tokens) / tokens
