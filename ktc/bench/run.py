@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -88,8 +89,9 @@ def absent(request: Request, without_kt: str = "") -> Iterator[LeftOut]:
 
 def _host(request: Request) -> dict[str, Any]:
     here = host.detect()
+    cpu = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        "cpu": host.cpu_name(),
+        "cpu": cpu[1] if cpu else platform.machine(),
         "cores": here.cores,
         "isa": list(request.isas),
         "threads": request.threads,
