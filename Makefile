@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo test test-all versions sanitize census fuzz kt-environment check format clean
+.PHONY: setup demo test test-all versions sanitize census fuzz kt-environment lf-environment check format clean
 
 setup: $(READY)
 
@@ -34,8 +34,9 @@ check: $(READY)
 test: check
 	$(BIN)/python -m pytest -m "not slow and not full"
 
-# Everything: slow tests, the census of all families, and the quick tests with the oldest and newest supported versions.
-test-all: check versions
+# Everything: slow tests, the census of all families, LLaMA-Factory in its own environment, and the quick tests with the
+# oldest and newest supported versions.
+test-all: check versions lf-environment
 	$(BIN)/python -m pytest -m ""
 
 # The quick tests with the oldest and the newest supported torch, transformers and peft, each in build/versions.
@@ -49,6 +50,10 @@ sanitize: $(READY)
 # kt-kernel in build/kt-kernel, for `ktc bench moe --kt-python build/kt-kernel/bin/python`.
 kt-environment:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) benchmarks/kt_environment.sh
+
+# LLaMA-Factory in build/llama-factory, with the versions it asks for and this checkout: tests/test_llama_factory.py.
+lf-environment:
+	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) tests/llama_factory_environment.sh
 
 # The table of all mixture-of-experts families, written anew.
 census: $(READY)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ktc.runtime.load import load as load
     from ktc.runtime.pack import pack as pack
     from ktc.runtime.verify import verify as verify
+    from ktc.workflows.train import train as train
 
 __version__ = "0.1.0"
 
@@ -27,9 +28,10 @@ _HOME = {
     "inspect": "ktc.compiler",
     "load": "ktc.runtime.load",
     "pack": "ktc.runtime.pack",
+    "train": "ktc.workflows.train",
     "verify": "ktc.runtime.verify",
 }
-__all__ = ["Report", "__version__", "check", "compile", "inspect", "load", "pack", "verify"]
+__all__ = ["Report", "__version__", "check", "compile", "inspect", "load", "pack", "train", "verify"]
 
 
 def __getattr__(name: str) -> object:

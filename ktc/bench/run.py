@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import platform
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -89,9 +88,8 @@ def absent(request: Request, without_kt: str = "") -> Iterator[LeftOut]:
 
 def _host(request: Request) -> dict[str, Any]:
     here = host.detect()
-    cpu = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        "cpu": cpu[1] if cpu else platform.machine(),
+        "cpu": host.cpu_name(),
         "cores": here.cores,
         "isa": list(request.isas),
         "threads": request.threads,

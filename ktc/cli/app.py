@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from ktc import host
-from ktc.cli import bench, generate
+from ktc.cli import bench, generate, lf, train
 from ktc.cli.options import (
     CompiledModel,
     HostFile,
@@ -46,7 +46,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench.app, name="bench")
+app.add_typer(lf.app, name="lf")
 app.command("generate")(generate.command)
+train.register(app)
 
 
 Stage = Literal["captured", "matched", "planned", "rewritten"]

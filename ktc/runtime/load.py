@@ -281,5 +281,6 @@ def _finished(
     devices = device_map(placement)
     if devices is not None:
         cast("Any", model).hf_device_map = devices
+    host.apply_use_kt()
     peft_glue.install()
     return model

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ktc.host import NumaNode
+from ktc.runtime import kernel_clock
 from ktc.runtime.experts_lora import NativeFactors, native_arguments
 from ktc.runtime.kernel_library import TURNS, Engine, Kernel, KernelLibrary, Part, nodes_for, permitted_threads
 from ktc.runtime.saved_buffers import SavedBuffers
@@ -195,9 +196,9 @@ class PackedExperts:
         """The layer's output, and where `save` what backward needs beside the inputs."""
         tokens = x_TH.shape[0]
         out_TH = torch.empty_like(x_TH)
-        ranks = (0 if each is None else each.a.shape[1] for each in lora)
+        ranks = _ranks(lora)
         saved = _SAVED.take(self._native.saved_bytes(tokens, *ranks)) if save else None
-        with TURNS:
+        with TURNS, kernel_clock.timed("forward", tokens, self._sizes, ranks):
             self._native.forward(
                 self._engine,
                 self._packed,
@@ -229,7 +230,7 @@ class PackedExperts:
         assert x_TH is not None or not any(lora), "the gradients of LoRA need the input"
         grad_x_TH = torch.empty_like(grad_TH)
         grad_weights_TK = torch.empty_like(weights_TK)
-        with TURNS:
+        with TURNS, kernel_clock.timed("backward", grad_TH.shape[0], self._sizes, _ranks(lora)):
             self._native.backward(
                 self._engine,
                 self._packed,
@@ -256,6 +257,11 @@ class PackedExperts:
         raise TypeError(
             "packed experts cannot be pickled; save the adapter, and load the base from its compiled folder"
         )
+
+
+def _ranks(lora: Factors) -> tuple[int, int]:
+    first, down = (0 if each is None else each.a.shape[1] for each in lora)
+    return first, down
 
 
 def huge_pages(size: int) -> Tensor:

@@ -1,0 +1,46 @@
+"""`ktc lf train`: LLaMA-Factory on a compiled model, with KTrainer and the run report.
+
+In: a LLaMA-Factory YAML and settings after it. Out: what LLaMA-Factory writes. Everything that can be refused without
+LLaMA-Factory is refused before it is imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktc.cli.options import Json, LogFile, Quiet, Verbose
+from ktc.cli.session import Session
+
+app = typer.Typer(help="Run LLaMA-Factory on a compiled model.", no_args_is_help=True)
+
+
+@app.callback()
+def lf() -> None:
+    """Run LLaMA-Factory on a compiled model."""
+
+
+@app.command("train")
+def train_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A LLaMA-Factory YAML.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that go before those of FILE.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Run LLaMA-Factory's tuner with its trainer become a KTrainer; under torchrun in every process."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
+        from ktc.workflows import llama_factory
+
+        request = llama_factory.read_request(file, words or ())
+        session.diagnose(llama_factory.check_installed())
+        from ktc.workflows import llama_factory_run
+
+        llama_factory_run.train(request)
+        session.result({"output_dir": str(request.output), "stage": request.stage})

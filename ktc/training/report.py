@@ -1,0 +1,234 @@
+"""`KTReport`: a callback that measures a run of any HF Trainer and writes `ktc_report.json` into its output folder.
+
+In: a trainer (`watch`), and what it says while it trains. Out: a `RunReport`. Under several processes each measures
+itself; tokens are those of all, and only the first writes.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import time
+from contextlib import ExitStack
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import ktc
+from ktc import host
+from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.kernel_clock import listening
+from ktc.training import run_report
+from ktc.training.phases import PhaseClock, StepTimes
+from ktc.training.run_report import DeviceMemory, Logged, RunReport, StepTokens
+from ktc.training.whole_file import write_whole
+
+_PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
+_IGNORED = -100
+_RECENT = 5
+
+
+class KTReport(TrainerCallback):
+    """Add it to a trainer and let it `watch` that. `report` has what is known so far, also after an interrupt."""
+
+    def __init__(self) -> None:
+        self._clock = PhaseClock()
+        self._open = ExitStack()
+        self._steps: list[StepTimes] = []
+        self._tokens: list[StepTokens] = []
+        self._fetched = StepTokens(0, 0, 0)
+        self._began = self._seconds = 0.0
+        self._length = 0
+        self._trainer: Any = None
+
+    def watch(self, trainer: Any) -> None:
+        """Time the trainer's fetching and backward passes, where no callback is called: its own methods are wrapped."""
+        self._trainer = trainer
+        fetch, backward = trainer.get_batch_samples, trainer.accelerator.backward
+
+        def fetching(*args: Any, **kwargs: Any) -> Any:
+            with self._clock.fetching():
+                found = fetch(*args, **kwargs)
+            self._fetched = _counted(found[0])
+            return found
+
+        def timed_backward(*args: Any, **kwargs: Any) -> None:
+            with self._clock.backward():
+                backward(*args, **kwargs)
+
+        trainer.get_batch_samples, trainer.accelerator.backward = fetching, timed_backward
+
+    # What the trainer tells
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(device)
+        self._length = int(getattr(args, "max_length", None) or getattr(args, "cutoff_len", None) or 0)
+        self._open.close()
+        self._open.enter_context(listening(self._clock.hear))
+        for module in cast("nn.Module", kwargs["model"]).modules():
+            if isinstance(module, FusedMoe):
+                self._time(module)
+        self._began = time.perf_counter()
+
+    def _time(self, module: FusedMoe) -> None:
+        began = 0.0
+
+        def before(*_: object) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        def after(*_: object) -> None:
+            self._clock.experts(began, time.perf_counter())
+
+        for hook in (module.register_forward_pre_hook(before), module.register_forward_hook(after)):
+            self._open.callback(hook.remove)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._clock.begin()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._steps.append(self._clock.end())
+        self._tokens.append(self._fetched)
+        self._seconds = time.perf_counter() - self._began
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._open.close()
+        self._seconds = time.perf_counter() - self._began
+        report = self.report(finished=True)
+        if state.is_world_process_zero:
+            folder = Path(str(args.output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / run_report.FILE, json.dumps(report.to_json(), indent=2) + "\n")
+
+    def recent_speed(self) -> float:
+        """Real tokens per second of this process over the last steps, 0 before the first."""
+        steps, tokens = self._steps[-_RECENT:], self._tokens[-_RECENT:]
+        seconds = sum(each.seconds for each in steps)
+        return sum(each.real for each in tokens) / seconds if seconds else 0.0
+
+    def report(self, *, finished: bool) -> RunReport:
+        """What was measured until now. All processes ask together where there are several."""
+        trainer = self._trainer
+        args, state, model = trainer.args, trainer.state, trainer.accelerator.unwrap_model(trainer.model)
+        banks = [module for module in model.modules() if isinstance(module, FusedMoe)]
+        processes = int(args.world_size)
+        sequences = int(args.per_device_train_batch_size) * int(args.gradient_accumulation_steps) * processes
+        trainable, total = _parameters(model)
+        return RunReport(
+            model=str(getattr(model.config, "name_or_path", "")),
+            steps=int(state.global_step),
+            epochs=float(state.epoch or 0.0),
+            seconds=self._seconds,
+            finished=finished,
+            speed=run_report.speed(self._steps, _over_all(self._tokens, processes), sequences * self._length),
+            phases=run_report.phases(self._steps),
+            experts=run_report.experts(self._steps, gated=all(bank.form.gated for bank in banks)),
+            gpus=tuple(_gpus()),
+            host_peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            trainable_parameters=trainable,
+            total_parameters=total,
+            processes=processes,
+            micro_batch=int(args.per_device_train_batch_size),
+            accumulation=int(args.gradient_accumulation_steps),
+            length=self._length,
+            stacking=str(getattr(trainer, "stacking", "") or ""),
+            history=tuple(_history(state.log_history)),
+            machine=_machine(),
+            versions=_versions(),
+        )
+
+
+def report_of(trainer: Any) -> KTReport:
+    """The trainer's own, or a new one that watches it."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, KTReport):
+            return callback
+    report = KTReport()
+    trainer.add_callback(report)
+    report.watch(trainer)
+    return report
+
+
+def _counted(batches: Any) -> StepTokens:
+    """The tokens of a step's micro-batches; a batch without a mask has no padding."""
+    real = padded = learned = 0
+    for batch in batches:
+        ids, mask, labels = (batch.get(key) for key in ("input_ids", "attention_mask", "labels"))
+        if not isinstance(ids, Tensor):
+            continue
+        padded += ids.numel()
+        real += int((mask != 0).sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
+        learned += int((labels != _IGNORED).sum()) if isinstance(labels, Tensor) else 0
+    return StepTokens(real, padded, learned)
+
+
+def _over_all(tokens: list[StepTokens], processes: int) -> list[StepTokens]:
+    """The tokens of every step added up over the processes."""
+    if processes == 1 or not tokens:
+        return tokens
+    import torch.distributed as dist
+
+    table = [[each.real, each.padded, each.learned] for each in tokens]
+    gathered: list[Any] = [None] * processes
+    dist.all_gather_object(gathered, table)
+    return [StepTokens(*(sum(column) for column in zip(*rows, strict=True))) for rows in zip(*gathered, strict=True)]
+
+
+def _parameters(model: nn.Module) -> tuple[int, int]:
+    """Trainable ones, and all as the stock model counts them, with packed experts and the adapter."""
+    trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    held = sum(each.numel() for each in model.parameters())
+    banks = (module for module in model.modules() if isinstance(module, FusedMoe))
+    return trainable, held + sum(_experts_parameters(bank) for bank in banks)
+
+
+def _experts_parameters(bank: FusedMoe) -> int:
+    return (3 if bank.form.gated else 2) * bank.num_experts * bank.hidden * bank.intermediate
+
+
+def _gpus() -> list[DeviceMemory]:
+    """Those that hold or held something."""
+    found = (
+        DeviceMemory(f"cuda:{n}", torch.cuda.max_memory_allocated(n), torch.cuda.max_memory_reserved(n))
+        for n in range(torch.cuda.device_count())
+    )
+    return [each for each in found if each.reserved]
+
+
+def _history(log: list[dict[str, float]]) -> list[Logged]:
+    names = ("loss", "eval_loss", "learning_rate", "grad_norm")
+    return [
+        Logged(int(each["step"]), *(float(each[name]) if name in each else None for name in names))
+        for each in log
+        if "loss" in each or "eval_loss" in each
+    ]
+
+
+def _machine() -> dict[str, str]:
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return {
+        "cpu": host.cpu_name(),
+        "threads": str(host.usable_threads()),
+        "gpus": ", ".join(gpus),
+        "system": platform.platform(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    installed = {name: _version(name) for name in _PACKAGES}
+    return {"ktc": ktc.__version__, "python": platform.python_version(), **{k: v for k, v in installed.items() if v}}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,164 @@
+"""What a training run came to: frozen values, computed from the times of its steps, and their JSON.
+
+In: `StepTimes` and the tokens of each step. Out: `RunReport`. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from ktc.runtime.kernel_clock import KernelCall
+from ktc.training.phases import PHASES, StepTimes
+
+FILE = "ktc_report.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Of one step over all processes: `real` tokens without padding, `padded` with it, and `learned` with a loss."""
+
+    real: int
+    padded: int
+    learned: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Means over the steps but the first, which warms up. Seconds, tokens, and tokens per second.
+
+    `nominal` counts as the papers do, accumulation times sequences times the longest length, whatever was padding.
+    """
+
+    steps: int
+    step_time: float
+    tokens_per_step: float
+    padded_per_step: float
+    nominal_per_step: int
+    tokens_per_second: float
+    nominal_tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpeed:
+    """One direction of the experts' kernels, per step: seconds, tokens times layers, FLOPs, and what that comes to.
+
+    FLOPs are 2 per multiply and add of the frozen matrices: 6 k H I per token and layer with a gate, and as many for
+    the gradient of the input. LoRA's stand apart (forward 2 per weight of the factors, backward 6), out of `tflops`.
+    """
+
+    seconds: float
+    token_layers: float
+    flops: float
+    lora_flops: float
+    tflops: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Peak bytes of one GPU since training began."""
+
+    device: str
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """One line of the trainer's log; what it did not say is None."""
+
+    step: int
+    loss: float | None = None
+    eval_loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """All of it. `phases` has seconds per step; `host_peak_rss` is of the whole process, in bytes."""
+
+    model: str
+    steps: int
+    epochs: float
+    seconds: float
+    finished: bool
+    speed: Speed | None
+    phases: Mapping[str, float]
+    experts: Mapping[str, ExpertsSpeed]
+    gpus: tuple[DeviceMemory, ...]
+    host_peak_rss: int
+    trainable_parameters: int
+    total_parameters: int
+    processes: int
+    micro_batch: int
+    accumulation: int
+    length: int
+    stacking: str
+    history: tuple[Logged, ...]
+    machine: Mapping[str, str]
+    versions: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def speed(steps: Sequence[StepTimes], tokens: Sequence[StepTokens], nominal: int) -> Speed | None:
+    """Means over all steps but the first; with one step, of that. None without any."""
+    if not steps:
+        return None
+    measured, counted = steps[1:] or steps, tokens[1:] or tokens
+    seconds, real = fmean(each.seconds for each in measured), fmean(each.real for each in counted)
+    return Speed(
+        steps=len(measured),
+        step_time=seconds,
+        tokens_per_step=real,
+        padded_per_step=fmean(each.padded for each in counted),
+        nominal_per_step=nominal,
+        tokens_per_second=real / seconds,
+        nominal_tokens_per_second=nominal / seconds,
+    )
+
+
+def phases(steps: Sequence[StepTimes]) -> dict[str, float]:
+    """Seconds per step of each phase, over the steps that `speed` counts; they add up to its step time."""
+    measured = steps[1:] or steps
+    return {phase: fmean(each.phases[phase] for each in measured) for phase in PHASES} if measured else {}
+
+
+def experts(steps: Sequence[StepTimes], gated: bool) -> dict[str, ExpertsSpeed]:
+    """Each direction that kernels ran in, per step; what backward computes again is one of its own."""
+    measured = steps[1:] or steps
+    calls: dict[str, list[KernelCall]] = {}
+    for step in measured:
+        for phase, call in step.calls:
+            calls.setdefault(phase, []).append(call)
+    return {phase: _experts(calls[phase], gated, len(measured)) for phase in PHASES if phase in calls}
+
+
+def _experts(calls: Sequence[KernelCall], gated: bool, steps: int) -> ExpertsSpeed:
+    seconds, flops = sum(call.seconds for call in calls), sum(_flops(call, gated) for call in calls)
+    return ExpertsSpeed(
+        seconds=seconds / steps,
+        token_layers=sum(call.tokens for call in calls) / steps,
+        flops=flops / steps,
+        lora_flops=sum(_lora_flops(call, gated) for call in calls) / steps,
+        tflops=flops / seconds / 1e12 if seconds else 0.0,
+    )
+
+
+def _flops(call: KernelCall, gated: bool) -> float:
+    _, hidden, intermediate, top_k = call.sizes
+    return 2.0 * call.tokens * top_k * (3 if gated else 2) * hidden * intermediate
+
+
+def _lora_flops(call: KernelCall, gated: bool) -> float:
+    """A token meets both factors of each adapted product; backward has the input's gradient and each factor's own."""
+    _, hidden, intermediate, top_k = call.sizes
+    first, down = call.ranks
+    weights = first * (hidden + intermediate * (2 if gated else 1)) + down * (hidden + intermediate)
+    return (2.0 if call.kind == "forward" else 6.0) * call.tokens * top_k * weights

@@ -1,0 +1,199 @@
+"""A LLaMA-Factory YAML as `ktc lf` takes it: in the file and KEY=VALUE words, out a frozen `Request`.
+
+Nothing of LLaMA-Factory is imported. Refused, all together: a file that is none (F903, F904), words that are no
+settings (F905), KTransformers' switch (F906), stages without a KTrainer (F907), a model that ktc has not compiled
+(F908), LoRA targets that hit nothing (F909) or contradict the rules (F910), settings that a compiled model cannot have
+(F911), code that is not trusted (F912).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import yaml
+
+from ktc import versions
+from ktc.checkpoint import read_sources
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing, suggest
+
+TESTED: Final = (0, 9, 5)  # of LLaMA-Factory: constraints-lf.txt
+STAGES: Final = ("sft", "pt", "dpo")  # those whose trainer becomes a KTrainer
+RULES: Final = "rules"  # as `lora_target`: what the rules of the compiled model say
+_OF_LORA: Final = (
+    "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "pissa_init", "additional_target",
+)  # fmt: skip
+_IMPOSSIBLE: Final[Mapping[str, str]] = {
+    "deepspeed": "its parts would be laid out anew over processes",
+    "fsdp": "its parts would be laid out anew over processes",
+    "quantization_bit": "its weights have the format that the rules gave them",
+    "use_unsloth": "unsloth loads models itself",
+    "use_dora": "DoRA reads weights that are packed",
+    "mixture_of_depths": "its layers are those that were compiled",
+    "use_llama_pro": "its layers are those that were compiled",
+    "resize_vocab": "its embeddings are those of the checkpoint",
+    "use_ray": "run it under torchrun instead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What LLaMA-Factory is asked for: the words it reads (`x.yaml`, `key=value` ...), and what ktc must know of them.
+
+    `by_rules` says that the adapter is the one of the model's rules; `adapters` are folders it starts from.
+    """
+
+    words: tuple[str, ...]
+    stage: str
+    model: Path
+    output: Path
+    do_train: bool
+    by_rules: bool
+    adapters: tuple[str, ...]
+
+
+def check_installed() -> tuple[Diagnostic, ...]:
+    """A warning (F902) for a release that was not tested. Raises `HostLacks` (F901) where there is none."""
+    found = versions.installed("llamafactory")
+    tested = versions.dotted(TESTED)
+    if found is None:
+        hint = (
+            "`make lf-environment`, or `pip install -c constraints-lf.txt llamafactory` into an environment of its own"
+        )
+        raise HostLacks(Diagnostic("F901", f"LLaMA-Factory {tested} is not installed beside this ktc", hint=hint))
+    if versions.release(found) == TESTED:
+        return ()
+    message = f"ktc was tested with LLaMA-Factory {tested}, and {found} is installed"
+    hint = f"if something fails: `pip install -c constraints-lf.txt llamafactory=={tested}`"
+    return (Diagnostic("F902", message, hint=hint, severity="warning"),)
+
+
+def read_request(file: Path, words: Sequence[str]) -> Request:
+    """The settings in `file` under the `words`. Raises `InputRefused` with everything that is wrong."""
+    settings = {**_read(file), **_overrides(words)}
+    problems = [*_setting_faults(settings), *_model_faults(settings)]
+    if problems:
+        raise InputRefused(*problems)
+    return Request(
+        words=(str(file), *words),
+        stage=_stage(settings),
+        model=Path(str(settings["model_name_or_path"])),
+        output=Path(str(settings.get("output_dir", "."))),
+        do_train=bool(settings.get("do_train", False)),
+        by_rules=_targets(settings) == (RULES,),
+        adapters=_listed(settings.get("adapter_name_or_path")),
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if file.suffix not in (".yaml", ".yml"):
+        message = f"`{file}` is no name that LLaMA-Factory reads as YAML"
+        raise InputRefused(Diagnostic("F903", message, hint="name it `.yaml`"))
+    try:
+        content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        words = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise InputRefused(Diagnostic("F903", f"`{file}` cannot be read: {words}")) from error
+    except yaml.YAMLError as error:
+        raise InputRefused(Diagnostic("F904", f"`{file}` is no YAML: {_one_line(error)}")) from error
+    if not isinstance(content, dict):
+        message = f"`{file}` holds {type(content).__name__}, where LLaMA-Factory reads `key: value`"
+        raise InputRefused(Diagnostic("F904", message))
+    return cast("dict[str, Any]", content)
+
+
+def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    """`["lora_rank=4"]` -> `{"lora_rank": 4}`: the values are YAML, as LLaMA-Factory takes them."""
+    settings, faults = dict[str, Any](), list[Diagnostic]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        try:
+            settings[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            faults.append(Diagnostic("F905", f"the value of `{name}` is no YAML: {_one_line(error)}"))
+        if not (name.isidentifier() and equals):
+            faults.append(Diagnostic("F905", f"settings are words like `max_steps=10`, found `{word}`"))
+    if faults:
+        raise InputRefused(*faults)
+    return settings
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _stage(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("stage", "sft"))
+
+
+def _targets(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return _listed(settings.get("lora_target", "all"))
+
+
+def _listed(value: object) -> tuple[str, ...]:
+    """LLaMA-Factory's lists are words between commas."""
+    items = cast("list[object]", value) if isinstance(value, list) else [] if value is None else str(value).split(",")
+    return tuple(str(item).strip() for item in items)
+
+
+def _setting_faults(settings: Mapping[str, Any]) -> Iterator[Diagnostic]:
+    if settings.get("use_kt"):
+        hint = "remove `use_kt`: a compiled model needs no switch"
+        yield Diagnostic("F906", "`use_kt: true` asks for KTransformers' own transformers and accelerate", hint=hint)
+    if (stage := _stage(settings)) not in STAGES:
+        hint = suggest(stage, STAGES) or f"supported: {listing(STAGES)}"
+        yield Diagnostic("F907", f"`ktc lf` has no KTrainer for the stage `{stage}`", hint=hint)
+    if not settings.get("trust_remote_code"):
+        hint = "`trust_remote_code: true`, if you trust that folder"
+        yield Diagnostic("F912", "a compiled model contains code, and LLaMA-Factory is not told to run it", hint=hint)
+    kind = settings.get("finetuning_type", "lora")
+    if kind != "lora":
+        hint = "`finetuning_type: lora`"
+        yield Diagnostic("F911", f"a compiled model is tuned by LoRA, not by `finetuning_type: {kind}`", hint=hint)
+    for name in sorted(_IMPOSSIBLE.keys() & settings.keys()):
+        if settings[name]:
+            message = f"a compiled model cannot have `{name}`: {_IMPOSSIBLE[name]}"
+            yield Diagnostic("F911", message, hint=f"remove `{name}`")
+    if _targets(settings) == (RULES,):
+        for name in _OF_LORA:
+            if name in settings:
+                message = f"`lora_target: {RULES}` takes the adapter of the model's rules, and `{name}` says another"
+                hint = f"remove `{name}`, or compile the model with other rules or `--set`"
+                yield Diagnostic("F910", message, hint=hint)
+
+
+def _model_faults(settings: Mapping[str, Any]) -> Iterator[Diagnostic]:
+    named = settings.get("model_name_or_path")
+    folder = Path(str(named))
+    if named is None or not (folder / "ktc.json").is_file():
+        message = "`model_name_or_path` is missing" if named is None else f"`{named}` is no model that ktc has compiled"
+        hint = "name the folder that `ktc compile MODEL RULES -o OUT` wrote"
+        yield Diagnostic("F908", message, hint=hint)
+        return
+    targets = _targets(settings)
+    if targets not in ((RULES,), ("all",)):
+        yield from _target_faults(targets, _linear_names(folder), folder)
+
+
+def _linear_names(folder: Path) -> frozenset[str]:
+    """The modules of the compiled model that hold a matrix of their own. Raises `InputRefused` (F908)."""
+    try:
+        rows = read_sources((folder / "weights.json").read_bytes())
+    except (OSError, ValueError) as error:
+        message = f"`{folder / 'weights.json'}` is damaged: {_one_line(error)}"
+        raise InputRefused(Diagnostic("F908", message, hint="compile the model again")) from error
+    matrices = (row.target for row in rows if row.expert is None and len(row.shape) == 2)
+    return frozenset(name.removesuffix(".weight") for name in matrices if name.endswith(".weight"))
+
+
+def _target_faults(targets: Sequence[str], modules: frozenset[str], folder: Path) -> Iterator[Diagnostic]:
+    """PEFT takes a module's name or its end, and says nothing of one that hits nothing beside others that do."""
+    for target in targets:
+        if any(name == target or name.endswith(f".{target}") for name in modules):
+            continue
+        near = suggest(target, {name.rpartition(".")[2] for name in modules})
+        hint = near or f"`lora_target: {RULES}` takes what the rules chose, routed experts among it"
+        message = f"the LoRA target `{target}` hits no linear module of `{folder.name}`"
+        yield Diagnostic("F909", message, hint=hint)
