@@ -248,7 +248,7 @@ def _finish(session: Session, place: Place, result: TrainResult) -> None:
     session.result({"output": str(result.output), "report": report.to_json(), "data": _data_json(result.data)})
     if result.interrupted:
         again = shlex.join(["ktc", "train", str(place.out), "--output", str(place.output), "--resume", "auto"])
-        session.diagnose([Diagnostic("T540", f"stopped after step {report.steps}", hint=f"go on: `{again}`")])
+        session.diagnose([Diagnostic("T528", f"stopped after step {report.steps}", hint=f"go on: `{again}`")])
         session.exit_code = INTERRUPTED
         return
     session.show(_report_table(report))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Final
 
-from ktc.runtime.kernel_clock import KernelCall
+from ktc.runtime.kernel_clock import KernelCall, listening
 
 Window = tuple[float, float]
 
@@ -35,6 +36,18 @@ class StepTimes:
     calls: tuple[tuple[str, KernelCall], ...]
 
 
+_running: Final[list[PhaseClock]] = []
+
+
+@contextmanager
+def backward_pass() -> Generator[None]:
+    """Around a backward pass that no trainer's accelerator runs; whoever measures counts it."""
+    with ExitStack() as stack:
+        for clock in _running:
+            stack.enter_context(clock.backward())
+        yield
+
+
 class PhaseClock:
     """Takes the marks of one step after the other. A kernel's call may come from any thread."""
 
@@ -47,6 +60,16 @@ class PhaseClock:
         self._backward: list[Window] = []
         self._calls: list[KernelCall] = []
         self._experts: list[Window] = []
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """While inside, the clock hears of kernels and of backward passes."""
+        _running.append(self)
+        try:
+            with listening(self._hear):
+                yield
+        finally:
+            _running.remove(self)
 
     @contextmanager
     def fetching(self) -> Generator[None]:
@@ -67,8 +90,7 @@ class PhaseClock:
         yield
         self._backward.append((began, time.perf_counter()))
 
-    def hear(self, call: KernelCall) -> None:
-        """A kernel was called."""
+    def _hear(self, call: KernelCall) -> None:
         self._calls.append(call)
 
     def experts(self, began: float, ended: float) -> None:

@@ -22,7 +22,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 import ktc
 from ktc import host
 from ktc.runtime.fused_moe import FusedMoe
-from ktc.runtime.kernel_clock import listening
 from ktc.training import run_report
 from ktc.training.phases import PhaseClock, StepTimes
 from ktc.training.run_report import DeviceMemory, Logged, RunReport, StepTokens
@@ -72,7 +71,7 @@ class KTReport(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(device)
         self._length = int(getattr(args, "max_length", None) or getattr(args, "cutoff_len", None) or 0)
         self._open.close()
-        self._open.enter_context(listening(self._clock.hear))
+        self._open.enter_context(self._clock.running())
         for module in cast("nn.Module", kwargs["model"]).modules():
             if isinstance(module, FusedMoe):
                 self._time(module)
@@ -102,11 +101,9 @@ class KTReport(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._open.close()
         self._seconds = time.perf_counter() - self._began
-        report = self.report(finished=True)
+        report = self.report(finished=state.global_step >= state.max_steps)
         if state.is_world_process_zero:
-            folder = Path(str(args.output_dir))
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / run_report.FILE, json.dumps(report.to_json(), indent=2) + "\n")
+            write_report(Path(str(args.output_dir)), report)
 
     def recent_speed(self) -> float:
         """Real tokens per second of this process over the last steps, 0 before the first."""
@@ -139,11 +136,17 @@ class KTReport(TrainerCallback):
             micro_batch=int(args.per_device_train_batch_size),
             accumulation=int(args.gradient_accumulation_steps),
             length=self._length,
-            stacking=str(getattr(trainer, "stacking", "") or ""),
+            stacking=_stacking(trainer),
             history=tuple(_history(state.log_history)),
             machine=_machine(),
             versions=_versions(),
         )
+
+
+def write_report(folder: Path, report: RunReport) -> None:
+    """Writes `ktc_report.json` into the folder, in place of one that is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / run_report.FILE, json.dumps(report.to_json(), indent=2) + "\n")
 
 
 def report_of(trainer: Any) -> KTReport:
@@ -180,6 +183,14 @@ def _over_all(tokens: list[StepTokens], processes: int) -> list[StepTokens]:
     gathered: list[Any] = [None] * processes
     dist.all_gather_object(gathered, table)
     return [StepTokens(*(sum(column) for column in zip(*rows, strict=True))) for rows in zip(*gathered, strict=True)]
+
+
+def _stacking(trainer: Any) -> str:
+    """What was decided of the micro-batches, in words."""
+    decision = getattr(getattr(trainer, "stacker", None), "decision", None)
+    if decision is None:
+        return ""
+    return f"{'stacked' if decision.on else 'one by one'}: {decision.reason}"
 
 
 def _parameters(model: nn.Module) -> tuple[int, int]:

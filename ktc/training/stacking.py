@@ -21,6 +21,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.training.layer_calls import ModelCall, finished, in_chunks, record
 from ktc.training.layer_parts import CannotStack, SplitLayer, split_layers
 from ktc.training.layer_pass import through_layers
+from ktc.training.phases import backward_pass
 from ktc.training.stack_size import bytes_per_token, fitting_tokens, free_bytes, num_logits, working_bytes
 
 log = logging.getLogger(__name__)
@@ -159,7 +160,8 @@ class Stacker:
         del outs, chunks, leaves, finals
         with_loss = [(final, grad) for final, grad in trained if grad is not None]
         if with_loss:
-            torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
+            with backward_pass():
+                torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
     def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
         """How many tokens share a pass. Raises `CannotStack` where not even two micro-batches can."""

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.compiled_model import CompiledModel
 from ktc.training import gradients
+from ktc.training.report import report_of
 from ktc.training.stacking import Stacker, StackMode
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class KTrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         _check_compiled(cast("nn.Module", self.model))
         self.stacker = Stacker(self, stack_micro_batches)
+        report_of(self)  # measures every run, and writes `ktc_report.json` at its end
 
     def create_accelerator_and_postprocess(self) -> None:
         """The accelerator casts and compiles, and neither places nor wraps."""

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.workflows import run_folder
@@ -122,7 +122,7 @@ def prepare(place: Place, settings: TrainSettings) -> PreparedData:
     assert settings.data is not None, "`settings_for` has seen to it"
     rows, held_out = _rows(settings, Path(settings.data))
     limit = _limit(place, settings)
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(place.out))
+    tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(str(place.out))
 
     def encode(data: TrainingData) -> TokenisedData:
         return tokenise(
@@ -160,8 +160,7 @@ def _limit(place: Place, settings: TrainSettings) -> int:
     from ktc.runtime.manifest import read_manifest
 
     read_manifest(place.out)
-    stored: Any = AutoConfig.from_pretrained(str(place.out))
-    config: Any = stored.get_text_config()
+    config: Any = cast("Any", AutoConfig).from_pretrained(str(place.out)).get_text_config()
     longest = int(getattr(config, "max_position_embeddings", 0) or settings.length)
     if settings.length > longest:
         message = f"`length` is {settings.length}, and the model has room for {longest} tokens"

@@ -22,6 +22,7 @@ Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt", "text"]
 Template = Literal["auto", "plain"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 Precision = Literal["bf16", "fp32"]
+Stack = Literal["auto", "on", "off"]
 MAX_BYTES = 1 << 20
 
 
@@ -59,6 +60,7 @@ class TrainSettings:
     accumulation: int = _setting(16, "Micro-batches per step.", low=1)
     precision: Precision = _setting("bf16", "fp32 runs the reference operators: exact and slow.")
     gradient_checkpointing: bool = _setting(False, "Compute activations again in backward: less memory, more time.")
+    stack: Stack = _setting("auto", "Take a step's micro-batches through each layer's experts together.")
     router_aux_loss: float = _setting(0.0, "Weight of the router's load-balancing loss.", low=0)
     seed: int = _setting(42, "Seed of the order of the data, of dropout and of the adapter.", low=0)
     logging_steps: int = _setting(1, "Steps from one logged loss to the next.", low=1)
@@ -241,4 +243,7 @@ def _contradictions(settings: TrainSettings) -> list[tuple[str, str]]:
         found.append(("`early_stopping` needs held-out data", "give `eval_data` or `eval_split`"))
     if settings.eval_data and settings.eval_split:
         found.append(("`eval_data` and `eval_split` are two ways to hold data out", "give one of them"))
+    if settings.stack == "on" and settings.router_aux_loss:
+        hint = "the load-balancing loss is that of one micro-batch; leave one of them out"
+        found.append(("`stack: on` and `router_aux_loss` do not go together", hint))
     return found

@@ -33,7 +33,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.runtime import peft_glue
 from ktc.runtime.load import load
 from ktc.training import KTSFTTrainer
-from ktc.training.report import KTReport, report_of
+from ktc.training.report import KTReport, report_of, write_report
 from ktc.workflows import run_folder
 from ktc.workflows.run_page import write_page
 from ktc.workflows.train import Observe, Place, PreparedData, Progress, Stop, TrainResult
@@ -96,6 +96,7 @@ class TrainingRun:
             args=args,
             train_dataset=self._data.train.dataset(),
             eval_dataset=None if held_out is None else held_out.dataset(),
+            stack_micro_batches=self._settings.stack,
             processing_class=AutoTokenizer.from_pretrained(str(self._place.out)),
         )
         trainer.remove_callback(PrinterCallback)
@@ -108,6 +109,7 @@ class TrainingRun:
         return trainer
 
     def _keep(self, folder: run_folder.RunFolder, model: PeftModel, report: Any, stopped: bool) -> None:
+        write_report(folder.path, report)
         write_page(folder.path, report, self._data, self._settings)
         if not stopped:
             folder.keep_adapter(model)
