@@ -29,6 +29,7 @@ from ktc.link import assemble, check_out, dump_stage, link
 from ktc.match import Match, Matches, NearMiss, match
 from ktc.plan import ANY_SIZE, Plan, Point, make_plan
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.linear_spec import LinearSpec
 from ktc.plan.report import plan_json
 from ktc.prove import Proof, prove
 from ktc.rewrite import RewrittenBlock, rewrite
@@ -73,8 +74,8 @@ def compile(
     plan = see("plan", _fitting(make_plan(captured, weights.sources, matches, ruleset, host)))
     blocks = see("rewrite", rewrite(captured, plan))
     proofs = see("prove", prove(captured, blocks))
-    kernels = see("render", render(plan.kernels, _origins(plan)))
-    library = see("build", build(kernels, host) if plan.kernels else None)
+    kernels = see("render", render((*plan.kernels, *plan.linears), _origins(plan)))
+    library = see("build", build(kernels, host) if kernels.specs else None)
     package = assemble(captured, ruleset, settings, weights, matches, plan, blocks, proofs, kernels, library)
     return see("link", link(package, Path(out), force))
 
@@ -210,11 +211,11 @@ def _fitting(plan: Plan) -> Plan:
     return plan
 
 
-def _origins(plan: Plan) -> dict[KernelSpec, str]:
+def _origins(plan: Plan) -> dict[KernelSpec | LinearSpec, str]:
     """The place in the rules that asked for each kernel."""
-    return {
-        a.kernel: f"{a.rule} ({a.span})" for rewrite in plan.rewrites for a in rewrite.actions if a.kernel is not None
-    }
+    actions = [action for rewrite in plan.rewrites for action in rewrite.actions]
+    asked = ((action.kernel or action.linear, f"{action.rule} ({action.span})") for action in actions)
+    return {spec: origin for spec, origin in asked if spec is not None}
 
 
 __all__ = ["KtcError", "Model", "Report", "check", "compile", "dumps", "inspect"]

@@ -132,7 +132,7 @@ class StageReport:
         parts: list[Any] = [rules_table(cast("RuleSet", self._values["rules"]), matches, plan)]
         parts += [devices_table(plan), workloads_table(plan), parameters_line(plan)]
         parts += [adapter_line(plan.lora)] if plan.lora else []
-        parts += [kernels_table(plan)] if plan.kernels else []
+        parts += [kernels_table(plan)] if plan.kernels or plan.linears else []
         parts += [proofs_table(proofs)] if proofs else []
         if self._session.verbose or proofs is None:
             parts.append(reasons_table(plan))

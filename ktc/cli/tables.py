@@ -131,6 +131,8 @@ def kernels_table(plan: Plan) -> Table:
             for size in (spec.hidden, spec.intermediate, spec.num_experts, spec.top_k)
         )
         table.add_row(f"{spec.op} ({spec.activation})", *sizes, ", ".join(spec.formats), spec.isa, str(plan.threads))
+    for spec in plan.linears:
+        table.add_row(f"{spec.op} (decode)", "any", "any", "", "", spec.dtype, spec.isa, str(plan.threads))
     return table
 
 

@@ -27,6 +27,7 @@ from ktc import resources
 from ktc.codegen import toolchain
 from ktc.codegen.render import KernelSource
 from ktc.codegen.self_test import self_test
+from ktc.codegen.self_test_linear import self_test_linear
 from ktc.codegen.toolchain import Toolchain
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.host import Host, Isa
@@ -132,10 +133,12 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
         library = KernelLibrary(
             folder / built.name,
             file_digest(folder / built.name),
-            tuple((spec.entry, spec.dtype) for spec in source.specs),
+            source.entries,
         )
         for spec in source.specs:
             self_test(library.kernel(spec.entry), spec)
+        for spec in source.linears:
+            self_test_linear(library.kernel(spec.entry), spec)
         with _written(folder.parent):
             _write_record(folder, library)
     except BaseException:

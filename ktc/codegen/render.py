@@ -19,9 +19,10 @@ from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Isa
 from ktc.plan.kernel_spec import BLOCKS, CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
+from ktc.plan.linear_spec import LinearSpec
 from ktc.runtime.experts_form import Function
 
-_ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
+_ELEMENTS: Final = {"bf16": "ktc::bf16", "fp16": "ktc::weight_format::fp16", "fp32": "float", "fp64": "double"}
 # Header and type of a panel in `runtime/include/ktc/weight_format`; a type may ask for the size of groups.
 _PANELS: Final[Mapping[WeightFormat, tuple[str, str]]] = {
     "bf16": ("dense", "Bf16Panel"),
@@ -60,15 +61,23 @@ class KernelSource:
 
     units: tuple[TranslationUnit, ...]
     specs: tuple[KernelSpec, ...]
+    linears: tuple[LinearSpec, ...] = ()
+
+    @property
+    def entries(self) -> tuple[tuple[str, str], ...]:
+        """What the library lists, each with the dtype that it computes in."""
+        return tuple((spec.entry, spec.dtype) for spec in (*self.specs, *self.linears))
 
 
-def render(specs: Sequence[KernelSpec], origin: Mapping[KernelSpec, str]) -> KernelSource:
+def render(specs: Sequence[KernelSpec | LinearSpec], origin: Mapping[KernelSpec | LinearSpec, str]) -> KernelSource:
     """Render the kernels of one model. `origin` names the rule that asked for each (`experts (moe.ktr:6:3)`).
 
     The result does not depend on the order of `specs` or on repeats. Raises `InputRefused` (H220) with every spec for
     which there is no kernel.
     """
-    distinct = tuple(sorted(set(specs), key=lambda spec: spec.entry))
+    ordered = sorted(set(specs), key=lambda spec: spec.entry)
+    distinct = tuple(spec for spec in ordered if isinstance(spec, KernelSpec))
+    linears = tuple(spec for spec in ordered if isinstance(spec, LinearSpec))
     faults = [fault for spec in distinct if (fault := _unsupported(spec))]
     if faults:
         raise InputRefused(*faults)
@@ -83,8 +92,12 @@ def render(specs: Sequence[KernelSpec], origin: Mapping[KernelSpec, str]) -> Ker
         TranslationUnit(f"{spec.entry}.cpp", kernel.render(_choices(spec, origin.get(spec, "none"))), spec.isa)
         for spec in distinct
     ]
-    bindings = environment.get_template("bindings.cpp.j2").render(specs=distinct)
-    return KernelSource((*units, TranslationUnit("bindings.cpp", bindings, "scalar")), distinct)
+    linear = environment.get_template("linear.cpp.j2")
+    for spec in linears:
+        text = linear.render(_linear_choices(spec, origin.get(spec, "none")))
+        units.append(TranslationUnit(f"{spec.entry}.cpp", text, spec.isa))
+    bindings = environment.get_template("bindings.cpp.j2").render(specs=distinct, linears=linears)
+    return KernelSource((*units, TranslationUnit("bindings.cpp", bindings, "scalar")), distinct, linears)
 
 
 def _unsupported(spec: KernelSpec) -> Diagnostic | None:
@@ -122,6 +135,18 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
         "weight_headers": sorted({"packed", *(_PANELS[name][0] for name in spec.formats)}),
         "function": _FUNCTIONS[spec.activation.function],
         "constants": {name: _constant(value) for name, value in _constants(spec)},
+    }
+
+
+def _linear_choices(spec: LinearSpec, origin: str) -> dict[str, object]:
+    """What the template of a linear kernel may ask. The scalar ISA has lanes of fp32, whatever the element."""
+    isa = f"ktc::{spec.isa}::Isa"
+    return {
+        "spec": spec,
+        "spec_line": f"LinearSpec: op={spec.op}, dtype={spec.dtype}, isa={spec.isa}",
+        "origin": _UNSAFE.sub("_", origin),
+        "isa": f"{isa}<float>" if spec.isa == "scalar" else isa,
+        "element": _ELEMENTS[spec.dtype],
     }
 
 

@@ -23,7 +23,7 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     ),
     "isa": ("auto", "scalar", "avx2", "avx512", "avx512_bf16", "amx"),
     "activations": ("keep", "recompute"),
-    "kernel": ("torch", "marlin", "fp8", "q8", "w8a8", "ipex", "llamafile"),
+    "kernel": ("torch", "gemv", "marlin", "fp8", "q8", "w8a8", "ipex", "llamafile"),
     "moe_kernel": ("torch", "grouped_mm", "marlin"),
     "expert_part": ("gate", "up", "down"),
     "attn": ("sdpa", "flash", "flashinfer", "eager"),
@@ -240,7 +240,10 @@ TARGETS: Mapping[str, Target] = {
         available=True,
     ),
     "kt_linear": Target(
-        "kernel", ("linear",), {"kernel": _setting("kernel", required=True), "prefill": _setting("kernel")}
+        "kernel",
+        ("linear",),
+        {"kernel": _setting("kernel", required=True), "prefill": _setting("kernel")},
+        available=True,
     ),
     "cpu_moe": Target(
         "kernel",

@@ -51,7 +51,7 @@ def assemble(
         settings=settings,
         rule_files=rule_files(rules.sources, rules.entry),
         host=host_json(plan.host),
-        isa=plan.kernels[0].isa if plan.kernels else "scalar",
+        isa=next((spec.isa for spec in (*plan.kernels, *plan.linears)), "scalar"),
         plan=plan_json(plan),
         kernels=tuple(KernelFile(s.entry, asdict(s), units[s.entry].text) for s in source.specs),
         bindings=units["bindings"].text if library is not None else "",

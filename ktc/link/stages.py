@@ -77,12 +77,15 @@ def _blocks(
 
 def _marked(block: BlockDump, rewrite: BlockRewrite) -> BlockDump:
     """The captured block with the plan written on its nodes: where each stands, and which rule will replace it."""
-    actions = {action.node: action for action in rewrite.actions}
+    rules, spans = dict[str, dict[str, None]](), dict[str, dict[str, None]]()
+    for action in rewrite.actions:
+        rules.setdefault(action.node, {})[action.rule] = None
+        spans.setdefault(action.node, {})[str(action.span)] = None
     nodes: list[NodeDump] = []
     for node in block.nodes:
         placed = replace(node, device=rewrite.node_devices.get(node.name, rewrite.device))
-        action = actions.get(node.name)
-        nodes.append(replace(placed, rule=action.rule, span=str(action.span)) if action else placed)
+        held = ", ".join(rules.get(node.name, ())), ", ".join(spans.get(node.name, ()))
+        nodes.append(replace(placed, rule=held[0], span=held[1]) if held[0] else placed)
     return replace(block, nodes=tuple(nodes))
 
 
@@ -90,7 +93,7 @@ def _notes(rewrite: BlockRewrite) -> tuple[str, ...]:
     """What the plan will do to a block, one line per action."""
     return tuple(
         f"{action.node} -> {action.target} at `{action.fqn}` on {rewrite.node_devices.get(action.node, rewrite.device)}"
-        + (f", kernel {action.kernel.entry}" if action.kernel else "")
+        + (f", kernel {spec.entry}" if (spec := action.kernel or action.linear) else "")
         + f" (rule {action.rule}, {action.span})"
         for action in rewrite.actions
     )

@@ -13,12 +13,15 @@ from ktc.dsl.ruleset import RuleSet
 from ktc.dsl.schema import TARGETS
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import FORMATS, ISAS
+from ktc.plan.linear_spec import BUILT
 from ktc.plan.types import Claim, PlannedOnly
 
 # Settings that no stage carries out yet, with the values that ask for nothing.
 _SETTINGS: dict[tuple[str, str], tuple[object, ...]] = {
     ("place", "prefill"): (None,),
     ("lora_linear", "dtype"): (None,),
+    ("kt_linear", "kernel"): BUILT,
+    ("kt_linear", "prefill"): (None, "torch"),
     ("cpu_moe", "numa"): (None, "none", "shard"),  # no copies of the weights for each node
 }
 _PLAN_KEYS: dict[str, tuple[object, ...]] = {
@@ -62,7 +65,9 @@ def _settings(claims: Sequence[Claim]) -> Iterator[Diagnostic]:
         for name, value in claim.settings.items():
             idle = _SETTINGS.get((claim.target, name))
             if idle is not None and value not in idle:
-                yield _missing(f"`{claim.target}({name} = {value})`", claim, f"leave `{name}` out")
+                built = [word for word in idle if word is not None]
+                hint = f"write `{name} = {built[0]}`" if name == "kernel" else f"leave `{name}` out"
+                yield _missing(f"`{claim.target}({name} = {value})`", claim, hint)
 
 
 def _kernels(kernels: Sequence[tuple[Claim, KernelSpec]]) -> Iterator[Diagnostic]:

@@ -51,6 +51,8 @@ def _of_rewrite(rewrite: BlockRewrite, claims: Sequence[Claim], lora: LoraPlan |
 
 def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     where = f"rule `{action.rule}` ({action.span})"
+    if action.target == "kt_linear":
+        return f"{_of_linear(action)}, on {rewrite.device}: {where}"
     if action.kernel is None:
         return f"takes LoRA, on {rewrite.device}: {where}"
     spec = action.kernel
@@ -59,6 +61,13 @@ def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     moved = "" if rewrite.device == "cpu" else f", hidden states move {rewrite.device} -> cpu -> {rewrite.device}"
     how = f"{' and '.join(spec.formats)} weights, {spec.isa} kernel, {chosen}"
     return f"routed experts as one node on cpu ({how}){moved}: {where}"
+
+
+def _of_linear(action: NodeAction) -> str:
+    if action.linear is None:
+        return "is run by PyTorch"
+    spec = action.linear
+    return f"few rows without gradients by the {spec.isa} kernel for {spec.dtype}, all others by PyTorch"
 
 
 def _of_training(

@@ -20,12 +20,14 @@ from ktc.plan.claims import resolve_claims
 from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel, thread_count
+from ktc.plan.linear_spec import LinearSpec
+from ktc.plan.linears import choose_linear
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.placement import device_of, place
 from ktc.plan.stored import conversions
 from ktc.plan.types import ANY_SIZE, BlockRewrite, Claim, NodeAction, Plan, Point
 
-REWRITING = ("lora_linear", "cpu_moe")  # targets that change nodes; `place` moves them, `keep` only claims
+REWRITING = ("lora_linear", "kt_linear", "cpu_moe")  # targets that change nodes; `place` moves them, `keep` only claims
 
 
 def make_plan(
@@ -42,7 +44,12 @@ def make_plan(
     placements = place(claims, rules, host)
     devices = {p.fqn: p.device for p in placements}
     kernels, specs = _kernels(captured, weights, claims, host)
-    rewrites = _group(captured, claims, kernels, devices)
+    linears = {
+        (c.site, c.node, c.rule): choose_linear(c, captured.model.dtype, device_of(c.path, devices), host)
+        for c in claims
+        if c.target == "kt_linear"
+    }
+    rewrites = _group(captured, claims, kernels, linears, devices)
     unavailable = not_built(claims, [(c, specs[c.path]) for c in claims if c.target == "cpu_moe"], rules)
     lora = plan_lora(captured, claims, rules)
     if not rewrites and not unavailable:
@@ -67,6 +74,7 @@ def make_plan(
         over_budget=over_budget(memory, mode, asked),
         unavailable=unavailable,
         planned_only=planned_only(claims),
+        linears=tuple(dict.fromkeys(spec for spec in linears.values() if spec is not None)),
     )
 
 
@@ -109,6 +117,7 @@ def _group(
     captured: CapturedModel,
     claims: Sequence[Claim],
     kernels: Mapping[tuple[str, str, str], KernelSpec],
+    linears: Mapping[tuple[str, str, str], LinearSpec | None],
     devices: Mapping[str, str],
 ) -> tuple[BlockRewrite, ...]:
     """Sites of one block with the same actions on the same devices are one rewrite."""
@@ -121,9 +130,9 @@ def _group(
         held = by_site.get(site.fqn)
         if not held:
             continue
-        actions = tuple(_action(claim, kernels.get((claim.site, claim.node, claim.rule))) for claim in held)
+        actions = tuple(_action(claim, kernels, linears) for claim in held)
         device = device_of(site.fqn, devices)
-        done = repr([(a.node, a.target, sorted(a.settings.items()), a.kernel) for a in actions])
+        done = repr([(a.node, a.target, sorted(a.settings.items()), a.kernel, a.linear) for a in actions])
         groups.setdefault((site.block, device, done), ([], actions))[0].append(site)
     counts: dict[str, int] = {}
     rewrites: list[BlockRewrite] = []
@@ -136,9 +145,15 @@ def _group(
     return tuple(rewrites)
 
 
-def _action(claim: Claim, kernel: KernelSpec | None) -> NodeAction:
-    fqn = claim.path.removeprefix(claim.site).lstrip(".")
-    return NodeAction(claim.node, fqn, claim.target, claim.settings, claim.rule, claim.span, kernel)
+def _action(
+    claim: Claim,
+    kernels: Mapping[tuple[str, str, str], KernelSpec],
+    linears: Mapping[tuple[str, str, str], LinearSpec | None],
+) -> NodeAction:
+    key, fqn = (claim.site, claim.node, claim.rule), claim.path.removeprefix(claim.site).lstrip(".")
+    kernel = kernels.get(key) if claim.target == "cpu_moe" else None
+    linear = linears.get(key) if claim.target == "kt_linear" else None
+    return NodeAction(claim.node, fqn, claim.target, claim.settings, claim.rule, claim.span, kernel, linear)
 
 
 def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> Iterator[Diagnostic]:

@@ -16,6 +16,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "rewrites": [_rewrite(r) for r in plan.rewrites],
         "placements": [{"fqn": p.fqn, "device": p.device, "rule": p.rule} for p in plan.placements],
         "kernels": [{"entry": spec.entry, **asdict(spec)} for spec in plan.kernels],
+        "linears": [{"entry": spec.entry, **asdict(spec)} for spec in plan.linears],
         "lora": None if plan.lora is None else asdict(plan.lora),
         "memory": asdict(plan.memory),
         "planned_only": [{"rule": p.rule, "target": p.target, "paths": list(p.paths)} for p in plan.planned_only],
@@ -36,7 +37,7 @@ def _rewrite(rewrite: BlockRewrite) -> dict[str, Any]:
                 "target": action.target,
                 "rule": action.rule,
                 "settings": dict(action.settings),
-                "kernel": action.kernel.entry if action.kernel else None,
+                "kernel": spec.entry if (spec := action.kernel or action.linear) else None,
                 "device": rewrite.node_devices.get(action.node, rewrite.device),
             }
             for action in rewrite.actions

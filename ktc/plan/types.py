@@ -10,11 +10,15 @@ from ktc.diagnostics import Diagnostic, Span
 from ktc.dsl.ruleset import Facet, Value
 from ktc.host import Host
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.linear_spec import LinearSpec
 
 
 @dataclass(frozen=True, slots=True)
 class NodeAction:
-    """One rewrite of one node of a block's graph. `fqn` is the module it becomes, relative to the block."""
+    """One rewrite of one node of a block's graph. `fqn` is the module it becomes, relative to the block.
+
+    A node has several where an adapter is to stand on a kernel; `kernel` is that of experts, `linear` of a linear layer.
+    """
 
     node: str
     fqn: str
@@ -23,6 +27,7 @@ class NodeAction:
     rule: str
     span: Span
     kernel: KernelSpec | None = None
+    linear: LinearSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,7 @@ class Plan:
     over_budget: tuple[Diagnostic, ...] = ()
     unavailable: tuple[Diagnostic, ...] = ()  # planned, but not built in this version
     planned_only: tuple[PlannedOnly, ...] = ()
+    linears: tuple[LinearSpec, ...] = ()
 
     @property
     def devices(self) -> tuple[DeviceMemory, ...]:

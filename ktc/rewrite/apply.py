@@ -16,11 +16,11 @@ from ktc.capture import CapturedModel, ExpertList
 from ktc.graph.typed import nodes_of
 from ktc.graph.verify import verify
 from ktc.plan import BlockRewrite, Plan
-from ktc.rewrite import fused_moe, lora_linear, place
+from ktc.rewrite import fused_moe, linear, place
 
 Pass = Callable[[fx.GraphModule, BlockRewrite], None]
 PASSES: tuple[tuple[str, Pass], ...] = (
-    ("lora_linear", lora_linear.apply),
+    ("linear", linear.apply),
     ("fused_moe", fused_moe.apply),
     ("place", place.apply),
 )

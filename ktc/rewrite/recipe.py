@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from torch import fx
 
 from ktc.capture import ExpertList
@@ -23,13 +25,27 @@ def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...
         for site in block.rewrite.sites:
             if block.experts is not None:
                 rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
-            for action in block.rewrite.actions:
-                kernel, fqn = action.kernel, f"{site.fqn}.{action.fqn}"
-                args = _kernel_args(kernel, nodes[action.fqn], action, plan.host) if kernel else {}
-                module, entry = ("fused_moe", kernel.entry) if kernel else ("lora_linear", None)
+            for action in _one_of_each(block.rewrite.actions):
+                fqn = f"{site.fqn}.{action.fqn}"
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
+                module, entry, args = _module(action, nodes[action.fqn], plan.host)
                 rows.append((site.layer, Rewrite(fqn, module, entry, device, args, action.rule, str(action.span))))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
+
+
+def _one_of_each(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:
+    """One action per node: an adapter on a node with a kernel asks for no module of its own."""
+    with_kernel = {action.node for action in actions if action.target == "kt_linear"}
+    yield from (a for a in actions if a.target != "lora_linear" or a.node not in with_kernel)
+
+
+def _module(action: NodeAction, node: fx.Node, host: Host) -> tuple[str, str | None, dict[str, int | str]]:
+    """What the loader puts in the place of a node: the module, its kernel, its arguments."""
+    if action.kernel is not None:
+        return "fused_moe", action.kernel.entry, _kernel_args(action.kernel, node, action, host)
+    if action.target != "kt_linear":
+        return action.target, None, {}
+    return action.target, action.linear and action.linear.entry, {"threads": thread_count({}, host)}
 
 
 def block_file(block: RewrittenBlock) -> str:

@@ -89,13 +89,21 @@ class NativeKernel(Protocol):
     ) -> None: ...
 
 
+class NativeLinear(Protocol):
+    """`ktc::LinearKernel`; see `linear.hpp`."""
+
+    def forward(
+        self, engine: Engine, x: int, weight: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
+    ) -> None: ...
+
+
 class _Module(Protocol):
     def Engine(self, threads: int, nodes: list[tuple[int, ...]], /) -> Engine: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One entry of a kernel library. `dtype` is what it computes in: bf16, fp32 or fp64."""
+    """One entry of a kernel library. `dtype` is what it computes in: bf16, fp32 or fp64; of a linear one fp16 too."""
 
     library: KernelLibrary
     entry: str
@@ -108,6 +116,10 @@ class Kernel:
         """
         make = getattr(_opened(self.library.path, self.library.digest), self.entry)
         return cast("NativeKernel", make(num_experts, hidden, intermediate, top_k, nodes))
+
+    def linear(self) -> NativeLinear:
+        """The kernel for linear layers of any size, where the entry is one."""
+        return cast("NativeLinear", getattr(_opened(self.library.path, self.library.digest), self.entry)())
 
     def engine(self, threads: int, nodes: tuple[NumaNode, ...] = ()) -> Engine:
         """What a call with that many threads runs on. The library's layers share one set of threads in a process."""

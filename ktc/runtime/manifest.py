@@ -29,6 +29,7 @@ SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ARGUMENTS: Mapping[str, Mapping[str, type]] = {
     "lora_linear": {},
+    "kt_linear": {"threads": int},
     "graph_block": {
         **dict.fromkeys(("num_experts", "hidden", "intermediate"), int),
         **dict.fromkeys(("file", "experts", "form", "parts"), str),

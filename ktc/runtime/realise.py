@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.experts_form import parse_form
 from ktc.runtime.fused_moe import FusedMoe
+from ktc.runtime.gemv import Gemv
 from ktc.runtime.graph_block import graph_block
 from ktc.runtime.kernel_library import Kernel, KernelLibrary
 from ktc.runtime.lora_linear import KTLinear
@@ -48,10 +49,10 @@ def realise(
         setattr(model.get_submodule(parent), name, made)
 
 
-def _lora_linear(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Module:
+def _linear(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Module:
     if not isinstance(old, nn.Linear):
         raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}`"))
-    return KTLinear.from_linear(old)
+    return KTLinear.from_linear(old, Gemv(kernel, step.args["threads"]) if kernel is not None else None)
 
 
 def _fused_moe(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Module:
@@ -104,5 +105,6 @@ def _no_such_module(step: Rewrite, found: str) -> Diagnostic:
 
 _MAKERS: Mapping[str, Callable[[nn.Module, Rewrite, Kernel | None], nn.Module]] = {
     "fused_moe": _fused_moe,
-    "lora_linear": _lora_linear,
+    "kt_linear": _linear,
+    "lora_linear": _linear,
 }

@@ -10,6 +10,7 @@
 #include "ktc/element.hpp"
 #include "ktc/math.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/weight_format/half_precision.hpp"
 
 namespace ktc::avx2 {
 
@@ -21,6 +22,7 @@ class Lanes {
 
   static Lanes load(const float* source) { return {_mm256_loadu_ps(source), _mm256_loadu_ps(source + 8)}; }
   static Lanes from_elements(const bf16* source) { return {widened(source), widened(source + 8)}; }
+  static Lanes from_elements(const weight_format::fp16* source) { return {widened(source), widened(source + 8)}; }
   // Differences of integers, exact before they are rounded.
   static Lanes from_integers(const std::int32_t* sums, const std::int32_t* offsets) {
     const auto eight = [](const std::int32_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); };
@@ -122,6 +124,18 @@ class Lanes {
   static __m256 widened(const bf16* source) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+
+  // As `fp16` converts one: AVX2 does not promise F16C.
+  static __m256 widened(const weight_format::fp16* source) {
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+    const __m256i magnitude = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fff)), 13);
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x8000)), 16);
+    const __m256 finite = _mm256_mul_ps(_mm256_castsi256_ps(magnitude), _mm256_set1_ps(0x1p112f));
+    const __m256i other = _mm256_or_si256(magnitude, _mm256_set1_epi32(0x7f800000));
+    const __m256i is_other = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7bff << 13));
+    const __m256 value = _mm256_blendv_ps(finite, _mm256_castsi256_ps(other), _mm256_castsi256_ps(is_other));
+    return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
   }
 
   // Rounds to nearest even; a NaN keeps its upper bits and becomes quiet.

@@ -9,6 +9,7 @@
 
 #include "ktc/element.hpp"
 #include "ktc/math.hpp"
+#include "ktc/weight_format/half_precision.hpp"
 
 namespace ktc::avx512 {
 
@@ -24,6 +25,9 @@ class Lanes {
   static Lanes from_elements(const bf16* source) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
     return Lanes(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+  }
+  static Lanes from_elements(const weight_format::fp16* source) {
+    return Lanes(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))));
   }
   // Differences of integers, exact before they are rounded.
   static Lanes from_integers(const std::int32_t* sums, const std::int32_t* offsets) {

@@ -21,6 +21,14 @@ struct fp16 {
     const auto places = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
     bits = static_cast<std::uint16_t>((exponent + 14) * 1024 + places + (std::signbit(value) ? 0x8000 : 0));
   }
+  // Rounds to nearest even; what is beyond the range becomes infinite, and NaN stays.
+  static fp16 nearest(float value) {
+    if (std::abs(value) < 65520.0f) return fp16(value);
+    fp16 result;
+    result.bits =
+        static_cast<std::uint16_t>((std::isnan(value) ? 0x7e00 : 0x7c00) | (std::signbit(value) ? 0x8000 : 0));
+    return result;
+  }
   explicit operator float() const {
     const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7fff) << 13;
     // The exponents' biases differ by 112, which also makes denormals what they are; infinities and NaN stay.

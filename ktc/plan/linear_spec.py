@@ -1,0 +1,27 @@
+"""`LinearSpec`: a kernel for linear layers of few rows, everything its template may ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ktc.host import Isa
+
+# What `kt_linear` may name: PyTorch's product, and the kernel of `runtime/include/ktc/linear.hpp`.
+BUILT: Final = ("torch", "gemv")
+ISAS: Final[tuple[Isa, ...]] = ("avx512_bf16", "avx512", "avx2", "scalar")
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One kernel, for layers of any size. `dtype` is that of weights, inputs and outputs; sums are fp32."""
+
+    op: Literal["linear"]
+    dtype: Dtype
+    isa: Isa
+
+    @property
+    def entry(self) -> str:
+        """The name under which the kernel library exposes it."""
+        return f"Linear_{self.dtype}_{self.isa}"

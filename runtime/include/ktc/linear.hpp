@@ -1,0 +1,181 @@
+// y = x W^T + b for a handful of rows of x: what one more token asks of a linear layer. W is read as PyTorch stores it,
+// so there is one copy of it, and training and merged adapters see the same bytes.
+//
+// An output is one dot product along a row of W, summed in fp32 in an order that only the number of inputs decides:
+// neither the threads nor the other rows of x change a bit. Memory is the limit, and a row of W is loaded once for up
+// to four rows of x; the others find it in a cache.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+#include "ktc/element.hpp"
+#include "ktc/engine.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/tensor_view.hpp"
+#include "ktc/weight_format/half_precision.hpp"
+
+namespace ktc {
+
+// x (rows, inputs), weight (outputs, inputs), bias (outputs) or null, and out (rows, outputs) are contiguous and of the
+// kernel's element type; nothing need be aligned.
+struct LinearArguments {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  void* out;
+  std::int64_t rows;
+  std::int64_t inputs;
+  std::int64_t outputs;
+};
+
+class LinearKernel {
+ public:
+  virtual ~LinearKernel() = default;
+  virtual void forward(Engine& engine, const LinearArguments& arguments) const = 0;
+};
+
+// How a library lists a kernel for linear layers: what it is called there, and what makes one.
+struct LinearEntry {
+  const char* name;
+  std::unique_ptr<LinearKernel> (*make)();
+};
+
+template <class Kernel>
+std::unique_ptr<LinearKernel> make_linear() {
+  return std::make_unique<Kernel>();
+}
+
+// Neighbours of W as fp32.
+template <class Lanes, class Element>
+[[gnu::always_inline]] inline Lanes widened(const Element* source) {
+  if constexpr (std::is_same_v<Element, float>) {
+    return Lanes::load(source);
+  } else if constexpr (requires { Lanes::from_elements(source); }) {
+    return Lanes::from_elements(source);
+  } else {
+    float values[kHalfPanel];
+    for (int lane = 0; lane < kHalfPanel; ++lane) values[lane] = static_cast<float>(source[lane]);
+    return Lanes::load(values);
+  }
+}
+
+// To nearest even; what is too large for the element becomes infinite.
+template <class Element>
+Element narrowed(float value) {
+  if constexpr (std::is_same_v<Element, weight_format::fp16>)
+    return weight_format::fp16::nearest(value);
+  else
+    return Element(value);
+}
+
+template <class Isa, class Element>
+class Linear final : public LinearKernel {
+  using Lanes = typename Isa::Lanes;
+
+ public:
+  void forward(Engine& engine, const LinearArguments& arguments) const override {
+    const std::int64_t padded = (arguments.inputs + kHalfPanel - 1) / kHalfPanel * kHalfPanel;
+    engine.exclusively([&](const Team& team, Workspace& workspace) {
+      workspace.reserve(Workspace::bytes<float>(arguments.rows * padded));
+      float* x = workspace.take<float>(arguments.rows * padded);
+      widen_rows(arguments, x, padded);
+      const Product product{arguments, x, padded};
+      std::atomic<std::int64_t> next{0};
+      team.run([&](const Worker&) {
+        for (;;) {
+          const std::int64_t begin = next.fetch_add(kAtATime, std::memory_order_relaxed);
+          if (begin >= arguments.outputs) return;
+          product.compute({begin, std::min(begin + kAtATime, arguments.outputs)});
+        }
+      });
+    });
+  }
+
+ private:
+  static constexpr std::int64_t kAtATime = 16;  // outputs that a worker takes together
+  static constexpr int kRowsTogether = 4;       // of x, for which a row of W is loaded once
+
+  // As fp32, each row followed by zeros up to whole lanes.
+  static void widen_rows(const LinearArguments& arguments, float* x, std::int64_t padded) {
+    const auto* from = static_cast<const Element*>(arguments.x);
+    for (std::int64_t row = 0; row < arguments.rows; ++row, from += arguments.inputs, x += padded) {
+      std::transform(from, from + arguments.inputs, x, [](Element value) { return static_cast<float>(value); });
+      std::fill(x + arguments.inputs, x + padded, 0.0f);
+    }
+  }
+
+  struct Sum {
+    Lanes lanes{0.0f};
+  };
+
+  struct Product {
+    const LinearArguments& arguments;
+    const float* x;
+    std::int64_t padded;
+
+    void compute(Range outputs) const {
+      std::int64_t row = 0;
+      for (; row + kRowsTogether <= arguments.rows; row += kRowsTogether) rows<kRowsTogether>(row, outputs);
+      switch (arguments.rows - row) {
+        case 3:
+          return rows<3>(row, outputs);
+        case 2:
+          return rows<2>(row, outputs);
+        case 1:
+          return rows<1>(row, outputs);
+        default:
+          return;
+      }
+    }
+
+    // As many outputs side by side as have room for their sums in registers: one chain of additions alone would wait
+    // for itself, not for memory.
+    template <int kRows>
+    void rows(std::int64_t row, Range outputs) const {
+      constexpr int kSideBySide = std::clamp(Isa::kMaxRows / kRows, 1, 4);
+      std::int64_t output = outputs.begin;
+      for (; output + kSideBySide <= outputs.end; output += kSideBySide) dot<kRows, kSideBySide>(row, output);
+      for (; output < outputs.end; ++output) dot<kRows, 1>(row, output);
+    }
+
+    template <int kRows, int kOutputs>
+    [[gnu::noinline]] void dot(std::int64_t row, std::int64_t output) const {
+      const std::int64_t inputs = arguments.inputs, whole = inputs / kHalfPanel * kHalfPanel;
+      const Element* weight = static_cast<const Element*>(arguments.weight) + output * inputs;
+      const float* values = x + row * padded;
+      Sum sums[kOutputs][kRows];
+      const auto add = [&](int side, const Element* at, std::int64_t column) {
+        const Lanes weights = widened<Lanes>(at);
+#pragma GCC unroll 4
+        for (int each = 0; each < kRows; ++each) {
+          Lanes& sum = sums[side][each].lanes;
+          sum = fused_multiply_add(weights, Lanes::load(values + each * padded + column), sum);
+        }
+      };
+      for (std::int64_t column = 0; column < whole; column += kHalfPanel) {
+#pragma GCC unroll 4
+        for (int side = 0; side < kOutputs; ++side) add(side, weight + side * inputs + column, column);
+      }
+      for (int side = 0; side < kOutputs && whole < inputs; ++side) {
+        Element rest[kHalfPanel] = {};
+        std::copy(weight + side * inputs + whole, weight + (side + 1) * inputs, rest);
+        add(side, rest, whole);
+      }
+      for (int side = 0; side < kOutputs; ++side) {
+        for (int each = 0; each < kRows; ++each) put(row + each, output + side, sums[side][each].lanes.sum());
+      }
+    }
+
+    void put(std::int64_t row, std::int64_t output, float sum) const {
+      const auto* bias = static_cast<const Element*>(arguments.bias);
+      if (bias != nullptr) sum += static_cast<float>(bias[output]);
+      static_cast<Element*>(arguments.out)[row * arguments.outputs + output] = narrowed<Element>(sum);
+    }
+  };
+};
+
+}  // namespace ktc
