@@ -17,7 +17,7 @@ from ktc.plan.linear_spec import LinearSpec
 class NodeAction:
     """One rewrite of one node of a block's graph. `fqn` is the module it becomes, relative to the block.
 
-    A node has several where an adapter is to stand on a kernel; `kernel` is that of experts, `linear` of a linear layer.
+    A node has several where an adapter stands on a kernel; `kernel` is that of experts, `linear` of a linear layer.
     """
 
     node: str

@@ -71,5 +71,5 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _is_watched() -> bool:
     """Whether somebody traces the call or computes it in another dtype: they see F.linear."""
-    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
     return traced or torch.is_autocast_enabled("cpu")
