@@ -16,16 +16,30 @@ from torch import nn
 from torch.nn import Parameter
 from transformers import Trainer, TrainingArguments
 
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.runtime.compiled_model import CompiledModel
 from ktc.training import gradients
 from ktc.training.report import report_of
+from ktc.training.roll_call import RollCall, together
 from ktc.training.stacking import Stacker, StackMode
+
+TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # of TRL, by our tests
+_KNOWN_REASONS = {"RewardTrainer": "a reward model has a head of its own, and a compiled model is a causal LM"}
 
 if TYPE_CHECKING:
     _Trainer = Trainer
 else:
     _Trainer = object
+
+
+def _check_tried(trainer: type) -> None:
+    of_trl = (c.__name__ for c in trainer.__mro__ if c.__module__.startswith("trl.") and c.__name__.endswith("Trainer"))
+    for name in of_trl:
+        if not name.startswith("_") and name not in TRIED:
+            message = f"`trl.{name}` is not known to train a compiled model"
+            reason = _KNOWN_REASONS.get(name, "ktc's tests do not run it")
+            hint = f"{reason}; known are {listing(sorted(TRIED))}"
+            raise InputRefused(Diagnostic("T535", message, hint=hint))
 
 
 class KTrainerMixin(_Trainer):
@@ -37,9 +51,18 @@ class KTrainerMixin(_Trainer):
     before they are clipped. `stack_micro_batches`: whether the micro-batches of a step share one pass over each layer's
     experts (`ktc.training.stacking`); "auto" goes on without where it cannot be, "on" refuses (T540). The loss comes
     back on `args.device`, wherever the model's head is.
+    TRL's SFT, DPO, KTO, GRPO and RLOO trainers are tried; its others are refused as the class is made (T535).
     Raises `InputRefused`: T530 for a model that is not compiled, T531 for training without an adapter, T532 for FSDP
-    and DeepSpeed, T533 for processes that train different parameters.
+    and DeepSpeed, T533 for processes that train different parameters. Raises `KtcError` (T534) when another process is
+    gone.
     """
+
+    _roll_call: RollCall | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises `InputRefused` (T535) for a trainer of TRL that is not known to work on a compiled model."""
+        super().__init_subclass__(**kwargs)
+        _check_tried(cls)
 
     def __init__(self, *args: Any, stack_micro_batches: StackMode = "auto", **kwargs: Any) -> None:
         for settings in (*args, *kwargs.values()):
@@ -73,7 +96,17 @@ class KTrainerMixin(_Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer it stands before."""
         _check_adapter(cast("nn.Module", self.model))
-        return super().train(*args, **kwargs)
+        if not gradients.distributed():
+            return super().train(*args, **kwargs)
+        self._roll_call = RollCall()
+        with together(self._roll_call, self.args.output_dir):
+            return super().train(*args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of an optimizer step; the processes count their tokens together."""
+        if self._roll_call is not None:
+            self._roll_call.arrive()
+        return cast("Any", super()).get_batch_samples(*args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = cast("Any", super())._prepare_for_training(*args, **kwargs)
@@ -90,7 +123,8 @@ class KTrainerMixin(_Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one micro-batch; the last one of an optimizer step averages the gradients."""
         loss = self.stacker.training_step(super().training_step, *args, **kwargs)
-        if gradients.distributed() and self.accelerator.sync_gradients:
+        if self._roll_call is not None and self.accelerator.sync_gradients:
+            self._roll_call.arrive()
             gradients.average_gradients(self._trained, self._groups)
         return loss.to(self.args.device)
 

@@ -1,0 +1,94 @@
+"""Which process of a run is missing, when the others cannot go on without it.
+
+Every process counts the meetings it comes to (the collectives of a training step) in the store that launched the run.
+When one fails, the counts say who did not come, and a process that raised an error has left its words there.
+Out: one error that names the rank, what it said, and the checkpoint to go on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from transformers import trainer_utils
+
+from ktc.diagnostics import Diagnostic, KtcError
+
+_LONGEST_WORDS = 500
+
+
+class RollCall:
+    """One process's view: `arrive` before each meeting, `missing` after one that failed."""
+
+    def __init__(self) -> None:
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._store = cast("Any", dist).PrefixStore(
+            "ktc_roll_call", cast("Any", dist.distributed_c10d)._get_default_store()
+        )
+        self._meetings = 0
+
+    def arrive(self) -> None:
+        """This process is at its next meeting."""
+        self._meetings += 1
+        self._store.set(f"meetings/{self._rank}", str(self._meetings))
+
+    def leave(self, error: BaseException) -> None:
+        """This process goes, with its last words for the others."""
+        self._store.set(f"words/{self._rank}", f"{type(error).__name__}: {error}"[:_LONGEST_WORDS])
+
+    def missing(self) -> list[str]:
+        """The ranks that raised an error, with its words; if none did, those that have not come to this meeting."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        words = {rank: self._read(f"words/{rank}") for rank in others}
+        said = [f"rank {rank} stopped with {text}" for rank, text in words.items() if text]
+        behind = [rank for rank in others if int(self._read(f"meetings/{rank}") or 0) < self._meetings]
+        return said or [f"rank {rank} did not come" for rank in behind]
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+@contextmanager
+def together(call: RollCall, output_dir: str | None) -> Generator[None]:
+    """Runs the body as one of several processes. An error of it is told to the others.
+
+    Raises KtcError (T534) in place of a collective's own error, where the others are what is wrong.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise _lost(call, error, output_dir) from error
+    except BaseException as error:
+        _tell(call, error)
+        raise
+
+
+def _lost(call: RollCall, error: RuntimeError, output_dir: str | None) -> Exception:
+    """The error to raise for `error`: itself, where no other process is missing."""
+    try:
+        missing = call.missing()
+    except RuntimeError:
+        missing = ["rank 0, which keeps the roll, is gone"]
+    if not missing:
+        _tell(call, error)
+        return error
+    message = f"this run goes on in all its processes or in none: {'; '.join(missing)}"
+    return KtcError(Diagnostic("T534", message, hint=_what_next(output_dir)))
+
+
+def _tell(call: RollCall, error: BaseException) -> None:
+    try:
+        call.leave(error)
+    except RuntimeError:
+        return  # nobody keeps the roll any more; the error itself is raised all the same
+
+
+def _what_next(output_dir: str | None) -> str:
+    newest = cast("Any", trainer_utils).get_last_checkpoint
+    last: str | None = newest(output_dir) if output_dir and Path(output_dir).is_dir() else None
+    if last is None:
+        return "look above for what that process said; there is no checkpoint yet"
+    return f"look above for what that process said, and resume from `{last}`"

@@ -1,0 +1,90 @@
+"""What each process of tests/training/test_distributed.py runs: a short training, told by JSON on the command line.
+
+Written per rank into the folder: the logged losses, the trained tensors, and those it had before they were shared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainingArguments
+
+import ktc
+from ktc.runtime.peft_glue import read_lora_config
+from ktc.training import KTrainer
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Killed(TrainerCallback):
+    """The kernel takes this process, or it raises an error, in the step after `step`."""
+
+    def __init__(self, step: int, how: str) -> None:
+        self._step, self._how = step, how
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step and self._how == "error":
+            raise OSError("the disk is full")
+        if state.global_step == self._step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rows(vocab_size: int, count: int = 32) -> list[dict[str, Tensor]]:
+    """Rows of unlike length, so that processes have unlike numbers of tokens."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, vocab_size, (count, 12), generator=draw)
+    kept = torch.randint(3, 12, (count, 1), generator=draw)
+    labels = ids.masked_fill(torch.arange(12) >= kept, -100)
+    return [
+        {"input_ids": i, "labels": o, "attention_mask": torch.ones_like(i)} for i, o in zip(ids, labels, strict=True)
+    ]
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    config = read_lora_config(Path(job["out"]))
+    if job.get("unlike"):
+        config.r += RANK
+    torch.manual_seed(RANK if job["world"] > 1 else 0)
+    model = get_peft_model(ktc.load(job["out"], reference=True), config)
+    folder = Path(job["folder"])
+    save_file(trained(model), folder / f"before-{RANK}.safetensors")
+    args = TrainingArguments(
+        output_dir=str(folder / "run"),
+        max_steps=job["steps"],
+        per_device_train_batch_size=8 // job["world"] // 2,
+        gradient_accumulation_steps=2,
+        learning_rate=5e-3,
+        logging_steps=1,
+        save_strategy="steps" if job.get("save") else "no",
+        save_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        ddp_timeout=60,
+    )
+    fate = [Killed(job["until"], job["fate"])] if job.get("fate") and job["world"] - 1 == RANK else []
+    trainer = KTrainer(model=model, args=args, train_dataset=rows(model.config.vocab_size), callbacks=fate)
+    trainer.train(resume_from_checkpoint=job.get("resume"))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    (folder / f"losses-{RANK}.json").write_text(json.dumps(losses))
+    save_file(trained(model), folder / f"after-{RANK}.safetensors")
+
+
+if __name__ == "__main__":
+    main()
