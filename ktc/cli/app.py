@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from ktc import host
-from ktc.cli import bench, generate, lf, train
+from ktc.cli import bench, evaluate, generate, lf, serve, train
 from ktc.cli.options import (
     CompiledModel,
     HostFile,
@@ -47,7 +47,9 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(lf.app, name="lf")
+app.command("eval")(evaluate.command)
 app.command("generate")(generate.command)
+app.command("serve")(serve.command)
 train.register(app)
 
 

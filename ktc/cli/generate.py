@@ -97,7 +97,7 @@ def command(
             out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust
         )
         session.go_on()
-        _tell_template(session, opened, raw)
+        tell_template(session, opened, raw)
         set_seed(seed)
         if prompt is not None:
             _answer_one(session, opened, prompt, sampling, system, raw)
@@ -124,7 +124,7 @@ def _check_combination(
         raise InputRefused(*faults)
 
 
-def _tell_template(session: Session, opened: LanguageModel, raw: bool) -> None:
+def tell_template(session: Session, opened: LanguageModel, raw: bool) -> None:
     if not opened.has_template and not raw:
         message = "the tokenizer has no chat template: a prompt is read as it is, turns are joined by line breaks"
         hint = "ask as the model was trained; `--raw` says that this is meant"

@@ -1,8 +1,8 @@
 """A file of prompts answered: rows in, the same rows with an answer each out, in their order.
 
 In: the rows of a JSONL file. Out: JSONL text, every field of a row kept, and `generated`, `generated_tokens` and
-`finish` added. Refused, all rows together and before anything is generated: prompts that are too long (G703) or that the
-chat template does not take (G706).
+`finish` added. Refused, all rows together and before anything is generated: prompts that are too long (G703), or that
+the chat template does not take (G706).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def require_fit(opened: LanguageModel, prompts: Sequence[Prompt], max_new_tokens
 def read_rows(path: Path) -> tuple[Row, ...]:
     """The rows of a JSONL file. Raises InputRefused (G702, G705, G706) with all that is wrong in it."""
     rows, faults = list[Row](), list[Diagnostic]()
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         place = Span(str(path), number, 1, number, 2)
@@ -121,7 +121,8 @@ def bounded(faults: Iterator[Diagnostic] | Sequence[Diagnostic]) -> tuple[Diagno
     return (*found[:_MOST_FAULTS], Diagnostic(found[0].code, f"{more} more rows are refused", severity="note"))
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8. Raises InputRefused (G705)."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:

@@ -12,14 +12,34 @@ from typing import Any
 from transformers import TextStreamer
 
 
+class HeldText:
+    """Text that grows, passed on up to a stop text, and never with the beginning of one that may still become whole."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop, self._text, self._passed = tuple(stop), "", 0
+
+    def add(self, text: str, *, complete: bool = False) -> str:
+        """What can be passed on now; with `complete` nothing follows."""
+        self._text += text
+        start = self._passed
+        self._passed = max(start, self._safe_length(complete))
+        return self._text[start : self._passed]
+
+    def _safe_length(self, complete: bool) -> int:
+        places = [place for word in self._stop if (place := self._text.find(word)) >= 0]
+        if places:
+            return min(places)
+        begun = [n for word in self._stop for n in range(1, len(word)) if self._text.endswith(word[:n])]
+        return len(self._text) - (0 if complete else max(begun, default=0))
+
+
 class TextStream(TextStreamer):
-    """What is passed on ends before a stop text, and never with the beginning of one that may still become whole."""
+    """A streamer for one answer. `first_token` is when its first token came, by `time.perf_counter`."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.first_token: float | None = None
-        self._stop, self._on_text = tuple(stop), on_text
-        self._text, self._passed, self._prompted = "", 0, False
+        self._held, self._on_text, self._prompted = HeldText(stop), on_text, False
 
     def put(self, value: Any) -> None:
         """A prompt [1, length], then tokens [1]."""
@@ -30,19 +50,5 @@ class TextStream(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Called with each piece of text that later tokens do not change."""
-        self._text += text
-        safe = _safe_length(self._text, self._stop, stream_end)
-        if safe > self._passed:
-            self._on_text(self._text[self._passed : safe])
-            self._passed = safe
-
-
-def _safe_length(text: str, stop: Sequence[str], complete: bool) -> int:
-    """How much of `text` is part of the answer for sure."""
-    places = [place for word in stop if (place := text.find(word)) >= 0]
-    if places:
-        return min(places)
-    if complete:
-        return len(text)
-    begun = [n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])]
-    return len(text) - max(begun, default=0)
+        if piece := self._held.add(text, complete=stream_end):
+            self._on_text(piece)

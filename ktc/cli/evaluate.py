@@ -1,0 +1,170 @@
+"""`ktc eval`: a compiled model scored on a file, beside itself without the adapter.
+
+In: what was typed. Out: a table on stdout with the definition of its numbers and the versions that made them; the
+predictions in a file. Refused before the model is loaded: options that do not go together (V804), bad data, missing
+libraries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ktc.cli.options import (
+    AdapterFolder,
+    BatchSize,
+    CompiledModel,
+    Json,
+    LogFile,
+    Quiet,
+    Raw,
+    Reference,
+    Seed,
+    SystemPrompt,
+    Trust,
+    Verbose,
+    Weights,
+)
+from ktc.cli.session import Session
+from ktc.diagnostics import Diagnostic, InputRefused
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ktc.workflows.evaluate import Evaluation
+
+Task = Literal["generation", "mcq"]
+Metrics = Literal["kt", "lf", "std"]
+By = Literal["text", "logprob"]
+
+
+def command(
+    out: CompiledModel,
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FILE", help="Rows with answers, as `ktc train` takes them, or questions.")
+    ],
+    adapter: AdapterFolder = None,
+    task: Annotated[Task, typer.Option("--task", help="Generated text against references, or multiple choice.")] = (
+        "generation"
+    ),
+    metrics: Annotated[
+        Metrics | None,
+        typer.Option("--metrics", help="KTransformers' definition (default), LLaMA-Factory's, the literature's."),
+    ] = None,
+    by: Annotated[
+        By | None, typer.Option("--mcq-by", help="The letter that is written (default), or the likeliest one.")
+    ] = None,
+    token_accuracy: Annotated[
+        bool, typer.Option("--token-accuracy", help="Also the share of the references' tokens that are the likeliest.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first rows.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="F.jsonl", help="Write every prediction here.")
+    ] = None,
+    system: SystemPrompt = "",
+    raw: Raw = False,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer. Default: 256, for questions 32.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token each time; above, draw.")
+    ] = 0.0,
+    seed: Seed = 0,
+    batch_size: BatchSize = 8,
+    reference: Reference = False,
+    weights: Weights = None,
+    trust: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Score a compiled model: BLEU and ROUGE of what it writes, or the share of questions it gets right."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        _check_combination(task, metrics, by, token_accuracy, raw)
+        session.require_versions()
+        from ktc.cli.generate import rows_bar, tell_template
+        from ktc.workflows.batch import require_writable, write_rows
+        from ktc.workflows.evaluate import evaluate_choices, evaluate_generation
+        from ktc.workflows.evaluation_data import read_items, read_questions
+        from ktc.workflows.generate import Sampling
+        from ktc.workflows.language_model import open_language_model
+        from ktc.workflows.metrics import definition
+
+        scored = definition(metrics or "kt") if task == "generation" else None
+        items = read_items(data, limit=limit) if task == "generation" else ()
+        questions = read_questions(data, limit=limit) if task == "mcq" else ()
+        if output is not None:
+            require_writable(output)
+        opened = open_language_model(
+            out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust
+        )
+        session.go_on()
+        tell_template(session, opened, raw or task == "mcq")
+        sampling = Sampling(max_new_tokens or (32 if task == "mcq" else None), temperature, seed=seed)
+        total = (len(items) or len(questions)) * (2 if adapter else 1)
+        with rows_bar(session, "evaluating", total) as done:
+            half = {"tuned": total // 2}
+
+            def progress(which: str, count: int) -> None:
+                done(half.get(which, 0) + count)
+
+            if scored is not None:
+                found = evaluate_generation(
+                    opened, items, scored, sampling,
+                    batch_size=batch_size, system=system, token_accuracy=token_accuracy, progress=progress,
+                )  # fmt: skip
+            else:
+                found = evaluate_choices(
+                    opened, questions, by or "text", sampling,
+                    batch_size=batch_size, system=system, raw=raw, progress=progress,
+                )  # fmt: skip
+        if output is not None:
+            write_rows(output, found.predictions)
+        session.result({**found.to_json(), "model": opened.name, "adapter": opened.adapter or None})
+        session.result({"sampling": asdict(sampling), "output": None if output is None else str(output)})
+        session.show(_table(found, opened.name))
+        session.show(f"{found.definition}\n{_versions(found)}")
+
+
+def _check_combination(task: Task, metrics: Metrics | None, by: By | None, token_accuracy: bool, raw: bool) -> None:
+    """Raises InputRefused (V804) for options that the task would ignore."""
+    given = {"--metrics": metrics is not None, "--token-accuracy": token_accuracy, "--mcq-by": by is not None}
+    foreign = ("--mcq-by",) if task == "generation" else ("--metrics", "--token-accuracy")
+    faults = [
+        Diagnostic("V804", f"`{name}` has no meaning for `--task {task}`", hint="leave it out")
+        for name in foreign
+        if given[name]
+    ]
+    if raw and task == "generation":
+        hint = "rows with `prompt` and `completion` are asked without a template"
+        faults.append(Diagnostic("V804", "`--raw` has no meaning for `--task generation`", hint=hint))
+    if faults:
+        raise InputRefused(*faults)
+
+
+def _table(found: Evaluation, name: str) -> Table:
+    """One row a metric: of the model alone, or of base and tuned with the difference."""
+    from rich import box
+    from rich.table import Table
+
+    both = found.lines[0].tuned is not None
+    heads = ("base", "tuned", "delta", "95 % of resamples") if both else ("model",)
+    table = Table("%", *heads, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.title = f"{name}, {found.samples} samples"
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for line in found.lines:
+        cells = [f"{line.base:.2f}"]
+        if line.tuned is not None and line.delta is not None and line.interval is not None:
+            low, high = line.interval
+            cells += [f"{line.tuned:.2f}", f"{line.delta:+.2f}", f"{low:+.2f} to {high:+.2f}"]
+        table.add_row(line.name, *cells)
+    return table
+
+
+def _versions(found: Evaluation) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found.versions.items())

@@ -1,0 +1,58 @@
+"""`ktc serve`: a compiled model at an OpenAI-compatible endpoint, until Ctrl-C.
+
+In: what was typed. Out: the address on stderr (with `--json` also on stdout, when it ends). What can be refused is
+refused before the model is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ktc.cli.options import (
+    AdapterFolder,
+    CompiledModel,
+    Json,
+    LogFile,
+    Quiet,
+    Reference,
+    Trust,
+    Verbose,
+    Weights,
+)
+from ktc.cli.session import Session
+
+
+def command(
+    out: CompiledModel,
+    adapter: AdapterFolder = None,
+    host: Annotated[
+        str, typer.Option("--host", help="The address to listen at; others reach it if it is not local.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    reference: Reference = False,
+    weights: Weights = None,
+    trust: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Serve a compiled model over HTTP as OpenAI's clients ask: chat, completions, responses, with streaming."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
+        from ktc.workflows import serve
+        from ktc.workflows.language_model import open_language_model
+
+        serve.require_server()
+        with serve.listen(host, port) as listening:
+            session.diagnose(serve.exposure(host))
+            opened = open_language_model(
+                out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust
+            )
+            session.go_on()
+            server = serve.make_server(opened)
+            session.result({"url": serve.url(listening), "model": opened.name, "adapter": opened.adapter or None})
+            session.console.print(f"{opened.name} is served at {serve.url(listening)} (Ctrl-C ends)", markup=False)
+            server.run(sockets=[listening])
