@@ -85,7 +85,7 @@ def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]
 
 def _question(value: object, place: Span) -> Question:
     """Raises ValueError with what is wrong."""
-    fields = cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
+    fields: Mapping[str, Any] = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     missing = [name for name in ("question", "options", "answer") if name not in fields]
     if missing:
         raise ValueError(f"the row lacks {', '.join(f'`{name}`' for name in missing)}")

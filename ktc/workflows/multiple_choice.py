@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ktc.workflows.evaluation_data import Question
-from ktc.workflows.generate import Sampling, answer_all, batches
+from ktc.workflows.generate import Sampling, answer_all
 from ktc.workflows.language_model import LanguageModel
 from ktc.workflows.likelihood import likelihoods
 from ktc.workflows.prompts import Prompt, render
@@ -56,8 +56,8 @@ def choose(
         pairs = zip(questions, found, strict=True)
         return [Choice(extract(answer.text, question), answer.text) for question, answer in pairs]
     chosen: list[Choice] = []
-    for batch in batches(range(len(questions)), batch_size):
-        chosen += [_likeliest(opened, questions[at], prompts[at], batch_size) for at in batch]
+    for question, prompt in zip(questions, prompts, strict=True):
+        chosen.append(_likeliest(opened, question, prompt, batch_size))
         if progress is not None:
             progress(len(chosen))
     return chosen
