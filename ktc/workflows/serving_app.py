@@ -101,8 +101,8 @@ class _Queued(GenerateManager):
     ) -> Any:
         self._require_fit(inputs, gen_config)
         seeded: Any = _Seeded(model, getattr(gen_config, _SEED, None))
-        stream: Any = super().generate_streaming
-        queue, streamer = stream(seeded, processor, inputs, gen_config, *more, **named)
+        make = cast("Any", super())
+        queue, streamer = make.generate_streaming(seeded, processor, inputs, gen_config, *more, **named)
         return _UntilStop(queue, _stop_texts(gen_config)), streamer
 
     async def generate_non_streaming(
