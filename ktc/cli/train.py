@@ -61,7 +61,8 @@ def train_command(
     **flags: Any,
 ) -> None:
     """Fine-tune OUT with LoRA on a file of examples; the adapter loads on the original model with stock PEFT."""
-    with Session(as_json, verbose, quiet or host.process_rank() > 0, log_file) as session:
+    is_first = host.process_rank() == 0  # of the processes that torchrun started; it speaks for all
+    with Session(as_json and is_first, verbose, quiet or not is_first, log_file) as session:
         session.require_versions()
         from ktc.workflows import train
 

@@ -10,6 +10,7 @@ import json
 import platform
 import resource
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
@@ -164,7 +165,11 @@ def _counted(batches: Any) -> StepTokens:
     """The tokens of a step's micro-batches; a batch without a mask has no padding."""
     real = padded = learned = 0
     for batch in batches:
-        ids, mask, labels = (batch.get(key) for key in ("input_ids", "attention_mask", "labels"))
+        if not isinstance(batch, Mapping):
+            continue  # rows that the trainer itself makes tokens of
+        ids, mask, labels = (
+            cast("Mapping[str, Any]", batch).get(key) for key in ("input_ids", "attention_mask", "labels")
+        )
         if not isinstance(ids, Tensor):
             continue
         padded += ids.numel()

@@ -117,12 +117,10 @@ def settings_for(place: Place, config: Path | None, flags: dict[str, Any]) -> Tr
 
 def prepare(place: Place, settings: TrainSettings) -> PreparedData:
     """The data as tokens; the model is not loaded. Raises InputRefused (T510 to T520)."""
-    from transformers import AutoTokenizer
-
     assert settings.data is not None, "`settings_for` has seen to it"
     rows, held_out = _rows(settings, Path(settings.data))
     limit = _limit(place, settings)
-    tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(str(place.out))
+    tokenizer = read_tokenizer(place.out)
 
     def encode(data: TrainingData) -> TokenisedData:
         return tokenise(
@@ -137,13 +135,27 @@ def prepare(place: Place, settings: TrainSettings) -> PreparedData:
     return PreparedData(encode(rows), encode(held_out) if held_out else None)
 
 
+def read_tokenizer(out: Path) -> Any:
+    """The tokenizer in a compiled model's folder. Raises InputRefused (T507) where there is none, or it needs code."""
+    from transformers import AutoTokenizer
+
+    try:
+        return cast("Any", AutoTokenizer).from_pretrained(str(out))
+    except (OSError, ValueError) as error:
+        message = f"`{out}` has no tokenizer that can be read: {str(error).strip().partition(chr(10))[0]}"
+        hint = "put the original's tokenizer files into its folder, and compile again"
+        raise InputRefused(Diagnostic("T507", message, hint=hint)) from error
+
+
 def _rows(settings: TrainSettings, path: Path) -> tuple[TrainingData, TrainingData | None]:
     data = read_training_data(path, settings.format)
     if settings.eval_data:
         return data, read_training_data(Path(settings.eval_data), settings.format)
-    held_out = round(len(data.examples) * settings.eval_split)
-    if not held_out:
+    if not settings.eval_split:
         return data, None
+    if len(data.examples) == 1:
+        raise InputRefused(Diagnostic("T503", f"`eval_split` of `{path}`: one row cannot be split"))
+    held_out = min(max(1, round(len(data.examples) * settings.eval_split)), len(data.examples) - 1)
     order = list(range(len(data.examples)))
     random.Random(settings.seed).shuffle(order)
     chosen = frozenset(order[:held_out])

@@ -239,8 +239,9 @@ def _fault_of_number(name: str, value: float, low: float | None, above: float | 
 def _contradictions(settings: TrainSettings) -> list[tuple[str, str]]:
     """Settings that are each good and do not go together, with a hint."""
     found: list[tuple[str, str]] = []
-    if settings.early_stopping and not (settings.eval_data or settings.eval_split):
-        found.append(("`early_stopping` needs held-out data", "give `eval_data` or `eval_split`"))
+    for name in ("early_stopping", "eval_steps"):
+        if getattr(settings, name) and not (settings.eval_data or settings.eval_split):
+            found.append((f"`{name}` needs held-out data", "give `eval_data` or `eval_split`"))
     if settings.eval_data and settings.eval_split:
         found.append(("`eval_data` and `eval_split` are two ways to hold data out", "give one of them"))
     if settings.stack == "on" and settings.router_aux_loss:

@@ -244,8 +244,9 @@ def _check_keys(form: Format, row: Mapping[str, Any]) -> None:
 
 
 def _mistyped(key: str, row: Mapping[str, Any]) -> str:
-    """The key of the row that may have been meant."""
-    return next((found for found in row if suggest(found, [key])), "")
+    """The key of the row that may have been meant: a few slips away, or the beginning of the other."""
+    near = (found for found in row if suggest(found, [key]) or key.startswith(found) or found.startswith(key))
+    return next(near, "")
 
 
 def _alpaca(row: Mapping[str, Any]) -> Iterator[Turn]:
