@@ -10,31 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktc.capture.conversions import STACKED_PARTS
 from ktc.capture.forms import UNSUPPORTED, form_of
 from ktc.checkpoint import Part, Span, Step
+from ktc.checkpoint.gguf_architectures import ARCHITECTURES, gguf_name_of
 from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.runtime.conversions import STACKED_PARTS
 from ktc.runtime.experts_form import ExpertsForm, parse_form
 from ktc.runtime.stock_experts import StockTensor, half_of
 
-# Architectures of GGUF and the models of transformers that become one. All but `llama` and `deepseek2` only rename and
-# stack; `llama` orders the rows of q and k by pairs; `deepseek2` may split `kv_b_proj`.
-ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
-    "qwen2moe": ("qwen2_moe",),
-    "qwen3moe": ("qwen3_moe",),
-    "olmoe": ("olmoe",),
-    "gpt-oss": ("gpt_oss",),
-    "llama": ("mixtral",),
-    "deepseek2": ("deepseek_v2", "deepseek_v3"),
-}
 _LAYER = re.compile(r"\.(\d+)\.")
-# Names of transformers that the package's table spells otherwise.
-_SPELLED = (("e_score_correction_bias", "e_score_correction.bias"), ("self_attn.sinks", "self_attn.sinks.weight"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +50,7 @@ def gguf_places(model: PreTrainedModel, architecture: str) -> Mapping[str, Choic
     kind = str(model.config.model_type)
     if kind not in ARCHITECTURES.get(architecture, ()):
         raise InputRefused(_not_read(architecture, kind))
-    name_of = _names(architecture, model.config.get_text_config().num_hidden_layers)
+    name_of = gguf_name_of(architecture, model.config.get_text_config().num_hidden_layers)
     forms = _Forms()
     targets = cast("Mapping[str, Tensor]", model.state_dict())
     return {
@@ -81,22 +70,6 @@ def _not_read(architecture: str, kind: str) -> Diagnostic:
     if readable and architecture not in ARCHITECTURES:
         hint = f"a `{kind}` model is read from a file of architecture `{readable[0]}`"
     return Diagnostic("I122", message, hint=hint)
-
-
-def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
-    """From a tensor's name in transformers to its name in the file, `None` where there is none."""
-    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
-
-    table = cast("Mapping[Any, str]", MODEL_ARCH_NAMES)
-    number = next(key for key, name in table.items() if name == architecture)
-    names = get_tensor_name_map(MODEL_ARCH(number), layers)
-
-    def name_of(target: str) -> str | None:
-        for spelled, other in _SPELLED:
-            target = target.removesuffix(spelled) + other if target.endswith(spelled) else target
-        return names.get_name(target, try_suffixes=(".weight", ".bias"))
-
-    return name_of
 
 
 class _Forms:

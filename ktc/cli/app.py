@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from ktc import host
-from ktc.cli import bench, evaluate, generate, lf, serve, train
+from ktc.cli import bench, evaluate, export, generate, lf, merge, serve, train
 from ktc.cli.options import (
     CompiledModel,
     HostFile,
@@ -51,6 +51,8 @@ app.command("eval")(evaluate.command)
 app.command("generate")(generate.command)
 app.command("serve")(serve.command)
 train.register(app)
+app.command("export")(export.command)
+app.command("merge")(merge.command)
 
 
 Stage = Literal["captured", "matched", "planned", "rewritten"]

@@ -79,7 +79,7 @@ def require_base(adapter: Adapter, model_name: str) -> None:
 def require_fit(adapter: Adapter, model: nn.Module, model_name: str) -> None:
     """Raises `InputRefused` (A603) where the model lacks a layer of the adapter, or has it in another size."""
     require_base(adapter, model_name)
-    modules: dict[str, nn.Module] = dict(model.named_modules())
+    modules = {str(name): module for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
     wrong = [fault for entry in adapter.tensors if (fault := _misfit(entry, modules))]
     if wrong:
         whose = f"of `{adapter.base}`" if adapter.base else "without a base"

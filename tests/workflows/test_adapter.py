@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktc
 from ktc.diagnostics import InputRefused
+from ktc.runtime.manifest import read_manifest
 from ktc.runtime.peft_glue import read_lora_config
 from ktc.workflows.adapter import attach, read_adapter
 
@@ -25,9 +27,9 @@ def compiled_model(compiled_twin: Callable[..., Path]) -> Path:
     return compiled_twin("tiny:qwen3_moe", "moe-experts-lora")
 
 
-def tuned(folder: Path) -> PeftModel:
+def tuned(folder: Path, config: LoraConfig | None = None) -> PeftModel:
     """The compiled model with an adapter whose every factor is random."""
-    model = get_peft_model(ktc.load(folder, reference=True), read_lora_config(folder))
+    model = get_peft_model(ktc.load(folder, reference=True), config or read_lora_config(folder))
     assert isinstance(model, PeftModel)
     torch.manual_seed(5)
     with torch.no_grad():
@@ -35,6 +37,13 @@ def tuned(folder: Path) -> PeftModel:
             if ".lora_" in name:
                 parameter.normal_(std=0.1)
     return model.eval()
+
+
+def stock(folder: Path) -> PreTrainedModel:
+    """The original of a compiled model in fp32, its experts one after the other as the reference has them."""
+    source = read_manifest(folder).model.folder
+    made = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager")
+    return cast("PreTrainedModel", made).eval()
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -83,6 +92,24 @@ def test_what_was_trained_comes_back(compiled_model: Path, saved: tuple[Path, to
     model = attach(ktc.load(compiled_model, reference=True), saved[0])
     assert torch.equal(logits(model), saved[1])
     assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_attention_adapters_give_the_stock_model_the_very_same_logits(compiled_model: Path, tmp_path: Path) -> None:
+    attention = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    model = tuned(compiled_model, attention)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    found = PeftModel.from_pretrained(stock(compiled_model), str(tmp_path / "adapter")).eval()
+    assert torch.equal(logits(found), logits(model))
+    assert not torch.equal(logits(found), logits(stock(compiled_model)))
+
+
+def test_adapters_of_experts_give_the_stock_model_the_same_logits(
+    compiled_model: Path, saved: tuple[Path, torch.Tensor]
+) -> None:
+    """PEFT computes (W + s B A) x, the compiled model W x + s B (A x)."""
+    found = logits(PeftModel.from_pretrained(stock(compiled_model), str(saved[0])).eval())
+    effect = (found - logits(stock(compiled_model))).abs().max()
+    assert (found - saved[1]).abs().max() <= 1e-6 * max(found.abs().max(), effect)
 
 
 def test_it_can_be_trained_on(compiled_model: Path, saved: tuple[Path, torch.Tensor]) -> None:

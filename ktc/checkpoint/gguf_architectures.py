@@ -1,0 +1,39 @@
+"""The architectures of GGUF files that ktc knows, and what the `gguf` package calls a tensor of transformers in them.
+
+Converters may change more than names: who reads or writes such files (`ktc.capture.gguf_names`,
+`ktc.workflows.gguf_adapter`) says what, architecture by architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+# Architectures of GGUF and the models of transformers that become one. All but `llama` and `deepseek2` only rename and
+# stack; `llama` orders the rows of q and k by pairs; `deepseek2` may split `kv_b_proj`.
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
+    "qwen2moe": ("qwen2_moe",),
+    "qwen3moe": ("qwen3_moe",),
+    "olmoe": ("olmoe",),
+    "gpt-oss": ("gpt_oss",),
+    "llama": ("mixtral",),
+    "deepseek2": ("deepseek_v2", "deepseek_v3"),
+}
+# Names of transformers that the package's table spells otherwise.
+_SPELLED = (("e_score_correction_bias", "e_score_correction.bias"), ("self_attn.sinks", "self_attn.sinks.weight"))
+
+
+def gguf_name_of(architecture: str, layers: int) -> Callable[[str], str | None]:
+    """From a tensor's name in transformers to its name in the file, `None` where there is none."""
+    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+
+    table = cast("Mapping[Any, str]", MODEL_ARCH_NAMES)
+    number = next(key for key, name in table.items() if name == architecture)
+    names = get_tensor_name_map(MODEL_ARCH(number), layers)
+
+    def name_of(target: str) -> str | None:
+        for spelled, other in _SPELLED:
+            target = target.removesuffix(spelled) + other if target.endswith(spelled) else target
+        return names.get_name(target, try_suffixes=(".weight", ".bias"))
+
+    return name_of

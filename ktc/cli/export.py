@@ -1,0 +1,80 @@
+"""`ktc export`: an adapter in another layout, and whether stock peft computes the same with it.
+
+In: what the user named. Out: what a `Session` shows and prints; exit code 1 where the check finds a difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ktc.cli.options import Json, LogFile, Quiet, Verbose
+from ktc.cli.session import Session
+from ktc.cli.tables import size
+
+if TYPE_CHECKING:
+    from ktc.workflows.export import Exported
+    from ktc.workflows.export_check import Checked
+
+Layout = Literal["per-expert", "peft-fused", "peft-fused-018", "gguf"]
+SourceAdapter = Annotated[
+    Path, typer.Argument(metavar="ADAPTER", help="A folder that PEFT saved, or a GGUF adapter (with --model).")
+]
+OriginalModel = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="FOLDER", help="The original or a compiled model of it, if it is elsewhere now."),
+]
+
+
+def command(
+    adapter: SourceAdapter,
+    layout: Annotated[
+        Layout, typer.Option("--layout", help="per-expert loads in most tools; gguf is for llama.cpp.")
+    ] = "per-expert",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write. Default: ADAPTER's name and the layout.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Load it with stock peft on a small twin and compare the logits.")
+    ] = False,
+    model: OriginalModel = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Write ADAPTER in the layout that another tool reads; the values stay what they are."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
+        from ktc.workflows.export import export
+
+        done = export(adapter, layout, output, model)
+        session.result({**asdict(done), "path": str(done.path)})
+        session.show(_told(done))
+        if check:
+            from ktc.workflows.export_check import check as compare
+
+            found = compare(adapter, done, model)
+            session.result({"check": asdict(found)})
+            session.show(_verdict(found))
+            session.exit_code = 0 if found.passed else 1
+
+
+def _told(done: Exported) -> str:
+    lines = [
+        f"{done.found} -> {done.layout}: {done.path}",
+        f"{done.weights} adapted weights, {done.tensors} tensors, {size(done.bytes)}",
+        *(f"note: {note}" for note in done.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(found: Checked) -> str:
+    where = f"in stock peft {found.peft}" if found.peft else "read back"
+    numbers = f"largest difference {found.difference:.2g}, the adapter's own effect {found.effect:.2g}"
+    if found.passed:
+        return f"the same {where}: relative error {found.relative:.1e} ({numbers}; {found.weights} weights)"
+    return f"NOT the same: {found.found} (relative error {found.relative:.1e}; {numbers})"

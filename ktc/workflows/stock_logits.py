@@ -1,0 +1,47 @@
+"""Run as a program of its own by `export_check`: what stock peft makes of an adapter, beside a model that holds it.
+
+In: three folders, the base, the base with the adapter added to its weights, and the adapter. Out, on stdout: one JSON
+object. ktc cannot be imported here: what is compared is transformers and peft as everybody has them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, cast
+
+
+def main(base: str, merged: str, adapter: str) -> None:
+    cast("dict[str, Any]", sys.modules)["ktc"] = None
+
+    import peft
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+
+    def load(folder: str) -> Any:
+        found = cast("Any", transformers.AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32)
+        return found.eval()
+
+    def logits(model: Any) -> torch.Tensor:
+        ids = torch.arange(3, 3 + 2 * 24).reshape(2, 24) % int(model.config.vocab_size)
+        with torch.no_grad():
+            return cast("torch.Tensor", model(input_ids=ids).logits).double()
+
+    original, wanted = logits(load(base)), logits(load(merged))
+    model = cast("Any", peft.PeftModel).from_pretrained(load(base), adapter).eval()
+    factors = [tensor.double() for name, tensor in model.named_parameters() if ".lora_" in name]
+    result = {
+        "peft": peft.__version__,
+        "transformers": transformers.__version__,
+        "difference": float((logits(model) - wanted).abs().max()),
+        "effect": float((wanted - original).abs().max()),
+        "scale": float(wanted.abs().max()),
+        "squares": float(sum(tensor.square().sum() for tensor in factors)),
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])
