@@ -76,7 +76,7 @@ def together(call: RollCall, output_dir: str | None) -> Generator[None]:
     except _ToldToEnd as end:
         message = "this process was told to end, as torchrun does when another of the run has failed"
         said = _said(call) or "torchrun's summary names it"
-        raise KtcError(Diagnostic("T534", f"{message}: {said}", hint=_what_next(output_dir))) from end
+        raise _ended(f"{message}: {said}", output_dir) from end
     except RuntimeError as error:
         raise _lost(call, error, output_dir) from error
     except Exception as error:
@@ -119,8 +119,7 @@ def _lost(call: RollCall, error: RuntimeError, output_dir: str | None) -> Except
     if not missing:
         _tell(call, error)
         return error
-    message = f"this run goes on in all its processes or in none: {'; '.join(missing)}"
-    return KtcError(Diagnostic("T534", message, hint=_what_next(output_dir)))
+    return _ended(f"this run goes on in all its processes or in none: {'; '.join(missing)}", output_dir)
 
 
 def _tell(call: RollCall, error: BaseException) -> None:
@@ -130,9 +129,9 @@ def _tell(call: RollCall, error: BaseException) -> None:
         return  # nobody keeps the roll any more; the error itself is raised all the same
 
 
-def _what_next(output_dir: str | None) -> str:
+def _ended(message: str, output_dir: str | None) -> KtcError:
     newest = cast("Any", trainer_utils).get_last_checkpoint
     last: str | None = newest(output_dir) if output_dir and Path(output_dir).is_dir() else None
-    if last is None:
-        return "look above for what that process said; there is no checkpoint yet"
-    return f"look above for what that process said, and resume from `{last}`"
+    kept = f"the last checkpoint is `{last}`" if last else "there is no checkpoint yet"
+    hint = "look above for what that process said, then start the run again" + (" from that checkpoint" if last else "")
+    return KtcError(Diagnostic("T534", f"{message}; {kept}", hint=hint))

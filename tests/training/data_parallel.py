@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 from peft import get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import Parameter
 from transformers import TrainerCallback, TrainingArguments
 
 import ktc
 from ktc.runtime.peft_glue import read_lora_config
-from ktc.training import KTrainer
+from ktc.training import KTrainer, gradients
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -51,6 +53,16 @@ def rows(vocab_size: int, count: int = 32) -> list[dict[str, Tensor]]:
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def averaged() -> dict[str, list[float]]:
+    """The gradients of three parameters: one that all processes have, one that only rank 0 has, one that none has."""
+    everywhere, somewhere, nowhere = (Parameter(torch.zeros(3, dtype=d)) for d in (torch.float32, torch.bfloat16, None))
+    everywhere.grad = torch.full_like(everywhere, RANK + 1.0)
+    somewhere.grad = torch.full_like(somewhere, 3.0) if RANK == 0 else None
+    parameters = [everywhere, nowhere, somewhere]
+    gradients.average_gradients(parameters, gradients.open_groups(parameters, timedelta(seconds=60)), bucket_bytes=8)
+    return {str(place): p.grad.tolist() for place, p in enumerate(parameters) if p.grad is not None}
 
 
 def main() -> None:
@@ -84,6 +96,8 @@ def main() -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     (folder / f"losses-{RANK}.json").write_text(json.dumps(losses))
     save_file(trained(model), folder / f"after-{RANK}.safetensors")
+    if gradients.distributed():
+        (folder / f"averaged-{RANK}.json").write_text(json.dumps(averaged()))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,12 @@ def start(out: Path, folder: Path, world: int, *, steps: int = 3, **job: Any) ->
     """Runs `data_parallel.py` in `world` processes, alone without torchrun."""
     folder.mkdir(exist_ok=True)
     told = json.dumps({"out": str(out), "folder": str(folder), "world": world, "steps": steps, **job})
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
-    command = [sys.executable, *torchrun, str(SCRIPT), told]
+    return torchrun(world, str(SCRIPT), told)
+
+
+def torchrun(world: int, *program: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
+    command = [sys.executable, *launcher, *program]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
 
@@ -68,6 +72,11 @@ def test_several_processes_train_as_one_does(out: Path, alone: Path, tmp_path: P
     for name, expected in tensors(alone, "after").items():
         # by norm: where a gradient is almost nothing, Adam makes a step of its rounding
         assert (after[name] - expected).norm() <= 1e-3 * expected.norm(), name
+    for rank in range(world):
+        averaged = json.loads((tmp_path / f"averaged-{rank}.json").read_text())
+        assert averaged == {"0": [(world + 1) / 2] * 3, "2": [3 / world] * 3}, (
+            "a gradient of some counts as zero in the rest"
+        )
 
 
 @pytest.mark.slow
@@ -96,3 +105,14 @@ def test_processes_that_train_different_parameters_are_refused(out: Path, tmp_pa
     refused = start(out, tmp_path, 2, unlike=True)
     assert refused.returncode != 0
     assert "T533: the processes train different parameters: `rank 1` differ from rank 0" in refused.stderr
+
+
+@pytest.mark.slow
+def test_ktc_train_runs_under_torchrun_and_one_process_speaks(out: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"say {i} ", "completion": "yes well"}) for i in range(16)))
+    told = ["train", str(out), "--data", str(data), "-o", str(tmp_path / "run"), "--max-steps", "2", "--json"]
+    done = torchrun(2, "-m", "ktc", *told)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["report"]["processes"] == 2
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
