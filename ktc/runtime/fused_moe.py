@@ -18,7 +18,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.runtime import pending
+from ktc.runtime import pending, staging
 from ktc.runtime.experts_form import ExpertsForm, parse_form
 from ktc.runtime.experts_lora import ExpertsLora
 from ktc.runtime.experts_reference import fused_moe_reference
@@ -253,12 +253,20 @@ class FusedMoe(nn.Module):
         self._check(hidden_states, top_k_index, top_k_weights)
         if lora is not None:
             self._check_lora(lora)
+        if hidden_states.is_cuda and hidden_states.requires_grad and not torch.compiler.is_compiling():
+            return self._staged(hidden_states, top_k_index, top_k_weights, lora)
         x_TH, index_TK, weights_TK = hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu()
         if self._experts:
             out_TH = self._run_kernel(self._experts, x_TH, index_TK, weights_TK, lora or ExpertsLora())
         else:
             out_TH = self._run_reference(x_TH, index_TK, weights_TK, lora)
         return out_TH.to(hidden_states.device)
+
+    def _staged(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora | None) -> Tensor:
+        """The same with states and gradients going through pinned memory: training moves megabytes each time."""
+        host_TH, index, weights = (staging.to_host((tensor,)) for tensor in (x_TH, index_TK, weights_TK))
+        out_TH = self.forward(host_TH, index, weights, lora)
+        return staging.to_device(staging.pinned(out_TH), x_TH.device)
 
     @_never_traced
     def _run_reference(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora | None) -> Tensor:

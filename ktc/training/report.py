@@ -193,9 +193,7 @@ def _over_all(tokens: list[StepTokens], processes: int) -> list[StepTokens]:
 def _stacking(trainer: Any) -> str:
     """What was decided of the micro-batches, in words."""
     decision = getattr(getattr(trainer, "stacker", None), "decision", None)
-    if decision is None:
-        return ""
-    return f"{'stacked' if decision.on else 'one by one'}: {decision.reason}"
+    return "" if decision is None else str(decision)
 
 
 def _parameters(model: nn.Module) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.training.chunked_loss import MOST_LOGITS, WholeLogits, in_chunks_of_tokens, reason_for_whole_logits
 from ktc.training.layer_calls import ModelCall, finished, in_chunks, record
 from ktc.training.layer_parts import CannotStack, SplitLayer, split_layers
 from ktc.training.layer_pass import through_layers
@@ -43,6 +44,13 @@ class Stacking:
     reason: str
     tokens: int
     bytes_per_token: tuple[tuple[str, int], ...] = ()
+    whole_loss: str = ""  # why the loss of a micro-batch is not computed in chunks of tokens; "" where it is
+
+    def __str__(self) -> str:
+        if not self.on:
+            return f"one by one: {self.reason}"
+        loss = f"; the loss is not computed in chunks: {self.whole_loss}" if self.whole_loss else ""
+        return f"stacked, up to {self.tokens} tokens in one pass: {self.reason}{loss}"
 
 
 class Stacker:
@@ -100,8 +108,7 @@ class Stacker:
 
     def _settle(self, decision: Stacking) -> None:
         self._decision = decision
-        words = f"stacked, up to {decision.tokens} tokens in one pass" if decision.on else "computed one by one"
-        log.info("micro-batches are %s: %s", words, decision.reason)
+        log.info("micro-batches are computed %s", decision)
 
     def _step(self, one: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
         losses: list[Tensor] = []
@@ -154,8 +161,7 @@ class Stacker:
         finals = [piece for out in outs for piece in _taken_apart(out, rows)]
         leaves = [final.detach().requires_grad_() for final in finals]
         for inputs, leaf in zip(waiting, leaves, strict=True):
-            with finished(self._layers, leaf):
-                losses.append(one(model, inputs, num_items))
+            losses.append(self._tail(lambda given=inputs: one(model, given, num_items), leaf))
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
         del outs, chunks, leaves, finals
         with_loss = [(final, grad) for final, grad in trained if grad is not None]
@@ -163,11 +169,25 @@ class Stacker:
             with backward_pass():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
+    def _tail(self, step: Callable[[], Tensor], leaf: Tensor) -> Tensor:
+        """The trainer's step of one micro-batch, from the last layer's output on."""
+        assert self._decision is not None
+        if not self._decision.whole_loss:
+            try:
+                with finished(self._layers, leaf), in_chunks_of_tokens(self._trainer):
+                    return step()
+            except WholeLogits as why:  # found before its backward began
+                self._settle(replace(self._decision, whole_loss=str(why)))
+        with finished(self._layers, leaf):
+            return step()
+
     def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
         """How many tokens share a pass. Raises `CannotStack` where not even two micro-batches can."""
         held = bytes_per_token(self._layers, calls[0])
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
         logits = max(num_logits(inputs, vocabulary) for inputs in waiting)
+        whole = reason_for_whole_logits(self._trainer)
+        logits = logits if whole else min(logits, MOST_LOGITS)
         largest = max(_tokens(call) for call in calls)
         working = working_bytes(calls[0], max(self._chunk_tokens, largest), logits)
         fits = fitting_tokens(held, working, {device: free_bytes(device) for device in held})
@@ -178,8 +198,8 @@ class Stacker:
             raise CannotStack(f"the memory that is free on `{scarce}` holds {fits[scarce]} tokens of a pass")
         if fits[scarce] < wanted:
             tokens = max(fits[scarce], 2 * largest)
-            return Stacking(True, f"the memory that is free on `{scarce}` bounds a pass", tokens, per_token)
-        return Stacking(True, "a step's micro-batches fit the memory that is free", fits[scarce], per_token)
+            return Stacking(True, f"the memory that is free on `{scarce}` bounds a pass", tokens, per_token, whole)
+        return Stacking(True, "a step's micro-batches fit the memory that is free", fits[scarce], per_token, whole)
 
 
 class _AtNewStep(TrainerCallback):

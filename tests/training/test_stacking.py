@@ -13,6 +13,7 @@ import torch
 from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import ktc
 from ktc import twin
@@ -21,6 +22,8 @@ from ktc.link import link
 from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.peft_glue import read_lora_config
 from ktc.training import KTrainer
+from ktc.training import chunked_loss as chunked_loss_module
+from ktc.training.chunked_loss import chunked_loss
 from ktc.training.layer_calls import ModelCall, in_chunks, record
 from ktc.training.layer_parts import split_layers
 from ktc.training.layer_pass import through_layers
@@ -221,6 +224,64 @@ def test_a_trainer_that_calls_the_model_twice_goes_on_one_by_one(
     assert ours.stacker.decision is not None
     assert "more than once" in ours.stacker.decision.reason
     assert logged(ours) == pytest.approx(logged(theirs), rel=1e-6)
+
+
+@pytest.mark.parametrize("num_items", [None, 7, torch.tensor(7)])
+@pytest.mark.parametrize("rows_at_once", [1, 5, 100])
+def test_a_loss_in_chunks_is_the_stock_loss(num_items: Any, rows_at_once: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    head = nn.Linear(16, 50).requires_grad_(False)
+    labels = torch.randint(0, 50, (3, 9), generator=generator)
+    labels[:, :3] = -100
+    ours, theirs = (torch.randn(3, 9, 16, generator=torch.Generator().manual_seed(4)).requires_grad_() for _ in "ab")
+    found = chunked_loss(head, ours, labels, rows_at_once, num_items_in_batch=num_items)
+    wanted = ForCausalLMLoss(head(theirs), labels, 50, num_items_in_batch=num_items)
+    torch.autograd.backward([found, wanted])
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)  # type: ignore[arg-type]
+
+
+def test_the_head_never_sees_more_tokens_than_a_chunk_has(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss_module, "MOST_LOGITS", 6 * 512)
+    monkeypatch.setattr(chunked_loss_module.in_chunks_of_tokens.__wrapped__, "__defaults__", (6 * 512,))
+    seen: list[int] = []
+
+    class Watched(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            head = self.model.get_base_model().lm_head
+            head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:-1].numel()))
+
+    trainer = trained(package("qwen3_moe"), tmp_path, "on", trainer=Watched, max_steps=1)
+    assert trainer.stacker.decision is not None
+    assert trainer.stacker.decision.whole_loss == ""
+    assert max(seen) * trainer.model.config.vocab_size <= 6 * 512
+
+
+def test_a_head_whose_logits_are_changed_gets_them_whole(package: Callable[[str], Path], tmp_path: Path) -> None:
+    class Scaled(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            model = self.model.get_base_model()
+            stock = model.forward
+
+            def scaled(*args: Any, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+                out = stock(*args, **kwargs)
+                logits = out.logits / 2
+                out.loss = model.loss_function(
+                    logits=logits, labels=labels, vocab_size=512, num_items_in_batch=num_items_in_batch
+                )
+                return out
+
+            model.forward = scaled
+
+    ours, theirs = (trained(package("deepseek_v2"), tmp_path, mode, trainer=Scaled) for mode in ("on", "off"))
+    assert_alike(ours, theirs)
+    assert ours.stacker.decision is not None
+    assert "changes what its head gives" in ours.stacker.decision.whole_loss
+    assert "not computed in chunks" in str(ours.stacker.decision)
 
 
 def test_a_pass_has_no_more_tokens_than_fit() -> None:

@@ -1,0 +1,101 @@
+"""The loss of a causal language model a few tokens at a time, so that the logits of a micro-batch never stand whole.
+
+In: a trainer and its model. Out: a context in which the model's forward gives the stock loss, its `loss` alone: in
+place of logits it returns hidden states. Only for the stock loss of transformers on what `lm_head` gives: where the
+model scales or caps its logits, or the trainer reads them, `WholeLogits` says so and the caller does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import checkpoint as checkpointing
+from transformers import Trainer
+from transformers.loss import loss_utils
+
+from ktc.training.layer_parts import with_attribute
+
+MOST_LOGITS = 1 << 24  # of a chunk; with their gradients some 240 MB
+
+
+class WholeLogits(Exception):
+    """Why a model's loss needs all logits of a micro-batch at once."""
+
+
+def reason_for_whole_logits(trainer: Any) -> str:
+    """Why this trainer's losses are not computed in chunks, "" if nothing speaks against it."""
+    model = _causal_model(trainer)
+    if type(trainer).compute_loss is not Trainer.compute_loss:
+        return f"`{type(trainer).__name__}` computes it itself"
+    if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+        return "it is not the model's own"
+    if getattr(model, "loss_function", None) is not cast("Any", loss_utils).ForCausalLMLoss:
+        return f"that of a `{type(model).__name__}` is no causal language model's"
+    return "" if isinstance(model.get_output_embeddings(), nn.Module) else "the model has no output embeddings"
+
+
+@contextmanager
+def in_chunks_of_tokens(trainer: Any, most_logits: int = MOST_LOGITS) -> Generator[None]:
+    """Inside, the model's loss is computed in chunks. Its forward raises `WholeLogits` where that cannot be."""
+    model = _causal_model(trainer)
+    head = cast("nn.Module", model.get_output_embeddings())
+    seen: list[Tensor] = []
+
+    def kept_back(hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return hidden
+
+    def really(hidden: Tensor) -> Tensor:  # also when it is computed again, within this context
+        with with_attribute(head, "_compiled_call_impl", None):
+            return head(hidden)
+
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        if len(seen) != 1 or logits is not seen[0]:
+            raise WholeLogits(f"`{type(model).__name__}` changes what its head gives")
+        rows = max(1, most_logits // vocab_size)
+        return chunked_loss(really, logits, labels, rows, **kwargs)
+
+    with with_attribute(head, "_compiled_call_impl", kept_back), with_attribute(model, "_loss_function", loss):
+        yield
+
+
+def chunked_loss(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    rows: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """What transformers' `ForCausalLMLoss` gives for `head(hidden)`, of `rows` tokens at a time.
+
+    `hidden` is (B, T, H), `labels` (B, T); the label of a token is the one behind it, or that of `shift_labels`. The
+    sum over tokens is divided by `num_items_in_batch`, or by the number of labels that count.
+    """
+    if shift_labels is None:
+        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    flat, wanted = hidden.flatten(0, -2), shift_labels.flatten().to(hidden.device)
+
+    def summed(x: Tensor, y: Tensor) -> Tensor:
+        logits = head(x).float()
+        return functional.cross_entropy(logits, y.to(logits.device), ignore_index=ignore_index, reduction="sum")
+
+    # each chunk's logits are computed again in backward, instead of kept
+    run = cast("Any", checkpointing).checkpoint
+    pieces = zip(torch.split(flat, rows), torch.split(wanted, rows), strict=True)
+    total = torch.stack([run(summed, x, y, use_reentrant=False) for x, y in pieces]).sum()
+    counted = wanted.ne(ignore_index).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+    return total / counted.to(total.device)
+
+
+def _causal_model(trainer: Any) -> Any:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if isinstance(model, PeftModel) else model
