@@ -64,16 +64,22 @@ def record(layers: Sequence[SplitLayer], run: Callable[[], object]) -> ModelCall
 
 
 @contextmanager
-def finished(layers: Sequence[SplitLayer], final: Tensor) -> Generator[None]:
-    """Inside, the model's layers give `final`, once. Raises `CannotStack` where the model is called a second time."""
+def finished(layers: Sequence[SplitLayer], given: Tensor, final: Tensor) -> Generator[None]:
+    """Inside, the model's layers give `final`, once.
+
+    Raises `CannotStack` where the model is called a second time, or gives its layers another input than `given`.
+    """
     calls: list[int] = []
 
     def passing(index: int) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             if index != len(calls):
                 raise CannotStack("its trainer calls the model more than once per micro-batch")
+            x = _taken(args, kwargs)[0]
+            if not calls and not torch.equal(x, given):
+                raise CannotStack("the same micro-batch, asked for twice, is not the same")
             calls.append(index)
-            return final if len(calls) == len(layers) else _taken(args, kwargs)[0]
+            return final if len(calls) == len(layers) else x
 
         return forward
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.training.chunked_loss import MOST_LOGITS, WholeLogits, in_chunks_of_tokens, reason_for_whole_logits
@@ -160,8 +160,8 @@ class Stacker:
         rows = [call.hidden.shape[0] for call in calls]
         finals = [piece for out in outs for piece in _taken_apart(out, rows)]
         leaves = [final.detach().requires_grad_() for final in finals]
-        for inputs, leaf in zip(waiting, leaves, strict=True):
-            losses.append(self._tail(lambda given=inputs: one(model, given, num_items), leaf))
+        for inputs, call, leaf in zip(waiting, calls, leaves, strict=True):
+            losses.append(self._tail(lambda given=inputs: one(model, given, num_items), call, leaf))
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
         del outs, chunks, leaves, finals
         with_loss = [(final, grad) for final, grad in trained if grad is not None]
@@ -169,16 +169,16 @@ class Stacker:
             with backward_pass():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
-    def _tail(self, step: Callable[[], Tensor], leaf: Tensor) -> Tensor:
+    def _tail(self, step: Callable[[], Tensor], call: ModelCall, leaf: Tensor) -> Tensor:
         """The trainer's step of one micro-batch, from the last layer's output on."""
         assert self._decision is not None
         if not self._decision.whole_loss:
             try:
-                with finished(self._layers, leaf), in_chunks_of_tokens(self._trainer):
+                with finished(self._layers, call.hidden, leaf), in_chunks_of_tokens(self._trainer):
                     return step()
             except WholeLogits as why:  # found before its backward began
                 self._settle(replace(self._decision, whole_loss=str(why)))
-        with finished(self._layers, leaf):
+        with finished(self._layers, call.hidden, leaf):
             return step()
 
     def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
@@ -221,6 +221,8 @@ def reason_against(trainer: Any, model: nn.Module) -> str:
         "the router's auxiliary loss is on": getattr(trainer, "aux_loss_enabled", False)
         or getattr(config, "output_router_logits", False),
         "the model is compiled by torch": bool(args.torch_compile),
+        "the trainer makes its inputs itself": type(trainer)._prepare_inputs
+        is not cast("Any", Trainer)._prepare_inputs,
         "activations are offloaded": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

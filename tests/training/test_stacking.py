@@ -226,6 +226,23 @@ def test_a_trainer_that_calls_the_model_twice_goes_on_one_by_one(
     assert logged(ours) == pytest.approx(logged(theirs), rel=1e-6)
 
 
+def test_inputs_that_differ_when_asked_for_again_are_not_stacked(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    noisy = trained(package("qwen3_moe"), tmp_path, "auto", neftune_noise_alpha=5.0, max_steps=1)
+    assert noisy.stacker.decision is not None
+    assert not noisy.stacker.decision.on
+    assert "is not the same" in noisy.stacker.decision.reason
+
+    class Generating(StackingTrainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            raise AssertionError("not before its own step")
+
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, gradient_accumulation_steps=2)
+    trainer = Generating(peft_model(package("qwen3_moe")), args, mode="auto")
+    assert "makes its inputs itself" in reason_against(trainer, trainer.model)
+
+
 @pytest.mark.parametrize("num_items", [None, 7, torch.tensor(7)])
 @pytest.mark.parametrize("rows_at_once", [1, 5, 100])
 def test_a_loss_in_chunks_is_the_stock_loss(num_items: Any, rows_at_once: int) -> None:
