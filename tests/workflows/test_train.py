@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +184,36 @@ def test_the_command_shows_the_data_and_refuses_what_is_too_long(
     assert "error[T505]" in capfd.readouterr().err
     assert cli.main(["train", str(out)]) == 2
     assert "error[T504]" in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_the_run_after_its_step_and_says_how_to_go_on(
+    done: TrainResult, out: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def until_asked(place: Place, settings: object, *, observe: object, stop: Callable[[], bool]) -> TrainResult:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        return replace(done, interrupted=True)
+
+    monkeypatch.setattr("ktc.workflows.train.run", until_asked)
+    assert cli.main(["train", str(out), "--data", str(data), "--output", "runs/first"]) == 130
+    said = capfd.readouterr().err
+    assert f"ktc train {out} --output runs/first --resume auto" in said
+    assert "press Ctrl-C again" in said
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does_and_the_first_speaks(out: Path, data: Path, tmp_path: Path) -> None:
+    settings = ["--data", str(data), "--max-steps", "3", "--precision", "fp32", "--dropout", "0", "--length", "64"]
+    found = {}
+    for processes, accumulation in ((1, "2"), (2, "1")):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = ["-m", "ktc", "train", str(out), "--json", "--output", str(tmp_path / accumulation), *settings]
+        ended = subprocess.run(
+            [*torchrun, *command, "--accumulation", accumulation], capture_output=True, text=True, check=True
+        )
+        found[processes] = json.loads(ended.stdout)["report"]
+    assert (found[1]["processes"], found[2]["processes"]) == (1, 2)
+    one, two = ([each["loss"] for each in found[number]["history"]] for number in (1, 2))
+    assert one == pytest.approx(two, rel=1e-6)
+    assert found[1]["speed"]["tokens_per_step"] == found[2]["speed"]["tokens_per_step"]
