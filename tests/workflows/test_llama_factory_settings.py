@@ -12,6 +12,7 @@ import yaml
 from ktc import host, versions
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.workflows.llama_factory import Request, check_installed, read_request
+from ktc.workflows.llama_factory_run import train
 
 Read = Callable[..., Request]
 
@@ -117,17 +118,42 @@ def test_an_untested_llama_factory_gets_a_warning(monkeypatch: pytest.MonkeyPatc
 # USE_KT
 
 
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without the variables that these functions set; it comes back as it was."""
+    for name in ("USE_KT", "ACCELERATE_BYPASS_DEVICE_MAP", *TORCHRUN):
+        monkeypatch.setenv(name, "")  # so that the end of the test takes away what the test has made of it
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
+
+
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("y", True), ("0", False), ("", False)])
-def test_use_kt_is_read_as_llama_factory_reads_it(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
-    monkeypatch.setenv("USE_KT", value)
-    monkeypatch.delenv("ACCELERATE_BYPASS_DEVICE_MAP", raising=False)
+def test_use_kt_is_read_as_llama_factory_reads_it(bare: pytest.MonkeyPatch, value: str, on: bool) -> None:
+    bare.setenv("USE_KT", value)
     host.apply_use_kt()
     assert os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP") == ("true" if on else None)
-    monkeypatch.delenv("ACCELERATE_BYPASS_DEVICE_MAP", raising=False)
 
 
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("USE_KT", "1")
-    monkeypatch.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "false")
+def test_what_the_user_has_set_stays(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "false")
+    host.switch_on_kt()
     host.apply_use_kt()
     assert os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] == "false"
+
+
+def test_one_process_becomes_a_process_group_only_outside_torchrun(bare: pytest.MonkeyPatch) -> None:
+    host.join_world_of_one()
+    assert [os.environ[name] for name in TORCHRUN[:4]] == ["0", "0", "1", "1"]
+    bare.setenv("WORLD_SIZE", "2")
+    bare.setenv("RANK", "1")
+    host.join_world_of_one()
+    assert os.environ["RANK"] == "1"
+
+
+def test_processes_that_nobody_starts_are_refused(bare: pytest.MonkeyPatch, read: Read) -> None:
+    bare.setenv("NPROC_PER_NODE", "2")
+    with pytest.raises(InputRefused, match="F913"):
+        train(read())
