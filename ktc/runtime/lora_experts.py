@@ -8,14 +8,14 @@ ranks above `MAX_RANK`, biases, several adapters at once, and adapting the exper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, cast
 
-from peft.tuners.lora.config import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
+from ktc import versions
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.experts_lora import MAX_RANK, ExpertsLora, Lora
 from ktc.runtime.micro_batches import MicroBatch
@@ -23,6 +23,8 @@ from ktc.runtime.pending import Pending
 
 _NONE: Final = ExpertsLora()
 _ADAPTED: Final = ("gate_up_proj", "up_proj", "down_proj")
+# Before 0.19 PEFT took every bank for (E, inputs, outputs); its A meets the outputs of one stored the other way round.
+_READS_TRANSPOSED: Final = versions.release(versions.installed("peft") or "0") < (0, 19)
 
 
 class ExpertsParamWrapper(ParamWrapper):
@@ -31,13 +33,13 @@ class ExpertsParamWrapper(ParamWrapper):
     def __init__(self, base_layer: nn.Module, adapter_name: str, parameter_name: str | None = None, **kwargs: Any):
         if parameter_name is None or parameter_name not in _ADAPTED:
             raise _refused_target(adapter_name, parameter_name)
-        _require_suited(adapter_name, int(kwargs["r"]), kwargs["config"])  # stock PEFT would say less, and too late
+        _require_suited(adapter_name, int(kwargs["r"]), kwargs)  # stock PEFT would say less, and too late
         super().__init__(base_layer, adapter_name, parameter_name=parameter_name, **kwargs)
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, **kwargs: Any) -> None:
         """Adds an adapter of rank `r`. Raises `InputRefused` (L432) for settings that experts cannot have."""
-        _require_suited(adapter_name, r, config)
-        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+        _require_suited(adapter_name, r, kwargs)
+        super().update_layer(adapter_name, r, lora_alpha, **kwargs)
 
     def forward(self, x: Tensor, *args: Any, lora: ExpertsLora = _NONE, **kwargs: Any) -> Tensor:
         """As the experts' own; `lora` is what the wrapper around this one has gathered."""
@@ -73,11 +75,10 @@ class ExpertsParamWrapper(ParamWrapper):
         a, b = (cast("Tensor", each[active[0]].weight) for each in (self.lora_A, self.lora_B))
         a, b = a.cpu(), b.cpu()
         rank = a.shape[0] // self.num_experts
-        return Lora(
-            a.reshape(self.num_experts, rank, -1),
-            b.reshape(-1, rank, self.num_experts).permute(2, 0, 1),
-            float(cast("Any", self).scaling[active[0]]),
-        )
+        a, b = a.reshape(self.num_experts, rank, -1), b.reshape(-1, rank, self.num_experts).permute(2, 0, 1)
+        if _READS_TRANSPOSED and not cast("Any", self.get_base_layer()).form.transposed:
+            a, b = b.transpose(1, 2), a.transpose(1, 2)
+        return Lora(a, b, float(cast("Any", self).scaling[active[0]]))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Always refused: the weights are packed."""
@@ -100,21 +101,24 @@ def _refused_target(adapter_name: str, parameter_name: str | None) -> InputRefus
     return InputRefused(Diagnostic("L430", f"adapter `{adapter_name}` targets {what}", hint=hint))
 
 
-def _require_suited(adapter_name: str, r: int, config: LoraConfig) -> None:
-    wrong = _unsuited(r, config)
+def _require_suited(adapter_name: str, r: int, settings: Mapping[str, Any]) -> None:
+    wrong = _unsuited(r, settings)
     if wrong:
         message = f"adapter `{adapter_name}` on routed experts: {wrong}"
         raise InputRefused(Diagnostic("L432", message, hint="see `ktc explain L432` for what experts can have"))
 
 
-def _unsuited(r: int, config: LoraConfig) -> str:
+def _unsuited(r: int, settings: Mapping[str, Any]) -> str:
     """What this adapter asks for and experts cannot have, "" if nothing."""
+    # PEFT 0.19 and newer hand on the config, older releases its fields
+    config = vars(settings["config"]) if "config" in settings else settings
+    dropout, initialisation = config["lora_dropout"], config["init_lora_weights"]
     if r > MAX_RANK:
         return f"rank {r}, of which the kernels take {MAX_RANK} at most"
-    if config.lora_dropout:
-        return f"dropout {config.lora_dropout:g}, which has no meaning for weights that many tokens share"
-    if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
-        return f"initialisation `{config.init_lora_weights}`, which reads the weights that are packed"
-    if config.use_dora:
+    if dropout:
+        return f"dropout {dropout:g}, which has no meaning for weights that many tokens share"
+    if initialisation not in (True, False, "gaussian", "orthogonal"):
+        return f"initialisation `{initialisation}`, which reads the weights that are packed"
+    if config.get("use_dora"):
         return "DoRA, which reads the weights that are packed"
     return ""

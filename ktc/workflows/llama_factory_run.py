@@ -6,20 +6,25 @@ Refused: what LLaMA-Factory itself refuses (F920), in its words; more processes 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from ktc import host
-from ktc.diagnostics import Diagnostic, InputRefused, KtcError
+from ktc.diagnostics import Diagnostic, InputRefused, KtcError, render
 from ktc.workflows.llama_factory import Request
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import nn
+
+GetPeftModel: TypeAlias = "Callable[[Any, Any], PeftModel]"
+log = logging.getLogger(__name__)
 
 # Where each stage's workflow looks its trainer up.
 _TRAINERS: Final = {
@@ -27,6 +32,7 @@ _TRAINERS: Final = {
     "pt": ("llamafactory.train.pt.workflow", "CustomTrainer"),
     "dpo": ("llamafactory.train.dpo.trainer", "CustomDPOTrainer"),
 }
+_ROUTERS: Final = frozenset({"gate", "router"})  # as the families of transformers call them
 # The modules whose errors are about settings and data.
 _JUDGES: Final = ("llamafactory.", "transformers.hf_argparser", "transformers.training_args", "peft.", "datasets.")
 
@@ -61,10 +67,10 @@ def _substituted(request: Request) -> Generator[None]:
     adapter = import_module("llamafactory.model.adapter")
     module, name = _TRAINERS[request.stage]
     workflow = import_module(module)
+    adapted = _by_rules(request.model) if request.by_rules else adapter.get_peft_model
     with ExitStack() as stack:
         stack.enter_context(_replaced(workflow, name, _kt_trainer(getattr(workflow, name))))
-        if request.by_rules:
-            stack.enter_context(_replaced(adapter, "get_peft_model", _by_rules(request.model, adapter.get_peft_model)))
+        stack.enter_context(_replaced(adapter, "get_peft_model", _telling_of_routers(adapted)))
         if not request.do_train:
             stack.enter_context(_replaced(adapter, "PeftModel", _Unmerged))
         yield
@@ -77,14 +83,28 @@ def _kt_trainer(stock: type) -> type:
     return type(f"KT{stock.__name__}", (KTrainerMixin, stock), {"__module__": __name__})
 
 
-def _by_rules(folder: Path, stock: Callable[..., PeftModel]) -> Callable[..., PeftModel]:
+def _by_rules(folder: Path) -> GetPeftModel:
     """`get_peft_model` with the adapter of the model's rules, whose targets LLaMA-Factory has no words for."""
+    from peft import get_peft_model
+
     from ktc.runtime.peft_glue import read_lora_config
 
     config = read_lora_config(folder)
+    return lambda model, _: cast("PeftModel", get_peft_model(model, config))
 
-    def get_peft_model(model: Any, _: object, **options: Any) -> PeftModel:
-        return stock(model, config, **options)
+
+def _telling_of_routers(make: GetPeftModel) -> GetPeftModel:
+    """`make` with a warning (F914) where the adapter has got hold of a router, as `lora_target: all` may."""
+
+    def get_peft_model(model: Any, config: Any) -> PeftModel:
+        adapted = make(model, config)
+        modules: dict[str, nn.Module] = dict(adapted.named_modules())
+        named = (name.rpartition(".")[2] for name, module in modules.items() if hasattr(module, "lora_A"))
+        if found := sorted(_ROUTERS.intersection(named)):
+            message = f"LoRA adapts the router (`{found[0]}`): which experts a token meets will change while it trains"
+            hint = "name the targets in `lora_target`, without it, if that is not meant"
+            log.warning("%s", render([Diagnostic("F914", message, hint=hint, severity="warning")]))
+        return adapted
 
     return get_peft_model
 
