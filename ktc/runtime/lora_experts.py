@@ -111,7 +111,7 @@ def _require_suited(adapter_name: str, r: int, settings: Mapping[str, Any]) -> N
 def _unsuited(r: int, settings: Mapping[str, Any]) -> str:
     """What this adapter asks for and experts cannot have, "" if nothing."""
     # PEFT 0.19 and newer hand on the config, older releases its fields
-    config = vars(settings["config"]) if "config" in settings else settings
+    config: Mapping[str, Any] = vars(settings["config"]) if "config" in settings else settings
     dropout, initialisation = config["lora_dropout"], config["init_lora_weights"]
     if r > MAX_RANK:
         return f"rank {r}, of which the kernels take {MAX_RANK} at most"
