@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 Task = Literal["generation", "mcq"]
 Metrics = Literal["kt", "lf", "std"]
 By = Literal["text", "logprob"]
+Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt"]
 
 
 def command(
@@ -50,6 +51,9 @@ def command(
     task: Annotated[Task, typer.Option("--task", help="Generated text against references, or multiple choice.")] = (
         "generation"
     ),
+    form: Annotated[
+        Format, typer.Option("--format", help="The format of the rows; auto goes by the keys of the first that fits.")
+    ] = "auto",
     metrics: Annotated[
         Metrics | None,
         typer.Option("--metrics", help="KTransformers' definition (default), LLaMA-Factory's, the literature's."),
@@ -84,7 +88,7 @@ def command(
 ) -> None:
     """Score a compiled model: BLEU and ROUGE of what it writes, or the share of questions it gets right."""
     with Session(as_json, verbose, quiet, log_file) as session:
-        _check_combination(task, metrics, by, token_accuracy, raw)
+        _check_combination(task, metrics, by, form, token_accuracy, raw)
         session.require_versions()
         from ktc.cli.generate import rows_bar, tell_template
         from ktc.workflows.batch import require_writable, write_rows
@@ -95,7 +99,7 @@ def command(
         from ktc.workflows.metrics import definition
 
         scored = definition(metrics or "kt") if task == "generation" else None
-        items = read_items(data, limit=limit) if task == "generation" else ()
+        items = read_items(data, form, limit) if task == "generation" else ()
         questions = read_questions(data, limit=limit) if task == "mcq" else ()
         if output is not None:
             require_writable(output)
@@ -130,10 +134,13 @@ def command(
         session.show(f"{found.definition}\n{_versions(found)}")
 
 
-def _check_combination(task: Task, metrics: Metrics | None, by: By | None, token_accuracy: bool, raw: bool) -> None:
+def _check_combination(
+    task: Task, metrics: Metrics | None, by: By | None, form: Format, token_accuracy: bool, raw: bool
+) -> None:
     """Raises InputRefused (V804) for options that the task would ignore."""
     given = {"--metrics": metrics is not None, "--token-accuracy": token_accuracy, "--mcq-by": by is not None}
-    foreign = ("--mcq-by",) if task == "generation" else ("--metrics", "--token-accuracy")
+    given["--format"] = form != "auto"
+    foreign = ("--mcq-by",) if task == "generation" else ("--metrics", "--token-accuracy", "--format")
     faults = [
         Diagnostic("V804", f"`{name}` has no meaning for `--task {task}`", hint="leave it out")
         for name in foreign

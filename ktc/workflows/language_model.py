@@ -68,8 +68,10 @@ def open_language_model(
     trained by), else that of OUT.
     """
     from ktc.runtime.load import load
+    from ktc.runtime.manifest import read_manifest
     from ktc.workflows.adapter import attach, read_adapter
 
+    read_manifest(out)
     if adapter is not None:
         read_adapter(adapter)
     tokenizer = _tokenizer(adapter if adapter is not None and (adapter / _TOKENIZER).is_file() else out)
@@ -101,11 +103,9 @@ def _tokenizer(folder: Path) -> Any:
 
     make: Any = AutoTokenizer
     try:
-        if not folder.is_dir():
-            raise OSError("there is no such folder")
         return make.from_pretrained(str(folder), padding_side="left")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).split("\n", 1)[0][:200]
         message = f"`{folder}` has no tokenizer that could be read: {reason}"
-        hint = "copy the tokenizer's files of the original model there, or name the folder of a compiled model"
+        hint = "copy the tokenizer's files of the original model there"
         raise InputRefused(Diagnostic("G701", message, hint=hint)) from error

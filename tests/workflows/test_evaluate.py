@@ -258,6 +258,8 @@ def test_answers_may_be_letters_numbers_or_words(tmp_path: Path) -> None:
         (["--mcq-by", "text"], "", "V804"),
         (["--task", "mcq", "--metrics", "kt"], "", "V804"),
         (["--raw"], "", "V804"),
+        (["--task", "mcq", "--format", "alpaca"], "", "V804"),
+        (["--format", "alpaca"], '{"prompt": "a", "completion": "b"}', "T514"),
         (["--task", "mcq"], "", "V802"),
         ([], "", "T511"),
         ([], '{"text": "only text"}', "V801"),

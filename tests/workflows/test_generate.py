@@ -270,10 +270,14 @@ def test_options_that_cannot_be_are_refused_before_loading(
     assert all(f"error[{each}]" in err for each in codes), err
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_refused(compiled: Path, tmp_path: Path) -> None:
+    (tmp_path / "ktc.json").write_bytes((compiled / "ktc.json").read_bytes())
     with pytest.raises(InputRefused) as refused:
         open_language_model(tmp_path)
     assert code_of(refused) == ["G701"]
+    with pytest.raises(InputRefused) as refused:
+        open_language_model(tmp_path / "nowhere")
+    assert code_of(refused) == ["L400"]
 
 
 # The command -----------------------------------------------------------------------------------------------------
