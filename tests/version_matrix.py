@@ -23,6 +23,7 @@ from ktc import versions  # noqa: E402 - the script runs without ktc installed
 TESTS = (
     "tests/test_versions.py", "tests/test_capture.py", "tests/test_match.py", "tests/test_rewrite.py",
     "tests/test_prove.py", "tests/test_load.py", "tests/end_to_end/test_compiled_model.py",
+    "tests/test_lora_linear.py", "tests/test_expert_adapters_peft.py",
 )  # fmt: skip
 TOOLS = ("pytest>=8.3", "hypothesis>=6.130")
 # It runs the stock DeepSeek-V2 in a process of its own, which the oldest transformers cannot (tests/conftest.py).

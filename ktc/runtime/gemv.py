@@ -32,13 +32,13 @@ class Gemv:
     threads: int
 
     def serves(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether this call is one for the kernel: few rows, no gradient wanted, plain CPU tensors of its dtype."""
+        """Whether this call is one for the kernel: few rows, under `no_grad`, plain CPU tensors of its dtype."""
         dtype, (fewest, most) = DTYPES[self.kernel.dtype], ROWS[self.kernel.dtype]
         if not fewest * weight.shape[1] <= x.numel() <= most * weight.shape[1] or x.shape[-1:] != weight.shape[1:]:
             return False
-        tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if torch.is_grad_enabled():
             return False
+        tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
         plain = all(t.dtype == dtype and t.device.type == "cpu" and _is_plain(t) for t in tensors)
         return plain and weight.is_contiguous() and not _is_watched()
 

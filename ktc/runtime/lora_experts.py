@@ -9,9 +9,10 @@ ranks above `MAX_RANK`, biases, several adapters at once, and adapting the exper
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
+from peft.tuners.lora.config import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
@@ -25,6 +26,23 @@ _NONE: Final = ExpertsLora()
 _ADAPTED: Final = ("gate_up_proj", "up_proj", "down_proj")
 # Before 0.19 PEFT took every bank for (E, inputs, outputs); its A meets the outputs of one stored the other way round.
 _READS_TRANSPOSED: Final = versions.release(versions.installed("peft") or "0") < (0, 19)
+ASKED: Final = "_ktc_asked"
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTargets:
+    """What a new `LoraConfig` named, before PEFT changed it; `modules` is a text where it is a pattern."""
+
+    modules: frozenset[str] | str
+    parameters: frozenset[str]
+
+    @classmethod
+    def of(cls, config: LoraConfig) -> AskedTargets:
+        """Of a config that was just made."""
+        modules = config.target_modules
+        return cls(
+            modules if isinstance(modules, str) else frozenset(modules or ()), frozenset(config.target_parameters or ())
+        )
 
 
 class ExpertsParamWrapper(ParamWrapper):
@@ -33,6 +51,7 @@ class ExpertsParamWrapper(ParamWrapper):
     def __init__(self, base_layer: nn.Module, adapter_name: str, parameter_name: str | None = None, **kwargs: Any):
         if parameter_name is None or parameter_name not in _ADAPTED:
             raise _refused_target(adapter_name, parameter_name)
+        _require_asked_for(adapter_name, kwargs.get("config"))
         _require_suited(adapter_name, int(kwargs["r"]), kwargs)  # stock PEFT would say less, and too late
         super().__init__(base_layer, adapter_name, parameter_name=parameter_name, **kwargs)
 
@@ -99,6 +118,22 @@ def _refused_target(adapter_name: str, parameter_name: str | None) -> InputRefus
     what = f"the parameter `{parameter_name}` of routed experts" if parameter_name else "routed experts as one layer"
     hint = "name their weights in `target_parameters`, or use `OUT.lora_config()`"
     return InputRefused(Diagnostic("L430", f"adapter `{adapter_name}` targets {what}", hint=hint))
+
+
+def _require_asked_for(adapter_name: str, config: LoraConfig | None) -> None:
+    """Since 0.19, PEFT reads `gate_proj` and the like in `target_modules` as the routed experts' weights, and drops the
+    layers of that name from the targets: shared experts and dense layers would stay as they are without a word."""
+    asked: AskedTargets | None = getattr(config, ASKED, None)
+    if asked is None or config is None or set(config.target_parameters or ()) <= asked.parameters:
+        return
+    taken = asked.modules - set(config.target_modules or ()) if isinstance(asked.modules, frozenset) else asked.modules
+    names = ", ".join(f"`{name}`" for name in sorted(taken)) if isinstance(taken, frozenset) else f"`{taken}`"
+    message = f"adapter `{adapter_name}` names {names} in `target_modules`, which PEFT takes for the routed experts"
+    hint = (
+        'for routed experts write `target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`; '
+        'for shared experts and dense layers name their weights there: `"mlp.shared_experts.gate_proj.weight"`'
+    )
+    raise InputRefused(Diagnostic("L434", message, hint=hint))
 
 
 def _require_suited(adapter_name: str, r: int, settings: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """`KTLinear`: a linear layer that a rule chose for an adapter, a kernel or both. PEFT wraps it as any `nn.Linear`.
 
 In: an `nn.Linear`, whose weight and bias it shares. Out: the same function under the same names. Prefill and training
-are PyTorch's product; where a rule asks for it (`kt_linear(gemv)`), few rows without gradients are the kernel's.
+are PyTorch's product; where a rule asks for it (`kt_linear(gemv)`), few rows under `no_grad` are the kernel's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class KTLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        if self.decode is not None and self.decode.serves(input, self.weight, self.bias):
+        # In training mode reentrant checkpointing runs without gradients what it then repeats with them.
+        if self.decode is not None and not self.training and self.decode.serves(input, self.weight, self.bias):
             return self.decode(input, self.weight, self.bias)
         return functional.linear(input, self.weight, self.bias)
 

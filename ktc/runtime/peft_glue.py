@@ -15,7 +15,7 @@ from peft import LoraConfig
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime.fused_moe import FusedMoe
-from ktc.runtime.lora_experts import ExpertsParamWrapper
+from ktc.runtime.lora_experts import ASKED, AskedTargets, ExpertsParamWrapper
 
 FILE = "lora.json"
 _INSTALLED = "_ktc_installed"
@@ -33,6 +33,8 @@ def install() -> None:
     @functools.wraps(original)
     def with_modules(self: LoraConfig) -> None:
         original(self)
+        if self.base_model_name_or_path is None:  # an adapter that is read names its base, and was checked when made
+            setattr(self, ASKED, AskedTargets.of(self))
         cast("Any", self)._register_custom_module({FusedMoe: ExpertsParamWrapper})
 
     setattr(with_modules, _INSTALLED, True)
