@@ -186,7 +186,7 @@ def _match(value: Matches) -> str:
 
 def _plan(value: Plan) -> str:
     modules = count(sum(len(rewrite.sites) * len(rewrite.actions) for rewrite in value.rewrites), "module")
-    return f"{modules} to rewrite, {count(len(value.kernels), 'kernel')}, {count(value.threads, 'thread')}"
+    return f"{modules} to rewrite, {count(len(value.kernels) + len(value.linears), 'kernel')}, {count(value.threads, 'thread')}"
 
 
 def _rewrite(value: tuple[RewrittenBlock, ...]) -> str:
