@@ -185,8 +185,9 @@ def _match(value: Matches) -> str:
 
 
 def _plan(value: Plan) -> str:
-    modules = count(sum(len(rewrite.sites) * len(rewrite.actions) for rewrite in value.rewrites), "module")
-    return f"{modules} to rewrite, {count(len(value.kernels) + len(value.linears), 'kernel')}, {count(value.threads, 'thread')}"
+    nodes = sum(len(rewrite.sites) * len({action.node for action in rewrite.actions}) for rewrite in value.rewrites)
+    kernels = count(len(value.kernels) + len(value.linears), "kernel")
+    return f"{count(nodes, 'module')} to rewrite, {kernels}, {count(value.threads, 'thread')}"
 
 
 def _rewrite(value: tuple[RewrittenBlock, ...]) -> str:
