@@ -53,7 +53,7 @@ def assemble(
         host=host_json(plan.host),
         isa=next((spec.isa for spec in (*plan.kernels, *plan.linears)), "scalar"),
         plan=plan_json(plan),
-        kernels=tuple(KernelFile(s.entry, asdict(s), units[s.entry].text) for s in source.specs),
+        kernels=tuple(KernelFile(s.entry, asdict(s), units[s.entry].text) for s in (*source.specs, *source.linears)),
         bindings=units["bindings"].text if library is not None else "",
         library=library.path if library is not None else None,
         rewrites=recipe(tuple(blocks), plan),
