@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
+from trl import SFTConfig
 
 import ktc
 from ktc import twin
@@ -21,7 +25,7 @@ from ktc.diagnostics import InputRefused
 from ktc.link import link
 from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.peft_glue import read_lora_config
-from ktc.training import KTrainer
+from ktc.training import KTrainer, KTSFTTrainer
 from ktc.training import chunked_loss as chunked_loss_module
 from ktc.training.chunked_loss import chunked_loss
 from ktc.training.layer_calls import ModelCall, in_chunks, record
@@ -224,6 +228,24 @@ def test_a_trainer_that_calls_the_model_twice_goes_on_one_by_one(
     assert ours.stacker.decision is not None
     assert "more than once" in ours.stacker.decision.reason
     assert logged(ours) == pytest.approx(logged(theirs), rel=1e-6)
+
+
+def test_trl_counts_and_weighs_as_without(package: Callable[[str], Path], tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(128)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", eos_token="w2")
+    args = SFTConfig(
+        str(tmp_path), per_device_train_batch_size=1, gradient_accumulation_steps=8, max_steps=1, logging_steps=1,
+        report_to=[], save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True, seed=3,
+    )  # fmt: skip
+
+    def entry(mode: StackMode) -> dict[str, float]:
+        data, model = Dataset.from_list(rows()), peft_model(package("deepseek_v2"))
+        trainer = KTSFTTrainer(model, args, train_dataset=data, processing_class=tokenizer, stack_micro_batches=mode)
+        trainer.train()
+        assert str(trainer.stacker.decision).startswith("stacked" if mode == "on" else "one by one")
+        return trainer.state.log_history[0]
+
+    assert entry("on") == pytest.approx(entry("off"), rel=1e-6)
 
 
 def test_inputs_that_differ_when_asked_for_again_are_not_stacked(
