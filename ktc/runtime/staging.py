@@ -78,5 +78,24 @@ class _Pinned(torch.autograd.Function):
         return grad
 
 
+def parts(rows: Tensor, sizes: Sequence[int], *, pin: bool) -> tuple[Tensor, ...]:
+    """`rows` in host memory cut into `sizes`, pinned where a GPU is to copy them; their gradients meet in one block."""
+    return cast("tuple[Tensor, ...]", _Parts.apply(rows, list(sizes), pin))
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], pin: bool) -> tuple[Tensor, ...]:
+        ctx.pin = pin
+        return tuple(torch.split(_pinned(rows) if pin else rows.clone(), sizes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        # pinned blocks are used again, where fresh memory of this size costs a page fault for each 4 KiB
+        shape = (sum(grad.shape[0] for grad in grads), *grads[0].shape[1:])
+        whole = torch.empty(shape, dtype=grads[0].dtype, pin_memory=ctx.pin)
+        return torch.cat(grads, out=whole), None, None
+
+
 def _pinned(rows: Tensor) -> Tensor:
     return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
-from ktc.runtime.staging import pinned, to_host
+from ktc.runtime.staging import parts, to_host
 from ktc.training.layer_calls import ModelCall
 from ktc.training.layer_parts import LayerCall, LayerRun, SplitLayer
 
@@ -56,6 +56,7 @@ def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Tensor
     """What the experts give for the tokens of each chunk, in host memory, of one call."""
     hidden, index, weights = (to_host(tensors) for tensors in zip(*routes, strict=True))
     out = cast("Tensor", experts(hidden, index, weights))
-    if any(route[0].device.type == "cuda" for route in routes):
-        out = pinned(out)
-    return torch.split(out, [route[0].shape[0] for route in routes])
+    sizes = [route[0].shape[0] for route in routes]
+    if all(route[0].device.type == "cpu" for route in routes):
+        return torch.split(out, sizes)
+    return parts(out, sizes, pin=True)

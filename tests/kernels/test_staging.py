@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktc.runtime.staging import pinned, to_device, to_host
+from ktc.runtime.staging import parts, pinned, to_device, to_host
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -44,6 +44,19 @@ def test_pinned_rows_are_the_rows_and_pass_gradients_on() -> None:
     assert torch.equal(there, rows)
     there.sum().backward()
     assert torch.equal(rows.grad, torch.ones(4, 3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "pin", [False, pytest.param(True, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+)
+def test_parts_are_the_rows_and_their_gradients_meet(pin: bool) -> None:
+    rows = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    first, second, third = parts(rows, [2, 4, 1], pin=pin)
+    assert torch.equal(torch.cat((first, second, third)), rows)
+    assert first.is_pinned() == pin
+    (2 * first.sum() + (second * second).sum()).backward()
+    wanted = torch.cat((torch.full((2, 3), 2.0), 2 * rows.detach()[2:6], torch.zeros(1, 3)))
+    assert torch.equal(rows.grad, wanted)  # type: ignore[arg-type]
 
 
 def test_a_piece_alone_in_host_memory_is_not_copied() -> None:
