@@ -91,7 +91,9 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     words = ["red", "blue", "green", "small", "large", "old", "new", "bright", "dark", "cold"]
     dice = random.Random(0)
     picks = [dice.sample(words, 3) for _ in range(64)]
-    rows = [{"instruction": f"Say backwards: {' '.join(p)}", "output": " ".join(reversed(p))} for p in picks]
+    rows = [
+        {"instruction": f"Say backwards: {' '.join(p)}", "input": "", "output": " ".join(reversed(p))} for p in picks
+    ]
     (folder / "data" / "backwards.json").write_text(json.dumps(rows), encoding="utf-8")
     pairs = [{"instruction": row["instruction"], "chosen": row["output"], "rejected": "no"} for row in rows]
     (folder / "data" / "pairs.json").write_text(json.dumps(pairs), encoding="utf-8")

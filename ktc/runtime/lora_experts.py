@@ -55,10 +55,10 @@ class ExpertsParamWrapper(ParamWrapper):
         _require_suited(adapter_name, int(kwargs["r"]), kwargs)  # stock PEFT would say less, and too late
         super().__init__(base_layer, adapter_name, parameter_name=parameter_name, **kwargs)
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, **kwargs: Any) -> None:
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, *args: Any, **kwargs: Any) -> None:
         """Adds an adapter of rank `r`. Raises `InputRefused` (L432) for settings that experts cannot have."""
         _require_suited(adapter_name, r, kwargs)
-        super().update_layer(adapter_name, r, lora_alpha, **kwargs)
+        super().update_layer(adapter_name, r, lora_alpha, *args, **kwargs)
 
     def forward(self, x: Tensor, *args: Any, lora: ExpertsLora = _NONE, **kwargs: Any) -> Tensor:
         """As the experts' own; `lora` is what the wrapper around this one has gathered."""
@@ -146,7 +146,7 @@ def _require_suited(adapter_name: str, r: int, settings: Mapping[str, Any]) -> N
 def _unsuited(r: int, settings: Mapping[str, Any]) -> str:
     """What this adapter asks for and experts cannot have, "" if nothing."""
     # PEFT 0.19 and newer hand on the config, older releases its fields
-    config: Mapping[str, Any] = vars(settings["config"]) if "config" in settings else settings
+    config = cast("Mapping[str, Any]", settings["config"].__dict__ if "config" in settings else settings)
     dropout, initialisation = config["lora_dropout"], config["init_lora_weights"]
     if r > MAX_RANK:
         return f"rank {r}, of which the kernels take {MAX_RANK} at most"

@@ -98,7 +98,7 @@ def _telling_of_routers(make: GetPeftModel) -> GetPeftModel:
 
     def get_peft_model(model: Any, config: Any) -> PeftModel:
         adapted = make(model, config)
-        modules: dict[str, nn.Module] = dict(cast("nn.Module", adapted).named_modules())
+        modules = cast("dict[str, nn.Module]", dict(cast("Any", adapted).named_modules()))
         named = (name.rpartition(".")[2] for name, module in modules.items() if hasattr(module, "lora_A"))
         if found := sorted(_ROUTERS.intersection(named)):
             message = f"LoRA adapts the router (`{found[0]}`): which experts a token meets will change while it trains"
