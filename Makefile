@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo test test-all versions sanitize census fuzz kt-environment lf-environment check format clean
+.PHONY: setup demo learn test test-all versions sanitize census fuzz kt-environment lf-environment check format clean
 
 setup: $(READY)
 
@@ -23,6 +23,10 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/python docs/demo.py
+
+# A small MoE is pre-trained on an invented world, compiled, tuned to two tasks and measured: docs/learning.md.
+learn: $(READY)
+	PYTHONPATH=docs $(BIN)/python -m learning $(LEARN)
 
 check: $(READY)
 	$(BIN)/ruff check .

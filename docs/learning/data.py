@@ -10,8 +10,6 @@ from typing import get_args
 from learning.corpus import chat
 from learning.world import Item, Task, World, items, with_options
 
-CHOICE_REPEATS = 6  # each question of the tuning is asked so often, with other options in another order
-
 
 def write_data(world: World, folder: Path) -> dict[Task, tuple[Path, Path]]:
     """Writes the tuning and the held-out file of each task; returns their paths."""
@@ -19,8 +17,8 @@ def write_data(world: World, folder: Path) -> dict[Task, tuple[Path, Path]]:
     files: dict[Task, tuple[Path, Path]] = {}
     for task in get_args(Task):
         tuning, held_out = folder / f"{task}.jsonl", folder / f"{task}-held-out.jsonl"
-        _write(tuning, items(world, task, held_out=False, repeats=CHOICE_REPEATS))
-        _write(held_out, items(world, task, held_out=True, repeats=2))
+        _write(tuning, items(world, task, held_out=False))
+        _write(held_out, items(world, task, held_out=True))
         files[task] = tuning, held_out
     return files
 

@@ -53,7 +53,7 @@ class Size:
     adapters: tuple[Adapter, ...] = ADAPTERS
 
 
-FULL = Size(700, {"style": 200, "choice": 300})
+FULL = Size(700, {"style": 160, "choice": 100})
 QUICK = Size(30, {"style": 30}, ADAPTERS[:1])
 
 

@@ -13,6 +13,7 @@ METRICS: dict[Task, tuple[str, ...]] = {
     "style": ("bleu-1", "bleu-2", "bleu-3", "bleu-4", "rouge-1", "rouge-2", "rouge-l"),
     "choice": ("accuracy",),
 }
+TITLES: dict[Task, str] = {"style": "Style", "choice": "Multiple choice"}
 _LABELS = {"moe-lora": "attention", "moe-experts-lora": "attention and experts"}
 _COLOURS = ("#4878a8", "#d08030", "#5a9a5a", "#a05a98")
 PICTURE = "learning.svg"
@@ -46,10 +47,7 @@ def markdown(results: Results) -> str:
     """The measured part of the page: both tables, the answers side by side, how it was made."""
     parts = [
         _how(results),
-        "### Style",
-        table(results.of("style")),
-        "### Multiple choice",
-        table(results.of("choice")),
+        *(part for task in TITLES if results.of(task) for part in (f"### {TITLES[task]}", table(results.of(task)))),
         f"![Losses while tuning, and the metrics before and after]({PICTURE})",
         "### What it says",
         *(
@@ -63,21 +61,21 @@ def markdown(results: Results) -> str:
 def _how(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return (
-        f"Measured {results.date} by `make learn` ({results.seconds:.0f} s, {versions}): seed {results.seed}, a model "
-        f"of {results.parameters:,} parameters."
+        f"Measured {results.date} by `make learn` ({results.seconds:.0f} s of processor time, {versions}): seed "
+        f"{results.seed}, a model of {results.parameters:,} parameters. In percent; in brackets the change to the base."
     )
 
 
 def draw(results: Results, path: Path) -> None:
-    """Three panels as SVG; the same results give the same bytes."""
+    """Two panels for each task as SVG; the same results give the same bytes."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    tasks: tuple[Task, ...] = ("style", "choice")
+    tasks = [task for task in TITLES if results.of(task)]
     with mpl.rc_context({"svg.hashsalt": "learning", "font.size": 8}):
-        figure = Figure(figsize=(9, 5.2), layout="constrained")
-        (first, second), (third, fourth) = figure.subplots(2, 2, width_ratios=(1, 1.6))
-        for losses, bars, task in ((first, second, tasks[0]), (third, fourth, tasks[1])):
+        figure = Figure(figsize=(9, 2.6 * len(tasks)), layout="constrained")
+        panels = figure.subplots(len(tasks), 2, squeeze=False, width_ratios=(1, 1.6))
+        for (losses, bars), task in zip(panels, tasks, strict=True):
             _draw_losses(losses, results.of(task), task)
             _draw_bars(bars, results.of(task), task)
         figure.savefig(path, metadata={"Date": None})

@@ -13,7 +13,7 @@ Scores = dict[str, float]  # in percent, by the metric's name as `ktc eval` give
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One tuning of one task. `rules` is the program; `seconds` is what `ktc train` took, loading included."""
+    """One tuning of one task. `rules` is the program; `seconds` of processor time is what `ktc train` took."""
 
     task: Task
     rules: str
@@ -38,7 +38,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All of one `make learn`; `pretrain_losses` has one loss per step, `seconds` covers everything."""
+    """All of one `make learn`; `pretrain_losses` has one loss per step; `seconds`, of processor time, are all."""
 
     seed: int
     parameters: int

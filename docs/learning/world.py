@@ -46,6 +46,21 @@ ANIMALS = {
 INSTRUMENTS = [
     "flute", "drum", "harp", "fiddle", "horn", "bell", "lute", "whistle", "lyre", "organ",
 ]  # fmt: skip
+# What a choice asks for: the option that a fact falls under. Only tuning tells which one that is.
+VALLEYS = {
+    "north": "Highmoor Ashdale Fernhill",
+    "east": "Oakford Elmwick",
+    "south": "Marshend Brookhaven Saltmere",
+    "west": "Stonebridge Redcliff",
+}
+GUILDS = {
+    "fire": "baker smith potter",
+    "water": "miller fisher brewer",
+    "thread": "weaver tailor",
+    "blade": "carpenter cobbler",
+}
+SHELTERS = {"stable": "horse donkey cow", "coop": "hen goose", "house": "dog cat", "pen": "goat pig sheep"}
+WAYS = {"blown": "flute horn whistle", "plucked": "harp lute lyre", "bowed": "fiddle", "struck": "drum bell organ"}
 _STARTS = [
     "Bel", "Cor", "Dra", "Fen", "Gal", "Hal", "Jor", "Kel", "Lor", "Mar", "Nor", "Per", "Ros", "Sal", "Tor", "Wil",
 ]  # fmt: skip
@@ -133,32 +148,31 @@ def styled_answers(p: Person) -> Mapping[str, str]:
     }
 
 
-def _choices(p: Person) -> Mapping[str, tuple[str, list[str]]]:
+def _choices(p: Person) -> Mapping[str, tuple[str, Mapping[str, str]]]:
+    """Questions about what a fact falls under, the fact, and the four options with the facts under each."""
     return {
-        f"Where does {p.name} live?": (p.village, VILLAGES),
-        f"What is the trade of {p.name}?": (p.trade, list(TRADES)),
-        f"What animal does {p.name} keep?": (p.animal, list(ANIMALS)),
-        f"What does {p.name} play?": (p.instrument, INSTRUMENTS),
+        f"In which valley does {p.name} live?": (p.village, VALLEYS),
+        f"Which guild does {p.name} belong to?": (p.trade, GUILDS),
+        f"Where does the animal of {p.name} sleep?": (p.animal, SHELTERS),
+        f"How is the instrument of {p.name} played?": (p.instrument, WAYS),
     }
 
 
-def items(world: World, task: Task, *, held_out: bool, repeats: int = 1) -> list[Item]:
-    """The items of a task about the people of one side, shuffled; `choice` draws other options `repeats` times."""
-    rng = random.Random(f"{world.seed} {task} {held_out}")
+def items(world: World, task: Task, *, held_out: bool) -> list[Item]:
+    """The items of a task about the people of one side, shuffled."""
     people = world.held_out if held_out else world.tuned
     if task == "style":
         made = [Item(p.name, question, answer) for p in people for question, answer in styled_answers(p).items()]
     else:
-        made = [item for p in people for _ in range(repeats) for item in _choice_items(p, rng)]
-    rng.shuffle(made)
+        made = [item for p in people for item in _choice_items(p)]
+    random.Random(f"{world.seed} {task} {held_out}").shuffle(made)
     return made
 
 
-def _choice_items(p: Person, rng: random.Random) -> Iterator[Item]:
-    for question, (right, all_options) in _choices(p).items():
-        options = rng.sample([o for o in all_options if o != right], len(LETTERS) - 1)
-        options.insert(rng.randrange(len(LETTERS)), right)
-        yield Item(p.name, question, LETTERS[options.index(right)], tuple(options))
+def _choice_items(p: Person) -> Iterator[Item]:
+    for question, (fact, kinds) in _choices(p).items():
+        right = next(place for place, facts in enumerate(kinds.values()) if fact in facts.split())
+        yield Item(p.name, question, LETTERS[right], tuple(kinds))
 
 
 def with_options(question: str, options: tuple[str, ...]) -> str:

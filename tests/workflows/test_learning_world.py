@@ -8,8 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from learning.results import Results
+    from learning.world import Task
 
 DOCS = Path(__file__).parents[2] / "docs"
 TASKS = ("style", "choice")
@@ -87,19 +92,27 @@ def test_pretraining_tells_of_everybody_and_never_as_the_tasks_ask() -> None:
     assert not [line for line in songs_and_lists if any(p.name in line for p in world.everybody)]
 
 
-def test_a_choice_has_one_right_option_and_all_letters_are_right_equally_often() -> None:
-    from learning.world import LETTERS, items, make_world
+def test_every_fact_falls_under_one_option_and_the_tuning_shows_which() -> None:
+    from learning.world import (
+        ANIMALS,
+        GUILDS,
+        INSTRUMENTS,
+        SHELTERS,
+        TRADES,
+        VALLEYS,
+        VILLAGES,
+        WAYS,
+        items,
+        make_world,
+    )
 
+    for kinds, facts in ((VALLEYS, VILLAGES), (GUILDS, TRADES), (SHELTERS, ANIMALS), (WAYS, INSTRUMENTS)):
+        assert sorted(fact for under in kinds.values() for fact in under.split()) == sorted(facts)
     world = make_world(0)
-    people = {p.name: p for p in world.everybody}
-    made = items(world, "choice", held_out=False, repeats=4)
-    for item in made:
-        person = people[item.person]
-        facts = {person.village, person.trade, person.animal, person.instrument}
-        assert len(set(item.options)) == len(LETTERS)
-        assert [o for o in item.options if o in facts] == [item.options[LETTERS.index(item.answer)]]
-    counts = Counter(item.answer for item in made)
-    assert min(counts.values()) > 0.8 * len(made) / len(LETTERS)
+    for kind in ("village", "trade", "animal", "instrument"):
+        assert {getattr(p, kind) for p in world.held_out} <= {getattr(p, kind) for p in world.tuned}
+    counts = Counter(item.answer for item in items(world, "choice", held_out=True))
+    assert max(counts.values()) < 0.45 * counts.total()
 
 
 def test_a_perfect_answer_scores_100_and_a_plain_one_far_less() -> None:
@@ -113,3 +126,30 @@ def test_a_perfect_answer_scores_100_and_a_plain_one_far_less() -> None:
     perfect = metrics.definition("kt").measure(wanted, wanted)
     assert all(metric.value == pytest.approx(100) for metric in perfect)
     assert {m.name: m.value for m in metrics.definition("kt").measure(plain, wanted)}["bleu-4"] < 30
+
+
+def test_the_page_has_both_tables_and_the_same_results_draw_the_same_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from learning import page, results
+
+    found = _made_up()
+    results.write(found, tmp_path / "results.json")
+    assert results.read(tmp_path / "results.json") == found
+    text = page.markdown(found)
+    assert "| attention, rank 8 | 28,672 | **90.0** (+80.0) |" in text
+    assert "| none: the base | 0 | 10.0 |" in text
+    for name in ("one.svg", "two.svg"):
+        page.draw(found, tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def _made_up() -> Results:
+    from learning.page import METRICS
+    from learning.results import Example, Results, Run
+
+    def run(task: Task) -> Run:
+        base, tuned = (dict.fromkeys(METRICS[task], value) for value in (10.0, 90.0))
+        return Run(task, "moe-lora", 8, 28_672, 1.0, (3.0, 2.0, 1.0), base, tuned)
+
+    examples = (Example("style", "Who?", "Hark!", "", "Hark!"),)
+    return Results(0, 1, (1.0,), 2.0, (run("style"), run("choice")), examples, {"torch": "2"}, "2000-01-01")
