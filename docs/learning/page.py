@@ -10,7 +10,7 @@ from learning.results import Results, Run, Scores
 from learning.world import Task
 
 METRICS: dict[Task, tuple[str, ...]] = {
-    "style": ("bleu-1", "bleu-2", "bleu-3", "bleu-4", "rouge-1", "rouge-2", "rouge-l"),
+    "style": ("bleu-1", "bleu-2", "bleu-3", "bleu-4", "rouge-1", "rouge-2", "rouge-l", "accuracy"),
     "choice": ("accuracy",),
 }
 TITLES: dict[Task, str] = {"style": "Style", "choice": "Multiple choice"}
