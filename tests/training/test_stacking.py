@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
@@ -90,9 +90,15 @@ def padded(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 def peft_model(out: Path, *, dropout: float = 0.0, experts: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    config = read_lora_config(out)
-    config.lora_dropout = dropout
-    config.target_parameters = EXPERTS if experts else None
+    rules = read_lora_config(out)
+    config = LoraConfig(
+        r=rules.r,
+        lora_alpha=rules.lora_alpha,
+        lora_dropout=dropout,
+        target_modules=rules.target_modules,
+        target_parameters=EXPERTS if experts else None,
+        task_type="CAUSAL_LM",
+    )
     model = get_peft_model(ktc.load(out, reference=True), config)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
