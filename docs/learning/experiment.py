@@ -1,4 +1,4 @@
-"""The workflow: pre-train, `ktc compile`, `ktc train`, `ktc eval`, each command printed as a reader would type it.
+"""The workflow: pre-train, `ktc compile`, `ktc train`, ask; each command is printed as a reader would type it.
 
 In: a folder and how much of everything. Out: `Results`. A command that fails ends the demo with its exit code.
 """
