@@ -153,13 +153,17 @@ def _no_bytes(x: Tensor) -> Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     packed, x, index, weights, *arguments = inputs
     rest = _Rest(*arguments)
+    # Else backward is given zeros as the gradient of the saved bytes: as many megabytes, made anew in every call.
+    ctx.set_materialize_grads(False)
     needs_x = not rest.keep or any(rest.ranks)
     ctx.save_for_backward(x if needs_x else None, index, weights, output[1], *rest[:4])
     # Not among the saved tensors: a hook that copies those, to offload them, would copy all the layer's experts.
     ctx.packed, ctx.settings = packed, rest[4:]
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:  # what forward saved was asked for, and nothing else
+        return (None,) * (8 + len(ctx.settings))
     others = ctx.saved_tensors
     factors = others[4:]
     grad_x, grad_weights, *found = torch.ops.ktc.fused_moe_backward(ctx.packed, grad, *others, *ctx.settings)

@@ -10,12 +10,14 @@ import resource
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from kernel_layers import FORMS, ISAS, Load, error, random_layer, run, spec_of
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ktc import host
@@ -93,6 +95,28 @@ def test_nothing_is_saved_where_no_gradient_is_wanted(load: Load) -> None:
     with torch.no_grad():
         assert module(x, layer.index, layer.weights).grad_fn is None
     assert module(x.detach(), layer.index, layer.weights).grad_fn is None
+
+
+class Operators(TorchDispatchMode):
+    """The names of what runs under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_makes_no_gradient_of_what_forward_saved(load: Load) -> None:
+    """Autograd would fill as many megabytes with zeros at every call."""
+    layer = random_layer(64, 48, 4, 2, 9)
+    module, x, weights = load(layer, SPEC), layer.x.bfloat16().requires_grad_(), layer.weights.float().requires_grad_()
+    out = module(x, layer.index, weights)
+    with Operators() as ran:
+        out.backward(torch.ones_like(out))
+    assert not [name for name in ran.names if "zero" in name or "fill" in name]
 
 
 def test_one_gradient_alone(load: Load) -> None:
