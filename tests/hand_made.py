@@ -44,6 +44,8 @@ def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, 
                 "activations": "keep",
                 "threads": 1,
                 "numa": "shard",
+                "prefill": "",
+                "prefill_tokens": 1,
             }
             steps.append(Rewrite(fqn, "fused_moe", kernel, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     return tuple(steps)

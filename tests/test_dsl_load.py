@@ -93,7 +93,7 @@ def test_plan_units_and_sources(program: Path) -> None:
 def test_the_shipped_programs_say_what_they_should() -> None:
     lite = dsl.load("deepseek-v2-lite-lora")
     assert [(rule.name, rule.root) for rule in lite.rules] == [
-        *(("experts", "moe.block"), ("attention", "attn.mla"), ("all", "module"))
+        *(("experts", "moe.block"), ("attention", "attn.mla"), ("all", "module"), ("many_tokens", "moe.opaque"))
     ]
     assert lite.lora == {"rank": 8, "alpha": 32.0, "dropout": 0.1}
     assert len(lite.requires) == 1

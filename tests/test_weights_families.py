@@ -109,4 +109,12 @@ def args_of(model: PreTrainedModel, fqn: str, form: str) -> dict[str, object]:
     if parse_form(form).transposed:
         hidden, inner = inner, hidden
     sizes = {"num_experts": experts, "hidden": hidden, "intermediate": inner, "top_k": 2}
-    return {**sizes, "form": form, "activations": "keep", "threads": 1, "numa": "shard"}
+    return {
+        **sizes,
+        "form": form,
+        "activations": "keep",
+        "threads": 1,
+        "numa": "shard",
+        "prefill": "",
+        "prefill_tokens": 1,
+    }

@@ -14,6 +14,7 @@ from ktc.dsl.schema import TARGETS
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import FORMATS, ISAS
 from ktc.plan.linear_spec import BUILT
+from ktc.plan.prefill import asks_for_experts
 from ktc.plan.types import Claim, PlannedOnly
 
 # Settings that no stage carries out yet, with the values that ask for nothing.
@@ -29,7 +30,6 @@ _PLAN_KEYS: dict[str, tuple[object, ...]] = {
     "grads": (),
     "cuda_graph": ("never",),
     "weights": ("safetensors",),
-    "layerwise_prefill": (),
     "recompute": ("none",),
 }
 
@@ -38,7 +38,12 @@ def not_built(
     claims: Sequence[Claim], kernels: Sequence[tuple[Claim, KernelSpec]], rules: RuleSet
 ) -> tuple[Diagnostic, ...]:
     """One warning per place of the program that asks for what this version does not build (M066)."""
-    found = [*_targets(claims), *_settings(claims), *_kernels(kernels), *_plan_keys(rules)]
+    found = [
+        *_targets(claims),
+        *_settings(claims),
+        *_kernels(kernels),
+        *_plan_keys(rules, any(asks_for_experts(c, claims) for c in claims)),
+    ]
     return tuple({(d.span, d.message): d for d in found}.values())
 
 
@@ -64,7 +69,7 @@ def _settings(claims: Sequence[Claim]) -> Iterator[Diagnostic]:
     for claim in claims:
         for name, value in claim.settings.items():
             idle = _SETTINGS.get((claim.target, name))
-            if idle is not None and value not in idle:
+            if idle is not None and value not in idle and not asks_for_experts(claim, claims):
                 built = [word for word in idle if word is not None]
                 hint = f"write `{name} = {built[0]}`" if name == "kernel" else f"leave `{name}` out"
                 yield _missing(f"`{claim.target}({name} = {value})`", claim, hint)
@@ -83,13 +88,16 @@ def _kernels(kernels: Sequence[tuple[Claim, KernelSpec]]) -> Iterator[Diagnostic
             yield _missing(f"a kernel for isa `{spec.isa}`", claim, f"available: {', '.join(ISAS)}")
 
 
-def _plan_keys(rules: RuleSet) -> Iterator[Diagnostic]:
+def _plan_keys(rules: RuleSet, prefills: bool) -> Iterator[Diagnostic]:
     for unit in rules.units:
         for block in unit.module.declarations:
             if not isinstance(block, syntax.Block) or block.kind != "plan":
                 continue
             for setting in block.settings:
                 key, value = setting.key.text, rules.plan.get(setting.key.text)
+                if key == "layerwise_prefill" and not prefills:
+                    message = "`plan { layerwise_prefill }` has no effect: no experts have `place(cpu, prefill = ...)`"
+                    yield Diagnostic("M066", message, setting.span, hint=f"leave `{key}` out", severity="warning")
                 if key in _PLAN_KEYS and value not in _PLAN_KEYS[key]:
                     message = f"`plan {{ {key} = {value} }}` is not available in this version"
                     yield Diagnostic("M066", message, setting.span, hint=f"leave `{key}` out", severity="warning")

@@ -60,6 +60,9 @@ def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     chosen = f"the best this host can run{_passed_over(spec, host)}" if automatic else "asked for"
     moved = "" if rewrite.device == "cpu" else f", hidden states move {rewrite.device} -> cpu -> {rewrite.device}"
     how = f"{' and '.join(spec.formats)} weights, {spec.isa} kernel, {chosen}"
+    elsewhere = action.settings.get("prefill")
+    if elsewhere:
+        moved += f"; from {action.settings['prefill_tokens']} tokens on {elsewhere}, where the weights are sent"
     return f"routed experts as one node on cpu ({how}){moved}: {where}"
 
 

@@ -24,6 +24,7 @@ from ktc.plan.linear_spec import LinearSpec
 from ktc.plan.linears import choose_linear
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.placement import device_of, place
+from ktc.plan.prefill import Prefill, plan_prefill
 from ktc.plan.stored import conversions
 from ktc.plan.types import ANY_SIZE, BlockRewrite, Claim, NodeAction, Plan, Point
 
@@ -49,7 +50,7 @@ def make_plan(
         for c in claims
         if c.target == "kt_linear"
     }
-    rewrites = _group(captured, claims, kernels, linears, devices)
+    rewrites = _group(captured, claims, kernels, linears, devices, plan_prefill(claims, specs, rules, host))
     unavailable = not_built(claims, [(c, specs[c.path]) for c in claims if c.target == "cpu_moe"], rules)
     lora = plan_lora(captured, claims, rules)
     if not rewrites and not unavailable:
@@ -119,6 +120,7 @@ def _group(
     kernels: Mapping[tuple[str, str, str], KernelSpec],
     linears: Mapping[tuple[str, str, str], LinearSpec | None],
     devices: Mapping[str, str],
+    prefills: Mapping[str, Prefill],
 ) -> tuple[BlockRewrite, ...]:
     """Sites of one block with the same actions on the same devices are one rewrite."""
     by_site: dict[str, list[Claim]] = {}
@@ -130,7 +132,7 @@ def _group(
         held = by_site.get(site.fqn)
         if not held:
             continue
-        actions = tuple(_action(claim, kernels, linears) for claim in held)
+        actions = tuple(_action(claim, kernels, linears, prefills.get(claim.path)) for claim in held)
         device = device_of(site.fqn, devices)
         done = repr([(a.node, a.target, sorted(a.settings.items()), a.kernel, a.linear) for a in actions])
         groups.setdefault((site.block, device, done), ([], actions))[0].append(site)
@@ -149,11 +151,15 @@ def _action(
     claim: Claim,
     kernels: Mapping[tuple[str, str, str], KernelSpec],
     linears: Mapping[tuple[str, str, str], LinearSpec | None],
+    prefill: Prefill | None,
 ) -> NodeAction:
     key, fqn = (claim.site, claim.node, claim.rule), claim.path.removeprefix(claim.site).lstrip(".")
     kernel = kernels.get(key) if claim.target == "cpu_moe" else None
     linear = linears.get(key) if claim.target == "kt_linear" else None
-    return NodeAction(claim.node, fqn, claim.target, claim.settings, claim.rule, claim.span, kernel, linear)
+    settings = dict(claim.settings)
+    if prefill is not None and kernel is not None:
+        settings |= {"prefill": prefill.device, "prefill_tokens": prefill.tokens}
+    return NodeAction(claim.node, fqn, claim.target, settings, claim.rule, claim.span, kernel, linear)
 
 
 def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> Iterator[Diagnostic]:

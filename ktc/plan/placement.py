@@ -20,20 +20,30 @@ def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placemen
     """Every explicit placement, `auto` resolved, the root first. Raises HostLacks for a GPU the host has not."""
     default = resolve_device(str(rules.plan.get("unplaced") or "cpu"), host)
     placed = [Placement("", default, "", None)]
+    experts = {claim.path for claim in claims if claim.target == "cpu_moe"}  # they stand where their kernel runs
     missing: list[Diagnostic] = []
     for claim in claims:
-        if claim.target != "place":
+        if claim.target != "place" or claim.path in experts:
             continue
         device = resolve_device(str(claim.settings["device"]), host)
-        if device.startswith("cuda:") and int(device.removeprefix("cuda:")) >= len(host.gpus):
-            hint = "use `device = auto` or `cpu`, or describe the target machine with `--host FILE`"
-            missing.append(
-                Diagnostic("M069", f"`place({device})`: this host has {len(host.gpus)} GPUs", claim.span, hint=hint)
-            )
+        try:
+            require_gpu(device, "", claim, host)
+        except HostLacks as error:
+            missing += error.diagnostics
         placed.append(Placement(claim.path, device, claim.rule, claim.span))
     if missing:
         raise HostLacks(*missing)
     return tuple(dict.fromkeys(placed))
+
+
+def require_gpu(device: str, setting: str, claim: Claim, host: Host) -> None:
+    """Raises HostLacks (M069) for a GPU that the host has not."""
+    if not device.startswith("cuda:") or int(device.removeprefix("cuda:")) < len(host.gpus):
+        return
+    asked = f"{setting} = {device}" if setting else device
+    hint = f"use `{setting or 'device'} = auto` or `cpu`, or describe the target machine with `--host FILE`"
+    message = f"`place({asked})`: this host has {len(host.gpus)} GPUs"
+    raise HostLacks(Diagnostic("M069", message, claim.span, hint=hint))
 
 
 def resolve_device(device: str, host: Host) -> str:

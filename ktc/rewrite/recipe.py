@@ -80,6 +80,8 @@ def _kernel_args(kernel: KernelSpec, node: fx.Node, action: NodeAction, host: Ho
         "activations": str(action.settings["activations"]),
         "threads": thread_count(action.settings, host),
         "numa": str(action.settings["numa"]),
+        "prefill": str(action.settings.get("prefill") or ""),
+        "prefill_tokens": int(str(action.settings.get("prefill_tokens") or 1)),
         "format_gate_up": kernel.format_gate_up,
         "format_down": kernel.format_down,
     }

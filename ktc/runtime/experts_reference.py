@@ -68,20 +68,34 @@ def fused_moe_reference(
     check_routing(top_k_index, gate_up.shape[0])
     out_TH = torch.zeros_like(hidden_states)
     slots_KT = top_k_index.T
-    of_first, of_down = products or (None, None)
     for expert in cast("list[int]", torch.unique(top_k_index).tolist()):
         k, token = torch.where(slots_KT == expert)
-        x = hidden_states[token]
-        first = _linear(form, x, gate_up[expert], _row(gate_up_bias, expert), of_first)
-        if lora and lora.first:
-            first = first + lora.first(expert, x)
-        act = activated(form, first)
-        y = _linear(form, act, down[expert], _row(down_bias, expert), of_down)
-        if lora and lora.down:
-            y = y + lora.down(expert, act)
+        matrices = gate_up[expert], down[expert], _row(gate_up_bias, expert), _row(down_bias, expert)
+        y = expert_output(form, hidden_states[token], *matrices, expert, lora, products)
         y = y * top_k_weights[token, k, None]
         out_TH = out_TH.index_add(0, token, y.to(out_TH.dtype))
     return out_TH
+
+
+def expert_output(
+    form: ExpertsForm,
+    x: Tensor,
+    first: Tensor,
+    down: Tensor,
+    first_bias: Tensor | None,
+    down_bias: Tensor | None,
+    expert: int,
+    lora: ExpertsLora | None = None,
+    products: Products | None = None,
+) -> Tensor:
+    """What one expert makes of its rows, (T, H) -> (T, H), not weighted yet; `expert` is its place in `lora`."""
+    of_first, of_down = products or (None, None)
+    gate_up = _linear(form, x, first, first_bias, of_first)
+    if lora and lora.first:
+        gate_up = gate_up + lora.first(expert, x)
+    act = activated(form, gate_up)
+    y = _linear(form, act, down, down_bias, of_down)
+    return y + lora.down(expert, act) if lora and lora.down else y
 
 
 def activated(form: ExpertsForm, first: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from ktc.runtime.micro_batches import MicroBatch, cut, joined
 from ktc.runtime.packed_experts import Numa, PackedExperts
 from ktc.runtime.pending import Pending
 from ktc.runtime.stock_experts import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
+from ktc.runtime.streamed_experts import ExpertStream, Prefill, compute
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,6 +60,7 @@ class FusedMoe(nn.Module):
         dtype: what the parameters report; in reference mode also the dtype they are stored and computed in.
         numa: `shard` cuts packed weights for the NUMA nodes that the process may run on, `none` does not.
         activations: `keep` saves gate and up of every slot for backward, `recompute` computes them again.
+        prefill: where calls with many tokens are computed, the weights sent there (`streamed_experts`).
     """
 
     gate_up_proj: nn.Parameter
@@ -78,11 +80,13 @@ class FusedMoe(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         activations: Literal["keep", "recompute"] = "keep",
         numa: Numa = "shard",
+        prefill: Prefill | None = None,
     ) -> None:
         super().__init__()
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
         self.form = parse_form(form) if isinstance(form, str) else form
         self.activations: Literal["keep", "recompute"] = activations
+        self.prefill = prefill
         self._experts = (
             PackedExperts(kernel, threads, num_experts, hidden, intermediate, top_k, numa)
             if kernel is not None
@@ -253,6 +257,9 @@ class FusedMoe(nn.Module):
         self._check(hidden_states, top_k_index, top_k_weights)
         if lora is not None:
             self._check_lora(lora)
+        if self._experts and self.prefill and self._goes_elsewhere(hidden_states.shape[0]):
+            out_TH = self._run_elsewhere(self._experts, self.prefill, hidden_states, top_k_index, top_k_weights, lora)
+            return out_TH.to(hidden_states.device, hidden_states.dtype)
         if hidden_states.is_cuda and hidden_states.requires_grad and not torch.compiler.is_compiling():
             return self._staged(hidden_states, top_k_index, top_k_weights, lora)
         x_TH, index_TK, weights_TK = hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu()
@@ -267,6 +274,21 @@ class FusedMoe(nn.Module):
         host_TH, index, weights = (staging.to_host((tensor,)) for tensor in (x_TH, index_TK, weights_TK))
         out_TH = self.forward(host_TH, index, weights, lora)
         return staging.to_device(staging.pinned(out_TH), x_TH.device)
+
+    def computed_on(self, tokens: int) -> torch.device:
+        """Where a call with so many tokens is computed, whatever device its tensors are on."""
+        return self.prefill.device if self.prefill and self._goes_elsewhere(tokens) else torch.device("cpu")
+
+    def _goes_elsewhere(self, tokens: int) -> bool:
+        return self._experts is not None and self.prefill is not None and tokens >= self.prefill.tokens
+
+    @_never_traced
+    def _run_elsewhere(
+        self, experts: PackedExperts, prefill: Prefill, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor,
+        lora: ExpertsLora | None,
+    ) -> Tensor:  # fmt: skip
+        stream = ExpertStream(experts, self.form, prefill.device)
+        return compute(stream, x_TH.to(experts.dtype), index_TK, weights_TK, lora or ExpertsLora())
 
     @_never_traced
     def _run_reference(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora | None) -> Tensor:

@@ -23,7 +23,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Isa
 
 FILE = "ktc.json"
-SCHEMA = 5
+SCHEMA = 6
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -35,8 +35,8 @@ _ARGUMENTS: Mapping[str, Mapping[str, type]] = {
         **dict.fromkeys(("file", "experts", "form", "parts"), str),
     },
     "fused_moe": {
-        **dict.fromkeys(("num_experts", "hidden", "intermediate", "top_k", "threads"), int),
-        **dict.fromkeys(("form", "activations", "numa"), str),
+        **dict.fromkeys(("num_experts", "hidden", "intermediate", "top_k", "threads", "prefill_tokens"), int),
+        **dict.fromkeys(("form", "activations", "numa", "prefill"), str),
     },
 }
 

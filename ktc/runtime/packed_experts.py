@@ -104,6 +104,16 @@ class PackedExperts:
         """Bytes of the packed weights, expert after expert; cut for several nodes they take up to 2 MB each more."""
         return self._native.expert_bytes * self._sizes[0]
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Experts, hidden, intermediate, experts per token."""
+        return self._sizes
+
+    @property
+    def num_nodes(self) -> int:
+        """Of NUMA: into how many shards the weights are cut."""
+        return max(1, len(self._nodes))
+
     def coding(self, part: Part) -> tuple[str, int] | None:
         """The format of the codes that a part is stored in and the size of their groups, `None` where it has values."""
         return self._native.coding(part)

@@ -21,6 +21,7 @@ from ktc.runtime.kernel_library import Kernel, KernelLibrary
 from ktc.runtime.lora_linear import KTLinear
 from ktc.runtime.manifest import Rewrite
 from ktc.runtime.stock_experts import StockTensor, canonical_parts, stock_names, stock_shape
+from ktc.runtime.streamed_experts import Prefill
 
 
 def realise(
@@ -80,6 +81,7 @@ def _fused_moe(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Modul
         dtype=stacked["down_proj"].dtype,
         activations=args["activations"],
         numa=args["numa"],
+        prefill=Prefill(torch.device(args["prefill"]), args["prefill_tokens"]) if args["prefill"] else None,
     )
     if not stacked["down_proj"].is_meta:
         take_experts(made, stacked)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
+from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.staging import parts, to_host
 from ktc.training.layer_calls import ModelCall
 from ktc.training.layer_parts import LayerCall, LayerRun, SplitLayer
@@ -54,9 +55,16 @@ def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | None) -> A
 
 def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Tensor]:
     """What the experts give for the tokens of each chunk, in host memory, of one call."""
-    hidden, index, weights = (to_host(tensors) for tensors in zip(*routes, strict=True))
+    rows = [route[0].shape[0] for route in routes]
+    device = next(module for module in experts.modules() if isinstance(module, FusedMoe)).computed_on(sum(rows))
+    gathered = zip(*routes, strict=True)
+    if device.type == "cpu":
+        hidden, index, weights = (to_host(tensors) for tensors in gathered)
+    else:
+        hidden, index, weights = (torch.cat([each.to(device) for each in tensors]) for tensors in gathered)
     out = cast("Tensor", experts(hidden, index, weights))
-    sizes = [route[0].shape[0] for route in routes]
+    if device.type != "cpu":  # it waits for backward on the host, where each chunk's last part is computed again
+        return torch.split(to_host((out,)), rows)
     if all(route[0].device.type == "cpu" for route in routes):
-        return torch.split(out, sizes)
-    return parts(out, sizes, pin=True)
+        return torch.split(out, rows)
+    return parts(out, rows, pin=True)

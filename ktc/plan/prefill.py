@@ -1,0 +1,70 @@
+"""Where calls of routed experts with many tokens are computed: `place(cpu, prefill = D)` on experts of `cpu_moe`.
+
+In: the claims, the kernels that were chosen, the program and the host. Out: for each experts module its device and from
+how many tokens on. Refused: a GPU that the host has not, weights that only their kernel can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.dsl.ruleset import RuleSet
+from ktc.host import Host
+from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.placement import require_gpu, resolve_device
+from ktc.plan.types import Claim
+
+# A GPU on a bus of 55 GB/s takes the time of 16 AMX cores for 1,200 tokens of DeepSeek-V2-Lite (docs/benchmarks.md),
+# and that of slower cores for fewer; `plan { layerwise_prefill = N }` says otherwise.
+DEFAULT_TOKENS: Final = 1024
+_DENSE: Final = frozenset({"bf16", "fp32", "fp64"})
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The device of calls with at least `tokens` tokens."""
+
+    device: str
+    tokens: int
+
+
+def asks_for_experts(claim: Claim, claims: Sequence[Claim]) -> bool:
+    """Whether a `place` with `prefill` stands on experts that `cpu_moe` takes."""
+    asked = claim.target == "place" and claim.settings["prefill"] is not None
+    return asked and any(other.target == "cpu_moe" and other.path == claim.path for other in claims)
+
+
+def plan_prefill(
+    claims: Sequence[Claim], specs: Mapping[str, KernelSpec], rules: RuleSet, host: Host
+) -> dict[str, Prefill]:
+    """By the experts' FQN. Raises HostLacks (M069) and InputRefused (M078)."""
+    found: dict[str, Prefill] = {}
+    problems: dict[str, Diagnostic] = {}
+    for claim in claims:
+        if not asks_for_experts(claim, claims):
+            continue
+        device = resolve_device(str(claim.settings["prefill"]), host)
+        if device == "cpu":
+            continue
+        require_gpu(device, "prefill", claim, host)
+        if why := _unsuited(claim, claims, specs[claim.path], host):
+            message = f"`place(prefill = {device})`: {why}"
+            problems[why] = Diagnostic("M078", message, claim.span, hint="see `ktc explain M078`")
+        tokens = rules.plan.get("layerwise_prefill")
+        found[claim.path] = Prefill(device, tokens if isinstance(tokens, int) else DEFAULT_TOKENS)
+    if problems:
+        raise InputRefused(*problems.values())
+    return found
+
+
+def _unsuited(claim: Claim, claims: Sequence[Claim], spec: KernelSpec, host: Host) -> str:
+    """Why the weights cannot be multiplied elsewhere, "" if they can."""
+    if not set(spec.formats) <= _DENSE:
+        return f"experts in `{' and '.join(spec.formats)}` are multiplied by their kernel alone"
+    numa = next(c.settings["numa"] for c in claims if c.target == "cpu_moe" and c.path == claim.path)
+    if host.numa > 1 and numa == "shard":
+        return "weights that are cut for several NUMA nodes cannot be sent; write `cpu_moe(numa = none)`"
+    return ""
