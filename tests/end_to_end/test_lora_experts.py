@@ -117,14 +117,16 @@ print(float((found - expected["logits"]).abs().max()), float(expected["logits"].
 
 def test_with_the_kernel_losses_follow_stock_peft(package: ModuleType) -> None:
     ours, losses = tune(package, package.load())
-    _, expected = tune(package, stock(package, torch.bfloat16))
+    theirs, expected = tune(package, stock(package, torch.bfloat16))
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 0.03
     assert losses[-1] < losses[0] - 0.05
-    exact = gradients(tune(package, stock(package, torch.float32))[0])
+    exact, rounded = gradients(tune(package, stock(package, torch.float32))[0]), gradients(theirs)
     for name, gradient in gradients(ours).items():
         if ".mlp.experts." in name:
             assert gradient.dtype == torch.float32
-            assert (gradient - exact[name]).norm() <= 0.1 * exact[name].norm(), name
+            # the whole model rounds, after steps of training: by how much differs from processor to processor
+            own = (rounded[name] - exact[name]).norm()
+            assert (gradient - exact[name]).norm() <= 1.5 * own, name
 
 
 def test_an_adapter_comes_back_and_others_stand_beside_it(package: ModuleType, tmp_path: Path) -> None:
