@@ -141,6 +141,21 @@ def test_names_that_peft_takes_for_routed_experts_are_refused(models: tuple[Any,
     assert "shared_experts.gate_proj.weight" in str(refused.value.diagnostics[0].hint)
 
 
+def test_targets_that_are_named_after_the_config_was_made_count_as_well(models: tuple[Any, ...]) -> None:
+    settings = LoraConfig(r=2, target_modules=["q_proj"])
+    settings.target_parameters = EXPERTS
+    trained = [name for name, p in get_peft_model(models[1], settings).named_parameters() if p.requires_grad]
+    assert any(".mlp.experts." in name for name in trained)
+
+
+@pytest.mark.skipif(not SINCE_0_19, reason="before 0.19 PEFT takes such names for what they are")
+def test_modules_that_are_named_later_are_refused_with_what_peft_made_of_them(models: tuple[Any, ...]) -> None:
+    settings = LoraConfig(r=2, target_modules=["q_proj"])
+    settings.target_modules = {"q_proj", "down_proj"}
+    with pytest.raises(InputRefused, match=r"L434.*made without `down_proj` in `target_parameters`"):
+        get_peft_model(models[1], settings)
+
+
 def test_shared_experts_are_adapted_by_their_weights(models: tuple[Any, ...]) -> None:
     names = [f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")]
     stock, ours = adapted(models, target_parameters=names)

@@ -48,7 +48,8 @@ class Gemv:
         x = x.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], outputs))
         native, engine = _opened(self.kernel, self._threads(weight))
-        address_of_bias = 0 if bias is None else bias.detach().contiguous().data_ptr()
+        bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
+        address_of_bias = 0 if bias is None else bias.data_ptr()
         rows = math.prod(x.shape[:-1])
         with TURNS:
             native.forward(

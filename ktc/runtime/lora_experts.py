@@ -8,7 +8,7 @@ ranks above `MAX_RANK`, biases, several adapters at once, and adapting the exper
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
@@ -24,6 +24,7 @@ from ktc.runtime.pending import Pending
 
 _NONE: Final = ExpertsLora()
 _ADAPTED: Final = ("gate_up_proj", "up_proj", "down_proj")
+_PUT_BY_PEFT: Final = frozenset({"gate_up_proj", "down_proj"})  # in `target_parameters`, for names of modules
 # Before 0.19 PEFT took every bank for (E, inputs, outputs); its A meets the outputs of one stored the other way round.
 _READS_TRANSPOSED: Final = versions.release(versions.installed("peft") or "0") < (0, 19)
 ASKED: Final = "_ktc_asked"
@@ -124,16 +125,27 @@ def _require_asked_for(adapter_name: str, config: LoraConfig | None) -> None:
     """Since 0.19, PEFT reads `gate_proj` and the like in `target_modules` as the routed experts' weights, and drops the
     layers of that name from the targets: shared experts and dense layers would stay as they are without a word."""
     asked: AskedTargets | None = getattr(config, ASKED, None)
-    if asked is None or config is None or set(config.target_parameters or ()) <= asked.parameters:
+    if asked is None or config is None:
         return
-    taken = asked.modules - set(config.target_modules or ()) if isinstance(asked.modules, frozenset) else asked.modules
-    names = ", ".join(f"`{name}`" for name in sorted(taken)) if isinstance(taken, frozenset) else f"`{taken}`"
-    message = f"adapter `{adapter_name}` names {names} in `target_modules`, which PEFT takes for the routed experts"
+    added = (set(config.target_parameters or ()) - asked.parameters) & _PUT_BY_PEFT
+    if not added:  # what a user names later has a path
+        return
+    taken = (
+        asked.modules - set(config.target_modules or ()) if isinstance(asked.modules, frozenset) else {asked.modules}
+    )
+    if taken:
+        message = f"names {_quoted(taken)} in `target_modules`, which PEFT takes for the routed experts"
+    else:  # its fields were set later, which nobody saw
+        message = f"was made without {_quoted(added)} in `target_parameters`, which PEFT may have read in other targets"
     hint = (
         'for routed experts write `target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`; '
         'for shared experts and dense layers name their weights there: `"mlp.shared_experts.gate_proj.weight"`'
     )
-    raise InputRefused(Diagnostic("L434", message, hint=hint))
+    raise InputRefused(Diagnostic("L434", f"adapter `{adapter_name}` {message}", hint=hint))
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def _require_suited(adapter_name: str, r: int, settings: Mapping[str, Any]) -> None:

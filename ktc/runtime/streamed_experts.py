@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -63,7 +64,7 @@ class ExpertStream:
             for run in runs:
                 yield from self._matrices(run, self._slice(packed, run))
             return
-        _page_lock(packed.data_ptr(), packed.nbytes)
+        _page_lock(self._experts, self.device)
         lane = _lane(self.device, max(_CHUNK_BYTES, self._bytes))
         following = lane.send(self._slice(packed, runs[0])) if runs else None
         for number, run in enumerate(runs):
@@ -90,7 +91,8 @@ def compute(stream: ExpertStream, x_TH: Tensor, index_TK: Tensor, weights_TK: Te
     moved = (None if factor is None else factor.to(stream.device) for factor in lora.factors)
     x, weights, index = (tensor.to(stream.device) for tensor in (x_TH, weights_TK, index_TK))
     scales = tuple(1.0 if each is None else each.scale for each in lora.products)
-    return cast("Tensor", _Streamed.apply(stream, scales, index, x, weights, *moved))
+    with torch.autocast(stream.device.type, enabled=False):  # as the kernel, which computes in the experts' dtype
+        return cast("Tensor", _Streamed.apply(stream, scales, index, x, weights, *moved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +193,29 @@ def _runs(wanted: Sequence[int], most: int) -> list[range]:
     return runs
 
 
-@functools.cache
-def _page_lock(address: int, size: int) -> None:
-    """Once for a layer's storage: the bus then reads it at full speed, beside what the GPU computes."""
-    status = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(address, size, _PORTABLE))
+_tried: Final[set[tuple[int, int]]] = set()  # address and size of what `_page_lock` was asked for
+
+
+def _page_lock(experts: PackedExperts, device: torch.device) -> None:
+    """Once for a layer's storage: the bus then reads it at full speed, beside what the GPU computes.
+
+    Until the experts are gone: where another model's come to lie at a locked address, the bus would read these.
+    """
+    place = experts.packed.data_ptr(), experts.packed.nbytes
+    if place in _tried:
+        return
+    _tried.add(place)
+    status = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(*place, _PORTABLE))
     if status != 0:
         log.warning("experts could not be page-locked (CUDA error %d): sending them to the GPU is slow", status)
+    weakref.finalize(experts, _unlock, place, device if status == 0 else None).atexit = False  # CUDA ends before
+
+
+def _unlock(place: tuple[int, int], device: torch.device | None) -> None:
+    _tried.discard(place)
+    if device is not None:
+        torch.cuda.synchronize(device)  # what it still copies
+        cast("Any", torch.cuda.cudart()).cudaHostUnregister(place[0])
 
 
 class _Sent:
@@ -228,6 +247,8 @@ class _Lane:
         self._stream = torch.cuda.Stream(device)
         made = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
         self._places = [_Place(buffer, torch.cuda.Event()) for buffer in made]
+        for place in self._places:  # its memory was another tensor's, which the current stream may still read
+            place.free.record(torch.cuda.current_stream(device))
 
     def send(self, packed: Tensor) -> _Sent:
         """Begin to copy into the place that was used before the last one, once nobody reads it any more."""

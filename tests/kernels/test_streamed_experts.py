@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from kernel_layers import FORMS, ISAS, Load, error, random_layer, run, spec_of
 from lora_layers import adapt, run_adapted
 
-from ktc.runtime.streamed_experts import ExpertStream, Prefill
+from ktc.runtime import streamed_experts
+from ktc.runtime.experts_form import parse_form
+from ktc.runtime.experts_lora import ExpertsLora
+from ktc.runtime.streamed_experts import ExpertStream, Prefill, compute
 
 CPU = Prefill(torch.device("cpu"), tokens=1)
 
@@ -69,6 +75,39 @@ def test_no_tokens_and_no_such_expert(load: Load) -> None:
     assert module(layer.x[:0].bfloat16(), layer.index[:0], layer.weights[:0]).shape == (0, 64)
     with pytest.raises(IndexError, match="names expert 4"):
         module(layer.x.bfloat16(), layer.index + 1, layer.weights)
+
+
+def test_autocasting_does_not_change_the_dtype_of_the_experts() -> None:
+    layer = random_layer(64, 32, 1, 1, 9)
+    first, down = torch.randn(64, 64), torch.randn(64, 32)
+    stream: Any = SimpleNamespace(
+        num_experts=1, form=parse_form("silu"), device=CPU.device, each=lambda wanted: [(0, (first, down, None, None))]
+    )
+    arguments = stream, layer.x.float(), layer.index, layer.weights.float(), ExpertsLora()
+    expected = compute(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compute(*arguments), expected)
+
+
+def test_storage_is_locked_once_and_until_its_experts_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Experts:
+        def __init__(self, packed: torch.Tensor) -> None:
+            self.packed = packed
+
+    told: list[tuple[str, int]] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: told.append(("lock", address)) or 0,
+        cudaHostUnregister=lambda address: told.append(("unlock", address)),
+    )
+    monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    packed = torch.empty(64, dtype=torch.uint8)
+    for _ in range(2):  # other experts come to lie at the same address
+        experts: Any = Experts(packed)
+        for _ in range(2):
+            streamed_experts._page_lock(experts, torch.device("cuda:0"))
+        del experts
+    assert told == [("lock", packed.data_ptr()), ("unlock", packed.data_ptr())] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
