@@ -33,6 +33,15 @@ def read_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] |
         raise ValueError("it is nested too deeply") from None
 
 
+def has_lone_surrogate(text: str) -> bool:
+    """Whether `text` has half of a character, as JSON's `\\ud83d` alone gives: UTF-8 has no bytes for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def decode(value: Any, wanted: type[Decoded]) -> Decoded:
     """`value` as the dataclass `wanted`, or `Undecodable`."""
     return cast("Decoded", _object(value, wanted, ""))

@@ -89,6 +89,8 @@ def command(
     """Score a compiled model: BLEU and ROUGE of what it writes, or the share of questions it gets right."""
     with Session(as_json, verbose, quiet, log_file) as session:
         _check_combination(task, metrics, by, form, token_accuracy, raw)
+        if by == "logprob":
+            _check_nothing_is_written(max_new_tokens, temperature)
         session.require_versions()
         from ktc.cli.generate import rows_bar, tell_template
         from ktc.workflows.batch import require_writable, write_rows
@@ -108,7 +110,8 @@ def command(
         )
         session.go_on()
         tell_template(session, opened, raw or task == "mcq")
-        sampling = Sampling(max_new_tokens or (32 if task == "mcq" else None), temperature, seed=seed)
+        writes_letters = task == "mcq" and by != "logprob"
+        sampling = Sampling(max_new_tokens or (32 if writes_letters else None), temperature, seed=seed)
         total = (len(items) or len(questions)) * (2 if adapter else 1)
         with rows_bar(session, "evaluating", total) as done:
             half = {"tuned": total // 2}
@@ -149,6 +152,18 @@ def _check_combination(
     if raw and task == "generation":
         hint = "rows with `prompt` and `completion` are asked without a template"
         faults.append(Diagnostic("V804", "`--raw` has no meaning for `--task generation`", hint=hint))
+    if faults:
+        raise InputRefused(*faults)
+
+
+def _check_nothing_is_written(max_new_tokens: int | None, temperature: float) -> None:
+    """Raises InputRefused (V804) for options of generation where likelihoods are compared."""
+    given = {"--max-new-tokens": max_new_tokens is not None, "--temperature": temperature != 0}
+    faults = [
+        Diagnostic("V804", f"`{name}` has no meaning for `--mcq-by logprob`: nothing is generated", hint="leave it out")
+        for name, is_given in given.items()
+        if is_given
+    ]
     if faults:
         raise InputRefused(*faults)
 

@@ -37,7 +37,9 @@ AdapterFolder = Annotated[
 Reference = Annotated[
     bool, typer.Option("--reference", help="Run every operator of ktc as its PyTorch reference, in fp32.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="What draws follow; the same seed gives the same run.")]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=2**32 - 1, help="What draws follow; the same seed gives the same run.")
+]
 SystemPrompt = Annotated[str, typer.Option("--system", metavar="TEXT", help="The system's turn before each prompt.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Leave the tokenizer's chat template out.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Rows that are generated at once.")]

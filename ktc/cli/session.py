@@ -135,7 +135,7 @@ class Session:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise InputRefused(Diagnostic("U003", f"cannot write `{output}`: {error.strerror}")) from error
-        self.console.print(f"wrote {output}")
+        self.console.print(f"wrote {output}", markup=False)
 
     def stream(self, text: str) -> None:
         """Writes a piece of a command's product to stdout, at once and as it is."""

@@ -248,12 +248,19 @@ def _finish(session: Session, place: Place, result: TrainResult) -> None:
     report = result.report
     session.result({"output": str(result.output), "report": report.to_json(), "data": _data_json(result.data)})
     if result.interrupted:
-        again = shlex.join(["ktc", "train", str(place.out), "--output", str(place.output), "--resume", "auto"])
+        again = shlex.join(_going_on(place))
         session.diagnose([Diagnostic("T528", f"stopped after step {report.steps}", hint=f"go on: `{again}`")])
         session.exit_code = INTERRUPTED
         return
     session.show(_report_table(report))
     session.show(Text(f"{relative(result.output.absolute())} holds the adapter, report.html and the checkpoints"))
+
+
+def _going_on(place: Place) -> list[str]:
+    """The command that goes on with the run; what `train.yaml` does not keep is named again."""
+    moved = [] if place.weights is None else ["--weights", str(place.weights)]
+    trusted = ["--trust-remote-code"] if place.trusted else []
+    return ["ktc", "train", str(place.out), "--output", str(place.output), "--resume", "auto", *moved, *trusted]
 
 
 def _report_table(report: RunReport) -> Table:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ktc.decode import has_lone_surrogate
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.training.whole_file import write_whole
 from ktc.workflows.generate import Pace, Sampling, answer_all, set_seed
 from ktc.workflows.language_model import LanguageModel
-from ktc.workflows.prompts import GENERATED, Prompt, Row, bounded, render, require_fit
+from ktc.workflows.prompts import ADDED, Prompt, Row, bounded, render, require_fit
 
 
 def answer_rows(
@@ -42,15 +43,17 @@ def answer_rows(
     set_seed(sampling.seed)
     found, pace = answer_all(opened, prompts, sampling, batch_size, progress)
     answered = [
-        {**row.fields, GENERATED: each.text, "generated_tokens": each.num_tokens, "finish": each.finish}
+        {**row.fields, **dict(zip(ADDED, (each.text, each.num_tokens, each.finish), strict=True))}
         for row, each in zip(rows, found, strict=True)
     ]
     return answered, pace
 
 
 def jsonl(rows: Sequence[dict[str, Any]]) -> str:
-    """One JSON object a line, letters of every script as they are."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    """One JSON object a line, letters of every script as they are; a row with half a character is escaped."""
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+    written = (json.dumps(row) if has_lone_surrogate(line) else line for row, line in zip(rows, lines, strict=True))
+    return "".join(line + "\n" for line in written)
 
 
 def require_writable(path: Path) -> None:

@@ -52,8 +52,9 @@ class Exported:
 def export(source: Path, layout: ExportLayout, out: Path | None = None, model: Path | None = None) -> Exported:
     """Writes the adapter `source` in `layout` to `out`; `model` is its original where it does not name it."""
     opened = open_adapter(source, model)
-    stem = source.name.removesuffix(".gguf")
-    path = out or source.with_name(f"{stem}-lora.gguf" if layout == "gguf" else f"{stem}-{layout}")
+    named = source if source.name not in ("", "..") else source.resolve()  # `.` has no name to add to
+    stem = named.name.removesuffix(".gguf")
+    path = out or named.with_name(f"{stem}-lora.gguf" if layout == "gguf" else f"{stem}-{layout}")
     if layout == "gguf":
         with new_file(path) as beside:
             count, notes = write_gguf(opened.factors, opened.base, beside), ()

@@ -96,7 +96,7 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         words = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InputRefused(Diagnostic("F903", f"`{file}` cannot be read: {words}")) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2026-13-01 is a ValueError
         raise InputRefused(Diagnostic("F904", f"`{file}` is no YAML: {_one_line(error)}")) from error
     if not isinstance(content, dict):
         message = f"`{file}` holds {type(content).__name__}, where LLaMA-Factory reads `key: value`"
@@ -111,7 +111,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         try:
             settings[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             faults.append(Diagnostic("F905", f"the value of `{name}` is no YAML: {_one_line(error)}"))
         if not (name.isidentifier() and equals):
             faults.append(Diagnostic("F905", f"settings are words like `max_steps=10`, found `{word}`"))

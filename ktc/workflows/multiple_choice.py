@@ -76,7 +76,7 @@ def extract(text: str, question: Question) -> str:
     """The letter that an answer names, "" if none: `The answer is B`, `(B)`, `B.`, `B` alone, or the option's words."""
     letters = question.letters
     patterns = (
-        rf"(?i:\banswer\b(?:\s+is)?)\s*[:=]?\s*\(?([{letters}])(?![A-Za-z'])",
+        rf"(?i:\banswer\b(?:\s+is)?)[\s:=(*_`\"]*([{letters}])(?![A-Za-z'])",
         rf"^\W*([{letters}])(?=\W*$|[).:,\n])",
         rf"\(([{letters}])\)",
         rf"(?<![A-Za-z'])([{letters}])(?=[).:])",

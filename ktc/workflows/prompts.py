@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ktc.decode import read_json
+from ktc.decode import has_lone_surrogate, read_json
 from ktc.diagnostics import Diagnostic, InputRefused, Span, suggest
 from ktc.workflows.language_model import LanguageModel
 
 ROLES = ("system", "user", "assistant", "tool")
 GENERATED = "generated"  # the field that an answer is written to
+ADDED = (GENERATED, "generated_tokens", "finish")
 _MOST_FAULTS = 20
 
 
@@ -65,6 +66,9 @@ def render(
         raise InputRefused(Diagnostic("G702", "the prompt is empty", place, hint="ask something"))
     if system and turns[0].role != "system":
         turns = (Message("system", system), *turns)
+    if any(has_lone_surrogate(turn.content) for turn in turns):
+        message = "the prompt has half of a character (`\\ud800` to `\\udfff` alone, or a byte that is no UTF-8)"
+        raise InputRefused(Diagnostic("G706", message, place, hint="write it as UTF-8"))
     tokenizer = opened.tokenizer
     if opened.has_template and not raw:
         text = _templated(tokenizer, turns, place)
@@ -143,8 +147,8 @@ def _asked(value: object, place: Span, faults: list[Diagnostic]) -> str | tuple[
     if not isinstance(value, dict):
         return refuse("a row is a JSON object", 'like {"prompt": "..."}')
     fields = cast("dict[str, Any]", value)
-    if GENERATED in fields:
-        return refuse(f"the row has a field `{GENERATED}` already, which the answer would replace")
+    if taken := next((name for name in ADDED if name in fields), ""):
+        return refuse(f"the row has a field `{taken}` already, which the answer would replace")
     if ("prompt" in fields) == ("messages" in fields):
         near = next((f"`{name}`: {hint}" for name in fields if (hint := suggest(name, ("prompt", "messages")))), "")
         return refuse("a row has one of the fields `prompt` and `messages`", near)

@@ -70,23 +70,32 @@ def claim(path: Path, *, resume: str | None = None, force: bool = False) -> RunF
 
     `force` removes what an earlier run has left there, and nothing else. Raises InputRefused (T521 to T524).
     """
+    require_usable(path, resume=resume, force=force)
     checkpoint = find_checkpoint(path, resume) if resume else None
-    if path.exists() and not path.is_dir():
-        raise InputRefused(Diagnostic("T521", f"`{path}` is a file; a run needs a folder"))
-    found = [each for each in path.glob("*") if each.name != _LOCK] if path.is_dir() else []
-    is_run = (path / SETTINGS).is_file()
-    if found and not resume and not (force and is_run):
-        raise InputRefused(_occupied(path, is_run))
-    path.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path / _LOCK)
     try:
+        path.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
         message = f"another run is using `{path}`"
         raise InputRefused(Diagnostic("T522", message, hint="wait for it, or name another `--output`")) from error
-    if found and not resume:
+    except OSError as error:
+        raise InputRefused(Diagnostic("U003", f"cannot write to `{path}`: {error.strerror}")) from error
+    if force and not resume:
         _remove_run(path)
     return RunFolder(path, checkpoint, lock)
+
+
+def require_usable(path: Path, *, resume: str | None = None, force: bool = False) -> None:
+    """What `claim` would refuse, but for another run's use, is refused; nothing is written or removed."""
+    if resume:
+        find_checkpoint(path, resume)
+    if path.exists() and not path.is_dir():
+        raise InputRefused(Diagnostic("T521", f"`{path}` is a file; a run needs a folder"))
+    found = any(each.name != _LOCK for each in path.glob("*")) if path.is_dir() else False
+    is_run = (path / SETTINGS).is_file()
+    if found and not resume and not (force and is_run):
+        raise InputRefused(_occupied(path, is_run))
 
 
 def _occupied(path: Path, is_run: bool) -> Diagnostic:

@@ -47,7 +47,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         opened = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that no server can have, as `a..b`
         raise _unavailable(host, port, error) from error
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -87,6 +87,6 @@ def url(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
-def _unavailable(host: str, port: int, error: OSError) -> InputRefused:
-    message = f"the server cannot listen at `{host}` port {port}: {error.strerror or error}"
+def _unavailable(host: str, port: int, error: OSError | UnicodeError) -> InputRefused:
+    message = f"the server cannot listen at `{host}` port {port}: {getattr(error, 'strerror', None) or error}"
     return InputRefused(Diagnostic("G720", message, hint="name another with `--port`; `--port 0` takes a free one"))

@@ -130,7 +130,7 @@ def _too_long(file: str, found: Sequence[tuple[int, int]], limit: int) -> Iterat
 
 # Texts ---------------------------------------------------------------------------------------------------------------
 class _Unfound(Exception):
-    """The template wrote an answer so that it cannot be found."""
+    """The template wrote an answer so that it cannot be found, or does not take the turns."""
 
 
 class _Writer:
@@ -156,10 +156,15 @@ class _Writer:
 
     def encode(self, turns: tuple[Turn, ...], everything: bool) -> tuple[list[int], list[int]]:
         """Token ids and labels of one row. Raises _Unfound."""
+        from jinja2 import TemplateError
+
         chat = self.uses_template and turns[0].role in _CHAT
-        if chat and self._marks and not everything:
-            return self._marked(turns)
-        text, learned = self._rendered(turns, everything) if chat else self._joined(turns)
+        try:
+            if chat and self._marks and not everything:
+                return self._marked(turns)
+            text, learned = self._rendered(turns, everything) if chat else self._joined(turns)
+        except TemplateError as error:  # a template refuses roles that it does not know
+            raise _Unfound(f"the chat template does not take these turns: {error}") from error
         if everything:
             learned = [(0, len(text))]
         return self._tokens(text, learned)

@@ -62,7 +62,7 @@ class TrainSettings:
     gradient_checkpointing: bool = _setting(False, "Compute activations again in backward: less memory, more time.")
     stack: Stack = _setting("auto", "Take a step's micro-batches through each layer's experts together.")
     router_aux_loss: float = _setting(0.0, "Weight of the router's load-balancing loss.", low=0)
-    seed: int = _setting(42, "Seed of the order of the data, of dropout and of the adapter.", low=0)
+    seed: int = _setting(42, "Seed of the order of the data, of dropout and of the adapter.", low=0, above=2**32)
     logging_steps: int = _setting(1, "Steps from one logged loss to the next.", low=1)
     eval_steps: int | None = _setting(None, "Steps between evaluations; the default is one per epoch.", low=1)
     save_steps: int | None = _setting(None, "Steps between checkpoints; the default is one per epoch.", low=1)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from ktc.decode import has_lone_surrogate
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing, suggest
 from ktc.workflows.train_settings import Format
 
@@ -252,7 +253,8 @@ def _mistyped(key: str, row: Mapping[str, Any]) -> str:
 def _alpaca(row: Mapping[str, Any]) -> Iterator[Turn]:
     if system := _text(row.get("system") or "", "system", empty=True):
         yield Turn("system", system)
-    for pair in row.get("history") or ():
+    history: Any = row.get("history") or []
+    for pair in cast("list[Any]", history) if isinstance(history, list) else [None]:
         if not (isinstance(pair, list) and len(cast("list[Any]", pair)) == 2):
             raise _Fault("T515", "`history` is a list of pairs of a question and an answer")
         question, answer = cast("list[Any]", pair)
@@ -279,7 +281,7 @@ def _conversation(form: Format, row: Mapping[str, Any]) -> Iterator[Turn]:
             raise _Fault("T514", f"turn {number} has the keys `{role_key}` and `{content_key}`, found {found}")
         fields = cast("dict[str, Any]", turn)
         role = fields[role_key]
-        if role not in roles:
+        if not isinstance(role, str) or role not in roles:
             hint = suggest(str(role), roles) or f"there are {listing(roles)}"
             raise _Fault("T516", f"turn {number} is of the unknown role `{role}`", hint)
         yield Turn(roles[role], _text(fields[content_key], f"turn {number}"))
@@ -302,6 +304,8 @@ def _answered(turns: Iterable[Turn]) -> tuple[Turn, ...]:
 def _text(value: object, key: str, *, empty: bool = False) -> str:
     if not isinstance(value, str):
         raise _Fault("T515", f"`{key}` is a text, found {_kind(value)}")
+    if has_lone_surrogate(value):
+        raise _Fault("T515", f"`{key}` has half of a character (`\\ud800` to `\\udfff` alone)", "write it as UTF-8")
     if not (empty or value.strip()):
         raise _Fault("T515", f"`{key}` is empty")
     return value

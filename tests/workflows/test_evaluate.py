@@ -169,7 +169,7 @@ def test_a_generated_token_is_the_likeliest(opened: LanguageModel) -> None:
         ("B", "B"), (" B.", "B"), ("(C)", "C"), ("B) Tokyo", "B"), ("The answer is C.", "C"), ("Answer: A", "A"),
         ("**B**", "B"), ("The correct answer is (B), I think.", "B"), ("Tokyo", "B"), ("tokyo.", "B"),
         ("A city is a place", ""), ("D", ""), ("", ""), ("I do not know", ""), ("Because of that, C.", "C"),
-        ("B\nbecause A is wrong", "B"),
+        ("B\nbecause A is wrong", "B"), ("The answer is **B**", "B"), ("**Answer:** C", "C"),
     ],
 )  # fmt: skip
 def test_letters_are_found_in_answers(text: str, letter: str) -> None:
@@ -258,6 +258,8 @@ def test_answers_may_be_letters_numbers_or_words(tmp_path: Path) -> None:
         (["--mcq-by", "text"], "", "V804"),
         (["--task", "mcq", "--metrics", "kt"], "", "V804"),
         (["--raw"], "", "V804"),
+        (["--task", "mcq", "--mcq-by", "logprob", "--temperature", "0.7"], "", "V804"),
+        (["--task", "mcq", "--mcq-by", "logprob", "--max-new-tokens", "3"], "", "V804"),
         (["--task", "mcq", "--format", "alpaca"], "", "V804"),
         (["--format", "alpaca"], '{"prompt": "a", "completion": "b"}', "T514"),
         (["--task", "mcq"], "", "V802"),

@@ -17,7 +17,7 @@ import pytest
 from ktc.cli import app as cli
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.workflows import chat, generate
-from ktc.workflows.batch import answer_rows
+from ktc.workflows.batch import answer_rows, jsonl
 from ktc.workflows.chat import converse
 from ktc.workflows.generate import Answer, Pace, Sampling, answer
 from ktc.workflows.language_model import LanguageModel, open_language_model, without_adapter
@@ -226,14 +226,23 @@ def test_every_bad_row_is_told_with_its_line(tmp_path: Path) -> None:
         '{"prompt": "a", "generated": "b"}',
         '["a list"]',
         '{"prompt": "  "}',
+        '{"prompt": "a", "finish": "mine"}',
     ]
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join(bad))
     with pytest.raises(InputRefused) as refused:
         read_rows(path)
     places = [(each.code, each.span.line if each.span else 0) for each in refused.value.diagnostics]
-    assert places == [("G706", line) for line in (2, 3, 5, 6, 7, 8, 9)]
+    assert places == [("G706", line) for line in (2, 3, 5, 6, 7, 8, 9, 10)]
     assert "did you mean `prompt`?" in refused.value.diagnostics[1].hint
+
+
+def test_half_a_character_is_refused_in_a_prompt_and_kept_in_another_field(opened: LanguageModel) -> None:
+    with pytest.raises(InputRefused) as refused:
+        render(opened, "a\ud83d")
+    assert code_of(refused) == ["G706"]
+    row = {"id": "\ud83d", "prompt": "é"}
+    assert json.loads(jsonl([row]).encode()) == row
 
 
 @pytest.mark.parametrize(

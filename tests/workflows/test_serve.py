@@ -185,9 +185,10 @@ def test_models_cannot_be_loaded_or_unloaded_from_outside(address: str) -> None:
 
 def test_an_address_in_use_is_refused(address: str) -> None:
     port = int(address.rsplit(":", 1)[1].removesuffix("/v1"))
-    with pytest.raises(InputRefused) as refused:
-        serve.listen("127.0.0.1", port)
-    assert refused.value.diagnostics[0].code == "G720"
+    for host in ("127.0.0.1", "no..name"):
+        with pytest.raises(InputRefused) as refused:
+            serve.listen(host, port)
+        assert refused.value.diagnostics[0].code == "G720"
 
 
 def test_others_can_reach_the_server_only_with_a_warning() -> None:

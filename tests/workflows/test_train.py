@@ -162,6 +162,15 @@ def test_a_folder_belongs_to_one_run(done: TrainResult, tmp_path: Path) -> None:
         run_folder.find_checkpoint(folder, "auto")
 
 
+def test_a_folder_that_is_taken_is_refused_before_anything_is_loaded(
+    out: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    monkeypatch.setattr("ktc.workflows.train.read_tokenizer", None)  # not reached
+    with pytest.raises(InputRefused, match="T521"):
+        ktc.train(out, data, output=tmp_path, **SETTINGS)
+
+
 def test_a_layer_that_is_not_there_is_refused_with_its_neighbour(out: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(InputRefused, match="T526") as refused:
         ktc.train(out, data, output=tmp_path / "targets", targets=("q_porj", "v_proj"), **SETTINGS)

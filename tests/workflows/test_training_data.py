@@ -70,6 +70,9 @@ REFUSED = {
     "no answer": (json.dumps({"messages": TURNS[:1]}), "T515", 1, "assistant"),
     "an empty answer": ('{"instruction": "a", "output": " "}', "T515", 1, ""),
     "an answer that is no text": ('{"instruction": "a", "output": 4}', "T515", 1, ""),
+    "an answer that is half a character": (r'{"instruction": "a", "output": "\ud83d"}', "T515", 1, "UTF-8"),
+    "a history that is a number": ('{"instruction": "a", "output": "b", "history": 3}', "T515", 1, ""),
+    "a role that is a list": ('{"messages": [{"role": [], "content": "a"}]}', "T516", 1, "there are"),
     "an unknown role": ('{"messages": [{"role": "usr", "content": "a"}]}', "T516", 1, "did you mean `user`?"),
     "one who speaks twice": (
         json.dumps({"messages": TURNS * 2 + TURNS[1:]}),
@@ -140,6 +143,17 @@ def test_answers_are_found_without_marks_also_where_the_last_is_written_otherwis
     monkeypatch.setattr(tokenizer, "chat_template", NO_MARKS)
     found = tokenise(data_of(tmp_path, TWO_TURNS), tokenizer, limit=100)
     assert learned(found) == ["4<|end|>", "hm. 6<|end|>"]
+
+
+def test_turns_that_the_template_does_not_take_are_refused_with_their_line(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + NO_MARKS
+    monkeypatch.setattr(tokenizer, "chat_template", refusing)
+    rows = data_of(tmp_path, MESSAGES, {"messages": [{"role": "system", "content": "Be brief."}, *TURNS]})
+    with pytest.raises(InputRefused, match=r"T518.*no system") as refused:
+        tokenise(rows, tokenizer, limit=100)
+    assert [each.span.line for each in refused.value.diagnostics if each.span] == [2]
 
 
 def test_everything_is_learned_where_that_is_asked_for_and_of_text(tokenizer: Any, tmp_path: Path) -> None:
