@@ -17,7 +17,8 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.training.whole_file import write_whole
 from ktc.workflows.generate import Pace, Sampling, answer_all, set_seed
 from ktc.workflows.language_model import LanguageModel
-from ktc.workflows.prompts import ADDED, Prompt, Row, bounded, render, require_fit
+from ktc.workflows.prompts import ADDED, Prompt, Row, render, require_fit
+from ktc.workflows.text_files import bounded
 
 
 def answer_rows(

@@ -19,7 +19,8 @@ from ktc.workflows.language_model import LanguageModel, without_adapter
 from ktc.workflows.likelihood import likelihoods
 from ktc.workflows.metrics import Definition, Metric, mean_metric
 from ktc.workflows.multiple_choice import DEFINITIONS, By, Choice, ask, choose
-from ktc.workflows.prompts import Prompt, bounded, render, require_fit
+from ktc.workflows.prompts import Prompt, render, require_fit
+from ktc.workflows.text_files import bounded
 
 Progress = Callable[[str, int], None]
 """Told what is running and how many samples of it are done."""

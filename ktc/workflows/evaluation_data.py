@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused, Span
-from ktc.workflows.prompts import Message, bounded, read_text
+from ktc.workflows.prompts import Message
+from ktc.workflows.text_files import bounded, read_text
 from ktc.workflows.train_settings import Format
 from ktc.workflows.training_data import Example, read_training_data
 
@@ -67,7 +68,7 @@ def _item(file: str, example: Example) -> Item:
 def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]:
     """The rows of a JSONL file of multiple choice. Raises InputRefused (V802; G705 for what cannot be read)."""
     found, faults = list[Question](), list[Diagnostic]()
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path, unreadable="G705", not_utf8="G705").split("\n"), start=1):
         if not line.strip():
             continue
         place = Span(str(path), number, 1, number, 2)

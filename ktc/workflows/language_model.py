@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.workflows.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,8 @@ def open_language_model(
     read_manifest(out)
     if adapter is not None:
         read_adapter(adapter)
-    tokenizer = _tokenizer(adapter if adapter is not None and (adapter / _TOKENIZER).is_file() else out)
+    folder = adapter if adapter is not None and (adapter / _TOKENIZER).is_file() else out
+    tokenizer = read_tokenizer(folder, "G701", padding_side="left")
     model: Any = load(out, weights=weights, reference=reference, trust_remote_code=trust_remote_code)
     rows = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > rows:
@@ -96,16 +98,3 @@ def without_adapter(opened: LanguageModel) -> Generator[None]:
         return
     with opened.model.disable_adapter():
         yield
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    make: Any = AutoTokenizer
-    try:
-        return make.from_pretrained(str(folder), padding_side="left")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).split("\n", 1)[0][:200]
-        message = f"`{folder}` has no tokenizer that could be read: {reason}"
-        hint = "copy the tokenizer's files of the original model there"
-        raise InputRefused(Diagnostic("G701", message, hint=hint)) from error

@@ -7,7 +7,7 @@ a file without anything in it (G702), a prompt that is too long (G703), a file t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +15,11 @@ from typing import Any, cast
 from ktc.decode import has_lone_surrogate, read_json
 from ktc.diagnostics import Diagnostic, InputRefused, Span, suggest
 from ktc.workflows.language_model import LanguageModel
+from ktc.workflows.text_files import bounded, read_text
 
 ROLES = ("system", "user", "assistant", "tool")
 GENERATED = "generated"  # the field that an answer is written to
 ADDED = (GENERATED, "generated_tokens", "finish")
-_MOST_FAULTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def require_fit(opened: LanguageModel, prompts: Sequence[Prompt], max_new_tokens
 def read_rows(path: Path) -> tuple[Row, ...]:
     """The rows of a JSONL file. Raises InputRefused (G702, G705, G706) with all that is wrong in it."""
     rows, faults = list[Row](), list[Diagnostic]()
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path, unreadable="G705", not_utf8="G705").split("\n"), start=1):
         if not line.strip():
             continue
         place = Span(str(path), number, 1, number, 2)
@@ -114,28 +114,6 @@ def read_rows(path: Path) -> tuple[Row, ...]:
         hint = 'a row is a JSON object: {"prompt": "..."}'
         raise InputRefused(Diagnostic("G702", f"`{path}` asks nothing", hint=hint))
     return tuple(rows)
-
-
-def bounded(faults: Iterator[Diagnostic] | Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The first faults, and how many more there are."""
-    found = tuple(faults)
-    more = len(found) - _MOST_FAULTS
-    if more <= 0:
-        return found
-    return (*found[:_MOST_FAULTS], Diagnostic(found[0].code, f"{more} more rows are refused", severity="note"))
-
-
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8. Raises InputRefused (G705)."""
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise InputRefused(Diagnostic("G705", f"cannot read `{path}`: {error.strerror}")) from error
-    except UnicodeDecodeError as error:
-        line = bytes(error.object).count(b"\n", 0, error.start) + 1
-        hint = "write it again as UTF-8, for example with `iconv -t UTF-8`"
-        place = Span(str(path), line, 1, line, 2)
-        raise InputRefused(Diagnostic("G705", f"`{path}` is not UTF-8", place, hint=hint)) from error
 
 
 def _asked(value: object, place: Span, faults: list[Diagnostic]) -> str | tuple[Message, ...] | None:

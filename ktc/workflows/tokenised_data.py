@@ -13,8 +13,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span
+from ktc.workflows.text_files import bounded
 from ktc.workflows.train_settings import Template
-from ktc.workflows.training_data import MAX_FAULTS, Example, TrainingData, Turn
+from ktc.workflows.training_data import Example, TrainingData, Turn
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -104,7 +105,7 @@ def tokenise(
     if too_long and not truncate:
         faults += _too_long(data.file, too_long, limit)
     if faults:
-        raise InputRefused(*faults[: MAX_FAULTS + 1])
+        raise InputRefused(*bounded(faults))
     if not rows:
         hint = "give more `--length`" if too_long else "`--train-on-prompt` learns questions too"
         raise InputRefused(Diagnostic("T519", f"no row of `{data.file}` has an answer left to learn", hint=hint))
@@ -121,11 +122,9 @@ def _at(file: str, example: Example, code: str, message: str) -> Diagnostic:
 
 def _too_long(file: str, found: Sequence[tuple[int, int]], limit: int) -> Iterator[Diagnostic]:
     hint = f"`--truncate` cuts them, `--length {max(length for _, length in found)}` takes all as they are"
-    for line, length in found[:MAX_FAULTS]:
+    for line, length in found:
         message = f"a row of {length} tokens, where {limit} are the longest"
         yield Diagnostic("T517", message, Span(file, line, 1, line, 2), hint=hint)
-    if (more := len(found) - MAX_FAULTS) > 0:
-        yield Diagnostic("T517", f"{more} more rows of `{file}` are too long", severity="note")
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------

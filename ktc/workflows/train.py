@@ -11,12 +11,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ktc import host
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.workflows import run_folder
 from ktc.workflows.tokenised_data import TokenisedData, tokenise
+from ktc.workflows.tokenizer import read_tokenizer
 from ktc.workflows.train_settings import TrainSettings, read_settings
 from ktc.workflows.training_data import TrainingData, read_training_data
 
@@ -121,7 +122,7 @@ def prepare(place: Place, settings: TrainSettings) -> PreparedData:
     assert settings.data is not None, "`settings_for` has seen to it"
     rows, held_out = _rows(settings, Path(settings.data))
     limit = _limit(place, settings)
-    tokenizer = read_tokenizer(place.out)
+    tokenizer = read_tokenizer(place.out, "T507")
 
     def encode(data: TrainingData) -> TokenisedData:
         return tokenise(
@@ -134,18 +135,6 @@ def prepare(place: Place, settings: TrainSettings) -> PreparedData:
         )
 
     return PreparedData(encode(rows), encode(held_out) if held_out else None)
-
-
-def read_tokenizer(out: Path) -> Any:
-    """The tokenizer in a compiled model's folder. Raises InputRefused (T507) where there is none, or it needs code."""
-    from transformers import AutoTokenizer
-
-    try:
-        return cast("Any", AutoTokenizer).from_pretrained(str(out))
-    except (OSError, ValueError) as error:
-        message = f"`{out}` has no tokenizer that can be read: {str(error).strip().partition(chr(10))[0]}"
-        hint = "put the original's tokenizer files into its folder, and compile again"
-        raise InputRefused(Diagnostic("T507", message, hint=hint)) from error
 
 
 def _rows(settings: TrainSettings, path: Path) -> tuple[TrainingData, TrainingData | None]:
@@ -168,12 +157,11 @@ def _rows(settings: TrainSettings, path: Path) -> tuple[TrainingData, TrainingDa
 
 def _limit(place: Place, settings: TrainSettings) -> int:
     """The longest sequence. Raises InputRefused (T505) where the model has no room for it."""
-    from transformers import AutoConfig
-
+    from ktc.runtime.load import read_config, stock_class
     from ktc.runtime.manifest import read_manifest
 
-    read_manifest(place.out)
-    config: Any = cast("Any", AutoConfig).from_pretrained(str(place.out)).get_text_config()
+    model_class = stock_class(read_manifest(place.out), place.out, place.weights, trust_remote_code=place.trusted)
+    config: Any = read_config(place.out, model_class).get_text_config()
     longest = int(getattr(config, "max_position_embeddings", 0) or settings.length)
     if settings.length > longest:
         message = f"`length` is {settings.length}, and the model has room for {longest} tokens"

@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 import yaml
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing, suggest
+from ktc.workflows.text_files import read_text
 
 Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt", "text"]
 Template = Literal["auto", "plain"]
@@ -100,7 +101,7 @@ def read_settings(file: Path | None, flags: Mapping[str, object]) -> TrainSettin
     chosen: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     if file is None:
         return TrainSettings(**chosen)
-    text = _read(file)
+    text = read_text(file, unreadable="T501", not_utf8="T501", most_bytes=MAX_BYTES)
     root = _parse(text, str(file))
     if root is None:
         return TrainSettings(**chosen)
@@ -111,19 +112,6 @@ def read_settings(file: Path | None, flags: Mapping[str, object]) -> TrainSettin
 
 
 # YAML ----------------------------------------------------------------------------------------------------------------
-def _read(file: Path) -> str:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise InputRefused(Diagnostic("T501", f"cannot read `{file}`: {error.strerror}")) from error
-    if len(content) > MAX_BYTES:
-        raise InputRefused(Diagnostic("T501", f"`{file}` has more than {MAX_BYTES} bytes"))
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputRefused(Diagnostic("T501", f"`{file}` is not UTF-8 (byte {error.start})")) from error
-
-
 def _parse(text: str, file: str) -> yaml.MappingNode | None:
     """The mapping at the root, as nodes: no value is constructed that has a tag of its own."""
     try:

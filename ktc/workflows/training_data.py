@@ -8,7 +8,7 @@ file together: what cannot be read (T510), nothing in it (T511), no UTF-8 (T512)
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +16,11 @@ from typing import Any, Literal, cast
 
 from ktc.decode import has_lone_surrogate
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing, suggest
+from ktc.workflows.text_files import bounded, read_text
 from ktc.workflows.train_settings import Format
 
 Role = Literal["system", "user", "assistant", "tool", "prompt", "completion", "text"]
 Rows = list[tuple[int, Any]]
-MAX_FAULTS = 20
 
 _ENDINGS = (".json", ".jsonl", ".txt")
 _REQUIRED: Mapping[Format, tuple[str, ...]] = {
@@ -83,7 +83,7 @@ class _Fault(Exception):
 
 
 def read_training_data(path: Path, wanted: Format = "auto") -> TrainingData:
-    """Every row of the file. Raises InputRefused with all that is wrong, the first `MAX_FAULTS` of it by line."""
+    """Every row of the file. Raises InputRefused with all that is wrong, the first faults by line."""
     text = _read(path)
     if path.suffix == ".txt":
         if wanted not in ("auto", "text"):
@@ -102,7 +102,7 @@ def _all_good(path: Path, form: Format, detected: bool, rows: Rows, faults: list
         except _Fault as fault:
             faults.append(_at(path, line, fault))
     if faults:
-        raise InputRefused(*_bounded(faults, str(path)))
+        raise InputRefused(*bounded(faults))
     if not examples:
         raise InputRefused(Diagnostic("T511", f"`{path}` holds no data"))
     return TrainingData(str(path), form, detected, tuple(examples))
@@ -112,32 +112,11 @@ def _at(path: Path, line: int, fault: _Fault) -> Diagnostic:
     return Diagnostic(fault.code, fault.message, Span(str(path), line, 1, line, 2), hint=fault.hint)
 
 
-def _bounded(faults: Sequence[Diagnostic], file: str) -> Iterator[Diagnostic]:
-    """The faults in order of their lines, and how many more there are."""
-    ordered = sorted(faults, key=lambda each: each.span.line if each.span else 0)
-    yield from ordered[:MAX_FAULTS]
-    if more := ordered[MAX_FAULTS:]:
-        codes = listing(sorted({each.code for each in more}))
-        yield Diagnostic(ordered[0].code, f"{len(more)} more rows of `{file}` are wrong ({codes})", severity="note")
-
-
 # Files ---------------------------------------------------------------------------------------------------------------
 def _read(path: Path) -> str:
     if path.suffix not in _ENDINGS:
         raise InputRefused(Diagnostic("T510", f"`{path}` ends in none of {listing(_ENDINGS)}"))
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputRefused(Diagnostic("T510", f"cannot read `{path}`: {error.strerror}")) from error
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        hint = "write it again as UTF-8, for example with `iconv -t UTF-8`"
-        span = Span(str(path), line, 1, line, 2)
-        raise InputRefused(
-            Diagnostic("T512", f"`{path}` is not UTF-8 (byte {error.start})", span, hint=hint)
-        ) from error
+    text = read_text(path, unreadable="T510", not_utf8="T512")
     if not text.strip():
         raise InputRefused(Diagnostic("T511", f"`{path}` is empty"))
     return text

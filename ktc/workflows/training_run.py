@@ -35,7 +35,8 @@ from ktc.training import KTSFTTrainer
 from ktc.training.report import KTReport, report_of, write_report
 from ktc.workflows import run_folder
 from ktc.workflows.run_page import write_page
-from ktc.workflows.train import Observe, Place, PreparedData, Progress, Stop, TrainResult, read_tokenizer
+from ktc.workflows.tokenizer import read_tokenizer
+from ktc.workflows.train import Observe, Place, PreparedData, Progress, Stop, TrainResult
 from ktc.workflows.train_settings import TrainSettings
 
 
@@ -96,7 +97,7 @@ class TrainingRun:
             train_dataset=self._data.train.dataset(),
             eval_dataset=None if held_out is None else held_out.dataset(),
             stack_micro_batches=self._settings.stack,
-            processing_class=read_tokenizer(self._place.out),
+            processing_class=read_tokenizer(self._place.out, "T507"),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(stopper)

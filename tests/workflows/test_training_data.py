@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.workflows.text_files import MOST_FAULTS
 from ktc.workflows.tokenised_data import NOT_LEARNED, tokenise
-from ktc.workflows.training_data import MAX_FAULTS, TrainingData, read_training_data
+from ktc.workflows.training_data import TrainingData, read_training_data
 
 ALPACA = {"instruction": "2 + 2?", "input": "in words", "output": "four"}
 SHAREGPT = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
@@ -96,7 +97,7 @@ def test_all_bad_rows_are_told_together_and_the_list_is_bounded(tmp_path: Path) 
     rows = [json.dumps(ALPACA), '{"instruction": "a"}', "{", *['{"instruction": "a"}'] * 30]
     found = refusals(written(tmp_path, "\n".join(rows)))
     assert [(each.code, each.span.line) for each in found[:2] if each.span] == [("T514", 2), ("T513", 3)]
-    assert len(found) == MAX_FAULTS + 1
+    assert len(found) == MOST_FAULTS + 1
     assert found[-1].message.startswith("12 more rows")
 
 

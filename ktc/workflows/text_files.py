@@ -1,0 +1,44 @@
+"""Text that a user wrote, and what is wrong with it: read as UTF-8, or refused with its line.
+
+In: a path, and the codes that its reader refuses by. Out: the text without a byte order mark. Of many faults the first
+are told, and how many more there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from ktc.diagnostics import Diagnostic, InputRefused, Span, listing
+
+MOST_FAULTS: Final = 20
+
+
+def read_text(path: Path, *, unreadable: str, not_utf8: str, most_bytes: int | None = None) -> str:
+    """The text in `path`. Raises InputRefused: `unreadable`, too large as well, or `not_utf8`."""
+    try:
+        content = path.read_bytes()
+        if most_bytes is not None and len(content) > most_bytes:
+            raise InputRefused(Diagnostic(unreadable, f"`{path}` has more than {most_bytes} bytes"))
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise InputRefused(Diagnostic(unreadable, f"cannot read `{path}`: {error.strerror}")) from error
+    except UnicodeDecodeError as error:
+        line = bytes(error.object).count(b"\n", 0, error.start) + 1
+        hint = "write it again as UTF-8, for example with `iconv -t UTF-8`"
+        message, place = f"`{path}` is not UTF-8 (byte {error.start})", Span(str(path), line, 1, line, 2)
+        raise InputRefused(Diagnostic(not_utf8, message, place, hint=hint)) from error
+
+
+def bounded(faults: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """The first faults in order of their lines, and how many more there are of which codes."""
+    found = sorted(faults, key=lambda each: each.span.line if each.span else 0)
+    more = found[MOST_FAULTS:]
+    if not more:
+        return tuple(found)
+    codes = listing(sorted({each.code for each in more}))
+    return (
+        *found[:MOST_FAULTS],
+        Diagnostic(found[0].code, f"{len(more)} more rows are refused ({codes})", severity="note"),
+    )
