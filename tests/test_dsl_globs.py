@@ -64,6 +64,6 @@ def test_a_malformed_glob_is_refused_at_its_fault(glob: str, offset: int) -> Non
 
 
 def test_the_worst_globs_are_still_fast() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert not matches(".".join(["**", "*a*a*a*a"] * 15), ".".join(["a" * 60 + "b"] * 60))
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0

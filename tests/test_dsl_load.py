@@ -199,7 +199,7 @@ def test_deeply_nested_patterns_are_refused(tmp_path: Path) -> None:
 
 def test_large_programs_are_checked_or_refused_in_time(tmp_path: Path) -> None:
     rule = 'rule r{} {{ match linear at "model.layers.{}.**" => keep(kernel) }}\n'
-    started = time.perf_counter()
+    started = time.process_time()
     dsl.load(write(tmp_path, main="".join(rule.format(n, n) for n in range(300))))
     crowded = "rule r { match linear as l " + "=> keep(kernel) " * 5000 + "}"
     assert refused(write(tmp_path, main=crowded))[0].code == "E013"
@@ -207,7 +207,7 @@ def test_large_programs_are_checked_or_refused_in_time(tmp_path: Path) -> None:
     assert refused(write(tmp_path, main=captures))[0].code == "E013"
     bindings = "pattern p(x) -> y { " + " ".join(f"n{n} = relu(x)" for n in range(5000)) + " y = relu(x) }"
     assert refused(write(tmp_path, main=bindings))[0].code == "E013"
-    assert time.perf_counter() - started < 10, "about 2 s where nothing else runs"
+    assert time.process_time() - started < 10, "about 2 s where nothing else runs"
 
 
 @pytest.mark.parametrize(

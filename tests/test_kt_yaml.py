@@ -397,10 +397,10 @@ def test_expressions_find_what_re_finds() -> None:
 )
 def test_no_expression_takes_long(text: str) -> None:
     expression = compile_expression(text)
-    started = time.perf_counter()
+    started = time.process_time()
     with suppress(ExpressionError):
         expression.found_in("model.layers." + "a" * 200 + "!")
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 def test_an_expression_that_is_too_much_work_names_its_rule() -> None:
