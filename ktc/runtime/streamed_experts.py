@@ -134,7 +134,8 @@ class _Streamed(torch.autograd.Function):
             y = expert_output(stream.form, x.index_select(0, tokens), *matrices, expert, lora)
             out.index_add_(0, tokens, y.to(flat.dtype) * flat[slots.pairs[span], None])
         ctx.stream, ctx.scales, ctx.slots = stream, scales, slots
-        ctx.save_for_backward(_on_host(x), weights, *factors)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(_on_host(x), weights, *factors)
         return out.to(x.dtype)
 
     @staticmethod

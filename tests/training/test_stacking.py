@@ -25,6 +25,7 @@ from ktc.diagnostics import InputRefused
 from ktc.link import link
 from ktc.runtime.fused_moe import FusedMoe
 from ktc.runtime.peft_glue import read_lora_config
+from ktc.runtime.streamed_experts import Prefill
 from ktc.training import KTrainer, KTSFTTrainer
 from ktc.training import chunked_loss as chunked_loss_module
 from ktc.training.chunked_loss import chunked_loss
@@ -361,3 +362,16 @@ def test_what_layers_leave_on_the_device_is_two_hidden_states_each(package: Call
     assert sum(each.untyped_storage().nbytes() for each in on_host.values()) == len(layers) * width * tokens
     held = bytes_per_token(layers, calls[0])["cpu"]
     assert held >= (on_device + len(layers) * width * tokens) / tokens
+
+
+def test_experts_of_a_gpu_leave_states_alone_on_the_host(package: Callable[[str], Path]) -> None:
+    model = peft_model(package("qwen3_moe"))
+    layers = split_layers(model)
+    ids = rows((64,))[0]["input_ids"]
+    call = record(layers, lambda: model(input_ids=torch.tensor([ids]), use_cache=False))
+    width = call.hidden.shape[-1]
+    for module in model.modules():
+        if isinstance(module, FusedMoe):
+            module.prefill = Prefill(torch.device("cuda:0"), tokens=1)
+    held = bytes_per_token(layers, call)
+    assert held == {"cpu": (len(layers) * (2 + 2) + 3) * width * call.hidden.element_size(), "cuda:0": 12 * width}
