@@ -141,7 +141,7 @@ def test_graph_refuses_what_is_not_there(run: Run, compiled: Path) -> None:
 def test_an_interrupt_that_c_code_met_ends_with_130_too(tmp_path: Path) -> None:
     lines = ["import ctypes, ktc.cli.app", "ctypes.pythonapi.PyRun_SimpleString(b'raise KeyboardInterrupt')"]
     (tmp_path / "met.py").write_text("\n".join([*lines, "ktc.cli.app.main = lambda: 130", "ktc.cli.app.run()"]))
-    places = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[1])])
+    places = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[2])])
     ended = subprocess.run(
         [sys.executable, "-m", "met"], check=False, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": places}
     )

@@ -33,7 +33,7 @@ def config(**settings: Any) -> LoraConfig:
 
 
 def adapted(models: tuple[PreTrainedModel, ...], **settings: Any) -> tuple[PeftModel, ...]:
-    return filled(tuple(get_peft_model(model, config(**settings)) for model in models))  # type: ignore[arg-type]
+    return filled(tuple(get_peft_model(model, config(**settings)) for model in models))
 
 
 def filled(models: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -73,7 +73,7 @@ def config(**settings: Any) -> LoraConfig:
 
 def adapted(model: nn.Module, seed: int = 9, **settings: Any) -> PeftModel:
     torch.manual_seed(seed)
-    found = get_peft_model(model, config(**settings))  # type: ignore[arg-type]
+    found = get_peft_model(model, config(**settings))
     assert isinstance(found, PeftModel)
     return filled(found)
 

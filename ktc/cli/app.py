@@ -1,4 +1,6 @@
-"""The command line: each command reads its options and makes one call; nothing heavy is imported before that.
+"""The command line: every command by its name, and what its end becomes.
+
+Each command reads its options and makes one call; nothing heavy is imported before that.
 
 Exit codes: 0 done, 1 internal error or a failed proof, 2 input refused, 3 the host lacks something, 130 interrupted.
 With `--json` stdout carries exactly one JSON object; everything else goes to stderr.
@@ -10,33 +12,27 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from ktc import host
-from ktc.cli import bench, evaluate, export, generate, lf, merge, serve, train
-from ktc.cli.options import (
-    CompiledModel,
-    HostFile,
-    IsaName,
-    Json,
-    LogFile,
-    Model,
-    OptionalModel,
-    Output,
-    Quiet,
-    Rules,
-    Settings,
-    Trust,
-    Verbose,
-    Weights,
+from ktc.cli import (
+    bench,
+    census,
+    compiling,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    lf,
+    merge,
+    pack,
+    rule_files,
+    serve,
+    train,
 )
-from ktc.cli.session import INTERRUPTED, Session
-from ktc.diagnostics import Diagnostic, InputRefused, render, to_json
-from ktc.host import Host
+from ktc.cli.session import INTERRUPTED
+from ktc.diagnostics import Diagnostic, render, to_json
 
 app = typer.Typer(
     name="ktc",
@@ -45,20 +41,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench.app, name="bench")
-app.add_typer(lf.app, name="lf")
-app.command("eval")(evaluate.command)
-app.command("generate")(generate.command)
-app.command("serve")(serve.command)
+_COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
+    ("compile", compiling.compile_command),
+    ("check", compiling.check_command),
+    ("graph", compiling.graph_command),
+    ("pack", pack.pack_command),
+    ("verify", pack.verify_command),
+    ("generate", generate.command),
+    ("serve", serve.command),
+    ("eval", evaluate.command),
+    ("export", export.command),
+    ("merge", merge.command),
+    ("fmt", rule_files.fmt_command),
+    ("explain", rule_files.explain_command),
+    ("import-kt-yaml", rule_files.import_kt_yaml_command),
+    ("census", census.census_command),
+    ("doctor", doctor.doctor_command),
+)
+for _name, _command in _COMMANDS:
+    app.command(_name)(_command)
 train.register(app)
-app.command("export")(export.command)
-app.command("merge")(merge.command)
-
-
-Stage = Literal["captured", "matched", "planned", "rewritten"]
-Format = Literal["text", "json", "dot", "svg", "html"]
-CensusFormat = Literal["text", "json", "markdown"]
-
+app.add_typer(lf.app, name="lf")
+app.add_typer(bench.app, name="bench")
 
 _RUNS_MODELS = frozenset({"train", "generate", "serve", "eval", "lf"})
 
@@ -78,266 +82,6 @@ def root(
     ] = False,
 ) -> None:
     """Options that stand before the command."""
-
-
-@app.command("compile")
-def compile_command(
-    model: Model,
-    rules: Rules,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="The package to write: a folder named like a Python module.")
-    ],
-    settings: Settings = None,
-    isa: IsaName = None,
-    host_file: HostFile = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a compiled model.")] = False,
-    trust: Trust = False,
-    pack: Annotated[bool, typer.Option("--pack", help="Keep the packed experts in OUT, for quick starts.")] = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
-) -> None:
-    """Compile MODEL by RULES into an importable package."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc import compiler
-        from ktc.cli.report import StageReport
-
-        report = StageReport(session)
-        with report.progress():
-            path = compiler.compile(
-                model,
-                rules,
-                out,
-                settings=_settings(settings),
-                host=_host(host_file, isa),
-                force=force,
-                trust_remote_code=trust,
-                observe=report.observe,
-            )
-        report.finish_compile(path)
-        if pack:
-            from ktc.cli.pack import pack as pack_experts
-
-            pack_experts(session, path, trusted=trust)
-
-
-@app.command("pack")
-def pack_command(
-    out: CompiledModel,
-    weights: Weights = None,
-    force: Annotated[bool, typer.Option("--force", help="Pack every layer anew.")] = False,
-    trust: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
-) -> None:
-    """Keep OUT's experts packed on disk, for quick starts; finished layers stay, an interrupted run is gone on with."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        from ktc.cli import pack
-
-        pack.pack(session, out, weights, force, trust)
-
-
-@app.command("verify")
-def verify_command(
-    out: CompiledModel,
-    weights: Weights = None,
-    source: Annotated[
-        bool, typer.Option("--source", help="Pack the checkpoint again in memory and compare every byte.")
-    ] = False,
-    trust: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
-) -> None:
-    """Check every file of OUT against what it was written as, packed experts byte for byte."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        from ktc.cli import pack
-
-        pack.verify(session, out, weights, source, trust)
-
-
-@app.command("check")
-def check_command(
-    rules: Rules,
-    model: OptionalModel = None,
-    host_file: HostFile = None,
-    settings: Settings = None,
-    length: Annotated[int | None, typer.Option("--length", min=1, help="Tokens per sequence that must fit.")] = None,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences at once that must fit.")] = None,
-    trust: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
-) -> None:
-    """Check RULES; with MODEL also whether and where they fit it, what the plan would be, and what memory it needs."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc import compiler, dsl
-        from ktc.cli.report import StageReport
-
-        report = StageReport(session)
-        if model is None:
-            report.observe("rules", dsl.load(rules, _settings(settings)))
-        else:
-            from ktc.plan import Point
-
-            with report.progress():
-                target = _host(host_file, None)
-                asked = Point(batch, length)
-                compiler.analyse(
-                    model, rules, _settings(settings), target, report.observe, asked, trust_remote_code=trust
-                )
-        report.finish_check()
-
-
-@app.command("graph")
-def graph_command(
-    model: Annotated[str | None, typer.Argument(help="A compiled model, or a model as `ktc compile` takes it.")] = None,
-    rules: Annotated[str, typer.Option("--rules", help="The rules by which a model is shown.")] = "moe-lora",
-    stage: Annotated[Stage, typer.Option("--stage", help="The stage to show.")] = "rewritten",
-    layer: Annotated[int | None, typer.Option("--layer", min=0, help="Only this layer.")] = None,
-    form: Annotated[Format, typer.Option("--format", help="The form of the graph.")] = "text",
-    diff: Annotated[
-        tuple[str, str] | None,
-        typer.Option("--diff", metavar="A B", help="Compare two compiled models, graph files, or stages of MODEL."),
-    ] = None,
-    trust: Trust = False,
-    output: Output = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
-) -> None:
-    """Show the graph of a model at a stage, or what changed between two."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc.cli import graph
-
-        color = session.color and output is None
-        request = graph.Request(model, rules, stage, layer, "json" if as_json else form, diff, color, trust)
-        text = graph.render(request)
-        if as_json:
-            session.result(json.loads(text))
-        if output is not None or not as_json:
-            session.emit(text, output)
-
-
-@app.command("import-kt-yaml")
-def import_kt_yaml_command(
-    file: Annotated[Path, typer.Argument(help="A YAML file of KTransformers optimize rules.")],
-    model: Model,
-    output: Output = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
-) -> None:
-    """Turn the optimize rules in FILE into a rule file for MODEL, verified module by module."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc.kt_yaml import import_kt_yaml
-
-        found = import_kt_yaml(file, model)
-        session.diagnose(found.warnings, found.sources)
-        session.result(found.to_json())
-        if output is not None or not as_json:
-            session.emit(found.program, output)
-        if not quiet:
-            typer.echo(str(found.report), err=True, nl=False)
-
-
-@app.command("fmt")
-def fmt_command(
-    files: Annotated[list[Path], typer.Argument(help="Rule files, or folders of them.")],
-    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if a file is not laid out so.")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Lay rule files out canonically; comments stay where they are."""
-    with Session(as_json, quiet=quiet) as session:
-        from ktc.dsl import formatter
-
-        changed: list[str] = []
-        session.result({"check": check, "changed": changed})
-        for path in formatter.rule_files(files):
-            if formatter.format_file(path, write=not check):
-                changed.append(str(path))
-                session.console.print(f"{path}: " + ("is not laid out canonically" if check else "rewritten"))
-                session.exit_code = 1 if check else 0
-
-
-@app.command("explain")
-def explain_command(
-    code: Annotated[str, typer.Argument(help="A code as messages show it, for example E042.")],
-    as_json: Json = False,
-) -> None:
-    """Say what the code of a message means, with a bad and a good example."""
-    with Session(as_json) as session:
-        from ktc.dsl.explain import explain
-
-        found = explain(code)
-        session.result(asdict(found))
-        if not as_json:
-            session.emit(str(found), None)
-
-
-@app.command("census")
-def census_command(
-    families: Annotated[
-        list[str] | None,
-        typer.Option("--family", metavar="NAME", help="Only this model type; may be given again. Default: all."),
-    ] = None,
-    form: Annotated[CensusFormat, typer.Option("--format", help="The form of the table.")] = "text",
-    output: Output = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
-) -> None:
-    """Take every mixture-of-experts family of the installed transformers through the compiler, as small twins."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc.cli import census
-
-        census.run(session, families or (), form, output)
-
-
-@app.command("doctor")
-def doctor_command(as_json: Json = False) -> None:
-    """Say what of this machine works for ktc, what is missing and how to get it."""
-    with Session(as_json) as session:
-        from ktc.cli import doctor
-        from ktc.cli.tables import doctor_table
-
-        here, findings = doctor.examine()
-        session.show(doctor_table(findings))
-        session.result(doctor.to_json(here, findings))
-        session.exit_code = 3 if any(finding.state == "missing" for finding in findings) else 0
-
-
-def _settings(pairs: list[str] | None) -> dict[str, str]:
-    """`["rank=8"]` -> `{"rank": "8"}`. Raises InputRefused (U004) for what has no `=`."""
-    split = [pair.partition("=") for pair in pairs or ()]
-    faults = [
-        Diagnostic("U004", f"`--set` wants NAME=VALUE, found `{name}`")
-        for name, equals, _ in split
-        if not (name and equals)
-    ]
-    if faults:
-        raise InputRefused(*faults)
-    return {name.strip(): value for name, _, value in split}
-
-
-def _host(described: Path | None, isa: str | None) -> Host:
-    """The machine to plan for: that of the file, else this one with its GPUs; with `isa` as its best set if given."""
-    target = host.read_host_file(described) if described else host.detect(probe_gpu=True)
-    return host.restrict(target, isa) if isa else target
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,14 +15,16 @@ from datetime import date
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
 
+import typer
 from rich import box
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from ktc.cli.options import Json, LogFile, Output, Quiet, Verbose
 from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 
@@ -31,6 +33,24 @@ if TYPE_CHECKING:
 
 Form: TypeAlias = Literal["text", "json", "markdown"]
 _WIDE = 200  # of the table in a file
+
+
+def census_command(
+    families: Annotated[
+        list[str] | None,
+        typer.Option("--family", metavar="NAME", help="Only this model type; may be given again. Default: all."),
+    ] = None,
+    form: Annotated[Form, typer.Option("--format", help="The form of the table.")] = "text",
+    output: Output = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Take every mixture-of-experts family of the installed transformers through the compiler, as small twins."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
+        run(session, families or (), form, output)
 
 
 def run(session: Session, names: Sequence[str], form: Form, output: Path | None) -> None:

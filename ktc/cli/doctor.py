@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from ktc import versions
+from ktc.cli.options import Json
+from ktc.cli.session import Session
 from ktc.host import Host, cache_dir, detect
 
 State = Literal["works", "limited", "missing"]
@@ -129,3 +131,14 @@ def _cache() -> Finding:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
+
+
+def doctor_command(as_json: Json = False) -> None:
+    """Say what of this machine works for ktc, what is missing and how to get it."""
+    with Session(as_json) as session:
+        from ktc.cli.tables import doctor_table
+
+        here, findings = examine()
+        session.show(doctor_table(findings))
+        session.result(to_json(here, findings))
+        session.exit_code = 3 if any(finding.state == "missing" for finding in findings) else 0

@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from ktc.cli.options import CompiledModel, Json, LogFile, Quiet, Trust, Verbose, Weights
 from ktc.cli.session import Session
 from ktc.cli.tables import count, relative, size
 
@@ -22,6 +24,38 @@ if TYPE_CHECKING:
     from ktc.runtime.verify import Finding
 
 _STYLES = {"good": "green", "stale": "yellow", "altered": "bold red", "missing": "bold red"}
+
+
+def pack_command(
+    out: CompiledModel,
+    weights: Weights = None,
+    force: Annotated[bool, typer.Option("--force", help="Pack every layer anew.")] = False,
+    trust: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Keep OUT's experts packed on disk, for quick starts; finished layers stay, an interrupted run is gone on with."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        pack(session, out, weights, force, trust)
+
+
+def verify_command(
+    out: CompiledModel,
+    weights: Weights = None,
+    source: Annotated[
+        bool, typer.Option("--source", help="Pack the checkpoint again in memory and compare every byte.")
+    ] = False,
+    trust: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Check every file of OUT against what it was written as, packed experts byte for byte."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        verify(session, out, weights, source, trust)
 
 
 def pack(session: Session, out: Path, weights: Path | None = None, force: bool = False, trusted: bool = False) -> None:

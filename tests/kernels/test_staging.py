@@ -43,7 +43,7 @@ def test_pinned_rows_are_the_rows_and_pass_gradients_on() -> None:
     assert there.is_pinned()
     assert torch.equal(there, rows)
     there.sum().backward()
-    assert torch.equal(rows.grad, torch.ones(4, 3))  # type: ignore[arg-type]
+    assert torch.equal(rows.grad, torch.ones(4, 3))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_parts_are_the_rows_and_their_gradients_meet(pin: bool) -> None:
     assert first.is_pinned() == pin
     (2 * first.sum() + (second * second).sum()).backward()
     wanted = torch.cat((torch.full((2, 3), 2.0), 2 * rows.detach()[2:6], torch.zeros(1, 3)))
-    assert torch.equal(rows.grad, wanted)  # type: ignore[arg-type]
+    assert torch.equal(rows.grad, wanted)
 
 
 def test_a_piece_alone_in_host_memory_is_not_copied() -> None:

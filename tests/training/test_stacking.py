@@ -284,7 +284,7 @@ def test_a_loss_in_chunks_is_the_stock_loss(num_items: Any, rows_at_once: int) -
     wanted = ForCausalLMLoss(head(theirs), labels, 50, num_items_in_batch=num_items)
     torch.autograd.backward([found, wanted])
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)  # type: ignore[arg-type]
+    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
 
 
 def test_the_head_never_sees_more_tokens_than_a_chunk_has(

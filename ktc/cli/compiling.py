@@ -1,0 +1,160 @@
+"""`ktc compile`, `ktc check` and `ktc graph`: a model and rules taken through the compiler, wholly or in part.
+
+In: what was typed. Out: a package, the plan and its reasons, or a picture of a stage.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ktc import host
+from ktc.cli.options import (
+    HostFile,
+    IsaName,
+    Json,
+    LogFile,
+    Model,
+    OptionalModel,
+    Output,
+    Quiet,
+    Rules,
+    Settings,
+    Trust,
+    Verbose,
+)  # fmt: skip
+from ktc.cli.session import Session
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.host import Host
+
+Stage = Literal["captured", "matched", "planned", "rewritten"]
+Format = Literal["text", "json", "dot", "svg", "html"]
+
+
+def compile_command(
+    model: Model,
+    rules: Rules,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The package to write: a folder named like a Python module.")
+    ],
+    settings: Settings = None,
+    isa: IsaName = None,
+    host_file: HostFile = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a compiled model.")] = False,
+    trust: Trust = False,
+    pack: Annotated[bool, typer.Option("--pack", help="Keep the packed experts in OUT, for quick starts.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Compile MODEL by RULES into an importable package."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
+        from ktc import compiler
+        from ktc.cli.report import StageReport
+
+        report = StageReport(session)
+        with report.progress():
+            path = compiler.compile(
+                model,
+                rules,
+                out,
+                settings=_settings(settings),
+                host=_host(host_file, isa),
+                force=force,
+                trust_remote_code=trust,
+                observe=report.observe,
+            )
+        report.finish_compile(path)
+        if pack:
+            from ktc.cli.pack import pack as pack_experts
+
+            pack_experts(session, path, trusted=trust)
+
+
+def check_command(
+    rules: Rules,
+    model: OptionalModel = None,
+    host_file: HostFile = None,
+    settings: Settings = None,
+    length: Annotated[int | None, typer.Option("--length", min=1, help="Tokens per sequence that must fit.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences at once that must fit.")] = None,
+    trust: Trust = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Check RULES; with MODEL also whether and where they fit it, what the plan would be, and what memory it needs."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
+        from ktc import compiler, dsl
+        from ktc.cli.report import StageReport
+
+        report = StageReport(session)
+        if model is None:
+            report.observe("rules", dsl.load(rules, _settings(settings)))
+        else:
+            from ktc.plan import Point
+
+            with report.progress():
+                target = _host(host_file, None)
+                asked = Point(batch, length)
+                compiler.analyse(
+                    model, rules, _settings(settings), target, report.observe, asked, trust_remote_code=trust
+                )
+        report.finish_check()
+
+
+def graph_command(
+    model: Annotated[str | None, typer.Argument(help="A compiled model, or a model as `ktc compile` takes it.")] = None,
+    rules: Annotated[str, typer.Option("--rules", help="The rules by which a model is shown.")] = "moe-lora",
+    stage: Annotated[Stage, typer.Option("--stage", help="The stage to show.")] = "rewritten",
+    layer: Annotated[int | None, typer.Option("--layer", min=0, help="Only this layer.")] = None,
+    form: Annotated[Format, typer.Option("--format", help="The form of the graph.")] = "text",
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--diff", metavar="A B", help="Compare two compiled models, graph files, or stages of MODEL."),
+    ] = None,
+    trust: Trust = False,
+    output: Output = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    log_file: LogFile = None,
+) -> None:
+    """Show the graph of a model at a stage, or what changed between two."""
+    with Session(as_json, verbose, quiet, log_file) as session:
+        session.require_versions()
+        from ktc.cli import graph
+
+        color = session.color and output is None
+        request = graph.Request(model, rules, stage, layer, "json" if as_json else form, diff, color, trust)
+        text = graph.render(request)
+        if as_json:
+            session.result(json.loads(text))
+        if output is not None or not as_json:
+            session.emit(text, output)
+
+
+def _settings(pairs: list[str] | None) -> dict[str, str]:
+    """`["rank=8"]` -> `{"rank": "8"}`. Raises InputRefused (U004) for what has no `=`."""
+    split = [pair.partition("=") for pair in pairs or ()]
+    faults = [
+        Diagnostic("U004", f"`--set` wants NAME=VALUE, found `{name}`")
+        for name, equals, _ in split
+        if not (name and equals)
+    ]
+    if faults:
+        raise InputRefused(*faults)
+    return {name.strip(): value for name, _, value in split}
+
+
+def _host(described: Path | None, isa: str | None) -> Host:
+    """The machine to plan for: that of the file, else this one with its GPUs; with `isa` as its best set if given."""
+    target = host.read_host_file(described) if described else host.detect(probe_gpu=True)
+    return host.restrict(target, isa) if isa else target
