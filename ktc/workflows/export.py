@@ -16,7 +16,8 @@ from typing import Any, Literal
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.workflows import adapter as folders
 from ktc.workflows.adapter import read_adapter
-from ktc.workflows.adapter_layouts import FactorReader, Factors, place
+from ktc.workflows.adapter_factors import FactorReader, Factors
+from ktc.workflows.adapter_layouts import place
 from ktc.workflows.base_model import BaseModel, find_base, read_base
 from ktc.workflows.gguf_adapter import read_gguf_adapter, write_gguf
 from ktc.workflows.new_files import new_file, new_folder, save_tensors

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 from ktc import twin, versions
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.workflows import adapter as folders
-from ktc.workflows.adapter_layouts import SWAPPED_SINCE, Factors, Layout
+from ktc.workflows.adapter_factors import Factors, Layout
+from ktc.workflows.adapter_layouts import SWAPPED_SINCE
 from ktc.workflows.base_model import BaseModel, Target, linears_of, targets_of
 from ktc.workflows.export import Exported, Opened, open_adapter
 from ktc.workflows.new_files import save_tensors

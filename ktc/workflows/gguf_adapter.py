@@ -19,7 +19,7 @@ from torch import Tensor
 from ktc import versions
 from ktc.checkpoint.gguf_architectures import ARCHITECTURES, gguf_name_of
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
-from ktc.workflows.adapter_layouts import Factors, halves, joined
+from ktc.workflows.adapter_factors import Factors, halves, joined
 from ktc.workflows.base_model import BaseModel, Target
 
 _TYPE, _KIND, _ALPHA, _ARCHITECTURE = "general.type", "adapter.type", "adapter.lora.alpha", "general.architecture"

@@ -26,7 +26,8 @@ from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.runtime.conversions import Place, Unmappable, placer
 from ktc.runtime.progress import Progress
 from ktc.workflows.adapter import read_adapter
-from ktc.workflows.adapter_layouts import FactorReader, Factors, Placed, PlacedAdapter, halves, place
+from ktc.workflows.adapter_factors import FactorReader, Factors, Placed, halves
+from ktc.workflows.adapter_layouts import PlacedAdapter, place
 from ktc.workflows.base_model import BaseModel, find_base
 from ktc.workflows.new_files import new_folder
 

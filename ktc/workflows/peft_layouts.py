@@ -18,7 +18,8 @@ from transformers.core_model_loading import WeightConverter
 
 from ktc import versions
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.workflows.adapter_layouts import PARTS, SWAPPED_SINCE, Factors, Layout, halves, key_of, packed
+from ktc.workflows.adapter_factors import Factors, Layout, halves, packed
+from ktc.workflows.adapter_layouts import PARTS, SWAPPED_SINCE, key_of
 from ktc.workflows.base_model import BaseModel, Target
 
 EXPERT_NAMES = frozenset({"gate", *PARTS})
