@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ktc import host, twin
+from ktc import environment, twin
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "demo"
@@ -89,7 +89,7 @@ class LossLines(TrainerCallback):
 
 def make_checkpoint(folder: Path) -> None:
     """Teaches the stock fp32 twin the plain answers and saves it in bf16, as Hugging Face writes a checkpoint."""
-    seed = twin.write("deepseek_v2", host.cache_dir() / "models")
+    seed = twin.write("deepseek_v2", environment.cache_dir() / "models")
     tokenizer = AutoTokenizer.from_pretrained(seed)
     model = AutoModelForCausalLM.from_pretrained(seed, dtype=torch.float32).train()
     data = Texts(tokenizer, [plain(*fact) for fact in facts().items()])

@@ -1,7 +1,6 @@
-"""The machine: which kernels it can run, its cores, memory and compiler; and ktc's environment variables.
+"""The machine: which kernels it can run, its cores, memory and compiler.
 
-`detect` reads this machine, `read_host_file` a TOML description of another one (faulty files are refused as a whole).
-A `Host` is what plan and codegen see; with `cli` this is the only module that reads the environment.
+`detect` reads this machine; `host_file` reads the description of another one. A `Host` is what plan and codegen see.
 """
 
 from __future__ import annotations
@@ -11,25 +10,23 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sysconfig
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, cast, get_args
 
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, Span
+from ktc import environment
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 
 Isa = Literal["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
-T = TypeVar("T")
 
-# The best one first. Each implies those after it.
-_PREFERENCE = cast("tuple[Isa, ...]", tuple(reversed(get_args(Isa))))
+# Instruction sets, the best one first; each implies those after it, and needs these flags of the CPU.
+PREFERENCE = cast("tuple[Isa, ...]", tuple(reversed(get_args(Isa))))
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
 # Every CPU with bf16 products has VNNI, for products of integers, and AMX likewise; a virtual machine may hide one.
-_NEEDS: dict[Isa, frozenset[str]] = {
+NEEDS: dict[Isa, frozenset[str]] = {
     "scalar": frozenset(),
     "avx2": frozenset({"avx2", "fma"}),
     "avx512": _AVX512,
@@ -38,11 +35,6 @@ _NEEDS: dict[Isa, frozenset[str]] = {
 }
 _NODES = Path("/sys/devices/system/node")
 _ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XFEATURE_XTILEDATA = 158, 0x1021, 18
-_BYTE_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
-    for suffix, base in (("iB", 1024), ("B", 1000))
-    for power, prefix in enumerate("KMGT", start=1)
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,209 +101,35 @@ def detect(probe_gpu: bool = False) -> Host:
 def usable_isas(features: frozenset[str], amx_permitted: bool = True) -> tuple[Isa, ...]:
     """The kernel instruction sets that a CPU with these flags runs, best first. Linux lists a vector flag only if the
     kernel saves its registers, so the flags are enough; AMX needs the kernel's consent besides."""
-    return tuple(isa for isa in _PREFERENCE if _NEEDS[isa] <= features and (isa != "amx" or amx_permitted))
+    return tuple(isa for isa in PREFERENCE if NEEDS[isa] <= features and (isa != "amx" or amx_permitted))
 
 
 def restrict(host: Host, isa: str) -> Host:
     """The host with `isa` as its best instruction set. Raises `InputRefused` (H211) if there is no such set,
     `HostLacks` (H210) if the host cannot run it."""
     usable = "usable here: " + ", ".join(f"`{name}`" for name in host.isas)
-    wanted = _isa(isa)
+    wanted = isa_of(isa)
     if wanted is None:
         raise InputRefused(Diagnostic("H211", f"unknown instruction set `{isa}`", hint=usable))
     if wanted not in host.isas:
-        missing = ", ".join(f"`{flag}`" for flag in sorted(_NEEDS[wanted] - host.features)) or "the kernel's consent"
+        missing = ", ".join(f"`{flag}`" for flag in sorted(NEEDS[wanted] - host.features)) or "the kernel's consent"
         raise HostLacks(Diagnostic("H210", f"this machine cannot run `{isa}` kernels: it lacks {missing}", hint=usable))
     return replace(host, isas=host.isas[host.isas.index(wanted) :])
 
 
+def isa_of(value: object) -> Isa | None:
+    """The instruction set of that name, if it is one."""
+    return next((isa for isa in PREFERENCE if isa == value), None)
+
+
 def find_compiler() -> Compiler | None:
     """The C++ compiler: `$CXX`, else the first of g++, c++, clang++ on the path that answers."""
-    for name in filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++")):
+    for name in filter(None, (environment.cxx(), "g++", "c++", "clang++")):
         path = shutil.which(name)
         version = _answer(path, "-dumpfullversion", "-dumpversion") if path else ""
         if path and version:
             return Compiler(path, version)
     return None
-
-
-# The environment
-
-
-def cache_dir() -> Path:
-    """Where built kernels and `tiny:` models lie: `$KTC_CACHE_DIR`, `$XDG_CACHE_HOME/ktc` or `~/.cache/ktc`."""
-    if own := os.environ.get("KTC_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ktc"
-
-
-def local_world_size() -> int:
-    """How many processes of one torchrun share this machine (1 without torchrun)."""
-    return _number("LOCAL_WORLD_SIZE")
-
-
-def world_size() -> int:
-    """How many processes the torchrun has that started this one (1 without torchrun)."""
-    return _number("WORLD_SIZE")
-
-
-def asked_processes() -> int:
-    """How many processes LLaMA-Factory's launcher would start: `NPROC_PER_NODE` on each of `NNODES`."""
-    return _number("NPROC_PER_NODE") * _number("NNODES")
-
-
-def _number(variable: str) -> int:
-    value = os.environ.get(variable, "1")
-    return max(1, int(value)) if value.isdigit() else 1
-
-
-# `USE_KT`: the one switch for programs of others that run a compiled model
-
-
-def use_kt() -> bool:
-    """Whether `USE_KT` is on: `1`, `true` or `y`, as LLaMA-Factory reads it."""
-    return os.environ.get("USE_KT", "0").lower() in ("1", "true", "y")
-
-
-def switch_on_kt() -> None:
-    """As if this process had been started under `USE_KT=1`."""
-    os.environ["USE_KT"] = "1"
-
-
-def apply_use_kt() -> None:
-    """Under `USE_KT=1` accelerate shall not judge the device map of a compiled model: called where one is loaded.
-
-    It refuses a map of several devices in a process group, and would tell DDP to move the model to one. What the user
-    has set himself stays.
-    """
-    if use_kt():
-        os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
-
-
-def join_world_of_one() -> None:
-    """Outside torchrun: what torchrun tells the one process of `--nproc-per-node 1`.
-
-    In a process group transformers counts one GPU per process and wraps nothing in DataParallel, however many it sees.
-    """
-    if "WORLD_SIZE" in os.environ:
-        return
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-
-
-def process_rank() -> int:
-    """Which of the processes that torchrun started this one is, over all machines; 0 without it."""
-    rank = os.environ.get("RANK", "0")
-    return int(rank) if rank.isdecimal() else 0
-
-
-# A machine described by a file
-
-
-def read_host_file(path: str | Path) -> Host:
-    """The machine that a TOML file describes: `isa`, `cores`, `numa`, `memory` (bytes or `"512GiB"`), `[[gpu]] memory`.
-
-    What the file leaves out is taken from this machine, except GPUs: none are assumed.
-    Raises `InputRefused` with every fault of the file (H200 unreadable, H201 no TOML, H202 key, H203 value).
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputRefused(Diagnostic("H200", f"cannot read the host file `{path}`: {error}")) from error
-    try:
-        entries = cast("dict[str, object]", tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        fault = Diagnostic("H201", f"the host file is no TOML: {error}", _toml_place(path, str(error)))
-        raise InputRefused(fault, sources={str(path): text}) from error
-    return _HostFile(str(path), text).read(entries, detect())
-
-
-class _HostFile:
-    """Checks the entries of a host file, keeping all faults until the end."""
-
-    def __init__(self, path: str, text: str) -> None:
-        self._path, self._text = path, text
-        self._faults: list[Diagnostic] = []
-
-    def read(self, entries: Mapping[str, object], here: Host) -> Host:
-        self._refuse_unknown(entries, ("isa", "cores", "numa", "memory", "gpu"))
-        isa = self._value(entries, "isa", _isa, f"one of {', '.join(_PREFERENCE)}")
-        cores = self._value(entries, "cores", _count, "a count above zero")
-        numa = self._value(entries, "numa", _count, "a count above zero")
-        memory = self._value(entries, "memory", parse_bytes, 'a size such as "512GiB"')
-        gpus = self._gpus(entries.get("gpu", []))
-        if self._faults:
-            raise InputRefused(*self._faults, sources={self._path: self._text})
-        host = replace(here, gpus=gpus, memory=memory or here.memory, numa=numa or here.numa)
-        if cores:
-            host = replace(host, cores=cores, threads=cores)
-        if isa:
-            isas = _PREFERENCE[_PREFERENCE.index(isa) :]
-            host = replace(host, isas=isas, features=frozenset[str]().union(*(_NEEDS[each] for each in isas)))
-        return host
-
-    def _gpus(self, tables: object) -> tuple[Gpu, ...]:
-        if not isinstance(tables, list):
-            self._fault("H203", "gpu", "`gpu` must be written as `[[gpu]]` tables")
-            return ()
-        gpus: list[Gpu] = []
-        for number, table in enumerate(cast("list[dict[str, object]]", tables)):
-            self._refuse_unknown(table, ("name", "memory"))
-            memory = self._value(table, "memory", parse_bytes, 'a size such as "24GiB"')
-            if memory is None and "memory" not in table:
-                self._fault("H203", "[[gpu]]", "a `[[gpu]]` table must say its `memory`")
-            gpus.append(Gpu(str(table.get("name", f"gpu {number}")), memory or 0))
-        return tuple(gpus)
-
-    def _refuse_unknown(self, entries: Mapping[str, object], known: tuple[str, ...]) -> None:
-        for key in entries:
-            if key not in known:
-                self._fault("H202", key, f"unknown key `{key}`: expected one of {', '.join(known)}")
-
-    def _value(
-        self, entries: Mapping[str, object], key: str, convert: Callable[[object], T | None], what: str
-    ) -> T | None:
-        value = convert(entries[key]) if key in entries else None
-        if key in entries and value is None:
-            self._fault("H203", key, f"`{key}` must be {what}, found `{entries[key]}`")
-        return value
-
-    def _fault(self, code: str, key: str, message: str) -> None:
-        found = re.search(rf"^[ \t]*({re.escape(key)})", self._text, re.MULTILINE)
-        start = found.start(1) if found else 0
-        line = self._text.count("\n", 0, start) + 1
-        column = start - (self._text.rfind("\n", 0, start) + 1) + 1
-        self._faults.append(Diagnostic(code, message, Span(self._path, line, column, line, column + len(key))))
-
-
-def parse_bytes(value: object) -> int | None:
-    """A size in bytes from `1024`, `"64GiB"` or `"1.5 TB"`; `None` if it is no size."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?(?:iB|B)?)", str(value).strip())
-    if not found or found[2] not in _BYTE_UNITS:
-        return None
-    return int(float(found[1]) * _BYTE_UNITS[found[2]]) or None
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _isa(value: object) -> Isa | None:
-    return next((isa for isa in _PREFERENCE if isa == value), None)
-
-
-def _toml_place(path: str | Path, message: str) -> Span | None:
-    found = re.search(r"at line (\d+), column (\d+)", message)
-    if not found:
-        return None
-    line, column = int(found[1]), int(found[2])
-    return Span(str(path), line, column, line, column + 1)
 
 
 # Reading this machine

@@ -112,9 +112,9 @@ def _experts(block: str, leaf: str, tensor: Tensor, *, transposed: bool) -> Iter
 
 def model_of(family: str, **overrides: Any) -> tuple[PreTrainedModel, Path]:
     """The twin in fp32 with sizes that blocks of 32 divide, and the folder with its tokenizer."""
-    from ktc import host
+    from ktc import environment
 
-    source = twin.write(family, host.cache_dir() / "models")
+    source = twin.write(family, environment.cache_dir() / "models")
     config = AutoConfig.from_pretrained(source)
     aligned = {"moe_intermediate_size": 64, "intermediate_size": 96, "shared_expert_intermediate_size": 64}
     for name, value in {**aligned, **overrides}.items():

@@ -57,10 +57,10 @@ def test_command_line_help_needs_no_torch(arguments: list[str]) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
 
 
-def test_no_file_reads_the_environment_but_host_and_cli() -> None:
+def test_no_file_reads_the_environment_but_its_own_and_cli() -> None:
     readers = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "ktc").rglob("*.py")
         if any(name in path.read_text(encoding="utf-8") for name in ("os.environ", "os.getenv", "getenv("))
     ]
-    assert set(readers) <= {"ktc/host.py", "ktc/cli/app.py", "ktc/cli/session.py"}
+    assert set(readers) <= {"ktc/environment.py", "ktc/cli/app.py", "ktc/cli/session.py"}

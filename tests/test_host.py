@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ktc import host
+from ktc import environment, host, host_file
 from ktc.diagnostics import HostLacks, InputRefused
 
 AVX512 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"})
@@ -18,7 +18,7 @@ def refused(tmp_path: Path, text: str) -> InputRefused:
     path = tmp_path / "host.toml"
     path.write_text(text)
     with pytest.raises(InputRefused) as caught:
-        host.read_host_file(path)
+        host_file.read_host_file(path)
     return caught.value
 
 
@@ -52,7 +52,7 @@ def test_amx_needs_the_kernels_consent() -> None:
 def test_restricting_keeps_only_weaker_sets_and_refuses_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "host.toml"
     path.write_text('isa = "avx2"')
-    described = host.read_host_file(path)
+    described = host_file.read_host_file(path)
     assert host.restrict(described, "scalar").isas == ("scalar",)
     with pytest.raises(HostLacks, match=r"it lacks .*`avx512_bf16`"):
         host.restrict(described, "avx512_bf16")
@@ -65,7 +65,7 @@ def test_host_file_describes_another_machine(tmp_path: Path) -> None:
     path.write_text(
         'isa = "amx"\ncores = 96\nnuma = 2\nmemory = "512GiB"\n[[gpu]]\nmemory = "24GiB"\n[[gpu]]\nmemory = 1000\n'
     )
-    described = host.read_host_file(path)
+    described = host_file.read_host_file(path)
     assert described.isas == ("amx", "avx512_bf16", "avx512", "avx2", "scalar")
     assert (described.cores, described.threads, described.numa) == (96, 96, 2)
     assert described.memory == 512 * 2**30
@@ -75,7 +75,7 @@ def test_host_file_describes_another_machine(tmp_path: Path) -> None:
 def test_host_file_may_leave_things_to_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "host.toml"
     path.write_text("cores = 1\n")
-    described, here = host.read_host_file(path), host.detect()
+    described, here = host_file.read_host_file(path), host.detect()
     assert (described.isas, described.memory) == (here.isas, here.memory)
 
 
@@ -94,7 +94,7 @@ def test_broken_toml_is_located(tmp_path: Path) -> None:
 
 def test_missing_host_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputRefused, match="H200"):
-        host.read_host_file(tmp_path / "none.toml")
+        host_file.read_host_file(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(
@@ -110,24 +110,24 @@ def test_missing_host_file_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_sizes(text: object, size: int | None) -> None:
-    assert host.parse_bytes(text) == size
+    assert host_file.parse_bytes(text) == size
 
 
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path / "own"))
-    assert host.cache_dir() == tmp_path / "own"
+    assert environment.cache_dir() == tmp_path / "own"
     monkeypatch.delenv("KTC_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert host.cache_dir() == tmp_path / "ktc"
+    assert environment.cache_dir() == tmp_path / "ktc"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert host.cache_dir() == Path.home() / ".cache" / "ktc"
+    assert environment.cache_dir() == Path.home() / ".cache" / "ktc"
 
 
 def test_local_world_size_is_one_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert host.local_world_size() == 1
+    assert environment.local_world_size() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert host.local_world_size() == 4
+    assert environment.local_world_size() == 4
 
 
 def test_compiler_is_found_or_absent_without_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

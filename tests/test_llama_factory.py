@@ -126,9 +126,9 @@ def deepseek(desk: Desk) -> str:
 
 _WRITE_DEEPSEEK = """
 import json, pathlib, shutil, sys
-from ktc import host, twin
+from ktc import environment, twin
 folder, changes = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
-shutil.copytree(twin.write("deepseek_v2", host.cache_dir() / "models"), folder)
+shutil.copytree(twin.write("deepseek_v2", environment.cache_dir() / "models"), folder)
 config = json.loads((folder / "config.json").read_text())
 (folder / "config.json").write_text(json.dumps({**config, **changes}))
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from ktc import host
+from ktc import environment, host
 from ktc.bench import kt, ours, peers
 from ktc.bench.request import PASSES, SHAPES, Pass, Request, Shape
 from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
@@ -72,7 +72,7 @@ def parse(typed: Typed) -> Request:
 
 def _require_threads(threads: int) -> None:
     """As many as kernels of this process may use: limits and peers would run on more, and shares be of others."""
-    usable = max(1, host.usable_threads() // host.local_world_size())
+    usable = max(1, host.usable_threads() // environment.local_world_size())
     if threads > usable:
         raise _refused(f"`--threads {threads}` is more than the {usable} that this process may use")
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ktc import host, twin
+from ktc import environment, twin
 from ktc.capture.types import ModelSource
 from ktc.checkpoint import CheckpointIndex, has_weights, open_index
 from ktc.decode import read_json
@@ -39,7 +39,7 @@ def open_model(
         return ModelSource(str(here or name or type(model).__name__), here, model.config, _index(here), own, code)
     name = str(model)
     if name.startswith("tiny:"):
-        folder = twin.write(name.removeprefix("tiny:"), host.cache_dir() / "models")
+        folder = twin.write(name.removeprefix("tiny:"), environment.cache_dir() / "models")
     elif Path(name).is_dir():
         folder = Path(name).resolve()
     else:

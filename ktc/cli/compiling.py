@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ktc import host
+from ktc import host, host_file
 from ktc.cli.options import (
     HostFile,
     IsaName,
@@ -156,5 +156,5 @@ def _settings(pairs: list[str] | None) -> dict[str, str]:
 
 def _host(described: Path | None, isa: str | None) -> Host:
     """The machine to plan for: that of the file, else this one with its GPUs; with `isa` as its best set if given."""
-    target = host.read_host_file(described) if described else host.detect(probe_gpu=True)
+    target = host_file.read_host_file(described) if described else host.detect(probe_gpu=True)
     return host.restrict(target, isa) if isa else target

@@ -16,7 +16,8 @@ from typing import Literal
 from ktc import versions
 from ktc.cli.options import Json
 from ktc.cli.session import Session
-from ktc.host import Host, cache_dir, detect
+from ktc.environment import cache_dir
+from ktc.host import Host, detect
 
 State = Literal["works", "limited", "missing"]
 

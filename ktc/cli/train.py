@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ktc import host
+from ktc import environment
 from ktc.cli.options import CompiledModel, Json, LogFile, Quiet, Trust, Verbose, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.tables import count, relative
@@ -61,7 +61,7 @@ def train_command(
     **flags: Any,
 ) -> None:
     """Fine-tune OUT with LoRA on a file of examples; the adapter loads on the original model with stock PEFT."""
-    is_first = host.process_rank() == 0  # of the processes that torchrun started; it speaks for all
+    is_first = environment.process_rank() == 0  # of the processes that torchrun started; it speaks for all
     with Session(as_json and is_first, verbose, quiet or not is_first, log_file) as session:
         session.require_versions()
         from ktc.workflows import train

@@ -22,8 +22,8 @@ from typing import Final
 import pybind11
 from filelock import FileLock
 
+from ktc import environment, resources
 from ktc import host as hosts
-from ktc import resources
 from ktc.codegen import toolchain
 from ktc.codegen.render import KernelSource
 from ktc.codegen.self_test import self_test
@@ -48,7 +48,7 @@ def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> Ke
     toolchain.require_isas(isas, host)
     toolchain.require_testable(isas, hosts.detect())
     tools = toolchain.find(host)
-    cache = cache_dir or hosts.cache_dir() / "kernels"
+    cache = cache_dir or environment.cache_dir() / "kernels"
     folder = cache / cache_key(source, tools)
     if library := _cached(folder):
         return library

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol, cast
 
-from ktc import host
+from ktc import environment, host
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import NumaNode
 
@@ -152,7 +152,7 @@ def permitted_threads(threads: int) -> int:
     """`threads`, or as many as this process may use now if these are fewer: of all the CPUs that it is given, or of the
     quota of its container, one share for each process of its launch. The machine may be another one than that of the
     plan, so this is asked when layers are made; the first time that it is less, a warning says so."""
-    permitted = max(1, host.usable_threads() // host.local_world_size())
+    permitted = max(1, host.usable_threads() // environment.local_world_size())
     if threads > permitted:
         _warn_of_fewer(threads, permitted)
     return min(threads, permitted)
@@ -170,7 +170,7 @@ def nodes_for(threads: int) -> tuple[NumaNode, ...]:
 
 @functools.cache
 def _warn_of_fewer(threads: int, permitted: int) -> None:
-    processes = host.local_world_size()
+    processes = environment.local_world_size()
     share = f", its share of {host.usable_threads()} among {processes} processes" if processes > 1 else ""
     message = f"the plan asks for {threads} kernel threads; this process may use {permitted}{share}"
     warnings.warn(message, stacklevel=5)

@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ktc import host
+from ktc import environment, host
 from ktc.checkpoint import CheckpointIndex, WeightSource, open_index, read_sources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.runtime import peft_glue, remote_code, weight_store, weights_stage
@@ -281,6 +281,6 @@ def _finished(
     devices = device_map(placement)
     if devices is not None:
         cast("Any", model).hf_device_map = devices
-    host.apply_use_kt()
+    environment.apply_use_kt()
     peft_glue.install()
     return model

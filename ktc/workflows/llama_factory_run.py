@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
-from ktc import host
+from ktc import environment
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError, render
 from ktc.workflows.llama_factory import Request
 
@@ -42,12 +42,12 @@ def train(request: Request) -> None:
 
     Raises `InputRefused`: F913, F920, and what loading and attaching raise.
     """
-    host.switch_on_kt()
+    environment.switch_on_kt()
     _require_processes()
     import torch
 
     if torch.cuda.device_count() > 1:
-        host.join_world_of_one()
+        environment.join_world_of_one()
     tuner = import_module("llamafactory.train.tuner")
     with _substituted(request), _arguments(request.words), _its_refusals():
         tuner.run_exp()
@@ -55,9 +55,9 @@ def train(request: Request) -> None:
 
 def _require_processes() -> None:
     """LLaMA-Factory's launcher would start processes that know no KTrainer, so this one starts none."""
-    asked = host.asked_processes()
-    if asked > host.world_size():
-        message = f"the environment asks for {asked} processes, and this is one of {host.world_size()}"
+    asked = environment.asked_processes()
+    if asked > environment.world_size():
+        message = f"the environment asks for {asked} processes, and this is one of {environment.world_size()}"
         hint = f"`torchrun --nproc-per-node {asked} -m ktc lf train ...`"
         raise InputRefused(Diagnostic("F913", message, hint=hint))
 

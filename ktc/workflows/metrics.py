@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from ktc import host, versions
+from ktc import environment, versions
 from ktc.diagnostics import Diagnostic, HostLacks
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _jieba() -> Callable[[str], list[str]]:
     import jieba
 
     jieba.setLogLevel(logging.CRITICAL)
-    folder = host.cache_dir()
+    folder = environment.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     cutter: Any = jieba.Tokenizer()
     cutter.tmp_dir = str(folder)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktc import host
+from ktc import environment
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.workflows import run_folder
 from ktc.workflows.tokenised_data import TokenisedData, tokenise
@@ -182,7 +182,7 @@ def run(
     """
     from ktc.workflows.training_run import TrainingRun
 
-    if host.process_rank() == 0:  # the one that will claim the folder
+    if environment.process_rank() == 0:  # the one that will claim the folder
         run_folder.require_usable(place.output, resume=place.resume, force=place.force)
     data = prepare(place, settings)
     observe("data", data)

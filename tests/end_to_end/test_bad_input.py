@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ktc
-from ktc import host, twin
+from ktc import environment, host, twin
 from ktc.cli import app as cli
 
 RULES = "deepseek-v2-lite-lora"
@@ -25,7 +25,7 @@ RULES = "deepseek-v2-lite-lora"
 def model(tmp_path: Path) -> Path:
     """A copy of the embedded DeepSeek-V2 checkpoint, to be damaged."""
     folder = tmp_path / "model"
-    shutil.copytree(twin.write("deepseek_v2", host.cache_dir()), folder)
+    shutil.copytree(twin.write("deepseek_v2", environment.cache_dir()), folder)
     return folder
 
 

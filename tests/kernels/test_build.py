@@ -20,7 +20,7 @@ import pytest
 from kernel_layers import FORMS, ISAS, SPECS, spec_of
 from torch import Tensor
 
-from ktc import host
+from ktc import host, host_file
 from ktc.codegen import self_test, toolchain
 from ktc.codegen.build import build
 from ktc.codegen.render import KernelSource, render
@@ -170,7 +170,7 @@ def test_a_described_machine_gets_the_compiler_of_this_one(
     description = tmp_path / "other.toml"
     description.write_text(f'isa = "{ISAS[0]}"\ncores = 4\nmemory = "64GiB"\n')
     monkeypatch.setattr(host, "detect", lambda: quick_host)
-    described = host.read_host_file(description)
+    described = host_file.read_host_file(description)
     assert build(kernel_source, described, tmp_path / "cache").path.is_file()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ktc import host, versions
+from ktc import environment, versions
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.workflows.llama_factory import Request, check_installed, read_request
 from ktc.workflows.llama_factory_run import train
@@ -133,23 +133,23 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("y", True), ("0", False), ("", False)])
 def test_use_kt_is_read_as_llama_factory_reads_it(bare: pytest.MonkeyPatch, value: str, on: bool) -> None:
     bare.setenv("USE_KT", value)
-    host.apply_use_kt()
+    environment.apply_use_kt()
     assert os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP") == ("true" if on else None)
 
 
 def test_what_the_user_has_set_stays(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "false")
-    host.switch_on_kt()
-    host.apply_use_kt()
+    environment.switch_on_kt()
+    environment.apply_use_kt()
     assert os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] == "false"
 
 
 def test_one_process_becomes_a_process_group_only_outside_torchrun(bare: pytest.MonkeyPatch) -> None:
-    host.join_world_of_one()
+    environment.join_world_of_one()
     assert [os.environ[name] for name in TORCHRUN[:4]] == ["0", "0", "1", "1"]
     bare.setenv("WORLD_SIZE", "2")
     bare.setenv("RANK", "1")
-    host.join_world_of_one()
+    environment.join_world_of_one()
     assert os.environ["RANK"] == "1"
 
 
