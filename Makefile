@@ -37,7 +37,8 @@ check: $(READY)
 
 # Two runs side by side, of about the same length: kernels and whole models take their cores in turns. What the first
 # one says is shown when both are done.
-QUICK = $(BIN)/python -m pytest -m "not slow and not full"
+# Each has one OpenMP thread: two that spin on the other's core are slower than none.
+QUICK = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not full"
 test: check
 	@mkdir -p build
 	@$(QUICK) tests/end_to_end tests/kernels > build/test-kernels.log 2>&1 & kernels=$$!; \

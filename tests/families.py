@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
     "llama": {**COMMON, **GQA, "intermediate_size": 96},
 }  # fmt: skip
+_CAPTURED: dict[tuple[str, torch.dtype, str], CapturedModel] = {}
 CPU = Host(
     isas=("avx512_bf16", "avx512", "avx2", "scalar"), features=frozenset(), cores=2, threads=2, numa=1, memory=24 << 30,
     gpus=(), python_abi="cp311", compiler=None,
@@ -57,7 +58,11 @@ def config_of(family: str, dtype: torch.dtype = torch.bfloat16, **overrides: obj
 
 
 def captured(family: str, dtype: torch.dtype = torch.bfloat16, **overrides: object) -> CapturedModel:
-    return capture(ModelSource(family, None, config_of(family, dtype, **overrides), None))
+    """A capture is frozen and takes seconds: tests that ask for the same model share one."""
+    key = family, dtype, repr(sorted(overrides.items()))
+    if key not in _CAPTURED:
+        _CAPTURED[key] = capture(ModelSource(family, None, config_of(family, dtype, **overrides), None))
+    return _CAPTURED[key]
 
 
 def rules(text: str, folder: Path, settings: dict[str, str] | None = None) -> dsl.RuleSet:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from families import CPU, captured, config_of
 
 from ktc import dsl
@@ -79,9 +78,8 @@ def test_code_in_folders_below_counts_by_its_path(tmp_path: Path) -> None:
 def test_a_class_that_shares_its_name_with_one_of_transformers_is_not_taken_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # what other tests loaded by `trust_remote_code` transformers keeps for the config's class, whoever asks later
-    monkeypatch.setattr(transformers.MODEL_FOR_CAUSAL_LM_MAPPING, "_extra_content", {})
-    monkeypatch.setattr(transformers, "Qwen3MoeForCausalLM", type("Qwen3MoeForCausalLM", (), {}))
+    # as capture sees it: transformers runs its `__init__` again when a model is first loaded, and is two modules then
+    monkeypatch.setattr("ktc.capture.model.transformers.Qwen3MoeForCausalLM", type("Qwen3MoeForCausalLM", (), {}))
     with pytest.raises(InputRefused, match="I109"):
         capture(ModelSource("odd", tmp_path, config_of("qwen3_moe"), None))
 

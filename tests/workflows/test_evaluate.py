@@ -45,24 +45,6 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def adapter(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from peft import get_peft_model
-
-    import ktc
-    from ktc.runtime.peft_glue import read_lora_config
-
-    torch.manual_seed(1)
-    tuned = get_peft_model(ktc.load(compiled, reference=True), read_lora_config(compiled))
-    for name, parameter in tuned.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    folder = tmp_path_factory.mktemp("adapter") / "tuned"
-    tuned.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def opened(compiled: Path, adapter: Path) -> LanguageModel:
     return open_language_model(compiled, adapter=adapter, reference=True)
 

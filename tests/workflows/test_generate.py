@@ -34,25 +34,6 @@ def opened(compiled: Path) -> LanguageModel:
     return open_language_model(compiled, reference=True)
 
 
-@pytest.fixture(scope="module")
-def adapter(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of that model with a strong effect."""
-    import torch
-    from peft import get_peft_model
-
-    import ktc
-    from ktc.runtime.peft_glue import read_lora_config
-
-    torch.manual_seed(1)
-    tuned = get_peft_model(ktc.load(compiled, reference=True), read_lora_config(compiled))
-    for name, parameter in tuned.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    folder = tmp_path_factory.mktemp("adapter") / "tuned"
-    tuned.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
     def call(*arguments: str | Path) -> tuple[int, str, str]:
