@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch import Tensor, fx, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc import dsl
-from ktc.capture import CapturedModel, ModelSource, capture
+from ktc.capture import CapturedModel, ModelSource, capture, open_model
 from ktc.capture.export import flatten_call, main_output
 from ktc.graph.typed import input_names
 from ktc.host import Host
 from ktc.match import Matches, match
 from ktc.plan import Plan, make_plan
 
+CONFIGS = Path(__file__).parent / "configs"
 COMMON: dict[str, object] = {
     "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 512,
 }  # fmt: skip
@@ -63,6 +65,12 @@ def captured(family: str, dtype: torch.dtype = torch.bfloat16, **overrides: obje
     if key not in _CAPTURED:
         _CAPTURED[key] = capture(ModelSource(family, None, config_of(family, dtype, **overrides), None))
     return _CAPTURED[key]
+
+
+@cache
+def full_size(name: str) -> CapturedModel:
+    """A published model, `tests/configs/<name>`, at its depth and widths."""
+    return capture(open_model(CONFIGS / name))
 
 
 def rules(text: str, folder: Path, settings: dict[str, str] | None = None) -> dsl.RuleSet:

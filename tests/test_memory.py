@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import resource
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from families import CPU, captured, config_of, planned, rules
+from families import CPU, captured, config_of, full_size, planned, rules
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import ktc
 from ktc import dsl, host
-from ktc.capture import CapturedModel, capture, open_model
+from ktc.capture import CapturedModel
 from ktc.diagnostics import InputRefused
 from ktc.graph.typed import nodes_of
 from ktc.host import Gpu
@@ -26,7 +25,6 @@ from ktc.plan import MemoryPlan, Point, make_plan
 from ktc.runtime.manifest import read_manifest
 from ktc.runtime.memory import tensor_bytes
 
-CONFIGS = Path(__file__).parent / "configs"
 BIG = replace(CPU, memory=1536 << 30, gpus=(Gpu("a", 80 << 30),), cores=64, threads=64)
 # Published: parameters in all, active per token (GLM-4.5's makers leave the head out); programs that fit the model.
 PUBLISHED = {
@@ -35,11 +33,6 @@ PUBLISHED = {
     "qwen3-235b-a22b": (235e9, 22e9, ("moe-lora", "qwen3-moe-lora", "qwen3-moe-int4-qat")),
     "glm-4.5": (355e9, 32e9, ("moe-lora",)),
 }
-
-
-@cache
-def full_size(name: str) -> CapturedModel:
-    return capture(open_model(CONFIGS / name))
 
 
 def memory(model: CapturedModel, program: str = "moe-lora", asked: Point | None = None) -> MemoryPlan:
