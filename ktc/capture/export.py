@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def export_block(
             warnings.simplefilter("ignore")
             wrapped = _TensorsOnly(block, rebuild, around, whole)
             program = torch.export.export(wrapped, tensors, dynamic_shapes=(dynamic,), strict=False)
-            program = program.run_decompositions(_decompositions())
+            program = program.run_decompositions(dict(_decompositions()))
     finally:
         logging.getLogger("torch").setLevel(before)
     return _lower(program, block, names)
@@ -102,7 +103,9 @@ def _input_name(path: tuple[Any, ...]) -> str:
     return "_".join(keys)
 
 
-def _decompositions() -> dict[Any, Any]:
+@cache
+def _decompositions() -> Mapping[Any, Any]:
+    """Torch's table without the operators of the normal form; it takes a tenth of a second to make."""
     table = torch.export.default_decompositions()
     for op in list(table):
         if op.name().split("::")[1].partition(".")[0] in _KEEP:  # "aten::softmax.int"
