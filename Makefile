@@ -35,15 +35,16 @@ check: $(READY)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 
-# Two runs side by side, of about the same length: kernels and whole models take their cores in turns. What the first
-# one says is shown when both are done.
+# Two runs of about the same length side by side: what is computed by kernels and whole models, and all else. What the
+# first one says is shown when both are done.
+RUNS = tests/end_to_end tests/kernels tests/training tests/workflows
 # Each has one OpenMP thread: two that spin on the other's core are slower than none.
 QUICK = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not full"
 test: check
 	@mkdir -p build
-	@$(QUICK) tests/end_to_end tests/kernels > build/test-kernels.log 2>&1 & kernels=$$!; \
-	$(QUICK) --ignore=tests/end_to_end --ignore=tests/kernels; rest=$$?; \
-	wait $$kernels; status=$$?; cat build/test-kernels.log; test $$rest -eq 0 -a $$status -eq 0
+	@$(QUICK) $(RUNS) > build/test-runs.log 2>&1 & runs=$$!; \
+	$(QUICK) $(RUNS:%=--ignore=%); rest=$$?; \
+	wait $$runs; status=$$?; cat build/test-runs.log; test $$rest -eq 0 -a $$status -eq 0
 
 # Everything: slow tests, the census of all families, LLaMA-Factory in its own environment, and the quick tests with the
 # oldest and newest supported versions.

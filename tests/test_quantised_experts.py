@@ -115,6 +115,7 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(
             assert torch.equal(module.expert(int(expert), part), weights)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_config_alone_gives_the_same_kernel(tmp_path: Path) -> None:
     for make, method in ((in_int4, "int4"), (in_fp8, "fp8")):
         folder = tmp_path / method
