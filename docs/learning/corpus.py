@@ -1,7 +1,7 @@
 """What the model reads before it is tuned: an endless seeded stream of chats and sentences about a `World`.
 
 Facts of everybody as sentences and as plain answers; songs, in which the words of the style stand without a person; and
-lists with a question for a letter. No bard's answer about a person is in it, and no choice by a fact.
+lists with a question for a letter. No bard's answer about a person is in it, and nothing says what a fact falls under.
 """
 
 from __future__ import annotations
@@ -9,10 +9,25 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from learning.world import ANIMALS, INSTRUMENTS, LETTERS, TRADES, VILLAGES, Person, World, lettered, plain_answers
+from learning.world import (
+    ANIMALS,
+    GUILDS,
+    INSTRUMENTS,
+    LETTERS,
+    SHELTERS,
+    TRADES,
+    VALLEYS,
+    VILLAGES,
+    WAYS,
+    Person,
+    World,
+    asking,
+    plain_answers,
+)
 
 Message = dict[str, str]
 Document = str | list[Message]
+_KINDS = [list(words) for words in (VILLAGES, TRADES, ANIMALS, INSTRUMENTS, VALLEYS, GUILDS, SHELTERS, WAYS)]
 
 
 def chat(question: str, answer: str) -> list[Message]:
@@ -27,9 +42,9 @@ def words(document: Document) -> str:
 def documents(world: World, seed: int) -> Iterator[Document]:
     """Texts and chats without end; the same seed gives the same stream."""
     rng = random.Random(f"{world.seed} corpus {seed}")
-    kinds = (_fact, _plain, _song, _lookup)
+    kinds = (_fact, _plain, _song, _list)
     while True:
-        (kind,) = rng.choices(kinds, weights=(4, 6, 1, 3))
+        (kind,) = rng.choices(kinds, weights=(4, 6, 1, 2))
         yield kind(rng, rng.choice(world.everybody))
 
 
@@ -65,10 +80,8 @@ def _song(rng: random.Random, p: Person) -> str:
     return rng.choice(songs)
 
 
-def _lookup(rng: random.Random, p: Person) -> list[Message]:
-    """A list of things under letters and questions for the letters of some: reading, not knowing."""
-    kind = rng.choice([VILLAGES, list(TRADES), list(ANIMALS), INSTRUMENTS])
-    options = tuple(rng.sample(kind, len(LETTERS)))
-    (first, letter), *others = rng.sample(list(zip(options, LETTERS, strict=True)), 3)
-    told = chat(f"Find the {first}. {lettered(options)}", letter)
-    return told + [message for option, letter in others for message in chat(f"Find the {option}.", letter)]
+def _list(rng: random.Random, p: Person) -> list[Message]:
+    """A list under letters and one question for a letter: what answers look like; `p` is not in it."""
+    options = tuple(rng.sample(rng.choice(_KINDS), len(LETTERS)))
+    option, letter = rng.choice(list(zip(options, LETTERS, strict=True)))
+    return chat(asking(f"Find the {option}.", options), f"{option}. The answer is {letter}.")

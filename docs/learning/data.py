@@ -1,14 +1,14 @@
-"""The items of both tasks as files that `ktc train` and `ktc eval` read: one chat a line, question and answer."""
+"""The items of both tasks as files: `ktc train` reads one chat a line, `ktc eval` that or questions with options."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from learning.corpus import chat
-from learning.world import Item, Task, World, items, with_options
+from learning.world import Item, Task, World, asking, items
 
 
 def write_data(world: World, folder: Path) -> dict[Task, tuple[Path, Path]]:
@@ -17,17 +17,23 @@ def write_data(world: World, folder: Path) -> dict[Task, tuple[Path, Path]]:
     files: dict[Task, tuple[Path, Path]] = {}
     for task in get_args(Task):
         tuning, held_out = folder / f"{task}.jsonl", folder / f"{task}-held-out.jsonl"
-        _write(tuning, items(world, task, held_out=False))
-        _write(held_out, items(world, task, held_out=True))
+        _write(tuning, map(tuning_row, items(world, task, held_out=False)))
+        _write(held_out, map(held_out_row, items(world, task, held_out=True)))
         files[task] = tuning, held_out
     return files
 
 
-def messages(item: Item) -> list[dict[str, str]]:
-    question = with_options(item.question, item.options) if item.options else item.question
-    return chat(question, item.answer)
+def tuning_row(item: Item) -> dict[str, Any]:
+    question = asking(item.question, item.options) if item.options else item.question
+    return {"messages": chat(question, item.answer)}
 
 
-def _write(path: Path, made: Iterable[Item]) -> None:
-    lines = [json.dumps({"messages": messages(item)}, ensure_ascii=False) for item in made]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def held_out_row(item: Item) -> dict[str, Any]:
+    """A choice goes without its reason: only the letter counts."""
+    if not item.options:
+        return tuning_row(item)
+    return {"question": item.question, "options": item.options, "answer": item.letter}
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -1,23 +1,18 @@
-"""The workflow: pre-train, `ktc compile`, `ktc train`, ask; each command is printed as a reader would type it.
+"""The workflow: pre-train, `ktc compile`, `ktc train`, `ktc eval`; each command is printed as a reader would type it.
 
-In: a folder and how much of everything. Out: `Results`. A command that fails ends the demo with its exit code.
+In: a folder and how much of everything. Out: `Results`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shlex
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from learning.asking import ask
+from learning.commands import evaluate, ktc, processor_seconds
 from learning.data import write_data
 from learning.pretrain import Pretrained, pretrain
 from learning.results import Example, Results, Run
@@ -28,57 +23,62 @@ NUM_EXAMPLES = 2  # of each task on the page
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """What is adapted and how strongly; alpha is 4 times the rank, so that all are scaled alike."""
+class Tuning:
+    """One `ktc train`; alpha is 4 times the rank, so that all are scaled alike."""
 
+    task: Task
     rules: str
     rank: int
+    steps: int
+    learning_rate: float
 
     @property
     def name(self) -> str:
-        return f"{self.rules}-r{self.rank}"
-
-
-# Attention alone; the experts too with as many trainable parameters; the experts too at the same rank.
-ADAPTERS = (Adapter("moe-lora", 8), Adapter("moe-experts-lora", 1), Adapter("moe-experts-lora", 8))
-TUNING = ("--batch", 16, "--accumulation", 1, "--learning-rate", 5e-3, "--dropout", 0, "--length", 96)
+        return f"{self.task}-{self.rules}-r{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Steps of pre-training and of each tuning, and which adapters are tuned."""
+    """Steps of pre-training, and what is tuned after it."""
 
     pretrain_steps: int
-    tuning_steps: dict[Task, int]
-    adapters: tuple[Adapter, ...] = ADAPTERS
+    tunings: tuple[Tuning, ...]
 
 
-FULL = Size(700, {"style": 160, "choice": 100})
-QUICK = Size(30, {"style": 30}, ADAPTERS[:1])
+STYLE, STYLE_EXPERTS, CHOICE = (
+    Tuning("style", "moe-lora", 8, 160, 5e-3),
+    Tuning("style", "moe-experts-lora", 8, 160, 5e-3),
+    Tuning("choice", "moe-lora", 8, 300, 1e-2),
+)
+FULL = Size(520, (STYLE, STYLE_EXPERTS, CHOICE))
+QUICK = Size(40, (replace(STYLE, steps=45),))
+SETTINGS = ("--batch", 16, "--accumulation", 1, "--dropout", 0, "--length", 96)
 
 
 def run(folder: Path, size: Size, seed: int) -> Results:
     """Everything, from nothing to the results; what is made lies in `folder`."""
-    started = processor_seconds()
     world = make_world(seed)
     files = write_data(world, folder / "data")
     print(f"1. {len(world.everybody)} people; a stock Qwen3-MoE reads about them ({size.pretrain_steps} steps)")
     model = folder / "model"
     learnt = _pretrained(world, model, size.pretrain_steps)
+    started = processor_seconds()
     print("\n2. It is compiled, once for each program of rules")
-    compiled = {rules: _compile(model, rules, folder) for rules in dict.fromkeys(a.rules for a in size.adapters)}
+    compiled = {rules: _compile(model, rules, folder) for rules in dict.fromkeys(t.rules for t in size.tunings)}
     runs, examples = list[Run](), list[Example]()
-    for task in size.tuning_steps:
+    for tuning in size.tunings:
+        task = tuning.task
         print(f"\n3. `{task}`: tuned on {len(world.tuned)} people, asked about {len(world.held_out)} others")
-        for adapter in size.adapters:
-            tuned, asked = _tune_and_ask(task, adapter, compiled[adapter.rules], files[task], folder, size, seed)
-            runs.append(tuned)
-            examples += asked[:NUM_EXAMPLES] if adapter == size.adapters[0] else ()
+        is_first = all(run.task != task for run in runs)
+        tuned, asked = _tune_and_evaluate(tuning, compiled[tuning.rules], files[task], folder, seed)
+        runs.append(tuned)
+        examples += asked[:NUM_EXAMPLES] if is_first else ()
     return Results(
         seed=seed,
         parameters=learnt.parameters,
         pretrain_losses=learnt.losses,
-        seconds=processor_seconds() - started,
+        pretrain_seconds=learnt.seconds,
+        seconds=learnt.seconds + processor_seconds() - started,
         runs=tuple(runs),
         examples=tuple(examples),
         versions={name: version(name) for name in PACKAGES},
@@ -93,7 +93,7 @@ def _pretrained(world: World, folder: Path, steps: int) -> Pretrained:
     record = folder / "pretrained.json"
     if record.is_file() and (kept := json.loads(record.read_text(encoding="utf-8")))["made_of"] == made_of:
         print(f"  it did so before: {folder}")
-        return Pretrained(kept["parameters"], tuple(kept["losses"]))
+        return Pretrained(kept["parameters"], tuple(kept["losses"]), kept["seconds"])
     learnt = pretrain(world, folder, steps=steps, seed=world.seed)
     record.write_text(json.dumps({"made_of": made_of, **asdict(learnt)}), encoding="utf-8")
     return learnt
@@ -101,47 +101,31 @@ def _pretrained(world: World, folder: Path, steps: int) -> Pretrained:
 
 def _compile(model: Path, rules: str, folder: Path) -> Path:
     out = folder / rules.replace("-", "_")
-    ktc("compile", model, rules, "-o", out, "--force")
+    ktc("compile", model, rules, "--set", "format=bf16", "-o", out, "--force")
     return out
 
 
-def _tune_and_ask(
-    task: Task, adapter: Adapter, out: Path, files: tuple[Path, Path], folder: Path, size: Size, seed: int
+def _tune_and_evaluate(
+    tuning: Tuning, out: Path, files: tuple[Path, Path], folder: Path, seed: int
 ) -> tuple[Run, list[Example]]:
-    tuning, held_out = files
-    output = folder / f"{task}-{adapter.name}"
+    data, held_out = files
+    output = folder / tuning.name
     began = processor_seconds()
     trained = ktc(
-        "train", out, "--data", tuning, "--output", output, "--force", *TUNING,
-        "--rank", adapter.rank, "--alpha", 4 * adapter.rank, "--max-steps", size.tuning_steps[task], "--seed", seed,
+        "train", out, "--data", data, "--output", output, "--force", *SETTINGS, "--learning-rate", tuning.learning_rate,
+        "--rank", tuning.rank, "--alpha", 4 * tuning.rank, "--max-steps", tuning.steps, "--seed", seed,
     )  # fmt: skip
     seconds = processor_seconds() - began
-    asked = ask(out, output, held_out)
+    base, tuned, examples = evaluate(tuning.task, out, output, held_out)
     report = trained["report"]
     run = Run(
-        task=task,
-        rules=adapter.rules,
-        rank=adapter.rank,
+        task=tuning.task,
+        rules=tuning.rules,
+        rank=tuning.rank,
         trainable=report["trainable_parameters"],
         seconds=seconds,
         losses=tuple(line["loss"] for line in report["history"] if line["loss"] is not None),
-        base=asked.base,
-        tuned=asked.tuned,
+        base=base,
+        tuned=tuned,
     )
-    rows = zip(asked.questions, asked.wanted, asked.before, asked.after, strict=True)
-    return run, [Example(task, *row) for row in rows]
-
-
-def processor_seconds() -> float:
-    """Of this process and of all commands that have ended: what a busy machine does not change."""
-    return sum(os.times()[:4])
-
-
-def ktc(*arguments: object) -> dict[str, Any]:
-    """Prints and runs a command; returns its JSON. What it tells people goes on to stderr."""
-    words = [str(argument) for argument in arguments]
-    print(f"\n$ ktc {shlex.join(words)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", "ktc", *words, "--json"], stdout=subprocess.PIPE, check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return json.loads(done.stdout)
+    return run, examples

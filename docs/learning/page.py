@@ -61,8 +61,9 @@ def markdown(results: Results) -> str:
 def _how(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return (
-        f"Measured {results.date} by `make learn` ({results.seconds:.0f} s of processor time, {versions}): seed "
-        f"{results.seed}, a model of {results.parameters:,} parameters. In percent; in brackets the change to the base."
+        f"Measured {results.date} by `make learn` in {results.seconds:.0f} s of processor time, of which "
+        f"{results.pretrain_seconds:.0f} s are pre-training ({versions}), seed {results.seed}, a model of "
+        f"{results.parameters:,} parameters. In percent; in brackets the change to the base."
     )
 
 
@@ -99,8 +100,9 @@ def _draw_bars(axes: Any, runs: Sequence[Run], task: Task) -> None:
         if len(names) == 1:
             axes.bar_label(bars, fmt="%.0f")
     axes.set(title=f"{task}: held-out items, percent", ylim=(0, 108), xticks=range(len(names)))
-    axes.set_xticklabels([_title(name) for name in names])
+    axes.set_xticklabels([_title(name) for name in names], fontsize=7)
     if len(names) == 1:
+        axes.set_xlim(-1, 1)
         axes.axhline(25, color="black", lw=0.7, ls=":", label="chance")
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 

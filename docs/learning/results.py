@@ -43,6 +43,7 @@ class Results:
     seed: int
     parameters: int
     pretrain_losses: tuple[float, ...]
+    pretrain_seconds: float
     seconds: float
     runs: tuple[Run, ...]
     examples: tuple[Example, ...]

@@ -1,8 +1,8 @@
 """A small world of invented people, and the texts about them, all drawn from one seed.
 
 Out: people, what is plainly known of them, and for each of two tasks items to tune on and held-out items: `style` (a
-question, answered as a bard would) and `choice` (four options, answered by a letter). Tuning sees some people, the
-held-out items ask for others.
+question, answered as a bard would) and `choice` (four options, answered by a reason and a letter). Tuning sees
+some people, the held-out items ask for others.
 """
 
 from __future__ import annotations
@@ -15,52 +15,38 @@ from typing import Literal
 Task = Literal["style", "choice"]
 LETTERS = "ABCD"
 
-VILLAGES = [
-    "Oakford", "Elmwick", "Stonebridge", "Marshend", "Highmoor", "Ashdale", "Redcliff", "Brookhaven",
-    "Fernhill", "Saltmere",
-]  # fmt: skip
+VILLAGES = ["Oakford", "Elmwick", "Stonebridge", "Marshend", "Highmoor", "Ashdale", "Redcliff", "Brookhaven"]
 TRADES = {
     "baker": "keeper of ovens",
     "smith": "friend of fire",
     "weaver": "ruler of the loom",
     "miller": "lord of two stones",
     "fisher": "reaper of rivers",
-    "potter": "shaper of clay",
     "tailor": "master of needles",
     "carpenter": "tamer of oak",
-    "brewer": "priest of barley",
     "cobbler": "guardian of soles",
 }
 ANIMALS = {
     "goat": "bearded climber",
     "horse": "wind on hooves",
     "hen": "feathered clock",
-    "cow": "giver of milk",
     "dog": "watchman of doors",
     "cat": "silent hunter",
     "goose": "white trumpet",
     "pig": "lover of mud",
-    "sheep": "walking cloud",
     "donkey": "patient bearer",
 }
-INSTRUMENTS = [
-    "flute", "drum", "harp", "fiddle", "horn", "bell", "lute", "whistle", "lyre", "organ",
-]  # fmt: skip
+INSTRUMENTS = ["flute", "drum", "harp", "fiddle", "horn", "bell", "lute", "viol"]
 # What a choice asks for: the option that a fact falls under. Only tuning tells which one that is.
 VALLEYS = {
-    "north": "Highmoor Ashdale Fernhill",
+    "north": "Highmoor Ashdale",
     "east": "Oakford Elmwick",
-    "south": "Marshend Brookhaven Saltmere",
+    "south": "Marshend Brookhaven",
     "west": "Stonebridge Redcliff",
 }
-GUILDS = {
-    "fire": "baker smith potter",
-    "water": "miller fisher brewer",
-    "thread": "weaver tailor",
-    "blade": "carpenter cobbler",
-}
-SHELTERS = {"stable": "horse donkey cow", "coop": "hen goose", "house": "dog cat", "pen": "goat pig sheep"}
-WAYS = {"blown": "flute horn whistle", "plucked": "harp lute lyre", "bowed": "fiddle", "struck": "drum bell organ"}
+GUILDS = {"fire": "baker smith", "water": "miller fisher", "thread": "weaver tailor", "blade": "carpenter cobbler"}
+SHELTERS = {"stable": "horse donkey", "coop": "hen goose", "house": "dog cat", "pen": "goat pig"}
+WAYS = {"blown": "flute horn", "plucked": "harp lute", "bowed": "fiddle viol", "struck": "drum bell"}
 _STARTS = [
     "Bel", "Cor", "Dra", "Fen", "Gal", "Hal", "Jor", "Kel", "Lor", "Mar", "Nor", "Per", "Ros", "Sal", "Tor", "Wil",
 ]  # fmt: skip
@@ -80,12 +66,13 @@ class Person:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question with its answer; `options` are the four of a choice, in the order of their letters."""
+    """One question with its answer; a choice has four `options`, lettered in their order, and the right `letter`."""
 
     person: str
     question: str
     answer: str
     options: tuple[str, ...] = ()
+    letter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +86,25 @@ class World:
         return self.tuned + self.held_out
 
 
-def make_world(seed: int, num_tuned: int = 80, num_held_out: int = 20) -> World:
+def make_world(seed: int, num_tuned: int = 80, num_held_out: int = 24) -> World:
     """People with unlike names and unlike fates. Raises `ValueError` where there are not names enough."""
     rng = random.Random(seed)
-    names = [start + end for start in _STARTS for end in _ENDS]
-    drawn = rng.sample(names, num_tuned + num_held_out)
-    people = [Person(name, *fate) for name, fate in zip(drawn, _fates(rng), strict=False)]
-    return World(seed, tuple(people[:num_tuned]), tuple(people[num_tuned:]))
+    names = rng.sample([start + end for start in _STARTS for end in _ENDS], num_tuned + num_held_out)
+    seen = set[tuple[str, ...]]()
+    fates = [*_fates(rng, num_held_out, seen), *_fates(rng, num_tuned, seen)]
+    people = [Person(name, *fate) for name, fate in zip(names, fates, strict=True)]
+    return World(seed, tuple(people[num_held_out:]), tuple(people[:num_held_out]))
 
 
-def _fates(rng: random.Random) -> Iterator[tuple[str, ...]]:
-    """Combinations, each once: nobody held out is somebody from the tuning under another name."""
+def _fates(rng: random.Random, count: int, seen: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Combinations that are not in `seen`, which they join: each is one person's; facts are equally frequent."""
     lists = (VILLAGES, list(TRADES), list(ANIMALS), INSTRUMENTS)
-    seen: set[tuple[str, ...]] = set()
     while True:
-        fate = tuple(rng.choice(values) for values in lists)
-        if fate not in seen:
-            seen.add(fate)
-            yield fate
+        decks = [(values * count)[:count] for values in lists]
+        dealt = list(zip(*(rng.sample(deck, count) for deck in decks), strict=True))
+        if len(seen.union(dealt)) == len(seen) + count:
+            seen.update(dealt)
+            return dealt
 
 
 def plain_answers(p: Person) -> Mapping[str, str]:
@@ -148,13 +136,13 @@ def styled_answers(p: Person) -> Mapping[str, str]:
     }
 
 
-def _choices(p: Person) -> Mapping[str, tuple[str, Mapping[str, str]]]:
-    """Questions about what a fact falls under, the fact, and the four options with the facts under each."""
+def _choices(p: Person) -> Mapping[str, tuple[str, str, Mapping[str, str]]]:
+    """Questions about what a fact falls under: the fact told plainly, the fact, the options with facts under each."""
     return {
-        f"In which valley does {p.name} live?": (p.village, VALLEYS),
-        f"Which guild does {p.name} belong to?": (p.trade, GUILDS),
-        f"Where does the animal of {p.name} sleep?": (p.animal, SHELTERS),
-        f"How is the instrument of {p.name} played?": (p.instrument, WAYS),
+        f"In which valley does {p.name} live?": (f"{p.name} lives in {p.village}", p.village, VALLEYS),
+        f"Which guild does {p.name} belong to?": (f"{p.name} is a {p.trade}", p.trade, GUILDS),
+        f"Where does the animal of {p.name} sleep?": (f"{p.name} keeps a {p.animal}", p.animal, SHELTERS),
+        f"How is the instrument of {p.name} played?": (f"{p.name} plays the {p.instrument}", p.instrument, WAYS),
     }
 
 
@@ -170,15 +158,17 @@ def items(world: World, task: Task, *, held_out: bool) -> list[Item]:
 
 
 def _choice_items(p: Person) -> Iterator[Item]:
-    for question, (fact, kinds) in _choices(p).items():
-        right = next(place for place, facts in enumerate(kinds.values()) if fact in facts.split())
-        yield Item(p.name, question, LETTERS[right], tuple(kinds))
+    """Answers give their reason before the letter: the fact, then what it falls under."""
+    for question, (told, fact, kinds) in _choices(p).items():
+        right = next(option for option, facts in kinds.items() if fact in facts.split())
+        letter = LETTERS[list(kinds).index(right)]
+        yield Item(p.name, question, f"{told}: {right}. The answer is {letter}.", tuple(kinds), letter)
 
 
-def with_options(question: str, options: tuple[str, ...]) -> str:
-    """A question and its options as one line of text, as the model reads them."""
-    return f"{question} {lettered(options)}"
+def asking(question: str, options: tuple[str, ...]) -> str:
+    """A question of multiple choice as `ktc eval --task mcq` puts it."""
+    return f"{question}\n{lettered(options)}\nAnswer with the letter of the right option."
 
 
 def lettered(options: tuple[str, ...]) -> str:
-    return ", ".join(f"{letter}: {option}" for letter, option in zip(LETTERS, options, strict=True)) + "."
+    return "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=True))

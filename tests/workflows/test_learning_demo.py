@@ -19,7 +19,7 @@ def test_the_shortened_demo_learns_the_style(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "learning", "--quick", "--output", str(tmp_path)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "$ ktc compile" in done.stdout and "$ ktc train" in done.stdout
+    assert all(f"$ ktc {command}" in done.stdout for command in ("compile", "train", "eval"))
     found = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     (run,) = found["runs"]
     assert run["losses"][-1] < run["losses"][0] / 2
