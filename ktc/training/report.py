@@ -147,7 +147,7 @@ class KTReport(TrainerCallback):
 def write_report(folder: Path, report: RunReport) -> None:
     """Writes `ktc_report.json` into the folder, in place of one that is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / run_report.FILE, json.dumps(report.to_json(), indent=2) + "\n")
+    write_whole(folder / run_report.FILE, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
 
 
 def report_of(trainer: Any) -> KTReport:

@@ -5,6 +5,7 @@ In: `StepTimes` and the tokens of each step. Out: `RunReport`. Nothing is measur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -103,8 +104,13 @@ class RunReport:
     versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"schema": SCHEMA, **asdict(self)}
+        """Plain values. JSON has no word for a loss that is no number: it is the text `nan`, `inf` or `-inf`."""
+        history = [{name: _plain(value) for name, value in asdict(line).items()} for line in self.history]
+        return {"schema": SCHEMA, **asdict(self), "history": history}
+
+
+def _plain(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(float(value))
 
 
 def speed(steps: Sequence[StepTimes], tokens: Sequence[StepTokens], nominal: int) -> Speed | None:
