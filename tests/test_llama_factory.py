@@ -97,10 +97,13 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     (folder / "data" / "backwards.json").write_text(json.dumps(rows), encoding="utf-8")
     pairs = [{"instruction": row["instruction"], "chosen": row["output"], "rejected": "no"} for row in rows]
     (folder / "data" / "pairs.json").write_text(json.dumps(pairs), encoding="utf-8")
+    plain = [{"text": f"{row['instruction']}. That is {row['output']}."} for row in rows]
+    (folder / "data" / "plain.json").write_text(json.dumps(plain), encoding="utf-8")
     columns = {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}
     info = {
         "backwards": {"file_name": "backwards.json"},
         "pairs": {"file_name": "pairs.json", "ranking": True, "columns": columns},
+        "plain": {"file_name": "plain.json", "columns": {"prompt": "text"}},
     }
     (folder / "data" / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     return Desk(folder)
@@ -210,14 +213,64 @@ def test_ktc_lf_trains_pairs(desk: Desk, qwen: str) -> None:
     assert losses(out)[0] == pytest.approx(0.6931, abs=1e-3)  # log 2: the policy is the reference yet
 
 
-def test_two_processes_train_as_one_with_twice_the_batch(desk: Desk, qwen: str) -> None:
-    halves = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
-    launch = ("torchrun", "--nproc-per-node", "2", "-m", "ktc", "lf", "train")
-    two = desk.train("two", *launch, model_name_or_path=qwen, **halves)
-    one = desk.train(
-        "one", "ktc", "lf", "train", model_name_or_path=qwen, **{**halves, "gradient_accumulation_steps": 4}
-    )
+def test_plain_text_is_learned_as_by_the_stock_model(desk: Desk, qwen: str) -> None:
+    settings = {"stage": "pt", "dataset": "plain", "cutoff_len": 64, "gradient_accumulation_steps": 1}
+    stock = desk.train("plain_stock", model_name_or_path=original(desk, qwen), **settings)
+    plain = desk.train("plain", model_name_or_path=qwen, **settings)
+    kt = desk.train("plain_kt", "ktc", "lf", "train", model_name_or_path=qwen, **settings)
+    assert losses(plain) == pytest.approx(losses(stock), rel=1e-2)  # both in bf16
+    weights = "adapter_model.safetensors"
+    assert (kt / weights).read_bytes() == (plain / weights).read_bytes()
+
+
+# Several processes
+
+HALVES = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+FORCED = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
+# Python runs it as it starts: each process of a torchrun leaves its adapter in the output, where only rank 0 writes.
+_LEAVE_ADAPTERS = """
+import os
+if "RANK" in os.environ:
+    from safetensors.torch import save_file
+    from transformers import Trainer
+    stock = Trainer.train
+    def train(self, *args, **kwargs):
+        done = stock(self, *args, **kwargs)
+        trained = {name: value.detach() for name, value in self.model.named_parameters() if value.requires_grad}
+        save_file(trained, os.path.join(self.args.output_dir, f"rank-{os.environ['RANK']}.safetensors"))
+        return done
+    Trainer.train = train
+"""
+
+
+@pytest.fixture(scope="module")
+def one(desk: Desk, qwen: str) -> Path:
+    """One process that takes as many micro-batches as two."""
+    settings = {**HALVES, "gradient_accumulation_steps": 4}
+    return desk.train("one", "ktc", "lf", "train", model_name_or_path=qwen, **settings)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [("llamafactory-cli", "train"), ("torchrun", "--nproc-per-node", "2", "-m", "ktc", "lf", "train")],
+    ids=["llamafactory-cli", "ktc-lf"],
+)
+def test_two_processes_train_as_one_and_end_equal(desk: Desk, qwen: str, one: Path, program: tuple[str, ...]) -> None:
+    (desk.folder / "start").mkdir(exist_ok=True)
+    (desk.folder / "start" / "sitecustomize.py").write_text(_LEAVE_ADAPTERS, encoding="utf-8")
+    environment = {**FORCED, "PYTHONPATH": str(desk.folder / "start")}
+    two = desk.train(f"two_{program[0]}", *program, environment=environment, model_name_or_path=qwen, **HALVES)
     assert losses(two) == pytest.approx(losses(one), rel=1e-2)
+    assert (two / "rank-0.safetensors").read_bytes() == (two / "rank-1.safetensors").read_bytes()
+
+
+def test_ktc_lf_starts_no_processes_and_says_who_does(desk: Desk, qwen: str) -> None:
+    file = desk.folder / "forced.yaml"
+    file.write_text(yaml.safe_dump({**documented(), "model_name_or_path": qwen}), encoding="utf-8")
+    done = desk.call("ktc", "lf", "train", file.name, environment=FORCED)
+    assert done.returncode == 2
+    assert "F913" in done.stderr
+    assert "torchrun --nproc-per-node 2 -m ktc lf train" in done.stderr
 
 
 def test_what_llama_factory_refuses_is_said_in_its_words(desk: Desk, qwen: str) -> None:
