@@ -63,7 +63,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """A safetensors file of these tensors."""
     from safetensors import torch as safetensors
 
-    cast("Any", safetensors).save_file(dict(tensors), path, metadata={"format": "pt"})
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}  # cut out of a stack, they may not be
+    cast("Any", safetensors).save_file(whole, path, metadata={"format": "pt"})
 
 
 def _require_new(path: Path) -> None:
