@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from fastapi import HTTPException
+from transformers.cli.serving import response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -22,6 +23,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerateManager, GenerationState, Modality
 
+from ktc import versions
 from ktc.workflows.generate import set_seed
 from ktc.workflows.language_model import LanguageModel
 from ktc.workflows.prompts import ROLES
@@ -255,8 +257,19 @@ class _Completion(_Checked, CompletionHandler):
 
 class _Response(_Checked, ResponseHandler):
     def _validate_request(self, body: dict[str, Any]) -> None:
+        _require_usage()
         super()._validate_request(body)
         self._require_template()
         if not body.get("input"):
             raise HTTPException(422, "`input` is a text or a list of turns, and not empty")
         body.setdefault("stream", False)  # as OpenAI has it; the handler would stream
+
+
+def _require_usage() -> None:
+    """transformers fills in OpenAI's types as they were when it was released; a newer openai may ask for more."""
+    try:
+        response.compute_usage(1, 1)
+    except ValueError as error:  # pydantic's
+        names = (f"{name} {versions.installed(name)}" for name in ("transformers", "openai"))
+        pair = " cannot write a response of ".join(names)
+        raise HTTPException(501, f"{pair}; use /v1/chat/completions, or another release of either") from error
