@@ -23,9 +23,10 @@ from ktc import versions  # noqa: E402 - the script runs without ktc installed
 TESTS = (
     "tests/test_versions.py", "tests/test_capture.py", "tests/test_match.py", "tests/test_rewrite.py",
     "tests/test_prove.py", "tests/test_load.py", "tests/end_to_end/test_compiled_model.py",
-    "tests/test_lora_linear.py", "tests/test_expert_adapters_peft.py",
+    "tests/test_lora_linear.py", "tests/test_expert_adapters_peft.py", "tests/training", "tests/workflows",
 )  # fmt: skip
 TOOLS = ("pytest>=8.3", "hypothesis>=6.130")
+KTC = f"{ROOT}[train,eval,serve,gguf]"  # TRL, the metrics, the server and GGUF, in whatever releases fit the set
 # It runs the stock DeepSeek-V2 in a process of its own, which the oldest transformers cannot (tests/conftest.py).
 NOT_WITH_OLDEST = (
     "tests/end_to_end/test_compiled_model.py::"
@@ -42,7 +43,8 @@ def requirements(end: str) -> list[str]:
 
 def prepare(end: str, folder: Path, index: str) -> Path:
     """The environment's Python; made where a run with the same requirements has not made it."""
-    home, wanted = folder / end, " ".join(requirements(end))
+    packages = [*requirements(end), *TOOLS, "-e", KTC]
+    home, wanted = folder / end, " ".join(packages)
     python, mark = home / "bin" / "python", home / "made-with"
     if mark.is_file() and mark.read_text(encoding="utf-8") == wanted:
         return python
@@ -50,7 +52,7 @@ def prepare(end: str, folder: Path, index: str) -> Path:
     venv.create(home, with_pip=True, clear=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     extra = ["--extra-index-url", index] if index else []
-    subprocess.run([*pip, *extra, *wanted.split(), *TOOLS, "-e", ROOT], check=True)
+    subprocess.run([*pip, *extra, *packages], check=True)
     mark.write_text(wanted, encoding="utf-8")
     return python
 
