@@ -169,7 +169,7 @@ def test_a_described_machine_gets_the_compiler_of_this_one(
 ) -> None:
     description = tmp_path / "other.toml"
     description.write_text(f'isa = "{ISAS[0]}"\ncores = 4\nmemory = "64GiB"\n')
-    monkeypatch.setattr(host, "detect", lambda: quick_host)
+    monkeypatch.setattr(host_file, "detect", lambda: quick_host)
     described = host_file.read_host_file(description)
     assert build(kernel_source, described, tmp_path / "cache").path.is_file()
 
