@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -83,11 +84,11 @@ def test_a_folder_that_is_already_on_the_path_may_be_replaced(tmp_path: Path, mo
 def test_a_place_that_cannot_hold_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     assert refused(tmp_path / "file" / "deeper" / "out_a")[0] == "I143"
-    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(tempfile, "mkdtemp", failing)
     assert refused(tmp_path / "out_a") == (
         "I143",
-        f"OUT cannot be made in `{tmp_path}`: it is not writable",
-        "choose another place, or change its permissions",
+        f"OUT cannot be made in `{tmp_path}`: No space left on device",
+        "choose another place, or make this one writable",
     )
 
 

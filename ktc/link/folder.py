@@ -84,9 +84,12 @@ def _check_place(parent: Path) -> None:
         raise InputRefused(
             Diagnostic("I143", f"OUT cannot be made in `{parent}`, which is no folder", hint="choose another place")
         )
-    if not os.access(parent, os.W_OK | os.X_OK):
-        message = f"OUT cannot be made in `{parent}`: it is not writable"
-        raise InputRefused(Diagnostic("I143", message, hint="choose another place, or change its permissions"))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".ktc-", dir=parent))  # whom permissions let in, the file system may refuse
+    except OSError as error:
+        message = f"OUT cannot be made in `{parent}`: {error.strerror or error}"
+        hint = "choose another place, or make this one writable"
+        raise InputRefused(Diagnostic("I143", message, hint=hint)) from error
 
 
 def write_folder(out: Path, fill: Callable[[Path], None], force: bool = False) -> None:

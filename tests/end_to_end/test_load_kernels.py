@@ -15,10 +15,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import ktc
+from ktc import host
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.host import find_compiler
 from ktc.link import link
 from ktc.runtime.load import load
+from ktc.runtime.manifest import read_manifest
+from ktc.runtime.memory import tensor_bytes
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
@@ -154,3 +158,18 @@ def test_loading_holds_the_packed_model_and_one_piece(
     expert_group = 3 * 1024 * 512 * 2
     assert after - before > 0.95 * stored, "the model is there"
     assert peak - before < stored + expert_group + (8 << 20), "8 MiB: pages that the allocator keeps"
+
+
+def test_a_loaded_model_has_the_bytes_of_its_plan(tmp_path: Path) -> None:
+    out = ktc.compile(
+        "tiny:deepseek_v3", "moe-lora", tmp_path / "sized_model", host=host.restrict(host.detect(), "scalar")
+    )
+    planned_bytes = read_manifest(out).memory
+    assert tensor_bytes(ktc.load(out), {}) == pytest.approx(planned_bytes, rel=0.001)
+    manifest = json.loads((out / "ktc.json").read_text())
+    manifest["memory"]["cpu"] -= 2 << 20
+    (out / "ktc.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputRefused) as refused:
+        ktc.load(out)
+    assert [d.code for d in refused.value.diagnostics] == ["L413"]
+    assert ktc.load(out, reference=True) is not None
