@@ -1,4 +1,4 @@
-"""The environment variables that ktc reads and sets, each with its meaning. How a command speaks is read in `cli`."""
+"""The environment variables that ktc reads and sets, each with its meaning. `NO_COLOR` and OpenMP's are `cli`'s."""
 
 from __future__ import annotations
 

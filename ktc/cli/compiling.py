@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ktc import host, host_file
+from ktc import host
 from ktc.cli.options import (
     HostFile,
     IsaName,
@@ -25,10 +25,11 @@ from ktc.cli.options import (
     Settings,
     Trust,
     Verbose,
-)  # fmt: skip
+)
 from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Host
+from ktc.host_file import read_host_file
 
 Stage = Literal["captured", "matched", "planned", "rewritten"]
 Format = Literal["text", "json", "dot", "svg", "html"]
@@ -156,5 +157,5 @@ def _settings(pairs: list[str] | None) -> dict[str, str]:
 
 def _host(described: Path | None, isa: str | None) -> Host:
     """The machine to plan for: that of the file, else this one with its GPUs; with `isa` as its best set if given."""
-    target = host_file.read_host_file(described) if described else host.detect(probe_gpu=True)
+    target = read_host_file(described) if described else host.detect(probe_gpu=True)
     return host.restrict(target, isa) if isa else target
