@@ -214,9 +214,15 @@ def test_an_out_that_shadows_a_module(refusal: Callable[..., dict[str, object]],
     assert refusal(model, out=tmp_path / "json")["code"] == "I141"
 
 
-def test_an_out_that_cannot_be_written(refusal: Callable[..., dict[str, object]], model: Path) -> None:
+def test_an_out_that_cannot_be_written_is_refused_before_the_long_work(
+    refusal: Callable[..., dict[str, object]], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def long_work(*_: object, **__: object) -> None:
+        raise AssertionError("the model was opened")
+
+    monkeypatch.setattr("ktc.compiler.open_model", long_work)
     found = refusal(model, out=Path("/proc/compiled_here"))
-    assert found["code"] == "I143"  # before the long work: nothing was captured or built
+    assert found["code"] == "I143"
     assert "`/proc`" in str(found["message"])
 
 
