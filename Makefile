@@ -35,16 +35,15 @@ check: $(READY)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 
-# Two runs of about the same length side by side: what is computed by kernels and whole models, and all else. What the
-# first one says is shown when both are done.
-RUNS = tests/end_to_end tests/kernels tests/training tests/workflows
-# Each has one OpenMP thread: two that spin on the other's core are slower than none.
+# Two runs side by side: what computes with kernels and whole models, and all else. What the first one says is shown
+# when both are done. Each has one OpenMP thread, for a second one would spin on the other run's core.
+COMPUTING = tests/end_to_end tests/kernels tests/training tests/workflows
 QUICK = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not full"
 test: check
 	@mkdir -p build
-	@$(QUICK) $(RUNS) > build/test-runs.log 2>&1 & runs=$$!; \
-	$(QUICK) $(RUNS:%=--ignore=%); rest=$$?; \
-	wait $$runs; status=$$?; cat build/test-runs.log; test $$rest -eq 0 -a $$status -eq 0
+	@$(QUICK) $(COMPUTING) > build/test-computing.log 2>&1 & computing=$$!; \
+	$(QUICK) $(COMPUTING:%=--ignore=%); rest=$$?; \
+	wait $$computing; status=$$?; cat build/test-computing.log; test $$rest -eq 0 -a $$status -eq 0
 
 # Everything: slow tests, the census of all families, LLaMA-Factory in its own environment, and the quick tests with the
 # oldest and newest supported versions.
