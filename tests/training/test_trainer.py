@@ -183,6 +183,7 @@ def test_it_stops_early_and_goes_back_to_the_best(out: Path, tmp_path: Path) -> 
     ours.train()
     assert ours.state.global_step == 3, "the first evaluation, and two that gain less than the threshold"
     best = Path(str(ours.state.best_model_checkpoint))
+    assert best.name != "checkpoint-3", "going back must change something"
     saved = load_file(best / "adapter_model.safetensors")
     now = {name.replace(".default", ""): tensor for name, tensor in trained(ours.model).items()}
     assert equal(saved, now)
