@@ -1,4 +1,4 @@
-"""The quick tests with the oldest and the newest supported torch, transformers and peft: `make versions`.
+"""The tests that lean on them with the oldest and the newest supported torch, transformers and peft: `make versions`.
 
 Each set gets an environment of its own below --folder, made once by pip and used again; the releases are those of
 `ktc/versions.py`. Without a GPU, give --index the index of the small builds of torch, if it has them.
