@@ -45,12 +45,12 @@ test: check
 	$(QUICK) $(COMPUTING:%=--ignore=%); rest=$$?; \
 	wait $$computing; status=$$?; cat build/test-computing.log; test $$rest -eq 0 -a $$status -eq 0
 
-# Everything: slow tests, the census of all families, LLaMA-Factory in its own environment, and the quick tests with the
-# oldest and newest supported versions.
+# Everything: slow tests, the census of all families, LLaMA-Factory in its own environment, and those that lean on
+# the supported packages with their oldest and newest versions.
 test-all: check versions lf-environment
 	$(BIN)/python -m pytest -m ""
 
-# The quick tests with the oldest and the newest supported torch, transformers and peft, each in build/versions.
+# The tests that lean on torch, transformers and peft, with the oldest and the newest supported, each in build/versions.
 versions: $(READY)
 	$(BIN)/python tests/version_matrix.py $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
 
