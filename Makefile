@@ -56,13 +56,13 @@ versions: $(READY)
 
 # The kernels under the thread, address and undefined-behaviour sanitizers of the compiler (test-all runs it too).
 sanitize: $(READY)
-	$(BIN)/python -m pytest -m "" tests/test_sanitizers.py
+	$(BIN)/python -m pytest -m "" tests/codegen/test_sanitizers.py
 
 # kt-kernel in build/kt-kernel, for `ktc bench moe --kt-python build/kt-kernel/bin/python`.
 kt-environment:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) benchmarks/kt_environment.sh
 
-# LLaMA-Factory in build/llama-factory, with the versions it asks for and this checkout: tests/test_llama_factory.py.
+# LLaMA-Factory in build/llama-factory, with the versions it asks for and this checkout: tests/llama_factory/test_training.py.
 lf-environment:
 	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) tests/llama_factory_environment.sh
 
@@ -73,7 +73,7 @@ census: $(READY)
 # Broken rule programs for as long as SECONDS says; a fault is printed with its seed.
 SECONDS ?= 600
 fuzz: $(READY)
-	$(BIN)/python tests/test_dsl_fuzz.py $(SECONDS)
+	$(BIN)/python tests/dsl/test_fuzz.py $(SECONDS)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

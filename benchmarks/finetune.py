@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import ktc
-from ktc.runtime import peft_glue
-from ktc.runtime.fused_moe import FusedMoe
+from ktc.experts.module import FusedMoe
+from ktc.model import peft_glue
 from ktc.training import KTrainer
 
 CONFIG: Final = Path(__file__).parent.parent / "tests" / "configs" / "deepseek-v2-lite"

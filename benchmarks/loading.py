@@ -182,10 +182,10 @@ def layer_speed(shape: str) -> dict[str, float]:
 
     from ktc import host
     from ktc.codegen import build, render
+    from ktc.experts.module import FusedMoe
+    from ktc.model import packed_file
+    from ktc.model.packed_file import Header, Origin
     from ktc.plan.kernel_spec import KernelSpec
-    from ktc.runtime import packed_file
-    from ktc.runtime.fused_moe import FusedMoe
-    from ktc.runtime.packed_file import Header, Origin
 
     num_experts, hidden, inner, top_k = SHAPES[shape]
     isa = host.detect().isas[0]
@@ -255,7 +255,7 @@ def _load(method: str, folder: str) -> tuple[Any, float, float]:
         seconds = time.perf_counter() - started
         return model, seconds, seconds
     import ktc
-    from ktc.runtime import weights_stage
+    from ktc.model import weights_stage
 
     inner, stages = weights_stage.fill_weights, list[float]()
 

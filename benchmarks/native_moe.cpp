@@ -170,7 +170,7 @@ bool check(const MoeSizes& sizes, std::int64_t tokens) {
                     same_bits(found.grad_weight, other.grad_weight);
   const bool near = out <= 3e-3 && grad <= 4e-3 && weight <= 5e-3;
   // Products of integers against the oracle of fp64 weights: how near they come to their emulation, which is what
-  // matters, is held by tests/kernels/test_w8a8.py.
+  // matters, is held by tests/experts/test_w8a8.py.
   const bool right = same && (near || (kIntegerProducts && std::max({out, grad, weight}) <= 3.5e-2));
   std::printf("H%ld I%ld E%ld k%ld T%ld: output %.1e, d hidden %.1e, d weights %.1e, %s bits: %s\n", sizes.hidden,
               sizes.intermediate, sizes.num_experts, sizes.top_k, tokens, out, grad, weight, same ? "same" : "OTHER",

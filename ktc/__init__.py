@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from ktc.compiler import check as check
     from ktc.compiler import compile as compile
     from ktc.compiler import inspect as inspect
-    from ktc.runtime.load import load as load
-    from ktc.runtime.pack import pack as pack
-    from ktc.runtime.verify import verify as verify
-    from ktc.workflows.train import train as train
-
-__version__ = "0.1.0"
+    from ktc.model.load import load as load
+    from ktc.model.pack import pack as pack
+    from ktc.model.verify import verify as verify
+    from ktc.tune.train import train as train
+    from ktc.versions import __version__ as __version__
 
 _HOME = {
+    "__version__": "ktc.versions",
     "Report": "ktc.compiler",
     "check": "ktc.compiler",
     "compile": "ktc.compiler",
     "inspect": "ktc.compiler",
-    "load": "ktc.runtime.load",
-    "pack": "ktc.runtime.pack",
-    "train": "ktc.workflows.train",
-    "verify": "ktc.runtime.verify",
+    "load": "ktc.model.load",
+    "pack": "ktc.model.pack",
+    "train": "ktc.tune.train",
+    "verify": "ktc.model.verify",
 }
 __all__ = ["Report", "__version__", "check", "compile", "inspect", "load", "pack", "train", "verify"]
 

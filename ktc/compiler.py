@@ -37,7 +37,7 @@ from ktc.rewrite import RewrittenBlock, rewrite
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ktc.graph.dump import ModelDump, Stage
+    from ktc.pictures.dump import ModelDump, Stage
 
 Observe = Callable[[str, object], None]
 Value = TypeVar("Value")

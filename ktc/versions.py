@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 from ktc.diagnostics import Diagnostic, HostLacks
 
+__version__ = "0.1.0"  # of ktc itself
+
 Release = tuple[int, ...]
 
 # Oldest release that has what ktc uses, newest one that it was tried with: `make test-all` runs the tests with both.

@@ -9,8 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-GOLDEN = Path(__file__).parent / "golden"
+from places import GOLDEN, TESTS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +34,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 @pytest.fixture(scope="session")
 def hand_made() -> ModuleType:
     """The module `hand_made.py`: `package(checkpoint)` and `recipe(model)`."""
-    path = Path(__file__).parent / "hand_made.py"
+    path = TESTS / "support" / "hand_made.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -75,6 +74,25 @@ def compiled_twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
         return made[model, rules, device]
 
     return compile_once
+
+
+@pytest.fixture(scope="session")
+def adapter(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of `compiled` with a strong effect."""
+    import torch
+    from peft import get_peft_model
+
+    import ktc
+    from ktc.model.peft_glue import read_lora_config
+
+    torch.manual_seed(1)
+    tuned = get_peft_model(ktc.load(compiled, reference=True), read_lora_config(compiled))
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    folder = tmp_path_factory.mktemp("adapter") / "tuned"
+    tuned.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -125,7 +143,7 @@ def bench(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
 @pytest.fixture
 def kt_python(tmp_path: Path) -> Callable[[str], str]:
     """`kt_python(words)`: a program that is run as kt-kernel's Python would be, and does as `words` say."""
-    stub = Path(__file__).with_name("kt_stub.py")
+    stub = TESTS / "support" / "kt_stub.py"
 
     def make(words: str) -> str:
         program = tmp_path / "python"

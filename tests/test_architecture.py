@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 # Where the compiled world must not be needed: importing any of these fails.
 BLOCKED = "import sys; [sys.modules.__setitem__(name, None) for name in ('torch', 'transformers', 'peft', 'numpy')]; "
 

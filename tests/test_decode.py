@@ -13,9 +13,10 @@ from ktc.checkpoint import open_index, read_sources
 from ktc.checkpoint.header import HeaderRefused, read_header
 from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import InputRefused
-from ktc.runtime import packed_file, packed_store, remote_code
-from ktc.runtime.manifest import KernelRecord, read_manifest
-from ktc.runtime.peft_glue import read_lora_config
+from ktc.hf import remote_code
+from ktc.model import packed_file, packed_store
+from ktc.model.manifest import KernelRecord, read_manifest
+from ktc.model.peft_glue import read_lora_config
 
 BAD = {"nested": b"[" * 200_000, "nested objects": b'{"a":' * 200_000, "no UTF-8": b'{"a": "\xff"}'}
 

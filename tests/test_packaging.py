@@ -12,8 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("hatchling"), reason="hatchling is not installed")
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from ktc import versions
 from ktc.cli import app as cli
 from ktc.diagnostics import HostLacks
-
-ROOT = Path(__file__).parent.parent
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **found: str | None) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktc.bench.request import Shape
-from ktc.runtime.experts_lora import ExpertsLora, Lora
+from ktc.experts.lora import ExpertsLora, Lora
 
 # Several routings, taken in turn: a single token's few experts must not stay in the last-level cache.
 NUM_ROUTINGS: Final = 8

@@ -18,8 +18,8 @@ from typing import Final
 
 from ktc import host, resources
 from ktc.codegen import toolchain
+from ktc.experts.packed import huge_pages
 from ktc.host import Isa
-from ktc.runtime.packed_experts import huge_pages
 
 # About 30 ms: long against a tick of the scheduler, short against a round.
 _ROUNDS: Final = 2_000_000

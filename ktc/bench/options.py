@@ -15,9 +15,9 @@ from ktc import environment, host
 from ktc.bench import kt, ours, peers
 from ktc.bench.request import PASSES, SHAPES, Pass, Request, Shape
 from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
+from ktc.experts.lora import MAX_RANK
 from ktc.host import Isa
 from ktc.plan.kernel_spec import KERNELS, WeightFormat
-from ktc.runtime.experts_lora import MAX_RANK
 
 T = TypeVar("T")
 

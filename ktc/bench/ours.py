@@ -16,11 +16,11 @@ from ktc.bench.candidate import Layer, LocalCandidate
 from ktc.bench.inputs import Weights, lora_factors
 from ktc.bench.request import Request, Shape
 from ktc.codegen import build, render
+from ktc.experts.block_reference import random_blocks
+from ktc.experts.kernel_library import KernelLibrary
+from ktc.experts.module import FusedMoe, Part
 from ktc.host import Isa
 from ktc.plan.kernel_spec import BLOCKS, CODES, KERNELS, KernelSpec, WeightFormat
-from ktc.runtime.block_reference import random_blocks
-from ktc.runtime.fused_moe import FusedMoe, Part
-from ktc.runtime.kernel_library import KernelLibrary
 
 PREFIX = "ktc_"
 _BLOCK_SCALE = 0.02  # about as large as the other weights

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from ktc.capture.types import ExpertList
+from ktc.experts.form import parse_form
+from ktc.experts.stock_layout import stock_names, stock_shape
 from ktc.graph import ops
 from ktc.graph.fold import tensor_inputs
 from ktc.graph.typed import nodes_of, tensor_of
-from ktc.runtime.experts_form import parse_form
-from ktc.runtime.stock_experts import stock_names, stock_shape
 
 _CONSTANTS = "constants."  # where capture keeps tensors that are no weights
 

@@ -15,9 +15,9 @@ from typing import cast, get_args
 import torch
 from torch import Tensor, nn
 
+from ktc.experts.form import Activation, ExpertsForm, Function
+from ktc.experts.reference import activated
 from ktc.graph.typed import nodes_of
-from ktc.runtime.experts_form import Activation, ExpertsForm, Function
-from ktc.runtime.experts_reference import activated
 
 UNSUPPORTED = "unsupported: "  # begins the form of experts that no kernel computes; the reason follows
 _SAMPLES = 64

@@ -19,9 +19,9 @@ from ktc.capture.forms import UNSUPPORTED, form_of
 from ktc.checkpoint import Part, Span, Step
 from ktc.checkpoint.gguf_architectures import ARCHITECTURES, gguf_name_of
 from ktc.diagnostics import Diagnostic, InputRefused, listing
-from ktc.runtime.conversions import STACKED_PARTS
-from ktc.runtime.experts_form import ExpertsForm, parse_form
-from ktc.runtime.stock_experts import StockTensor, half_of
+from ktc.experts.form import ExpertsForm, parse_form
+from ktc.experts.stock_layout import StockTensor, half_of
+from ktc.hf.conversions import STACKED_PARTS
 
 _LAYER = re.compile(r"\.(\d+)\.")
 

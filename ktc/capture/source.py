@@ -17,7 +17,7 @@ from ktc.capture.types import ModelSource
 from ktc.checkpoint import CheckpointIndex, has_weights, open_index
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.runtime import remote_code
+from ktc.hf import remote_code
 
 _MOST = {"layers": 10_000, "experts": 100_000}
 

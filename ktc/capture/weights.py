@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ktc.capture.gguf_weights import map_gguf
 from ktc.checkpoint import CheckpointIndex, Part, Quantised, Span, Step, StoredWeight, WeightSource, stored_weights
 from ktc.diagnostics import Diagnostic, InputRefused, listing
-from ktc.runtime.conversions import STACKED_PARTS, Place, Unmappable, placer
+from ktc.hf.conversions import STACKED_PARTS, Place, Unmappable, placer
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
 _MOST_SHOWN = 20

@@ -1,7 +1,7 @@
 """The architectures of GGUF files that ktc knows, and what the `gguf` package calls a tensor of transformers in them.
 
 Converters may change more than names: who reads or writes such files (`ktc.capture.gguf_names`,
-`ktc.workflows.gguf_adapter`) says what, architecture by architecture.
+`ktc.adapters.gguf`) says what, architecture by architecture.
 """
 
 from __future__ import annotations

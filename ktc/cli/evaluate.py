@@ -34,7 +34,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ktc.workflows.evaluate import Evaluation
+    from ktc.evaluate.run import Evaluation
 
 Task = Literal["generation", "mcq"]
 Metrics = Literal["kt", "lf", "std"]
@@ -93,12 +93,12 @@ def command(
             _check_nothing_is_written(max_new_tokens, temperature)
         session.require_versions()
         from ktc.cli.generate import rows_bar, tell_template
-        from ktc.workflows.batch import require_writable, write_rows
-        from ktc.workflows.evaluate import evaluate_choices, evaluate_generation
-        from ktc.workflows.evaluation_data import read_items, read_questions
-        from ktc.workflows.generate import Sampling
-        from ktc.workflows.language_model import open_language_model
-        from ktc.workflows.metrics import definition
+        from ktc.evaluate.data import read_items, read_questions
+        from ktc.evaluate.metrics import definition
+        from ktc.evaluate.run import evaluate_choices, evaluate_generation
+        from ktc.generate.answers import Sampling
+        from ktc.generate.batch import require_writable, write_rows
+        from ktc.generate.language_model import open_language_model
 
         scored = definition(metrics or "kt") if task == "generation" else None
         items = read_items(data, form, limit) if task == "generation" else ()

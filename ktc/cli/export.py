@@ -16,8 +16,8 @@ from ktc.cli.session import Session
 from ktc.cli.tables import size
 
 if TYPE_CHECKING:
-    from ktc.workflows.export import Exported
-    from ktc.workflows.export_check import Checked
+    from ktc.adapters.export import Exported
+    from ktc.adapters.export_check import Checked
 
 Layout = Literal["per-expert", "peft-fused", "peft-fused-018", "gguf"]
 SourceAdapter = Annotated[
@@ -49,13 +49,13 @@ def command(
     """Write ADAPTER in the layout that another tool reads; the values stay what they are."""
     with Session(as_json, verbose, quiet, log_file) as session:
         session.require_versions()
-        from ktc.workflows.export import export
+        from ktc.adapters.export import export
 
         done = export(adapter, layout, output, model)
         session.result({**asdict(done), "path": str(done.path)})
         session.show(_told(done))
         if check:
-            from ktc.workflows.export_check import check as compare
+            from ktc.adapters.export_check import check as compare
 
             found = compare(adapter, done, model)
             session.result({"check": asdict(found)})

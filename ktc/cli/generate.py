@@ -36,9 +36,9 @@ from ktc.diagnostics import Diagnostic, InputRefused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ktc.workflows.generate import Pace, Sampling
-    from ktc.workflows.language_model import LanguageModel
-    from ktc.workflows.prompts import Row
+    from ktc.generate.answers import Pace, Sampling
+    from ktc.generate.language_model import LanguageModel
+    from ktc.generate.prompts import Row
 
 _PROMPT_SIGN = "> "
 
@@ -81,10 +81,10 @@ def command(
     with Session(as_json, verbose, quiet, log_file) as session:
         _check_combination(prompt, file, chat, output, as_json, raw)
         session.require_versions()
-        from ktc.workflows.batch import require_writable
-        from ktc.workflows.generate import Sampling, set_seed
-        from ktc.workflows.language_model import open_language_model
-        from ktc.workflows.prompts import read_rows
+        from ktc.generate.answers import Sampling, set_seed
+        from ktc.generate.batch import require_writable
+        from ktc.generate.language_model import open_language_model
+        from ktc.generate.prompts import read_rows
 
         sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()), seed)
         sampling.check()
@@ -132,8 +132,8 @@ def tell_template(session: Session, opened: LanguageModel, raw: bool) -> None:
 
 
 def _answer_one(session: Session, opened: LanguageModel, text: str, sampling: Sampling, system: str, raw: bool) -> None:
-    from ktc.workflows.generate import answer
-    from ktc.workflows.prompts import render
+    from ktc.generate.answers import answer
+    from ktc.generate.prompts import render
 
     prompt = render(opened, text, system=system, raw=raw)
     found, pace = answer(opened, prompt, sampling, None if session.as_json else session.stream)
@@ -153,7 +153,7 @@ def _answer_file(
     system: str,
     raw: bool,
 ) -> None:
-    from ktc.workflows.batch import answer_rows, jsonl, write_rows
+    from ktc.generate.batch import answer_rows, jsonl, write_rows
 
     with rows_bar(session, "answering", len(rows)) as progress:
         answered, pace = answer_rows(
@@ -172,7 +172,7 @@ def _answer_file(
 
 
 def _converse(session: Session, opened: LanguageModel, sampling: Sampling, system: str) -> None:
-    from ktc.workflows.chat import COMMANDS, converse
+    from ktc.generate.chat import COMMANDS, converse
 
     def tell(what: str | Diagnostic) -> None:
         if isinstance(what, Diagnostic):

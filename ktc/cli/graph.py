@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.graph.dump import ModelDump, Stage, read_dump, to_json
+from ktc.pictures.dump import ModelDump, Stage, read_dump, to_json
 
 STAGES: tuple[Stage, ...] = ("captured", "matched", "planned", "rewritten")
 
@@ -46,14 +46,14 @@ def render(request: Request) -> str:
         found = f"{layers[0]} to {layers[-1]}" if layers else "none"
         raise InputRefused(Diagnostic("U011", f"the model has no layer {request.layer}: its layers are {found}"))
     if request.form == "html":
-        from ktc.graph.html import render_html
+        from ktc.pictures.html import render_html
 
         return render_html(dumps, request.layer)
     return _writer(request.form, request.color)(dump, request.layer)
 
 
 def _difference(request: Request, first: str, second: str) -> str:
-    from ktc.graph.diff import diff
+    from ktc.pictures.diff import diff
 
     if request.form not in ("text", "json"):
         raise InputRefused(Diagnostic("U012", f"a difference is written as text or json, not as `{request.form}`"))
@@ -100,13 +100,13 @@ def _writer(form: str, color: bool) -> Callable[[ModelDump, int | None], str]:
     if form == "json":
         return lambda dump, layer: to_json(_of_layer(dump, layer))
     if form == "dot":
-        from ktc.graph.dot import render_dot
+        from ktc.pictures.dot import render_dot
 
         return render_dot
     if form == "svg":
-        from ktc.graph.svg import render_svg
+        from ktc.pictures.svg import render_svg
 
         return render_svg
-    from ktc.graph.text import render_text
+    from ktc.pictures.text import render_text
 
     return lambda dump, layer: render_text(dump, layer, colour=color)

@@ -36,11 +36,11 @@ def train_command(
     """Run LLaMA-Factory's tuner with its trainer become a KTrainer; under torchrun in every process."""
     with Session(as_json, verbose, quiet, log_file) as session:
         session.require_versions()
-        from ktc.workflows import llama_factory
+        from ktc.llama_factory import settings as llama_factory
 
         request = llama_factory.read_request(file, words or ())
         session.diagnose(llama_factory.check_installed())
-        from ktc.workflows import llama_factory_run
+        from ktc.llama_factory import run as llama_factory_run
 
         llama_factory_run.train(request)
         session.result({"output_dir": str(request.output), "stage": request.stage})

@@ -30,8 +30,8 @@ def command(
     """Add ADAPTER to the weights of MODEL and write the checkpoint, tensor by tensor."""
     with Session(as_json, verbose, quiet, log_file) as session:
         session.require_versions()
-        from ktc.runtime.progress import progress_bar
-        from ktc.workflows.merge import merge
+        from ktc.adapters.merge import merge
+        from ktc.model.progress import progress_bar
 
         with progress_bar(f"merging into {output.name}", quiet) as bar:
             done = merge(adapter, output, model, bar)

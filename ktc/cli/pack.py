@@ -21,7 +21,7 @@ from ktc.cli.session import Session
 from ktc.cli.tables import count, relative, size
 
 if TYPE_CHECKING:
-    from ktc.runtime.verify import Finding
+    from ktc.model.verify import Finding
 
 _STYLES = {"good": "green", "stale": "yellow", "altered": "bold red", "missing": "bold red"}
 
@@ -60,9 +60,9 @@ def verify_command(
 
 def pack(session: Session, out: Path, weights: Path | None = None, force: bool = False, trusted: bool = False) -> None:
     """Packs what the store of `out` lacks and tells what was done."""
-    from ktc.runtime.pack import pack as pack_store
-    from ktc.runtime.packed_store import renewal
-    from ktc.runtime.progress import progress_bar
+    from ktc.model.pack import pack as pack_store
+    from ktc.model.packed_store import renewal
+    from ktc.model.progress import progress_bar
 
     started = time.perf_counter()
     session.go_on()
@@ -80,8 +80,8 @@ def pack(session: Session, out: Path, weights: Path | None = None, force: bool =
 
 def verify(session: Session, out: Path, weights: Path | None, source: bool, trusted: bool) -> None:
     """Shows every finding; the exit code is 1 if one is not good."""
-    from ktc.runtime.progress import progress_bar
-    from ktc.runtime.verify import verify as verify_model
+    from ktc.model.progress import progress_bar
+    from ktc.model.verify import verify as verify_model
 
     with progress_bar(f"verifying {out.name}", session.quiet) as bar:
         findings = verify_model(out, weights=weights, source=source, trust_remote_code=trusted, progress=bar)

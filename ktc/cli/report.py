@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from ktc.capture.weights import WeightMap
     from ktc.codegen.render import KernelSource
     from ktc.dsl import RuleSet
+    from ktc.experts.kernel_library import KernelLibrary
     from ktc.match import Matches
     from ktc.plan import Plan
     from ktc.prove import Proof
     from ktc.rewrite import RewrittenBlock
-    from ktc.runtime.kernel_library import KernelLibrary
 
 STAGES = ("rules", "model", "capture", "weights", "match", "plan", "rewrite", "prove", "render", "build", "link")
 

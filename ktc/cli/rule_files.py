@@ -40,7 +40,7 @@ def explain_command(
 ) -> None:
     """Say what the code of a message means, with a bad and a good example."""
     with Session(as_json) as session:
-        from ktc.dsl.explain import explain
+        from ktc.explain import explain
 
         found = explain(code)
         session.result(asdict(found))

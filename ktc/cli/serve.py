@@ -42,8 +42,8 @@ def command(
     """Serve a compiled model over HTTP as OpenAI's clients ask: chat, completions, responses, with streaming."""
     with Session(as_json, verbose, quiet, log_file) as session:
         session.require_versions()
-        from ktc.workflows import serve
-        from ktc.workflows.language_model import open_language_model
+        from ktc.generate import serve
+        from ktc.generate.language_model import open_language_model
 
         serve.require_server()
         with serve.listen(host, port) as listening:

@@ -26,12 +26,12 @@ from ktc.cli.options import CompiledModel, Json, LogFile, Quiet, Trust, Verbose,
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.tables import count, relative
 from ktc.diagnostics import Diagnostic
-from ktc.workflows.train_settings import TrainSettings, types_of_settings
+from ktc.tune.settings import TrainSettings, types_of_settings
 
 if TYPE_CHECKING:
     from ktc.training.run_report import RunReport
-    from ktc.workflows.tokenised_data import DataSummary
-    from ktc.workflows.train import Place, PreparedData, Progress, TrainResult
+    from ktc.tune.tokenised import DataSummary
+    from ktc.tune.types import Place, PreparedData, Progress, TrainResult
 
 Command = Callable[..., None]
 _LINES = 20  # of progress, where stderr is no terminal
@@ -64,7 +64,7 @@ def train_command(
     is_first = environment.process_rank() == 0  # of the processes that torchrun started; it speaks for all
     with Session(as_json and is_first, verbose, quiet or not is_first, log_file) as session:
         session.require_versions()
-        from ktc.workflows import train
+        from ktc.tune import train
 
         place = train.Place(out, output or train.default_output(out), resume, force, weights, trust)
         if flags["targets"] is not None:
@@ -264,7 +264,7 @@ def _going_on(place: Place) -> list[str]:
 
 
 def _report_table(report: RunReport) -> Table:
-    from ktc.workflows.run_page import facts
+    from ktc.tune.run_page import facts
 
     table = Table("", "", box=None, pad_edge=False, show_header=False)
     for name, value in facts(report):

@@ -30,8 +30,8 @@ from ktc.codegen.self_test import self_test
 from ktc.codegen.self_test_linear import self_test_linear
 from ktc.codegen.toolchain import Toolchain
 from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.experts.kernel_library import KernelLibrary, file_digest
 from ktc.host import Host, Isa
-from ktc.runtime.kernel_library import KernelLibrary, file_digest
 
 _RECORD: Final = "library.json"
 

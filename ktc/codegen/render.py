@@ -17,10 +17,10 @@ import jinja2
 
 from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.form import Function
 from ktc.host import Isa
 from ktc.plan.kernel_spec import BLOCKS, CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
 from ktc.plan.linear_spec import LinearSpec
-from ktc.runtime.experts_form import Function
 
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp16": "ktc::weight_format::fp16", "fp32": "float", "fp64": "double"}
 # Header and type of a panel in `runtime/include/ktc/weight_format`; a type may ask for the size of groups.

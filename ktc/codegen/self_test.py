@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, KtcError
+from ktc.experts.block_reference import dequantise_blocks, quantise_blocks, random_blocks
+from ktc.experts.form import ExpertsForm
+from ktc.experts.kernel_library import Kernel
+from ktc.experts.packed import PackedExperts
+from ktc.experts.quantised_reference import INT8_BACKWARD, INT8_FORWARD, dequantise, quantise
+from ktc.experts.reference import fused_moe_reference
+from ktc.experts.stock_layout import ExpertPart, StockTensor, canonical_parts, stock_names, stock_shape
 from ktc.plan.kernel_spec import BLOCKS, CODES, KernelSpec, WeightFormat
 from ktc.plan.packed_size import PANEL
-from ktc.runtime.block_reference import dequantise_blocks, quantise_blocks, random_blocks
-from ktc.runtime.experts_form import ExpertsForm
-from ktc.runtime.experts_reference import fused_moe_reference
-from ktc.runtime.kernel_library import Kernel
-from ktc.runtime.packed_experts import PackedExperts
-from ktc.runtime.quantised_reference import INT8_BACKWARD, INT8_FORWARD, dequantise, quantise
-from ktc.runtime.stock_experts import ExpertPart, StockTensor, canonical_parts, stock_names, stock_shape
 
 # Relative Frobenius error. bf16 rounds at 2^-9 and the sums of rounded products stay near 3e-3.
 _TOLERANCE: Final = {"bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-12}

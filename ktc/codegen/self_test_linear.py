@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, KtcError
+from ktc.experts.kernel_library import Kernel
+from ktc.linears.gemv import DTYPES
 from ktc.plan.linear_spec import LinearSpec
-from ktc.runtime.gemv import DTYPES
-from ktc.runtime.kernel_library import Kernel
 
 # Relative Frobenius error; a dtype's own rounding is 2e-3, 3e-4 and 3e-8.
 _TOLERANCE: Final = {"bf16": 3e-3, "fp16": 1e-3, "fp32": 1e-6}

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from ktc.experts.form import parse_form
+from ktc.experts.reference import fused_moe_reference
 from ktc.graph.typed import input_of, nodes_in, tensor_of
-from ktc.runtime.experts_form import parse_form
-from ktc.runtime.experts_reference import fused_moe_reference
 
 # Looked through by the matcher: they move, rename or cast a value without computing on it.
 TRANSPARENT = frozenset({

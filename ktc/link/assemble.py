@@ -11,18 +11,18 @@ from ktc.capture import CapturedModel
 from ktc.capture.weights import WeightMap
 from ktc.codegen.render import KernelSource
 from ktc.dsl.ruleset import RuleSet
-from ktc.graph.dump import to_json
+from ktc.experts.kernel_library import KernelLibrary
 from ktc.host import Host
 from ktc.link.adapter import adapter_json
 from ktc.link.package import KernelFile, Package
 from ktc.link.rules import rule_files
 from ktc.link.stages import STAGES, dump_stage
 from ktc.match import Matches
+from ktc.pictures.dump import to_json
 from ktc.plan import Plan
 from ktc.plan.report import plan_json
 from ktc.prove import Proof
 from ktc.rewrite import RewrittenBlock, block_code, block_file, recipe, stack_rows
-from ktc.runtime.kernel_library import KernelLibrary
 
 
 def assemble(

@@ -18,15 +18,14 @@ from typing import Any, cast
 
 import jinja2
 
-import ktc
-from ktc import resources
+from ktc import resources, versions
 from ktc.checkpoint import WeightSource, write_sources
 from ktc.decode import read_json
 from ktc.diagnostics import render
 from ktc.link.data_files import copy_data_files, without_code_references
 from ktc.link.folder import write_folder
-from ktc.runtime import manifest, peft_glue
-from ktc.runtime.manifest import KernelRecord, LibraryRecord, Manifest, ModelRecord, Rewrite, RulesRecord, Versions
+from ktc.model import manifest, peft_glue
+from ktc.model.manifest import KernelRecord, LibraryRecord, Manifest, ModelRecord, Rewrite, RulesRecord, Versions
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ def _texts(package: Package, name: str) -> dict[str, str]:
         "name": name,
         "model": _in_docstring(package.name),
         "rules": _in_docstring(package.rules),
-        "version": ktc.__version__,
+        "version": versions.__version__,
         "stock": package.class_name,
     }
     texts = {

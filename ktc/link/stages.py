@@ -10,8 +10,8 @@ from typing import cast
 from torch import fx
 
 from ktc.capture import BlockGraph, BlockSite, CapturedModel
-from ktc.graph.dump import SCHEMA, BlockDump, MatchDump, ModelDump, ModuleDump, NodeDump, Stage, dump_block
 from ktc.match import Binding, Match, Matches, NodeRef, SubMatch
+from ktc.pictures.dump import SCHEMA, BlockDump, MatchDump, ModelDump, ModuleDump, NodeDump, Stage, dump_block
 from ktc.plan import BlockRewrite, Plan
 from ktc.plan.placement import device_of
 from ktc.rewrite import RewrittenBlock

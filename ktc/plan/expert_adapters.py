@@ -13,8 +13,8 @@ from typing import Final, cast
 from ktc.capture import CapturedModel
 from ktc.capture.types import ModuleInfo
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.lora import MAX_RANK
 from ktc.plan.types import Claim
-from ktc.runtime.experts_lora import MAX_RANK
 
 TARGET: Final = "lora_experts"
 _PARTS: Final = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}

@@ -10,11 +10,11 @@ from torch import fx
 from ktc.checkpoint import BLOCK_TYPES
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
+from ktc.experts.form import parse_form
 from ktc.graph import ops
 from ktc.host import Host, Isa
 from ktc.plan.kernel_spec import BLOCKS, CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
 from ktc.plan.types import Claim
-from ktc.runtime.experts_form import parse_form
 
 ISAS = tuple(KERNELS)
 # A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.

@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ktc.capture.export import flatten_call, main_output
+from ktc.experts.module import FusedMoe
 from ktc.graph.typed import input_names, named_modules
-from ktc.runtime.fused_moe import FusedMoe
 
 # Witnesses run in fp32 and routers cast to fp32 themselves; measured errors of right rewrites stay below 1e-6, those of
-# wrong ones (tests/test_prove.py) above 1e-3.
+# wrong ones (tests/prove/test_prove.py) above 1e-3.
 TOLERANCE = 2e-5
 # Where terms cancel, fp32 alone may be off by more than the tolerance. Up to here fp64 decides; beyond, nothing does.
 CLOSE = 5e-4

@@ -19,14 +19,14 @@ from transformers import PreTrainedModel
 from ktc import twin
 from ktc.capture import BlockGraph, CapturedModel, ExpertList, ModelSource, capture
 from ktc.diagnostics import Diagnostic, ProofFailed
+from ktc.experts.module import FusedMoe
+from ktc.experts.stock_layout import canonical_parts, stock_names
 from ktc.graph import ops
 from ktc.graph.typed import input_of, named_modules, nodes_of, owner_of
+from ktc.model.graph_block import ExpertStack, stacked_experts
 from ktc.plan import BlockRewrite
 from ktc.prove.compare import Call, InDouble, Proof, compare
 from ktc.rewrite import RewrittenBlock, rewrite_block
-from ktc.runtime.fused_moe import FusedMoe
-from ktc.runtime.graph_block import ExpertStack, stacked_experts
-from ktc.runtime.stock_experts import canonical_parts, stock_names
 
 SEED = 20260
 # One token; an odd length; more tokens than experts times groups, so that every routing decision is exercised.

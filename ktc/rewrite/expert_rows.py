@@ -12,8 +12,8 @@ from typing import cast
 
 from ktc.capture import ExpertList
 from ktc.checkpoint import Part, WeightSource
+from ktc.experts.form import parse_form
 from ktc.rewrite.apply import RewrittenBlock
-from ktc.runtime.experts_form import parse_form
 
 
 def stack_rows(rows: Sequence[WeightSource], blocks: Iterable[RewrittenBlock]) -> tuple[WeightSource, ...]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ktc.experts.module import FusedMoe
 from ktc.graph import ops
 from ktc.graph.typed import nodes_by_name
 from ktc.plan import BlockRewrite
-from ktc.runtime.fused_moe import FusedMoe
 
 
 def apply(graph: fx.GraphModule, rewrite: BlockRewrite) -> None:

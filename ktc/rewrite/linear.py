@@ -13,8 +13,8 @@ from torch import fx, nn
 
 from ktc.graph import ops
 from ktc.graph.typed import nodes_by_name
+from ktc.linears.lora_linear import KTLinear
 from ktc.plan import BlockRewrite, NodeAction
-from ktc.runtime.lora_linear import KTLinear
 
 TARGETS: Final = ("kt_linear", "lora_linear")
 

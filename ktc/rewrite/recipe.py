@@ -10,11 +10,11 @@ from ktc.capture import ExpertList
 from ktc.graph import ops
 from ktc.graph.typed import nodes_of
 from ktc.host import Host
+from ktc.model.manifest import Rewrite
 from ktc.plan import NodeAction, Plan
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import thread_count
 from ktc.rewrite.apply import RewrittenBlock
-from ktc.runtime.manifest import Rewrite
 
 
 def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...]:

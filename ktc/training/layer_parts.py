@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.runtime.fused_moe import FusedMoe
-from ktc.runtime.staging import to_device
+from ktc.experts.module import FusedMoe
+from ktc.experts.staging import to_device
 
 
 class CannotStack(Exception):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
-from ktc.runtime.fused_moe import FusedMoe
-from ktc.runtime.staging import parts, to_host
+from ktc.experts.module import FusedMoe
+from ktc.experts.staging import parts, to_host
 from ktc.training.layer_calls import ModelCall
 from ktc.training.layer_parts import LayerCall, LayerRun, SplitLayer
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from ktc.runtime.kernel_clock import KernelCall, listening
+from ktc.experts.kernel_clock import KernelCall, listening
 
 Window = tuple[float, float]
 

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-import ktc
-from ktc import host
-from ktc.runtime.fused_moe import FusedMoe
+from ktc import host, versions
+from ktc.experts.module import FusedMoe
+from ktc.files import write_whole
 from ktc.training import run_report
 from ktc.training.phases import PhaseClock, StepTimes
 from ktc.training.run_report import DeviceMemory, Logged, RunReport, StepTokens
-from ktc.training.whole_file import write_whole
 
 _PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
 _IGNORED = -100
@@ -238,7 +237,11 @@ def _machine() -> dict[str, str]:
 
 def _versions() -> dict[str, str]:
     installed = {name: _version(name) for name in _PACKAGES}
-    return {"ktc": ktc.__version__, "python": platform.python_version(), **{k: v for k, v in installed.items() if v}}
+    return {
+        "ktc": versions.__version__,
+        "python": platform.python_version(),
+        **{k: v for k, v in installed.items() if v},
+    }
 
 
 def _version(package: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from ktc.runtime.kernel_clock import KernelCall
+from ktc.experts.kernel_clock import KernelCall
 from ktc.training.phases import PHASES, StepTimes
 
 FILE = "ktc_report.json"

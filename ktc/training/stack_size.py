@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc import host
-from ktc.runtime.fused_moe import FusedMoe
+from ktc.experts.module import FusedMoe
 from ktc.training.layer_calls import ModelCall
 from ktc.training.layer_parts import SplitLayer
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from transformers import Trainer, TrainingArguments
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
-from ktc.runtime.compiled_model import CompiledModel
+from ktc.model.compiled_model import CompiledModel
 from ktc.training import gradients
 from ktc.training.report import report_of
 from ktc.training.roll_call import RollCall, together

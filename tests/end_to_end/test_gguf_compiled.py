@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 import ktc
 from ktc.cli.app import main
 from ktc.compiler import analyse
+from ktc.experts.module import FusedMoe
+from ktc.experts.stock_layout import canonical_parts
 from ktc.host import find_compiler
 from ktc.plan import Plan
-from ktc.runtime.fused_moe import FusedMoe
-from ktc.runtime.stock_experts import canonical_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

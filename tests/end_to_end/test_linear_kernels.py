@@ -9,8 +9,8 @@ import torch
 from peft import get_peft_model
 
 import ktc
-from ktc.runtime.lora_linear import KTLinear
-from ktc.runtime.peft_glue import read_lora_config
+from ktc.linears.lora_linear import KTLinear
+from ktc.model.peft_glue import read_lora_config
 
 PROGRAM = """
 import "std/moe.ktr"

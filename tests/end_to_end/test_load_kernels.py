@@ -20,9 +20,9 @@ from ktc import host
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.host import find_compiler
 from ktc.link import link
-from ktc.runtime.load import load
-from ktc.runtime.manifest import read_manifest
-from ktc.runtime.memory import tensor_bytes
+from ktc.model.load import load
+from ktc.model.manifest import read_manifest
+from ktc.model.memory import tensor_bytes
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
@@ -91,7 +91,7 @@ def test_kernels_for_another_machine_are_refused_before_they_run(
 MEASURE = """
 import re, sys, threading, time
 from pathlib import Path
-from ktc.runtime.load import load
+from ktc.model.load import load
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktc
 from ktc.diagnostics import InputRefused
-from ktc.runtime.micro_batches import MicroBatch
+from ktc.experts.micro_batches import MicroBatch
 
 STEPS = 6
 pytestmark = pytest.mark.usefixtures("one_thread")

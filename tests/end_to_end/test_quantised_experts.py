@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantised_twins import FP8_CONFIG, by_element, config_of, fp8, twin_of
 from safetensors.torch import save_file
-from test_quantised import FP8_CONFIG, by_element, config_of, fp8, twin_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,11 +20,11 @@ from ktc.codegen.build import build
 from ktc.codegen.render import render
 from ktc.compiler import inspect
 from ktc.diagnostics import InputRefused
+from ktc.experts.module import FusedMoe
+from ktc.experts.quantised_reference import dequantise
+from ktc.model import weight_store
 from ktc.plan import Plan
 from ktc.plan.kernel_spec import KernelSpec, WeightFormat
-from ktc.runtime import weight_store
-from ktc.runtime.fused_moe import FusedMoe
-from ktc.runtime.quantised_reference import dequantise
 
 EXPERTS = "model.layers.1.mlp.experts"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import get_peft_model
+from places import REMOTE_CODE
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -18,11 +19,11 @@ import ktc
 from ktc import twin
 from ktc.capture import open_model
 from ktc.diagnostics import InputRefused
-from ktc.runtime.fused_moe import FusedMoe
-from ktc.runtime.manifest import read_manifest
-from ktc.runtime.peft_glue import read_lora_config
+from ktc.experts.module import FusedMoe
+from ktc.model.manifest import read_manifest
+from ktc.model.peft_glue import read_lora_config
 
-SOURCE = Path(__file__).parents[1] / "remote_code" / "orchard"
+SOURCE = REMOTE_CODE / "orchard"
 IDS = torch.randint(3, 250, (2, 24), generator=torch.Generator().manual_seed(1))
 pytestmark = pytest.mark.usefixtures("one_thread")
 

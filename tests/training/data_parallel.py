@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from transformers import TrainerCallback, TrainingArguments
 
 import ktc
-from ktc.runtime.peft_glue import read_lora_config
+from ktc.model.peft_glue import read_lora_config
 from ktc.training import KTrainer, gradients
 
 RANK = int(os.environ.get("RANK", "0"))

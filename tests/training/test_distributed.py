@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from places import ROOT
 from safetensors.torch import load_file
 from torch import Tensor
 
 SCRIPT = Path(__file__).with_name("data_parallel.py")
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def start(out: Path, folder: Path, world: int, *, steps: int = 3, **job: Any) ->
 def torchrun(world: int, *program: str) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
     command = [sys.executable, *launcher, *program]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
 
 

@@ -22,10 +22,10 @@ from trl import SFTConfig
 import ktc
 from ktc import twin
 from ktc.diagnostics import InputRefused
+from ktc.experts.module import FusedMoe
+from ktc.experts.streamed import Prefill
 from ktc.link import link
-from ktc.runtime.fused_moe import FusedMoe
-from ktc.runtime.peft_glue import read_lora_config
-from ktc.runtime.streamed_experts import Prefill
+from ktc.model.peft_glue import read_lora_config
 from ktc.training import KTrainer, KTSFTTrainer
 from ktc.training import chunked_loss as chunked_loss_module
 from ktc.training.chunked_loss import chunked_loss

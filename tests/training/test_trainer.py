@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 import ktc
 from ktc.diagnostics import InputRefused
-from ktc.runtime.peft_glue import read_lora_config
+from ktc.model.peft_glue import read_lora_config
 from ktc.training import KTrainer, KTrainerMixin, KTSFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,0 +1,1 @@
+"""LoRA adapters as files: reading, layouts of other tools, export, merging."""

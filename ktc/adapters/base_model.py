@@ -1,0 +1,161 @@
+"""The original model of an adapter: its folder and name, and the weights in it that an adapter can be on.
+
+In: an adapter, and a folder (a compiled model or a checkpoint) where the adapter does not say it. Out: a `BaseModel`
+with a frozen `Target` for each matrix. No weight is read: the stock class is built on meta. Refused: a base that is not
+on this machine or is another model (A603), and one whose class is of its own code (A606).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ktc.adapters.adapter import Adapter, require_base
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model import manifest as compiled
+
+_STACKED = ("gate_up_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A matrix (out, in) of the stock model, or `experts` of them in one tensor, `transposed` if stored (E, in, out).
+
+    `order` counts the tensors of its module: PEFT wraps the first innermost. `interleaved`: rows of gate and up
+    alternate, where others have gate's before up's.
+    """
+
+    name: str  # as of a parameter: `model.layers.0.mlp.experts.gate_up_proj`, `model.layers.0.self_attn.q_proj.weight`
+    out_features: int
+    in_features: int
+    experts: int = 0
+    transposed: bool = False
+    interleaved: bool = False
+    order: int = 0
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        """Of a stack its own name, of a layer's weight the layer's."""
+        return self.name.removesuffix(".weight").rpartition(".")[2]
+
+    @property
+    def is_gate_up(self) -> bool:
+        return self.experts > 0 and self.leaf == "gate_up_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """`name` is what adapters call it, `model` the stock class on meta, `linears` the names of its linear layers."""
+
+    folder: Path
+    name: str
+    config: PreTrainedConfig
+    model: PreTrainedModel
+    targets: Mapping[str, Target]
+    linears: frozenset[str]
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.model_type)
+
+
+def find_base(adapter: Adapter, given: Path | None = None) -> BaseModel:
+    """The model that `adapter` was trained on; `given` is a compiled model or a checkpoint. Raises `InputRefused`."""
+    base = read_base(given if given is not None else _local(adapter))
+    if given is not None:
+        require_base(adapter, base.name)
+    return base
+
+
+def read_base(folder: Path) -> BaseModel:
+    """The stock model of a compiled folder or a checkpoint's. Raises `InputRefused` (A603, A606, L400 ...)."""
+    name = str(folder.absolute())
+    if (folder / compiled.FILE).is_file():
+        record = compiled.read_manifest(folder).model
+        folder, name = Path(record.folder), record.name
+    if not (folder / "config.json").is_file():
+        message = f"`{folder}` is neither a compiled model nor a checkpoint: it has no `config.json`"
+        raise InputRefused(Diagnostic("A603", message, hint="name the folder of the original with `--model`"))
+    try:
+        config = cast("PreTrainedConfig", AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        model = build_on_meta(config)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        message = f"`{folder.name}` is no model that the installed transformers builds by itself: {reason}"
+        hint = "adapters of models with code of their own are used as they are, with that code"
+        raise InputRefused(Diagnostic("A606", message, hint=hint)) from error
+    return BaseModel(folder, name, config, model, targets_of(model), linears_of(model))
+
+
+def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """The stock class of `config` without storage."""
+    vars(config).pop("auto_map", None)
+    with torch.device("meta"):
+        return cast("PreTrainedModel", cast("Any", AutoModelForCausalLM).from_config(config))
+
+
+def linears_of(model: nn.Module) -> frozenset[str]:
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    return frozenset(name for name, module in modules if isinstance(module, nn.Linear))
+
+
+def targets_of(model: nn.Module) -> Mapping[str, Target]:
+    """Every matrix and every stack of experts' matrices, by the name of its parameter."""
+    found: dict[str, Target] = {}
+    for prefix, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        own = cast("Iterable[tuple[str, Tensor]]", module.named_parameters(recurse=False))
+        for order, (leaf, tensor) in enumerate(own):
+            name = f"{prefix}.{leaf}"
+            if tensor.dim() == 3 and leaf in _STACKED:
+                found[name] = _stack(name, module, tensor, order)
+            elif tensor.dim() == 2 and leaf == "weight" and not isinstance(module, nn.Embedding):
+                found[name] = Target(name, tensor.shape[0], tensor.shape[1], order=order)
+    return found
+
+
+def _stack(name: str, module: nn.Module, tensor: Tensor, order: int) -> Target:
+    transposed = bool(getattr(module, "is_transposed", False))
+    experts, rows, columns = (int(size) for size in tensor.shape)
+    out_features, in_features = (columns, rows) if transposed else (rows, columns)
+    interleaved = name.endswith("gate_up_proj") and _is_interleaved(module)
+    return Target(name, out_features, in_features, experts, transposed, interleaved, order)
+
+
+def _is_interleaved(module: nn.Module) -> bool:
+    """Whether the second of two rows is up's first: then it reaches the first output of the module's gate code."""
+    code = getattr(module, "_apply_gate", None)
+    if not callable(code):
+        return False
+    rows = torch.tensor([[0.5, 0.25, 0.75, 0.125, 1.0, 0.375, 0.625, 0.875]])
+    moved = rows.clone()
+    moved[0, 1] += 1.0
+    before, after = (cast("Tensor", code(each)) for each in (rows, moved))
+    return bool((after - before)[0, 0] != 0)
+
+
+def _local(adapter: Adapter) -> Path:
+    """The folder of the base that the adapter names: itself a path, or in the cache of the hub."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if adapter.base and Path(adapter.base).is_dir():
+        return Path(adapter.base)
+    try:
+        cached = try_to_load_from_cache(adapter.base, "config.json") if adapter.base else None
+    except HFValidationError:
+        cached = None
+    if isinstance(cached, str):
+        return Path(cached).parent
+    what = f"its base `{adapter.base}` is not on this machine" if adapter.base else "it names no base model"
+    message = f"the model of adapter `{adapter.folder.name}` cannot be found: {what}"
+    raise InputRefused(Diagnostic("A603", message, hint="say where the model is: `--model FOLDER`"))

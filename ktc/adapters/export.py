@@ -1,0 +1,87 @@
+"""`ktc export`: an adapter written anew in another layout, as a folder of PEFT's or a GGUF file.
+
+In: an adapter folder or a GGUF adapter, its original model, a layout. Out: the written adapter with what changed in it.
+The factors are the same in every layout, so that nothing is computed but the zeros and alphas that a layout needs.
+Refused: what reading, placing and the layouts refuse (A601 to A607), and a place that is taken (A609).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ktc.adapters import adapter as folders
+from ktc.adapters.adapter import read_adapter
+from ktc.adapters.base_model import BaseModel, find_base, read_base
+from ktc.adapters.factors import FactorReader, Factors
+from ktc.adapters.gguf import read_gguf_adapter, write_gguf
+from ktc.adapters.layouts import place
+from ktc.adapters.new_files import new_file, new_folder, save_tensors
+from ktc.adapters.peft_layouts import written
+from ktc.diagnostics import Diagnostic, InputRefused
+
+ExportLayout = Literal["per-expert", "peft-fused", "peft-fused-018", "gguf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An adapter of any layout; `layout` is that of its experts, in words where it has none."""
+
+    path: Path
+    base: BaseModel
+    layout: str
+    config: Mapping[str, Any]
+    factors: tuple[Factors, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: `tensors` and `bytes` of the file of weights."""
+
+    path: Path
+    found: str  # the layout that was read
+    layout: ExportLayout
+    weights: int  # adapted weights of the model, a stack of experts as one
+    tensors: int
+    bytes: int
+    notes: tuple[str, ...]
+
+
+def export(source: Path, layout: ExportLayout, out: Path | None = None, model: Path | None = None) -> Exported:
+    """Writes the adapter `source` in `layout` to `out`; `model` is its original where it does not name it."""
+    opened = open_adapter(source, model)
+    named = source if source.name not in ("", "..") else source.resolve()  # `.` has no name to add to
+    stem = named.name.removesuffix(".gguf")
+    path = out or named.with_name(f"{stem}-lora.gguf" if layout == "gguf" else f"{stem}-{layout}")
+    if layout == "gguf":
+        with new_file(path) as beside:
+            count, notes = write_gguf(opened.factors, opened.base, beside), ()
+            size = beside.stat().st_size
+    else:
+        content = written(opened.config, opened.factors, opened.base, layout)
+        with new_folder(path) as beside:
+            text = json.dumps(content.config, indent=2, sort_keys=True) + "\n"
+            (beside / folders.CONFIG).write_text(text, encoding="utf-8")
+            save_tensors(content.tensors, beside / folders.WEIGHTS)
+            size = (beside / folders.WEIGHTS).stat().st_size
+        count, notes = len(content.tensors), content.notes
+    return Exported(path, opened.layout, layout, len(opened.factors), count, size, notes)
+
+
+def open_adapter(source: Path, model: Path | None = None) -> Opened:
+    """The factors of an adapter folder or a GGUF adapter, which needs `model` to be named. Raises `InputRefused`."""
+    if source.suffix == ".gguf" and source.is_file():
+        if model is None:
+            message = f"`{source.name}` does not say which model it is of"
+            raise InputRefused(Diagnostic("A603", message, hint="name the original with `--model FOLDER`"))
+        base = read_base(model)
+        return Opened(source, base, "gguf", {"base_model_name_or_path": base.name}, read_gguf_adapter(source, base))
+    adapter = read_adapter(source)
+    base = find_base(adapter, model)
+    placed = place(adapter, base)
+    with FactorReader(adapter.weights) as reader:
+        factors = tuple(reader.read(each) for each in placed.placed)
+    return Opened(source, base, placed.layout or "no routed experts", adapter.config, factors)

@@ -1,0 +1,180 @@
+"""`ktc export --check`: an exported adapter in stock peft, in a process that knows no ktc, beside what it should be.
+
+In: the source and the exported adapter. Out: a `Checked` with the difference of logits. The model is a twin of the
+original's config with random weights, small enough for every machine; factors are cut to its sizes, the config stays as
+it was exported. What it should be is the source's factors added to the twin's weights. A GGUF file is read back and its
+factors are compared. Refused: a layout that the installed peft does not read (A608), a check that cannot be made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ktc import twin, versions
+from ktc.adapters import adapter as folders
+from ktc.adapters.base_model import BaseModel, Target, linears_of, targets_of
+from ktc.adapters.export import Exported, Opened, open_adapter
+from ktc.adapters.factors import Factors, Layout
+from ktc.adapters.layouts import SWAPPED_SINCE
+from ktc.adapters.new_files import save_tensors
+from ktc.adapters.peft_layouts import written
+from ktc.diagnostics import Diagnostic, HostLacks
+
+_PROGRAM = Path(__file__).with_name("stock_logits.py")
+_SMALL = 20_000_000  # parameters; a model of no more is its own twin
+_SEED = 20
+_OF_EFFECT, _OF_LOGITS = 1e-4, 3e-6  # differences that fp32 may make, of the adapter's effect and of the logits
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """`relative` is the largest difference of logits (of factors, for GGUF) by the largest effect of the adapter."""
+
+    passed: bool
+    relative: float
+    difference: float
+    effect: float
+    peft: str  # the release that read it, "" for GGUF
+    weights: int  # adapted weights that the twin has too
+    found: str  # what is wrong, in words
+
+
+def check(source: Path, exported: Exported, model: Path | None = None, python: str = sys.executable) -> Checked:
+    """Compares the exported adapter with its source; `python` is the interpreter with the peft that reads it.
+
+    Raises `HostLacks` (A608) where that peft reads another layout, and what `open_adapter` raises.
+    """
+    wanted = open_adapter(source, model)
+    found = open_adapter(exported.path, model or wanted.base.folder)
+    if exported.layout == "gguf":
+        return _compared(wanted.factors, found.factors)
+    if python == sys.executable:
+        _require_reading(exported, found)
+    with tempfile.TemporaryDirectory(prefix="ktc-check-") as folder:
+        return _in_stock_peft(wanted, found, exported.layout, Path(folder), python)
+
+
+def _require_reading(exported: Exported, found: Opened) -> None:
+    installed = versions.release(versions.installed("peft") or "0")
+    swaps = any(each.target.experts and not each.target.transposed for each in found.factors)
+    reads = (installed >= SWAPPED_SINCE) == (exported.layout != "peft-fused-018")
+    if swaps and not reads:
+        message = f"peft {versions.dotted(installed)} is installed, which does not read the layout `{exported.layout}`"
+        wanted = "before 0.19" if exported.layout == "peft-fused-018" else "0.19 or newer"
+        raise HostLacks(Diagnostic("A608", message, hint=f"check it where peft {wanted} is installed"))
+
+
+# In stock peft
+
+
+def _in_stock_peft(wanted: Opened, found: Opened, layout: Layout, folder: Path, python: str) -> Checked:
+    small = _twin(wanted.base)
+    targets = targets_of(small)
+    kept = [cut for each in wanted.factors if (cut := _cut(each, targets))]
+    of_export = [cut for each in found.factors if (cut := _cut(each, targets))]
+    small.save_pretrained(folder / "base")
+    _add(small, kept)
+    small.save_pretrained(folder / "merged")
+    base = replace(wanted.base, model=small, targets=targets, linears=linears_of(small))
+    squares = _save(found.config, of_export, base, layout, folder / "adapter")
+    parts = [python, "-I", str(_PROGRAM), *(str(folder / name) for name in ("base", "merged", "adapter"))]
+    done = subprocess.run(parts, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return Checked(False, math.inf, math.inf, 0.0, "", len(kept), f"stock peft fails: {_last_line(done.stderr)}")
+    return _judged(json.loads(done.stdout.splitlines()[-1]), squares, len(kept))
+
+
+def _judged(result: Mapping[str, Any], squares: float, weights: int) -> Checked:
+    difference, effect, scale = (float(result[name]) for name in ("difference", "effect", "scale"))
+    found = ""
+    if not math.isclose(float(result["squares"]), squares, rel_tol=1e-4, abs_tol=1e-9):
+        found = "stock peft loads it without an error and leaves a part of it out"
+    elif not difference <= _OF_EFFECT * effect + _OF_LOGITS * scale:
+        found = "in stock peft its logits are not those of the source"
+    relative = difference / effect if effect else difference
+    return Checked(not found, relative, difference, effect, str(result["peft"]), weights, found)
+
+
+def _twin(base: BaseModel) -> PreTrainedModel:
+    """A model of the base's kind with random weights: of its own sizes where those are small."""
+    numbers = (tensor.numel() for tensor in cast("Iterable[Tensor]", base.model.parameters()))
+    config = base.config if sum(numbers) <= _SMALL else twin.shrink(base.config)
+    vars(config).pop("quantization_config", None)
+    return twin.build(config, _SEED)
+
+
+def _cut(factors: Factors, targets: Mapping[str, Target]) -> Factors | None:
+    """The factors at the sizes of the twin; None where it has no such weight."""
+    target = targets.get(factors.target.name)
+    if target is None or (target.experts > 0) != (factors.target.experts > 0):
+        return None
+    a, b = factors.a[..., : target.in_features], factors.b
+    if target.is_gate_up and not target.interleaved:
+        gate, up = b.chunk(2, dim=1)
+        b = torch.cat((gate[:, : target.out_features // 2], up[:, : target.out_features // 2]), 1)
+    else:
+        b = b[..., : target.out_features, :]
+    if target.experts:
+        a, b = a[: target.experts], b[: target.experts]
+    return Factors(target, a.contiguous(), b.contiguous(), factors.scaling)
+
+
+def _add(model: PreTrainedModel, factors: Sequence[Factors]) -> None:
+    with torch.no_grad():
+        for each in factors:
+            weight = cast("Tensor", model.get_parameter(each.target.name))
+            if not each.target.experts:
+                weight += each.delta()
+                continue
+            for expert in range(each.target.experts):
+                delta = each.delta(expert)
+                weight[expert] += delta.t() if each.target.transposed else delta
+
+
+def _save(
+    config: Mapping[str, Any], factors: Sequence[Factors], base: BaseModel, layout: Layout, folder: Path
+) -> float:
+    """The cut adapter under the config as it was exported; returns the sum of squares of its tensors."""
+    tensors = written(config, factors, base, layout).tensors
+    folder.mkdir()
+    (folder / folders.CONFIG).write_text(json.dumps(dict(config)), encoding="utf-8")
+    save_tensors(tensors, folder / folders.WEIGHTS)
+    return sum(float(tensor.double().square().sum()) for tensor in tensors.values())
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it says nothing"
+
+
+# Of factors
+
+
+def _compared(wanted: Sequence[Factors], found: Sequence[Factors]) -> Checked:
+    """What the factors add to each weight, relative to the largest value of it."""
+    there = {each.target.name: each for each in found}
+    worst = effect = difference = 0.0
+    for each in wanted:
+        other = there.get(each.target.name)
+        if other is None:
+            words = f"`{each.target.name}` has no factors in the file"
+            return Checked(False, math.inf, math.inf, 0.0, "", len(wanted), words)
+        for expert in range(each.target.experts) if each.target.experts else (None,):
+            delta = each.delta(expert)
+            apart, largest = float((delta - other.delta(expert)).abs().max()), float(delta.abs().max())
+            worst = max(worst, apart / largest if largest else apart)
+            effect, difference = max(effect, largest), max(difference, apart)
+    words = "" if worst <= 1e-5 else "read back, the factors are not those of the source"
+    return Checked(not words, worst, difference, effect, "", len(wanted), words)

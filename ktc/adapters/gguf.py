@@ -1,0 +1,170 @@
+"""LoRA adapters as GGUF files, which llama.cpp takes beside a model: in factors, out a file, and back.
+
+Names of tensors are the `gguf` package's, with `.lora_a` (r, in) and `.lora_b` (out, r) behind them, experts stacked in
+front. What the model's converter permutes is permuted here: q and k of `llama`. One alpha is for all, so that other
+scalings go into B. Refused by name: a model of no known architecture, a weight without a name there, and the latent
+keys and values of `deepseek2`, to which llama.cpp applies no adapter (A606); a file that is no such adapter (A602).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ktc import versions
+from ktc.adapters.base_model import BaseModel, Target
+from ktc.adapters.factors import Factors, halves, joined
+from ktc.checkpoint.gguf_architectures import ARCHITECTURES, gguf_name_of
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
+
+_TYPE, _KIND, _ALPHA, _ARCHITECTURE = "general.type", "adapter.type", "adapter.lora.alpha", "general.architecture"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One tensor of the GGUF model: a whole weight, or gate, up or down of all experts."""
+
+    name: str
+    target: Target
+    part: str = ""
+    heads: int = 0  # of rows that the converter orders by pairs
+
+
+def write_gguf(factors: Iterable[Factors], base: BaseModel, path: Path) -> int:
+    """Writes the adapter to `path` and returns how many tensors it has. Raises `InputRefused` (A606)."""
+    gguf = _gguf()
+    architecture, factors = _architecture(base), tuple(factors)
+    pieces = {each.target.name: tuple(_pieces(each.target, base, architecture)) for each in factors}
+    alpha = factors[0].scaling * factors[0].r
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(_KIND, "lora")
+    writer.add_float32(_ALPHA, alpha)
+    count = 0
+    for each in factors:
+        bs: dict[str, Tensor] = {}
+        if each.target.is_gate_up:
+            bs["gate"], bs["up"] = halves(each)
+        for piece in pieces[each.target.name]:
+            b = bs.get(piece.part, each.b).float() * (each.scaling * each.r / alpha)
+            for side, tensor in (("lora_a", each.a.float()), ("lora_b", _by_pairs(b, piece.heads))):
+                writer.add_tensor(f"{piece.name}.{side}", tensor.contiguous().numpy())
+                count += 1
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return count
+
+
+def read_gguf_adapter(path: Path, base: BaseModel) -> tuple[Factors, ...]:
+    """The factors in the file, as the model `base` has its weights. Raises `InputRefused` (A602, A603, A606)."""
+    gguf = _gguf()
+    try:
+        file = gguf.GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
+        raise InputRefused(_broken(path, f"it cannot be read: {error}")) from error
+    settings = {
+        name: file.fields[name].contents() for name in (_TYPE, _KIND, _ALPHA, _ARCHITECTURE) if name in file.fields
+    }
+    if (settings.get(_TYPE), settings.get(_KIND)) != ("adapter", "lora"):
+        raise InputRefused(_broken(path, "it is no LoRA adapter"))
+    architecture = _architecture(base)
+    if settings.get(_ARCHITECTURE) != architecture:
+        message = f"`{path.name}` is of architecture `{settings.get(_ARCHITECTURE)}`, `{base.name}` of `{architecture}`"
+        raise InputRefused(Diagnostic("A603", message, hint="use the model that the adapter was trained on"))
+    tensors = {str(each.name): torch.from_numpy(each.data.copy()) for each in file.tensors}
+    found = tuple(_found(tensors, base, architecture, float(settings.get(_ALPHA) or 0.0)))
+    if tensors:
+        message = f"`{path.name}` has tensors that no weight of `{base.name}` takes: {listing(tensors, 3)}"
+        raise InputRefused(Diagnostic("A603", message, hint="use the model that the adapter was trained on"))
+    return found
+
+
+def _found(tensors: dict[str, Tensor], base: BaseModel, architecture: str, alpha: float) -> Iterator[Factors]:
+    """Takes from `tensors` what the weights of the model are called."""
+    name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
+    for target in base.targets.values():
+        if not target.experts and name_of(target.name) is None:
+            continue
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        for piece in _named(target, base, architecture, name_of):
+            keys = (f"{piece.name}.lora_a", f"{piece.name}.lora_b")
+            if all(key in tensors for key in keys):
+                a, b = (tensors.pop(key) for key in keys)
+                pairs[piece.part] = (a, _by_halves(b, piece.heads))
+        if not pairs:
+            continue
+        r = next(iter(pairs.values()))[0].shape[-2]
+        scaling = alpha / r if alpha else 1.0
+        if not target.is_gate_up:
+            yield Factors(target, *next(iter(pairs.values())), scaling)
+            continue
+        a, b = next(iter(pairs.values()))
+        nothing = (torch.zeros_like(a), torch.zeros_like(b))
+        yield joined(target, pairs.get("gate", nothing), pairs.get("up", nothing), scaling)
+
+
+def _pieces(target: Target, base: BaseModel, architecture: str) -> Iterator[_Piece]:
+    """The tensors that `target` is in the file. Raises `InputRefused` (A606)."""
+    name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
+    if architecture == "deepseek2" and target.leaf == "kv_b_proj":
+        message = f"`{target.module}` cannot go into a GGUF adapter: llama.cpp applies none to latent keys and values"
+        raise InputRefused(Diagnostic("A606", message, hint="train without `kv_b`, or merge with `ktc merge`"))
+    if not target.experts and name_of(target.name) is None:
+        message = f"`{target.name}` has no name in GGUF files of `{architecture}`"
+        raise InputRefused(Diagnostic("A606", message, hint="merge with `ktc merge` instead"))
+    yield from _named(target, base, architecture, name_of)
+
+
+def _named(
+    target: Target, base: BaseModel, architecture: str, name_of: Callable[[str], str | None]
+) -> Iterator[_Piece]:
+    if not target.experts:
+        yield _Piece(str(name_of(target.name)), target, heads=_heads(target, base, architecture))
+        return
+    layer = next(part for part in target.name.split(".") if part.isdigit())
+    for part in ("gate", "up") if target.is_gate_up else (target.leaf.removesuffix("_proj"),):
+        yield _Piece(f"blk.{layer}.ffn_{part}_exps.weight", target, part)
+
+
+def _heads(target: Target, base: BaseModel, architecture: str) -> int:
+    if architecture != "llama" or target.leaf not in ("q_proj", "k_proj"):
+        return 0
+    return int(base.config.num_attention_heads if target.leaf == "q_proj" else base.config.num_key_value_heads)
+
+
+def _by_pairs(b: Tensor, heads: int) -> Tensor:
+    """Rows of each head: those of its first and second half taken in turns, as rotary embedding pairs them there."""
+    return b if not heads else b.reshape(heads, 2, -1, b.shape[1]).transpose(1, 2).reshape(b.shape)
+
+
+def _by_halves(b: Tensor, heads: int) -> Tensor:
+    return b if not heads else b.reshape(heads, -1, 2, b.shape[1]).transpose(1, 2).reshape(b.shape)
+
+
+def _architecture(base: BaseModel) -> str:
+    found = [name for name, kinds in ARCHITECTURES.items() if base.model_type in kinds]
+    if found:
+        return found[0]
+    kinds = sorted(kind for kinds in ARCHITECTURES.values() for kind in kinds)
+    message = f"no GGUF architecture is known for `{base.model_type}`"
+    raise InputRefused(Diagnostic("A606", message, hint=f"known are {listing(kinds)}"))
+
+
+def _broken(path: Path, what: str) -> Diagnostic:
+    return Diagnostic("A602", f"GGUF adapter `{path}` is damaged or half written: {what}", hint="export it again")
+
+
+def _gguf() -> Any:
+    if versions.installed("gguf") is None:
+        message = "GGUF files are written with the package `gguf`, which is not installed"
+        raise HostLacks(Diagnostic("H230", message, hint="`pip install 'ktc[gguf]'`"))
+    import gguf
+
+    return cast("Any", gguf)

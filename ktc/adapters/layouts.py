@@ -1,0 +1,237 @@
+"""Where an adapter's file keeps the factors of each weight, whatever layout it is in.
+
+In: an `Adapter` and its `BaseModel`. Out: a `Placed` for each adapted weight, which `adapter_factors` reads. Layouts
+differ for stacked experts: `peft-fused` (peft 0.19 and newer), `peft-fused-018` (A and B change places where weights
+are stored (E, out, in)), `per-expert` (a key for each expert and projection), and what all share for plain layers.
+Refused by name, all together: variants of LoRA that are more than `W + s B A` (A604), tensors that no weight of the
+model takes (A603), ranks that contradict the config (A602), a layout that sizes cannot tell (A607).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ktc import versions
+from ktc.adapters.adapter import PREFIX, Adapter, split_name
+from ktc.adapters.base_model import BaseModel, Target
+from ktc.adapters.factors import Layout, Placed, Slot
+from ktc.checkpoint.header import TensorEntry
+from ktc.diagnostics import Diagnostic, InputRefused
+
+# Kinds of LoRA whose weights are not `W + s B A` of the base as it is, by their key in the config.
+_VARIANTS = (
+    "use_dora", "use_qalora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices",
+    "alora_invocation_tokens", "fan_in_fan_out", "use_bdlora", "megatron_config", "arrow_config", "kasa_config",
+    "velora_config",
+)  # fmt: skip
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", None)  # the others change the base's weights
+_EXPERT = re.compile(r"(?P<experts>.+)\.(?P<number>\d+)\.(?P<part>\w+)")
+PARTS: Mapping[str, str] = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"
+}  # fmt: skip
+SWAPPED_SINCE = (0, 19)  # the release of peft from which A holds the inputs of (E, out, in)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedAdapter:
+    """An adapter whose every tensor has found its weight. `layout` is that of its experts; None: it has none."""
+
+    adapter: Adapter
+    base: BaseModel
+    layout: Layout | None
+    placed: tuple[Placed, ...]
+
+
+def place(adapter: Adapter, base: BaseModel) -> PlacedAdapter:
+    """Every tensor of the adapter at its weight. Raises `InputRefused` (A602, A603, A604, A607)."""
+    problems = list(_variants(adapter))
+    pairs, loose = _pairs(adapter)
+    problems += [
+        _refused("A604", adapter, f"tensor `{name}` is no factor of a plain LoRA", _PLAIN_HINT) for name in loose[:3]
+    ]
+    if problems:
+        raise InputRefused(*problems)
+    reader = _Reader(adapter, base, frozenset(pairs))
+    found: dict[str, list[tuple[Slot, Target]]] = {}
+    for layer, (a, b) in pairs.items():
+        slot = reader.slot(layer, a, b)
+        if isinstance(slot, str):
+            problems.append(_refused("A603", adapter, f"of `{adapter.base}` does not fit `{base.name}`: {slot}", _FIT))
+        else:
+            found.setdefault(slot[1].name, []).append(slot)
+    if problems:
+        raise InputRefused(*problems[:10])
+    layout = _layout(adapter, [pair for slots in found.values() for pair in slots])
+    placed = tuple(_placed(adapter, [slot for slot, _ in slots], slots[0][1], layout) for slots in found.values())
+    return PlacedAdapter(adapter, base, layout if any(each.layout for each in placed) else None, placed)
+
+
+def is_named(name: str, wanted: Sequence[str]) -> bool:
+    """Whether `target_parameters` has this parameter, as PEFT compares them."""
+    return any(name == each or name.endswith(f".{each}") for each in wanted)
+
+
+# What is no plain LoRA
+
+_PLAIN_HINT = "ktc converts and merges adapters that are `W + s B A` alone; use this one with peft"
+_FIT = "use the model that the adapter was trained on"
+
+
+def _refused(code: str, adapter: Adapter, what: str, hint: str) -> Diagnostic:
+    return Diagnostic(code, f"adapter `{adapter.folder.name}` {what}", hint=hint)
+
+
+def _variants(adapter: Adapter) -> Iterator[Diagnostic]:
+    for key in _VARIANTS:
+        if adapter.config.get(key):
+            yield _refused("A604", adapter, f"has `{key}`, which is more than a plain LoRA", _PLAIN_HINT)
+    if adapter.config.get("bias", "none") != "none":
+        yield _refused("A604", adapter, "trains biases, which is more than a plain LoRA", _PLAIN_HINT)
+    init = adapter.config.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        what = f"was begun with `{init}`, which changes the weights of the base"
+        yield _refused("A604", adapter, what, "save it with `path_initial_model_for_weight_conversion`")
+
+
+def _pairs(adapter: Adapter) -> tuple[Mapping[str, tuple[TensorEntry, TensorEntry]], list[str]]:
+    """Both factors by the layer they are at, and the names of tensors that are none."""
+    sides: dict[str, dict[str, TensorEntry]] = {}
+    loose: list[str] = []
+    for entry in adapter.tensors:
+        found = split_name(entry.name)
+        if found is None or len(entry.shape) != 2:
+            loose.append(entry.name)
+        else:
+            sides.setdefault(found[0], {})[found[1]] = entry
+    return {layer: (found["lora_A"], found["lora_B"]) for layer, found in sides.items()}, loose
+
+
+# Where a pair belongs
+
+
+class _Reader:
+    """Finds the weight of each pair of factors, by the names of the model and the targets of the config."""
+
+    def __init__(self, adapter: Adapter, base: BaseModel, layers: frozenset[str]) -> None:
+        self._targets = base.targets
+        self._layers = layers
+        self._parameters = [str(each) for each in adapter.config.get("target_parameters") or ()]
+        self._stacks: dict[str, list[Target]] = {}
+        for target in base.targets.values():
+            if target.experts:
+                self._stacks.setdefault(target.module, []).append(target)
+
+    def slot(self, layer: str, a: TensorEntry, b: TensorEntry) -> tuple[Slot, Target] | str:
+        """The pair's place, or in words what is wrong."""
+        bare = layer
+        while bare.endswith(".base_layer"):
+            bare = bare.removesuffix(".base_layer")
+        if bare in self._stacks:
+            return self._of_stack(bare, layer.count(".base_layer"), a, b)
+        target = self._targets.get(f"{bare}.weight")
+        if target is None:
+            return self._of_expert(bare, a, b)
+        if (a.shape[1], b.shape[0]) != (target.in_features, target.out_features) or a.shape[0] != b.shape[1]:
+            sizes = f"A {list(a.shape)} and B {list(b.shape)}"
+            return f"`{bare}` is {target.out_features} x {target.in_features}, its factors are {sizes}"
+        return Slot(a, b), target
+
+    def _of_stack(self, module: str, depth: int, a: TensorEntry, b: TensorEntry) -> tuple[Slot, Target] | str:
+        """PEFT wraps a module once for each of its parameters, the first innermost: the depth tells which it is."""
+        adapted = sorted(
+            (target for target in self._stacks[module] if is_named(target.name, self._parameters)),
+            key=lambda target: target.order,
+        )
+        levels = sum(f"{module}{'.base_layer' * level}" in self._layers for level in range(len(adapted) + 1))
+        if levels != len(adapted) or depth >= len(adapted):
+            return f"`{module}` has {levels} pairs of factors, `target_parameters` names {len(adapted)} of its weights"
+        target = adapted[len(adapted) - 1 - depth]
+        sides = {a.shape[1], b.shape[0]}
+        if sides != {target.in_features, target.out_features} or a.shape[0] != b.shape[1]:
+            sizes = f"{target.experts} x {target.out_features} x {target.in_features}"
+            return f"`{target.name}` is {sizes}, its factors are A {list(a.shape)} and B {list(b.shape)}"
+        if a.shape[0] % target.experts:
+            return f"`{target.name}` has {target.experts} experts, its factors {a.shape[0]} rows"
+        return Slot(a, b), target
+
+    def _of_expert(self, layer: str, a: TensorEntry, b: TensorEntry) -> tuple[Slot, Target] | str:
+        found = _EXPERT.fullmatch(layer)
+        stacks = self._stacks.get(found["experts"]) if found else None
+        part = PARTS.get(found["part"]) if found else None
+        if found is None or stacks is None or part is None:
+            return f"the model has no layer `{layer}`"
+        leaf = "down_proj" if part == "down" else "gate_up_proj"
+        target = next((each for each in stacks if each.leaf == leaf), None)
+        if target is None or target.interleaved or int(found["number"]) >= target.experts:
+            return f"the model has no expert `{layer}`"
+        rows = target.out_features // (1 if part == "down" else 2)
+        if (a.shape[1], b.shape[0]) != (target.in_features, rows) or a.shape[0] != b.shape[1]:
+            sizes = f"A {list(a.shape)} and B {list(b.shape)}"
+            return f"`{layer}` is {rows} x {target.in_features}, its factors are {sizes}"
+        return Slot(a, b, int(found["number"]), part), target
+
+
+def _layout(adapter: Adapter, pairs: Sequence[tuple[Slot, Target]]) -> Layout:
+    """Of the experts: told by a part of its own, by sizes, and where both fit by the peft that wrote the config."""
+    stacked = [(slot, target) for slot, target in pairs if target.experts]
+    if any(slot.part for slot, _ in stacked):
+        return "per-expert"
+    told = {
+        "peft-fused" if slot.a.shape[1] == target.in_features else "peft-fused-018"
+        for slot, target in stacked
+        if not target.transposed and target.in_features != target.out_features
+    }
+    if len(told) == 1:
+        return cast("Layout", told.pop())
+    if not told and all(target.transposed for _, target in stacked):
+        return "peft-fused"  # the same in all releases
+    release = str(adapter.config.get("peft_version") or "")
+    if told or not release:
+        what = "has experts whose sizes do not tell A from B, and no `peft_version` that would"
+        raise InputRefused(_refused("A607", adapter, what, "write the `peft_version` that saved it into its config"))
+    return "peft-fused" if versions.release(release) >= SWAPPED_SINCE else "peft-fused-018"
+
+
+def _placed(adapter: Adapter, slots: Sequence[Slot], target: Target, layout: Layout) -> Placed:
+    """The pairs of one weight with their rank and scaling. Raises `InputRefused` (A602)."""
+    of_experts = layout if target.experts else None
+    stack = target.experts if of_experts and of_experts != "per-expert" else 1
+    ranks = {slot.a.shape[0] // stack for slot in slots}
+    keys = sorted({_key(adapter, slot, target, of_experts) for slot in slots})
+    asked = {int(_by_pattern(adapter.config.get("rank_pattern"), key, adapter.r)) for key in keys}
+    alphas = {float(_by_pattern(adapter.config.get("alpha_pattern"), key, adapter.lora_alpha)) for key in keys}
+    if ranks != asked or len(asked) > 1:
+        found, said = (", ".join(map(str, sorted(each))) for each in (ranks, asked))
+        what = f"says rank {said} for `{keys[0]}`, and its file has rank {found}"
+        raise InputRefused(_refused("A602", adapter, what, "save the adapter again"))
+    if len(alphas) > 1:
+        what = f"has several alphas for the experts of `{target.name}`"
+        raise InputRefused(_refused("A604", adapter, what, _PLAIN_HINT))
+    r, alpha = asked.pop(), alphas.pop()
+    scaling = alpha / math.sqrt(r) if adapter.config.get("use_rslora") else alpha / r
+    return Placed(target, r, scaling, tuple(slots), of_experts)
+
+
+def _key(adapter: Adapter, slot: Slot, target: Target, layout: Layout | None) -> str:
+    """What `rank_pattern` and `alpha_pattern` are compared with: the name of the module, or of the parameter."""
+    if layout == "per-expert":
+        return (split_name(slot.a.name) or (target.name, ""))[0]
+    parameters = [str(each) for each in adapter.config.get("target_parameters") or ()]
+    return target.name if target.experts or is_named(target.name, parameters) else target.module
+
+
+def _by_pattern(patterns: object, key: str, default: float) -> float:
+    from peft.utils.other import get_pattern_key  # the comparison is PEFT's own
+
+    known = cast("dict[str, float]", patterns) if isinstance(patterns, dict) else {}
+    found = cast("str", cast("Any", get_pattern_key)(known.keys(), key))
+    return known.get(found, default)
+
+
+def key_of(layer: str, side: str) -> str:
+    """The name of a factor in the file."""
+    return f"{PREFIX}{layer}.{side}.weight"

@@ -1,0 +1,282 @@
+"""`ktc merge`: a checkpoint with an adapter added to its weights, written tensor by tensor.
+
+In: the original (a compiled model or its checkpoint) and an adapter of any of PEFT's layouts. Out: a folder with the
+original's shards under the same names, headers and dtypes, its index, config and tokenizer. `s B A` is added in fp32
+and rounded once to the stored dtype. Beside the factors of a few weights some megabytes are held, whatever the size.
+Refused by name: quantised and GGUF originals (A610), tensors of the adapter that no stored tensor takes, tied weights,
+storage that ktc cannot add to (A611), and a folder that is there already (A609).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+from torch import Tensor
+
+from ktc.adapters.adapter import read_adapter
+from ktc.adapters.base_model import BaseModel, find_base
+from ktc.adapters.factors import FactorReader, Factors, Placed, halves
+from ktc.adapters.layouts import PlacedAdapter, place
+from ktc.adapters.new_files import new_folder
+from ktc.checkpoint.header import TensorEntry
+from ktc.checkpoint.index import INDEX_FILE, CheckpointIndex, open_index
+from ktc.checkpoint.reader import TORCH_DTYPE, TensorReader
+from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.hf.conversions import Place, Unmappable, placer
+from ktc.model.progress import Progress
+
+_FLOATS = ("bf16", "f16", "f32", "f64")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_COPIED = 1 << 24  # bytes that are copied at once
+_ADDED = 1 << 22  # weights that are added to at once: 16 MB as fp32
+_HELD = 3  # weights whose factors are held
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What is added to one stored tensor: factors of `placed`, of one `expert` or all, and of `part` of their rows."""
+
+    entry: TensorEntry
+    placed: Placed
+    expert: int | None
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What was written: how many stored tensors were added to, of how many, in how many bytes of shards."""
+
+    path: Path
+    changed: int
+    tensors: int
+    bytes: int
+
+
+def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progress | None = None) -> Merged:
+    """Writes the original with `adapter` added to `out`; `model` is the original where the adapter does not say it."""
+    opened = read_adapter(adapter)
+    base = find_base(opened, model)
+    index = _original(base)
+    placed = place(opened, base)
+    additions = plan_additions(placed, index)
+    with new_folder(out) as beside, FactorReader(opened.weights) as factors, TensorReader(base.folder) as reader:
+        writer = _Writer(index, additions, factors, reader, progress or (lambda done, total: None))
+        for file in index.files:
+            writer.write(file, beside / file)
+        _copy_others(base.folder, beside)
+    return Merged(out, len(additions), len(index.tensors), index.bytes)
+
+
+def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str, Addition]:
+    """By the names of stored tensors what is added to each. Raises `InputRefused` (A611) for what would be left out."""
+    base = placed.base
+    targets: dict[str, Tensor] = base.model.state_dict()
+    wanted = {each.target.name: each for each in placed.placed}
+    problems = [_tied(name) for name in wanted if name in _ties(base)]
+    additions: dict[str, Addition] = {}
+    find = placer(base.model, targets)
+    for entry in index.tensors.values():
+        spot = find(entry.name)
+        target = spot.target if isinstance(spot, Place) else ""
+        if target not in wanted:
+            continue
+        found = _addition(entry, cast("Place", spot), wanted[target])
+        if isinstance(found, str):
+            problems.append(_not_added(entry.name, found))
+        else:
+            additions[entry.name] = found
+    problems += _left_out(wanted, additions.values(), [e.name for e in index.tensors.values() if _is_lost(find, e)])
+    if problems:
+        raise InputRefused(*problems[:10])
+    return additions
+
+
+# What cannot be merged
+
+
+def _original(base: BaseModel) -> CheckpointIndex:
+    """The checkpoint's headers. Raises `InputRefused` (A610) for weights that are no plain numbers."""
+    index = open_index(base.folder)
+    text = base.config.get_text_config()
+    quantised = getattr(base.config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if quantised or index.gguf is not None:
+        kind = "a GGUF file" if index.gguf is not None else "quantised"
+        message = f"`{base.name}` is {kind}: an adapter merged into its weights would be rounded away"
+        hint = "merge into the original of full precision, or use the adapter beside the model"
+        raise InputRefused(Diagnostic("A610", message, hint=hint))
+    return index
+
+
+def _addition(entry: TensorEntry, spot: Place, placed: Placed) -> Addition | str:
+    """What the stored tensor takes of the factors, or in words why it cannot."""
+    if spot.steps or spot.joined:
+        return "is stored in another form than the model holds it"
+    if entry.dtype not in _FLOATS:
+        return f"is stored as {entry.dtype}"
+    part = spot.part if spot.expert is not None and spot.part in ("gate", "up") else ""
+    expected = _stored_shape(placed, spot.expert, part)
+    if entry.shape != expected:
+        return f"has shape {list(entry.shape)}, expected {list(expected)}"
+    return Addition(entry, placed, spot.expert, part)
+
+
+def _stored_shape(placed: Placed, expert: int | None, part: str) -> tuple[int, ...]:
+    target = placed.target
+    if not target.experts:
+        return target.out_features, target.in_features
+    if expert is not None:
+        return target.out_features // (2 if part else 1), target.in_features
+    sizes = (target.out_features, target.in_features)
+    return (target.experts, *(reversed(sizes) if target.transposed else sizes))
+
+
+def _ties(base: BaseModel) -> frozenset[str]:
+    """Names on both sides of tied weights: what is added to the one would change the other."""
+    pairs = cast("Mapping[str, str]", getattr(base.model, "all_tied_weights_keys", None) or {})
+    return frozenset((*pairs.keys(), *pairs.values()))
+
+
+def _tied(name: str) -> Diagnostic:
+    message = f"`{name}` is tied to another weight of the model, which the adapter does not change"
+    return Diagnostic("A611", message, hint="train without it, or untie the original first")
+
+
+def _not_added(name: str, why: str) -> Diagnostic:
+    return Diagnostic("A611", f"nothing can be added to stored tensor `{name}`: it {why}", hint="use it with peft")
+
+
+def _left_out(wanted: Mapping[str, Placed], additions: Iterable[Addition], lost: Sequence[str]) -> Iterator[Diagnostic]:
+    """Adapted weights, and experts and halves of them, that no stored tensor is."""
+    taken: dict[str, set[tuple[int | None, str]]] = {}
+    for each in additions:
+        taken.setdefault(each.placed.target.name, set()).add((each.expert, each.part))
+    for name, placed in wanted.items():
+        parts = ("gate", "up") if placed.target.is_gate_up else ("",)
+        complete: list[set[tuple[int | None, str]]] = [{(None, "")}]
+        if placed.target.experts:
+            complete.append({(expert, part) for expert in range(placed.target.experts) for part in parts})
+        if taken.get(name) in complete:
+            continue
+        message = f"the checkpoint has no tensor, or not all tensors, of `{name}`, which the adapter changes"
+        hint = f"there are {listing(lost, 3)}, whose place is not known" if lost else "is a shard missing?"
+        yield Diagnostic("A611", message, hint=hint)
+
+
+def _is_lost(find: Callable[[str], Place | Unmappable], entry: TensorEntry) -> bool:
+    return isinstance(find(entry.name), Unmappable)
+
+
+# Writing
+
+
+class _Writer:
+    """Copies shards with the same header, and adds to the tensors that an adapter changes."""
+
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        additions: Mapping[str, Addition],
+        factors: FactorReader,
+        reader: TensorReader,
+        progress: Progress,
+    ) -> None:
+        self._index, self._additions, self._factors, self._reader = index, additions, factors, reader
+        self._progress, self._done = progress, 0
+        self._held: dict[str, Factors] = {}
+
+    def write(self, file: str, path: Path) -> None:
+        entries = sorted((e for e in self._index.tensors.values() if e.file == file), key=lambda e: e.begin)
+        with (self._index.folder / file).open("rb") as source, path.open("wb") as out:
+            length = 8 + int.from_bytes(source.read(8), "little")
+            source.seek(0)
+            out.write(source.read(length))
+            for entry in entries:
+                if entry.name in self._additions:
+                    self._add(self._additions[entry.name], out)
+                else:
+                    source.seek(entry.begin)
+                    _copy(source, out, entry.end - entry.begin)
+                self._done += entry.end - entry.begin
+                self._progress(self._done, self._index.bytes)
+            if out.tell() != os.fstat(source.fileno()).st_size:
+                raise InputRefused(_changed(file))
+
+    def _add(self, addition: Addition, out: IO[bytes]) -> None:
+        """One tensor with what is added to it, a band of rows at a time."""
+        entry, factors = addition.entry, self._of(addition.placed)
+        columns = entry.shape[-1]
+        band = max(1, _ADDED // max(1, columns))
+        if len(entry.shape) == 2:
+            rows = _part(factors, addition)
+            for first in range(0, entry.shape[0], band):
+                run = slice(first, min(first + band, entry.shape[0]))
+                self._write_rows(entry, run, rows.delta(addition.expert, run), out)
+            return
+        per_expert = entry.shape[1]
+        flat = TensorEntry(
+            entry.name, entry.file, entry.dtype, (entry.shape[0] * per_expert, columns), entry.begin, entry.end
+        )
+        for expert in range(entry.shape[0]):
+            for first in range(0, per_expert, band):
+                run = slice(first, min(first + band, per_expert))
+                delta = _stack_rows(factors, expert, run)
+                place = slice(expert * per_expert + run.start, expert * per_expert + run.stop)
+                self._write_rows(flat, place, delta, out)
+
+    def _write_rows(self, entry: TensorEntry, rows: slice, delta: Tensor, out: IO[bytes]) -> None:
+        stored = self._reader.read(entry, rows)
+        summed = stored.to(torch.float64 if entry.dtype == "f64" else torch.float32).add_(delta)
+        data = summed.to(TORCH_DTYPE[entry.dtype]).contiguous()
+        out.write(data.view(torch.uint8).numpy().data)
+
+    def _of(self, placed: Placed) -> Factors:
+        """The factors of a weight; those of the last few stay, since the tensors of experts come in turns."""
+        name = placed.target.name
+        if name not in self._held:
+            while len(self._held) >= _HELD:
+                self._held.pop(next(iter(self._held)))
+            self._held[name] = self._factors.read(placed)
+        return self._held[name]
+
+
+def _part(factors: Factors, addition: Addition) -> Factors:
+    if not addition.part:
+        return factors
+    gate, up = halves(factors)
+    return Factors(factors.target, factors.a, gate if addition.part == "gate" else up, factors.scaling)
+
+
+def _stack_rows(factors: Factors, expert: int, run: slice) -> Tensor:
+    """Rows of what is added to one expert, as the stack stores them."""
+    if not factors.target.transposed:
+        return factors.delta(expert, run)
+    a, b = factors.a[expert].float(), factors.b[expert].float()
+    return (b @ a[:, run]).t() * factors.scaling
+
+
+def _copy(source: IO[bytes], out: IO[bytes], size: int) -> None:
+    while size:
+        data = source.read(min(size, _COPIED))
+        if not data:
+            return  # cut short after its header was read: told by the size of the shard
+        out.write(data)
+        size -= len(data)
+
+
+def _changed(file: str) -> Diagnostic:
+    return Diagnostic("I112", f"`{file}` was cut short while it was merged", hint=f"download or copy `{file}` again")
+
+
+def _copy_others(folder: Path, out: Path) -> None:
+    """Everything of the original but its weights: index, config, tokenizer, templates, licence."""
+    for path in sorted(folder.iterdir()):
+        is_index = path.name == INDEX_FILE
+        is_weights = path.suffix in _WEIGHTS or (path.name.endswith(".index.json") and not is_index)
+        if path.is_file() and not path.name.startswith(".") and not is_weights:
+            shutil.copyfile(path, out / path.name)

@@ -1,0 +1,1 @@
+"""`ktc eval`: metrics of generated answers and multiple choice, base beside tuned."""

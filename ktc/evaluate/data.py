@@ -1,0 +1,125 @@
+"""What a model is evaluated on: prompts with a reference, in the formats that `ktc train` reads, or multiple choice.
+
+In: a file. Out: frozen `Item`s or `Question`s with their lines. Refused, all rows of a file together: what `ktc train`
+refuses (T5xx), text without a question and an answer (V801), and questions that cannot be answered (V802).
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ktc.decode import read_json
+from ktc.diagnostics import Diagnostic, InputRefused, Span
+from ktc.generate.prompts import Message
+from ktc.text_files import bounded, read_text
+from ktc.tune.examples import Example, read_training_data
+from ktc.tune.settings import Format
+
+LETTERS = string.ascii_uppercase
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What is asked and the answer that is wanted; `raw` texts stay outside of any chat template."""
+
+    place: Span
+    asked: str | tuple[Message, ...]
+    raw: bool
+    reference: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Options are lettered from A on; `answer` is the letter of the right one."""
+
+    place: Span
+    text: str
+    options: tuple[str, ...]
+    answer: str
+
+    @property
+    def letters(self) -> str:
+        return LETTERS[: len(self.options)]
+
+
+def read_items(path: Path, form: Format = "auto", limit: int | None = None) -> tuple[Item, ...]:
+    """The rows as prompts with references: the last answer of each is the reference. Raises InputRefused."""
+    data = read_training_data(path, form)
+    if data.format == "text":
+        message = f"`{path}` is text without questions and answers"
+        hint = 'a row of a test is like {"prompt": "...", "completion": "..."}'
+        raise InputRefused(Diagnostic("V801", message, hint=hint))
+    return tuple(_item(str(path), example) for example in data.examples[:limit])
+
+
+def _item(file: str, example: Example) -> Item:
+    place = Span(file, example.line, 1, example.line, 2)
+    last = max(at for at, turn in enumerate(example.turns) if turn.is_answer)
+    before, answer = example.turns[:last], example.turns[last]
+    if answer.role == "completion":
+        return Item(place, "".join(turn.content for turn in before), True, answer.content)
+    return Item(place, tuple(Message(turn.role, turn.content) for turn in before), False, answer.content)
+
+
+def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]:
+    """The rows of a JSONL file of multiple choice. Raises InputRefused (V802; G705 for what cannot be read)."""
+    found, faults = list[Question](), list[Diagnostic]()
+    for number, line in enumerate(read_text(path, unreadable="G705", not_utf8="G705").split("\n"), start=1):
+        if not line.strip():
+            continue
+        place = Span(str(path), number, 1, number, 2)
+        try:
+            found.append(_question(read_json(line), place))
+        except ValueError as error:
+            hint = 'like {"question": "2 + 2?", "options": ["3", "4"], "answer": "B"}'
+            faults.append(Diagnostic("V802", f"no question of multiple choice: {error}", place, hint=hint))
+    if faults:
+        raise InputRefused(*bounded(faults))
+    if not found:
+        raise InputRefused(Diagnostic("V802", f"`{path}` holds no questions"))
+    return tuple(found[:limit])
+
+
+def _question(value: object, place: Span) -> Question:
+    """Raises ValueError with what is wrong."""
+    fields: Mapping[str, Any] = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    missing = [name for name in ("question", "options", "answer") if name not in fields]
+    if missing:
+        raise ValueError(f"the row lacks {', '.join(f'`{name}`' for name in missing)}")
+    text, options = fields["question"], _options(fields["options"])
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("`question` is no text, or empty")
+    return Question(place, text, options, _letter(fields["answer"], options))
+
+
+def _options(value: object) -> tuple[str, ...]:
+    """A list of texts, or an object whose keys are A, B, C and so on."""
+    if isinstance(value, dict):
+        lettered = cast("dict[str, object]", value)
+        if list(lettered) != list(LETTERS[: len(lettered)]):
+            raise ValueError("the keys of `options` are A, B, C and so on, in that order")
+        listed = list(lettered.values())
+    else:
+        listed = cast("list[object]", value) if isinstance(value, list) else []
+    texts = [each for each in listed if isinstance(each, str) and each.strip()]
+    if len(texts) != len(listed) or not 2 <= len(texts) <= len(LETTERS):
+        raise ValueError(f"`options` is a list of 2 to {len(LETTERS)} texts")
+    if len(set(texts)) != len(texts):
+        raise ValueError("two of the `options` are the same")
+    return tuple(texts)
+
+
+def _letter(value: object, options: tuple[str, ...]) -> str:
+    """A letter, a number from 0, or the text of an option."""
+    letters = LETTERS[: len(options)]
+    if type(value) is int and 0 <= value < len(options):
+        return letters[value]
+    if isinstance(value, str) and len(value.strip()) == 1 and value.strip().upper() in letters:
+        return value.strip().upper()
+    if isinstance(value, str) and value in options:
+        return letters[options.index(value)]
+    raise ValueError(f"`answer` is none of the options: a letter up to {letters[-1]}, a number from 0, or its text")

@@ -1,0 +1,66 @@
+"""How likely a model finds given continuations: what multiple choice ranks by, and what token accuracy counts.
+
+In: token ids of prompts and their continuations. Out: a frozen `Likelihood` per pair. Nothing is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ktc.generate.language_model import LanguageModel
+
+Pair = tuple[Sequence[int], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """`log` is the natural logarithm of the continuation's probability; `hits` of its `tokens` were the likeliest."""
+
+    log: float
+    hits: int
+    tokens: int
+
+
+def likelihoods(opened: LanguageModel, pairs: Sequence[Pair], batch_size: int) -> list[Likelihood]:
+    """Of each continuation behind its prompt, by forward passes over `batch_size` of them."""
+    found: list[Likelihood] = []
+    for start in range(0, len(pairs), batch_size):
+        found += _of_batch(opened, pairs[start : start + batch_size])
+    return found
+
+
+def _of_batch(opened: LanguageModel, pairs: Sequence[Pair]) -> list[Likelihood]:
+    """Rows end with padding, which no token before it sees. Logits are made from the first continuation on."""
+    import torch
+
+    rows = [[*prompt, *continuation] for prompt, continuation in pairs]
+    longest, first = max(map(len, rows)), min(len(prompt) for prompt, _ in pairs) - 1
+    ids = torch.full((len(rows), longest), opened.pad_id, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for at, row in enumerate(rows):
+        ids[at, : len(row)] = torch.tensor(row, dtype=torch.long)
+        mask[at, : len(row)] = 1
+    device = opened.device
+    with torch.no_grad():
+        out: Any = opened.model(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            logits_to_keep=torch.arange(first, longest, device=device),
+            use_cache=False,
+        )
+    return [
+        _likelihood(logits[len(prompt) - 1 - first :][: len(continuation)], continuation)
+        for logits, (prompt, continuation) in zip(out.logits, pairs, strict=True)
+    ]
+
+
+def _likelihood(logits: Any, continuation: Sequence[int]) -> Likelihood:
+    """`logits` [tokens, vocabulary], each row before its token of the continuation."""
+    import torch
+
+    wanted = torch.tensor(list(continuation), device=logits.device)
+    logs = torch.log_softmax(logits.float(), -1).gather(1, wanted[:, None]).sum()
+    hits = (logits.argmax(-1) == wanted).sum()
+    return Likelihood(float(logs), int(hits), len(continuation))

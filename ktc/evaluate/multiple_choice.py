@@ -1,0 +1,93 @@
+"""Questions of multiple choice put to a model: by the letter it writes, or by the letter it finds likeliest.
+
+In: `Question`s. Out: the letter chosen for each, "" where none was. Accuracy is the share of right letters; the share
+of the reference's tokens that a model would have written is another number, and is never called accuracy here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ktc.evaluate.data import Question
+from ktc.evaluate.likelihood import likelihoods
+from ktc.generate.answers import Sampling, answer_all
+from ktc.generate.language_model import LanguageModel
+from ktc.generate.prompts import Prompt, render
+
+By = Literal["text", "logprob"]
+DEFINITIONS: dict[By, str] = {
+    "text": "accuracy: the letter extracted from the generated text is the right one (exact match); no letter is wrong",
+    "logprob": "accuracy: of the letters, the right one has the highest log likelihood behind the prompt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The letter chosen ("": none), and by what: the text, or the log likelihood of each letter."""
+
+    letter: str
+    text: str = ""
+    logs: tuple[float, ...] = ()
+
+
+def ask(opened: LanguageModel, question: Question, *, system: str = "", raw: bool = False) -> Prompt:
+    """The question, its lettered options, and how to answer. Where there is no turn to answer in, it ends `Answer:`."""
+    options = "\n".join(f"{letter}. {text}" for letter, text in zip(question.letters, question.options, strict=True))
+    plain = raw or not opened.has_template
+    end = "Answer:" if plain else "Answer with the letter of the right option."
+    return render(opened, f"{question.text}\n{options}\n{end}", system=system, raw=plain, place=question.place)
+
+
+def choose(
+    opened: LanguageModel,
+    questions: Sequence[Question],
+    prompts: Sequence[Prompt],
+    by: By,
+    sampling: Sampling,
+    batch_size: int,
+    progress: Callable[[int], None] | None = None,
+) -> list[Choice]:
+    """One choice a question."""
+    if by == "text":
+        found, _ = answer_all(opened, prompts, sampling, batch_size, progress)
+        pairs = zip(questions, found, strict=True)
+        return [Choice(extract(answer.text, question), answer.text) for question, answer in pairs]
+    chosen: list[Choice] = []
+    for question, prompt in zip(questions, prompts, strict=True):
+        chosen.append(_likeliest(opened, question, prompt, batch_size))
+        if progress is not None:
+            progress(len(chosen))
+    return chosen
+
+
+def _likeliest(opened: LanguageModel, question: Question, prompt: Prompt, batch_size: int) -> Choice:
+    """The first of the likeliest letters. Behind `Answer:` a letter follows a space."""
+    space = " " if prompt.text.endswith("Answer:") else ""
+    tokens = [opened.tokenizer(space + letter, add_special_tokens=False)["input_ids"] for letter in question.letters]
+    found = likelihoods(opened, [(prompt.input_ids, each) for each in tokens], batch_size)
+    logs = tuple(each.log for each in found)
+    return Choice(question.letters[logs.index(max(logs))], logs=logs)
+
+
+def extract(text: str, question: Question) -> str:
+    """The letter that an answer names, "" if none: `The answer is B`, `(B)`, `B.`, `B` alone, or the option's words."""
+    letters = question.letters
+    patterns = (
+        rf"(?i:\banswer\b(?:\s+is)?)[\s:=(*_`\"]*([{letters}])(?![A-Za-z'])",
+        rf"^\W*([{letters}])(?=\W*$|[).:,\n])",
+        rf"\(([{letters}])\)",
+        rf"(?<![A-Za-z'])([{letters}])(?=[).:])",
+    )
+    for pattern in patterns:
+        if found := re.search(pattern, text.strip()):
+            return found[1]
+    said = text.strip().rstrip(".!").casefold()
+    named = [
+        letter
+        for letter, option in zip(letters, question.options, strict=True)
+        if said == option.strip().rstrip(".!").casefold()
+    ]
+    return named[0] if len(named) == 1 else ""

@@ -1,0 +1,284 @@
+"""The experts of one layer in a kernel's packed form, and the kernel called on tensors.
+
+In: matrices of any float dtype, codes with their scales, or blocks of a GGUF file, one at a time. Out: `forward` and
+`backward` on contiguous CPU tensors of the kernel's dtype. The storage is one anonymous mapping on huge pages, outside
+PyTorch, so that nothing copies or moves it. `PackedExperts.key` names a kernel for a layer's sizes as an operator can
+take it: as a string.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import warnings
+from pathlib import Path
+from typing import Final, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from ktc.experts import kernel_clock
+from ktc.experts.kernel_library import TURNS, Engine, Kernel, KernelLibrary, Part, nodes_for, permitted_threads
+from ktc.experts.lora import NativeFactors, native_arguments
+from ktc.experts.saved_buffers import SavedBuffers
+from ktc.host import NumaNode
+
+DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_HUGE_PAGE: Final = 2 << 20
+Numa = Literal["none", "shard"]  # whether weights are cut for the nodes of the machine that loads them
+Factors = tuple[NativeFactors | None, NativeFactors | None]  # LoRA of the first product and of down
+NO_FACTORS: Final[Factors] = (None, None)
+_SAVED: Final = SavedBuffers()  # one for all layers: backward frees what the next forward takes
+
+
+class PackedExperts:
+    """Packed weights and the kernel that reads them. Frozen once loaded: copies of a model share them.
+
+    `dtype` is that of hidden states and packed weights, `weight_dtype` that of routing weights.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        threads: int,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        top_k: int,
+        numa: Numa = "shard",
+    ) -> None:
+        threads = permitted_threads(threads)
+        nodes = nodes_for(threads) if numa == "shard" else ()
+        self._bind(kernel, threads, (num_experts, hidden, intermediate, top_k), nodes)
+        self._hold(huge_pages(self._native.packed_bytes))
+        if nodes:
+            self._native.bind(self._packed, [node.number for node in nodes])
+
+    @staticmethod
+    @functools.cache
+    def named(key: str) -> PackedExperts:
+        """The kernel that a `key` names, with no weights yet: give it some with `holding`."""
+        path, digest, entry, dtype, threads, sizes, nodes = json.loads(key)
+        made = PackedExperts.__new__(PackedExperts)
+        kernel = Kernel(KernelLibrary(Path(path), digest, ()), entry, dtype)
+        made._bind(kernel, threads, tuple(sizes), tuple(NumaNode(number, tuple(cpus)) for number, cpus in nodes))
+        return made
+
+    def _bind(
+        self, kernel: Kernel, threads: int, sizes: tuple[int, int, int, int], nodes: tuple[NumaNode, ...]
+    ) -> None:
+        self._native = kernel.instantiate(*sizes, max(1, len(nodes)))
+        self._kernel, self._threads, self._sizes, self._nodes = kernel, threads, sizes, nodes
+        self.dtype = DTYPES[kernel.dtype]
+        self.weight_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        library = kernel.library
+        of_nodes = [(node.number, node.cpus) for node in nodes]
+        self.key = json.dumps((str(library.path), library.digest, kernel.entry, kernel.dtype, threads, sizes, of_nodes))
+
+    def _hold(self, packed: Tensor, *, mapped: bool = False) -> None:
+        self.packed, self._mapped = packed, mapped
+        self._packed = packed.data_ptr()
+
+    def holding(self, packed: Tensor) -> PackedExperts:
+        """The same kernel on other packed bytes, which are only read."""
+        other = self.__new__(type(self))
+        vars(other).update(vars(self))
+        other._hold(packed, mapped=True)
+        return other
+
+    def with_threads(self, threads: int) -> PackedExperts:
+        """The same weights, computed with by exactly this many threads."""
+        other = self.__new__(type(self))
+        vars(other).update(vars(self))
+        other._bind(self._kernel, threads, self._sizes, self._nodes)
+        return other
+
+    def saved_bytes(self, first_rank: int, down_rank: int) -> int:
+        """Bytes that forward saves for backward of each token, with LoRA of these ranks (0: none)."""
+        return self._native.saved_bytes(1, first_rank, down_rank)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights, expert after expert; cut for several nodes they take up to 2 MB each more."""
+        return self._native.expert_bytes * self._sizes[0]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Experts, hidden, intermediate, experts per token."""
+        return self._sizes
+
+    @property
+    def num_nodes(self) -> int:
+        """Of NUMA: into how many shards the weights are cut."""
+        return max(1, len(self._nodes))
+
+    def coding(self, part: Part) -> tuple[str, int] | None:
+        """The format of the codes that a part is stored in and the size of their groups, `None` where it has values."""
+        return self._native.coding(part)
+
+    def whole(self) -> Tensor:
+        """The packed bytes expert after expert, as on one node: our own storage, or a copy where it is cut for more."""
+        assert not self._mapped, "mapped weights have no storage of their own"
+        if not self._nodes:
+            return self.packed
+        whole = huge_pages(self.nbytes)
+        for expert in range(self._sizes[0]):
+            self._native.join(self._packed, expert, whole.data_ptr() + expert * self._native.expert_bytes)
+        return whole
+
+    def to_fill(self) -> Tensor:
+        """Where to put the packed bytes expert after expert, and then to call `take`."""
+        return huge_pages(self.nbytes) if self._nodes else self.whole()
+
+    def take(self, filled: Tensor) -> None:
+        """Compute from what was put into `to_fill()`."""
+        if self._nodes:
+            for expert in range(self._sizes[0]):
+                self._native.shard(filled.data_ptr() + expert * self._native.expert_bytes, expert, self._packed)
+
+    def use_mapping(self, mapping: mmap.mmap) -> None:
+        """Compute from packed bytes that are mapped read-only, instead of from storage of our own.
+
+        They lie as they do in their file, for one node: where its pages are is the system's affair.
+        """
+        if len(mapping) != self.nbytes:
+            raise ValueError(f"expected {self.nbytes} packed bytes, found a mapping of {len(mapping)}")
+        if self._nodes:
+            self._bind(self._kernel, self._threads, self._sizes, ())
+        with warnings.catch_warnings():  # that PyTorch knows no read-only tensors; nobody writes to this one
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            self._hold(torch.frombuffer(mapping, dtype=torch.uint8), mapped=True)
+
+    def load(self, expert: int, part: Part, values: Tensor) -> None:
+        """Pack one part: gate and up are `(I, H)`, down is `(H, I)`, a bias is a row. Raises `ValueError` otherwise."""
+        if self._mapped:
+            raise RuntimeError("the experts are mapped read-only from a packed store")
+        source = values.detach().cpu()
+        if source.dtype not in _NAMES:
+            source = source.float()
+        source = source.contiguous()
+        rows, columns = (1, *source.shape)[-2:]
+        name = _NAMES[source.dtype]
+        self._native.pack(self._packed, expert, part, source.data_ptr(), name, rows, columns)
+
+    def load_codes(self, expert: int, part: Part, codes: Tensor, scales: Tensor) -> None:
+        """Pack one part from codes, (rows, columns) of one byte each, and fp32 scales (rows, groups), as they are.
+
+        Raises `ValueError` where the kernel's weights are no codes, or of another shape, group or range.
+        """
+        if self._mapped:
+            raise RuntimeError("the experts are mapped read-only from a packed store")
+        codes, scales = codes.cpu().contiguous(), scales.cpu().float().contiguous()
+        (rows, columns), groups = codes.shape, scales.shape[1]
+        self._native.pack_codes(self._packed, expert, part, codes.data_ptr(), scales.data_ptr(), rows, columns, groups)
+
+    def blocks(self, part: Part) -> str | None:
+        """The type of GGUF blocks that a part is stored in, by its name in lower case; `None` where it is in none."""
+        return self._native.blocks(part)
+
+    def load_blocks(self, expert: int, part: Part, blocks: Tensor) -> None:
+        """Pack one part from whole GGUF blocks of its type: uint8 (rows, bytes of a row), as a file stores them.
+
+        Raises `ValueError` where the part is not stored in blocks, or of another shape.
+        """
+        if self._mapped:
+            raise RuntimeError("the experts are mapped read-only from a packed store")
+        kind = self.blocks(part)
+        if kind is None or blocks.dtype != torch.uint8 or blocks.dim() != 2:
+            stored = f"`{part}` is stored in blocks of {kind}" if kind else f"`{part}` is not stored in blocks"
+            raise ValueError(f"{stored}; found {blocks.dtype} of shape {tuple(blocks.shape)}")
+        blocks = blocks.cpu().contiguous()
+        rows, row_bytes = blocks.shape
+        self._native.pack_blocks(self._packed, expert, part, blocks.data_ptr(), kind, rows, row_bytes)
+
+    def unpack(self, expert: int, part: Part, shape: tuple[int, ...]) -> Tensor:
+        """One part back from packed form, in the kernel's dtype; a bias in the dtype of its sums."""
+        values = torch.empty(shape, dtype=self.weight_dtype if part.endswith("_bias") else self.dtype)
+        rows, columns = (1, *shape)[-2:]
+        self._native.unpack(self._packed, expert, part, values.data_ptr(), rows, columns)
+        return values
+
+    def forward(
+        self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, save: bool, lora: Factors = NO_FACTORS
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output, and where `save` what backward needs beside the inputs."""
+        tokens = x_TH.shape[0]
+        out_TH = torch.empty_like(x_TH)
+        ranks = _ranks(lora)
+        saved = _SAVED.take(self._native.saved_bytes(tokens, *ranks)) if save else None
+        with TURNS, kernel_clock.timed("forward", tokens, self._sizes, ranks):
+            self._native.forward(
+                self._engine,
+                self._packed,
+                x_TH.data_ptr(),
+                index_TK.data_ptr(),
+                weights_TK.data_ptr(),
+                out_TH.data_ptr(),
+                saved.data_ptr() if saved is not None else 0,
+                tokens,
+                *native_arguments(lora),
+            )
+        return out_TH, saved
+
+    def backward(
+        self,
+        grad_TH: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        saved: Tensor | None,
+        x_TH: Tensor | None,
+        lora: Factors = NO_FACTORS,
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of hidden states and routing weights, from what forward saved or else from its input.
+
+        Those of LoRA's factors are added to the gradients in `lora`, and need the input too.
+        """
+        assert saved is not None or x_TH is not None, "backward needs what forward saved, or its input"
+        assert x_TH is not None or not any(lora), "the gradients of LoRA need the input"
+        grad_x_TH = torch.empty_like(grad_TH)
+        grad_weights_TK = torch.empty_like(weights_TK)
+        with TURNS, kernel_clock.timed("backward", grad_TH.shape[0], self._sizes, _ranks(lora)):
+            self._native.backward(
+                self._engine,
+                self._packed,
+                index_TK.data_ptr(),
+                weights_TK.data_ptr(),
+                saved.data_ptr() if saved is not None else 0,
+                x_TH.data_ptr() if x_TH is not None else 0,
+                grad_TH.data_ptr(),
+                grad_x_TH.data_ptr(),
+                grad_weights_TK.data_ptr(),
+                grad_TH.shape[0],
+                *native_arguments(lora),
+            )
+        return grad_x_TH, grad_weights_TK
+
+    @property
+    def _engine(self) -> Engine:
+        return self._kernel.engine(self._threads, self._nodes)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedExperts:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "packed experts cannot be pickled; save the adapter, and load the base from its compiled folder"
+        )
+
+
+def _ranks(lora: Factors) -> tuple[int, int]:
+    first, down = (0 if each is None else each.a.shape[1] for each in lora)
+    return first, down
+
+
+def huge_pages(size: int) -> Tensor:
+    """Zeroed bytes that begin on a huge page. Memory is taken when it is written, not here."""
+    mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE
+    return whole[start : start + size]

@@ -1,0 +1,67 @@
+"""Stock experts taken apart: one expert's tensors, as its form stores them, become the matrices that kernels pack.
+
+The one place that knows what `transposed` and `interleaved` mean for data; the loader, the proofs and `realise` use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, cast
+
+from torch import Tensor
+
+from ktc.checkpoint import Span
+from ktc.experts.form import ExpertsForm
+
+StockTensor = Literal["gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"]
+ExpertPart = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+
+
+def stock_names(form: ExpertsForm) -> tuple[StockTensor, ...]:
+    """The tensors that a stock experts module of this form holds; a bias follows the names of its weight."""
+    first: StockTensor = "gate_up_proj" if form.gated else "up_proj"
+    if not form.biased:
+        return first, "down_proj"
+    return first, "down_proj", cast("StockTensor", f"{first}_bias"), "down_proj_bias"
+
+
+def stock_shape(
+    form: ExpertsForm, name: StockTensor, num_experts: int, hidden: int, intermediate: int
+) -> tuple[int, ...]:
+    """The shape of one of these tensors in the stock module."""
+    rows = {"gate_up_proj": 2 * intermediate, "up_proj": intermediate, "down_proj": hidden}[name.removesuffix("_bias")]
+    if name.endswith("_bias"):
+        return num_experts, rows
+    columns = intermediate if name == "down_proj" else hidden
+    return (num_experts, columns, rows) if form.transposed else (num_experts, rows, columns)
+
+
+def half_of(form: ExpertsForm, name: StockTensor, part: str, intermediate: int) -> tuple[Span, int]:
+    """The places of the stock tensor `name` that gate or up fills, and how far apart they are."""
+    dim = 2 if form.transposed and not name.endswith("_bias") else 1
+    second = part.startswith("up")
+    if form.interleaved:
+        return Span(dim, int(second), intermediate), 2
+    return Span(dim, intermediate if second else 0, intermediate), 1
+
+
+def canonical_parts(form: ExpertsForm, name: StockTensor, tensor: Tensor) -> Iterator[tuple[ExpertPart, Tensor]]:
+    """What one expert's slice of the stock tensor `name` holds: gate and up (I, H), down (H, I), biases by their rows.
+
+    The results are views wherever the form allows it.
+    """
+    is_bias = name.endswith("_bias")
+    rows = tensor if is_bias or not form.transposed else tensor.transpose(0, 1)
+    suffix = "_bias" if is_bias else ""
+    if not name.startswith("gate_up"):
+        yield cast("ExpertPart", name.split("_")[0] + suffix), rows
+        return
+    gate, up = (rows[0::2], rows[1::2]) if form.interleaved else rows.chunk(2)
+    yield cast("ExpertPart", f"gate{suffix}"), gate
+    yield cast("ExpertPart", f"up{suffix}"), up
+
+
+def parts_of(form: ExpertsForm) -> tuple[ExpertPart, ...]:
+    """Every part that an expert of this form needs, in the order of `load_expert`."""
+    weights: tuple[ExpertPart, ...] = ("gate", "up", "down") if form.gated else ("up", "down")
+    return (*weights, *(cast("ExpertPart", f"{w}_bias") for w in weights)) if form.biased else weights

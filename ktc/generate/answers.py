@@ -1,0 +1,201 @@
+"""Answers of a language model: token by token to a reader, or many at once.
+
+In: a `LanguageModel`, `Prompt`s and a `Sampling`. Out: frozen `Answer`s with what they took. Without a temperature the
+likeliest token is taken each time; with one, draws follow the seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import Any, Literal
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.generate.language_model import LanguageModel
+from ktc.generate.prompts import Prompt, require_fit
+
+Finish = Literal["stop", "length", "interrupted"]
+DEFAULT_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. `max_new_tokens` None: 256, or what the model's length leaves. `temperature` 0: greedily.
+
+    `top_p` 1 and `top_k` 0 leave every token in the draw. A `stop` text ends an answer and is not part of it.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises InputRefused (G707) for options that would change nothing, and for values that choose nothing."""
+        if self.temperature == 0 and (self.top_p != 1 or self.top_k != 0):
+            message = "`--top-p` and `--top-k` choose among draws, and without a temperature nothing is drawn"
+            raise InputRefused(Diagnostic("G707", message, hint="add `--temperature 0.7`, or leave them out"))
+        if not 0 < self.top_p <= 1:
+            raise InputRefused(Diagnostic("G707", f"`--top-p` is a share above 0 and up to 1, found {self.top_p:g}"))
+        if "" in self.stop:
+            raise InputRefused(Diagnostic("G707", "`--stop` is an empty text, at which every answer would end"))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`num_tokens` counts what was generated, the token that ended it included."""
+
+    text: str
+    num_tokens: int
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What answers took: tokens read and made, seconds, and seconds until the first token where it was watched."""
+
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    first_seconds: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        first = "" if self.first_seconds is None else f", the first after {self.first_seconds:.2f} s"
+        rate = f"{self.new_tokens} tokens in {self.seconds:.1f} s{first}: {self.tokens_per_second:.1f} token/s"
+        return f"{rate} ({self.prompt_tokens} tokens read)"
+
+
+def set_seed(seed: int) -> None:
+    """Makes the draws that follow repeatable."""
+    import transformers
+
+    transformers.set_seed(seed)
+
+
+def answer(
+    opened: LanguageModel,
+    prompt: Prompt,
+    sampling: Sampling,
+    on_text: Callable[[str], None] | None = None,
+    interrupted: Event | None = None,
+) -> tuple[Answer, Pace]:
+    """The answer to one prompt; `on_text` gets it piece by piece. Once `interrupted` is set, it ends where it is."""
+    from ktc.generate.text_stream import TextStream
+
+    started = time.perf_counter()
+    stream = TextStream(opened.tokenizer, sampling.stop, on_text or (lambda _: None))
+    (found,) = _generate(opened, [prompt], sampling, streamer=stream, interrupted=interrupted)
+    seconds = time.perf_counter() - started
+    first = None if stream.first_token is None else stream.first_token - started
+    return found, Pace(len(prompt.input_ids), found.num_tokens, seconds, first)
+
+
+def answer_all(
+    opened: LanguageModel,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    batch_size: int,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[list[Answer], Pace]:
+    """The answers in the prompts' order, `batch_size` at once; `progress` is told how many are done."""
+    started, found = time.perf_counter(), list[Answer]()
+    room = require_fit(opened, prompts, sampling.max_new_tokens)
+    for batch in batches(prompts, batch_size):
+        found += _generate(opened, batch, sampling, room=room)
+        if progress is not None:
+            progress(len(found))
+    read, made = sum(len(p.input_ids) for p in prompts), sum(a.num_tokens for a in found)
+    return found, Pace(read, made, time.perf_counter() - started)
+
+
+def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Prompt]]:
+    for start in range(0, len(prompts), batch_size):
+        yield prompts[start : start + batch_size]
+
+
+def left_padded(opened: LanguageModel, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """`input_ids` and `attention_mask` [rows, longest], int64, on the input's device; short rows begin with padding."""
+    import torch
+
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), opened.pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), longest), dtype=torch.long)
+    for at, row in enumerate(rows):
+        ids[at, longest - len(row) :] = torch.tensor(row, dtype=torch.long)
+        mask[at, longest - len(row) :] = 1
+    return {"input_ids": ids.to(opened.device), "attention_mask": mask.to(opened.device)}
+
+
+def _generate(
+    opened: LanguageModel,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    room: int | None = None,
+    streamer: Any = None,
+    interrupted: Event | None = None,
+) -> list[Answer]:
+    """`room`: the tokens behind the longest prompt of the whole file, so that batches do not change an answer."""
+    if room is None:
+        room = require_fit(opened, prompts, sampling.max_new_tokens)
+    inputs = left_padded(opened, [prompt.input_ids for prompt in prompts])
+    options: dict[str, Any] = {"generation_config": _config(opened, sampling, room)}
+    if sampling.stop:
+        options["tokenizer"] = opened.tokenizer
+    if streamer is not None:
+        options["streamer"] = streamer
+    if interrupted is not None:
+        options["stopping_criteria"] = [_on(interrupted)]
+    sequences: Any = opened.model.generate(**inputs, **options)
+    length = inputs["input_ids"].shape[1]
+    stopped = interrupted is not None and interrupted.is_set()
+    return [_answer(opened, row[length:].tolist(), sampling.stop, stopped) for row in sequences]
+
+
+def _config(opened: LanguageModel, sampling: Sampling, room: int | None) -> Any:
+    """The model's own generation config (its end tokens, its penalties) with our way to choose tokens."""
+    config = copy.deepcopy(opened.model.generation_config)
+    drawn = sampling.temperature > 0
+    wanted = sampling.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
+    config.update(
+        max_new_tokens=wanted,
+        do_sample=drawn,
+        num_beams=1,
+        temperature=sampling.temperature if drawn else 1.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k if drawn else 50,  # the library's default, with which it does not warn
+        stop_strings=list(sampling.stop) or None,
+        eos_token_id=sorted(opened.eos_ids) or None,
+        pad_token_id=opened.pad_id,
+    )
+    return config
+
+
+def _on(interrupted: Event) -> Any:
+    """A criterion of transformers that ends all rows once the event is set."""
+    import torch
+
+    def criterion(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        return torch.full((len(input_ids),), interrupted.is_set(), dtype=torch.bool, device=input_ids.device)
+
+    return criterion
+
+
+def _answer(opened: LanguageModel, tokens: list[int], stop: Sequence[str], interrupted: bool) -> Answer:
+    end = next((at for at, token in enumerate(tokens) if token in opened.eos_ids), None)
+    kept = tokens if end is None else tokens[: end + 1]
+    text = str(opened.tokenizer.decode(kept, skip_special_tokens=True))
+    places = [place for word in stop if (place := text.find(word)) >= 0]
+    finish: Finish = "interrupted" if interrupted else "length"
+    if places or end is not None:
+        finish = "stop"
+    return Answer(text[: min(places)] if places else text, len(kept), finish)

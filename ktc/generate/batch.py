@@ -1,0 +1,72 @@
+"""A file of prompts answered: rows in, the same rows with an answer each out, in their order.
+
+In: the rows of a JSONL file. Out: JSONL text, every field of a row kept, and `generated`, `generated_tokens` and
+`finish` added. Refused, all rows together and before anything is generated: prompts that are too long (G703), or that
+the chat template does not take (G706).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktc.decode import has_lone_surrogate
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.files import write_whole
+from ktc.generate.answers import Pace, Sampling, answer_all, set_seed
+from ktc.generate.language_model import LanguageModel
+from ktc.generate.prompts import ADDED, Prompt, Row, render, require_fit
+from ktc.text_files import bounded
+
+
+def answer_rows(
+    opened: LanguageModel,
+    rows: Sequence[Row],
+    sampling: Sampling,
+    *,
+    system: str = "",
+    raw: bool = False,
+    batch_size: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[list[dict[str, Any]], Pace]:
+    """Each row with its answer. Raises InputRefused (G702, G703, G706)."""
+    prompts, faults = list[Prompt](), list[Diagnostic]()
+    for row in rows:
+        try:
+            prompts.append(render(opened, row.asked, system=system, raw=raw, place=row.place))
+        except InputRefused as refusal:
+            faults += refusal.diagnostics
+    if faults:
+        raise InputRefused(*bounded(faults))
+    require_fit(opened, prompts, sampling.max_new_tokens)
+    set_seed(sampling.seed)
+    found, pace = answer_all(opened, prompts, sampling, batch_size, progress)
+    answered = [
+        {**row.fields, **dict(zip(ADDED, (each.text, each.num_tokens, each.finish), strict=True))}
+        for row, each in zip(rows, found, strict=True)
+    ]
+    return answered, pace
+
+
+def jsonl(rows: Sequence[dict[str, Any]]) -> str:
+    """One JSON object a line, letters of every script as they are; a row with half a character is escaped."""
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+    written = (json.dumps(row) if has_lone_surrogate(line) else line for row, line in zip(rows, lines, strict=True))
+    return "".join(line + "\n" for line in written)
+
+
+def require_writable(path: Path) -> None:
+    """Raises InputRefused (U003) for a file that could not be written after the work."""
+    reason = "it is a folder" if path.is_dir() else "" if path.absolute().parent.is_dir() else "there is no such folder"
+    if reason:
+        raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {reason}"))
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes the rows whole. Raises InputRefused (U003)."""
+    try:
+        write_whole(path, jsonl(rows))
+    except OSError as error:
+        raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {error.strerror}")) from error

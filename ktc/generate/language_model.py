@@ -1,0 +1,100 @@
+"""A compiled model ready to be asked: loaded once, with its tokenizer and, if one is named, an adapter on it.
+
+In: the folder OUT and what the user chose. Out: a frozen `LanguageModel`. Refused before anything is loaded: a model
+without a tokenizer, or with one of another model (G701), and an adapter that is none (A6xx).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.hf.tokenizer import read_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+_TOKENIZER = "tokenizer_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModel:
+    """`model` is the compiled model, or a `PeftModel` around it; `max_length` the longest sequence that it knows."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    adapter: str
+    max_length: int | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where its input goes."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: those of the generation config, else the tokenizer's."""
+        found = self.model.generation_config.eos_token_id
+        if found is None:
+            found = self.tokenizer.eos_token_id
+        return frozenset(() if found is None else [found] if isinstance(found, int) else found)
+
+    @property
+    def pad_id(self) -> int:
+        """What fills shorter rows; it is masked, so that any token does where the tokenizer has none for it."""
+        found = self.tokenizer.pad_token_id
+        return int(found) if found is not None else min(self.eos_ids, default=0)
+
+
+def open_language_model(
+    out: Path,
+    *,
+    adapter: Path | None = None,
+    reference: bool = False,
+    weights: Path | None = None,
+    trust_remote_code: bool = False,
+) -> LanguageModel:
+    """The compiled model in `out`, in evaluation mode. Raises what `ktc.load` and `attach` raise, and G701.
+
+    The tokenizer is the adapter's where its folder brings one (trainers save it there, with the template it was
+    trained by), else that of OUT.
+    """
+    from ktc.adapters.adapter import attach, read_adapter
+    from ktc.model.load import load
+    from ktc.model.manifest import read_manifest
+
+    read_manifest(out)
+    if adapter is not None:
+        read_adapter(adapter)
+    folder = adapter if adapter is not None and (adapter / _TOKENIZER).is_file() else out
+    tokenizer = read_tokenizer(folder, "G701", padding_side="left")
+    model: Any = load(out, weights=weights, reference=reference, trust_remote_code=trust_remote_code)
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if len(tokenizer) > rows:
+        message = f"the tokenizer has {len(tokenizer)} tokens and `{out.name}` knows {rows}"
+        raise InputRefused(Diagnostic("G701", message, hint="use the tokenizer that the model was trained with"))
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if adapter is not None:
+        model = attach(model, adapter)
+    model.eval()
+    limit = longest if isinstance(longest, int) and longest > 0 else None
+    return LanguageModel(model, tokenizer, out.resolve().name, "" if adapter is None else str(adapter), limit)
+
+
+@contextmanager
+def without_adapter(opened: LanguageModel) -> Generator[None]:
+    """Within it the model answers as its base does; where there is no adapter, nothing changes."""
+    if not opened.adapter:
+        yield
+        return
+    with opened.model.disable_adapter():
+        yield

@@ -1,0 +1,76 @@
+"""`Gemv`: a linear layer's product with few rows, by a kernel that reads the weights where they lie.
+
+In: CPU tensors of the kernel's dtype, weights (outputs, inputs) as PyTorch stores them. Out: F.linear's result, rounded
+once. Not differentiable; `serves` says for which calls it stands in, and F.linear takes all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativeLinear, permitted_threads
+
+DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The rows, first to last, for which it was faster than F.linear (docs/kernels.md). One fp32 row F.linear reads as fast
+# as memory gives it, and so one of fp16 where it can convert what AVX2 alone cannot.
+ROWS: Final[Mapping[str, tuple[int, int]]] = {"bf16": (1, 8), "fp16": (2, 8), "fp32": (2, 8)}
+_BYTES_PER_THREAD: Final = 128 << 10  # below it a thread wakes up for less than it takes
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """A kernel, and how many threads it may take."""
+
+    kernel: Kernel
+    threads: int
+
+    def serves(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether this call is one for the kernel: few rows, under `no_grad`, plain CPU tensors of its dtype."""
+        dtype, (fewest, most) = DTYPES[self.kernel.dtype], ROWS[self.kernel.dtype]
+        if not fewest * weight.shape[1] <= x.numel() <= most * weight.shape[1] or x.shape[-1:] != weight.shape[1:]:
+            return False
+        if torch.is_grad_enabled():
+            return False
+        tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+        plain = all(t.dtype == dtype and t.device.type == "cpu" and _is_plain(t) for t in tensors)
+        return plain and weight.is_contiguous() and not _is_watched()
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x (..., inputs) -> (..., outputs), for what `serves` has taken."""
+        outputs, inputs = weight.shape
+        x = x.detach().contiguous()
+        out = x.new_empty((*x.shape[:-1], outputs))
+        native, engine = _opened(self.kernel, self._threads(weight))
+        bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
+        address_of_bias = 0 if bias is None else bias.data_ptr()
+        rows = math.prod(x.shape[:-1])
+        with TURNS:
+            native.forward(
+                engine, x.data_ptr(), weight.data_ptr(), address_of_bias, out.data_ptr(), rows, inputs, outputs
+            )
+        return out
+
+    def _threads(self, weight: Tensor) -> int:
+        return min(self.threads, max(1, weight.numel() * weight.element_size() // _BYTES_PER_THREAD))
+
+
+@functools.cache
+def _opened(kernel: Kernel, threads: int) -> tuple[NativeLinear, Engine]:
+    return kernel.linear(), kernel.engine(permitted_threads(threads))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def _is_watched() -> bool:
+    """Whether somebody traces the call or computes it in another dtype: they see F.linear."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return traced or torch.is_autocast_enabled("cpu")

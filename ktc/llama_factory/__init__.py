@@ -1,0 +1,1 @@
+"""LLaMA-Factory as a front end of compiled models."""

@@ -1,0 +1,1 @@
+"""A compiled model: its manifest, how it is loaded, packed, verified and placed."""

@@ -1,0 +1,153 @@
+"""What a compiled model does otherwise than the stock class: how it is loaded, and what it will not save.
+
+`CompiledModel` stands before the stock class (`class KtcX(CompiledModel, X)`), here for `ktc.load` and in
+`modeling_ktc.py` for `AutoModelForCausalLM`. Refused: writing the base model as a checkpoint, unknown options.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ktc.diagnostics import Diagnostic, InputRefused, suggest
+from ktc.experts.module import FusedMoe
+from ktc.model.load_as import load_as
+
+log = logging.getLogger(__name__)
+
+_OWN = frozenset({"weights", "reference", "map", "allow_nonfinite"})
+_TAKEN = frozenset(
+    {"config", "attn_implementation", "quantization_config", "output_loading_info", "dtype", "torch_dtype"}
+)
+_HUB = frozenset({
+    "adapter_kwargs", "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "resume_download",
+    "revision", "subfolder", "token", "trust_remote_code", "use_auth_token", "use_safetensors", "variant",
+    "weights_only",
+})  # fmt: skip
+_DECIDED = frozenset({
+    "device_map", "experts_implementation", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder",
+    "offload_state_dict", "tp_plan", "tp_size",
+})  # fmt: skip
+
+
+class CompiledModel:
+    """Mixin before a stock causal LM."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> PreTrainedModel:
+        """Load the compiled folder.
+
+        Takes `config`, `attn_implementation`, `output_loading_info`, and ktc's own `weights`, `reference`, `map`,
+        `allow_nonfinite`. Placement and dtype are the compiler's: `device_map`, `low_cpu_mem_usage`, `max_memory`,
+        `offload_*`, `tp_*`, `experts_implementation` and another dtype are ignored with a line in the log; what is
+        about downloads or trust has no meaning for a folder and is ignored.
+        Raises what `ktc.load` raises, and `InputRefused`: L422 for a quantisation config, L424 for other options.
+        """
+        _check_options(kwargs)
+        if kwargs.get("quantization_config") is not None:
+            hint = "choose a weight format in the rule file instead"
+            message = "a compiled model cannot be quantised while it is loaded"
+            raise InputRefused(Diagnostic("L422", message, hint=hint))
+        config = kwargs.get("config")
+        model = load_as(
+            cast("type[PreTrainedModel]", cls),
+            Path(pretrained_model_name_or_path),
+            config=config if isinstance(config, PreTrainedConfig) else None,
+            attention=kwargs.get("attn_implementation"),
+            **{name: kwargs[name] for name in sorted(_OWN) if name in kwargs},
+        )
+        _tell_ignored(kwargs, model.dtype)
+        if kwargs.get("output_loading_info"):
+            nothing: dict[str, Any] = {
+                "missing_keys": [],
+                "unexpected_keys": [],
+                "mismatched_keys": [],
+                "error_msgs": [],
+            }
+            return cast("PreTrainedModel", (model, nothing))
+        return model
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Always refused: the experts lie in packed form, a checkpoint written from here would lack them."""
+        raise InputRefused(
+            Diagnostic(
+                "L423",
+                "a compiled model is not written as a checkpoint: its experts are packed and it would lack them",
+                hint=f"save the adapter (`PeftModel.save_pretrained`); its base is `{cast('Any', self).name_or_path}`",
+            )
+        )
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As the stock model counts, packed experts included."""
+        counted = int(cast("Any", super()).num_parameters(only_trainable, exclude_embeddings))
+        if only_trainable:
+            return counted
+        banks = [m for m in cast("nn.Module", self).modules() if isinstance(m, FusedMoe)]
+        return counted + sum(3 * bank.num_experts * bank.hidden * bank.intermediate for bank in banks)
+
+    # transformers reads the source of the class's module to learn what it can do, and treats classes from elsewhere as
+    # unknown code whose tensors keep their names. Ours is the stock class, so the stock class answers.
+
+    @classmethod
+    def _stock(cls) -> Any:
+        families = ("transformers.", "transformers_modules.")
+        # the class of `modeling_ktc.py` lives among those of remote code too
+        bases = (base for base in cls.__mro__ if CompiledModel not in base.__mro__)
+        return next(base for base in bases if base.__module__.startswith(families))
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls._stock()._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls._stock()._can_set_experts_implementation()
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        return False
+
+
+@functools.cache
+def compiled_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The compiled form of a stock class, for models that are loaded without `modeling_ktc.py`."""
+    return type(f"Ktc{stock.__name__}", (CompiledModel, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+
+
+def __getattr__(name: str) -> type[PreTrainedModel]:
+    """`compiled_class` by the name of the class: where pickle finds it."""
+    stock = getattr(transformers, name.removeprefix("Ktc"), None) if name.startswith("Ktc") else None
+    if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return compiled_class(stock)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuses what would be ignored although its user means something by it."""
+    known = _OWN | _TAKEN | _HUB | _DECIDED
+    problems = [
+        Diagnostic("L424", f"`from_pretrained` of a compiled model has no option `{name}`", hint=suggest(name, known))
+        for name in options
+        if name not in known and not name.startswith("_")  # transformers passes some of its own
+    ]
+    if problems:
+        raise InputRefused(*problems)
+
+
+def _tell_ignored(options: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """One line about the options that the compilation has decided."""
+    ignored = sorted(name for name in _DECIDED & options.keys() if options[name] not in (None, False))
+    asked = options.get("dtype") or options.get("torch_dtype")
+    wanted = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if isinstance(wanted, torch.dtype) and wanted != dtype:
+        ignored.append(f"dtype {wanted}")
+    if ignored:
+        log.warning("a compiled model keeps its placement and its dtype %s; ignored: %s", dtype, ", ".join(ignored))

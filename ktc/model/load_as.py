@@ -1,0 +1,218 @@
+"""Loading a compiled model as a given class: from its folder to an HF-compatible causal LM on the planned devices.
+
+The stock class is built on meta tensors, the recipe is realised in it, and the weights are read from the original
+checkpoint straight into their places. Refused, before anything is read: a folder of another schema, other versions or
+another interpreter, altered files, a library that is not the one that was built, a changed source model, an instruction
+set that this machine lacks.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from ktc import environment, host
+from ktc.checkpoint import CheckpointIndex, WeightSource, open_index, read_sources
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.kernel_library import KernelLibrary
+from ktc.hf import remote_code
+from ktc.model import peft_glue, weight_store, weights_stage
+from ktc.model.buffers import compute_buffers
+from ktc.model.manifest import Manifest, Versions, check_sealed, read_manifest
+from ktc.model.memory import check_bytes
+from ktc.model.packed_store import PackedStore
+from ktc.model.placement import check_devices, device_map, follow
+from ktc.model.progress import Progress, progress_bar
+from ktc.model.realise import realise
+
+
+def load_as(
+    model_class: type[PreTrainedModel],
+    folder: Path,
+    *,
+    config: PreTrainedConfig | None = None,
+    attention: str | None = None,
+    weights: str | Path | None = None,
+    reference: bool = False,
+    map: bool = False,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """`load` as an instance of `model_class`, with a `config` that was read from the folder and then changed.
+
+    The model gets a copy of `config`.
+    """
+    folder = folder.resolve()
+    manifest = read_manifest(folder)
+    checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
+    library = check_fit(manifest, folder, checkpoint, reference)
+    sources = read_rows(folder, manifest)
+    index = open_index(checkpoint)
+    store = _store(folder, manifest, sources, index, library, map)
+    placement = {} if reference else dict(manifest.placement)
+    check_devices(placement)
+    model = build_on_meta(
+        model_class, copy.deepcopy(config) or read_config(folder, model_class), manifest, attention, reference
+    )
+    realise(model, manifest.rewrites, library, folder)
+    if not reference:
+        check_bytes(model, manifest, folder, placement)  # before anything is read, and below of what was
+    with progress_bar(f"loading {folder.name}") as bar:
+        report = progress or bar
+        weights_stage.fill_weights(
+            model, sources, index, placement, store, map=map, allow_nonfinite=allow_nonfinite, progress=report
+        )
+    compute_buffers(model, placement)
+    model.tie_weights()
+    weight_store.check_filled(model)
+    if not reference:
+        check_bytes(model, manifest, folder, placement)
+    follow(model, placement)
+    base = manifest.model.name if weights is None else str(Path(weights).absolute())
+    return _finished(model, folder, manifest, base, placement)
+
+
+def _store(
+    folder: Path,
+    manifest: Manifest,
+    sources: tuple[WeightSource, ...],
+    index: CheckpointIndex,
+    library: KernelLibrary | None,
+    map: bool,
+) -> PackedStore | None:
+    """The packed store to use. Without a library experts are no packed bytes, and nothing can be mapped."""
+    if library is not None:
+        return weights_stage.usable_store(folder, manifest, sources, index, map=map)
+    if map:
+        message = "experts that run as their reference have no packed form that could be mapped"
+        raise InputRefused(Diagnostic("L443", message, hint="load it without `map`"))
+    return None
+
+
+# What must hold before anything is read
+
+
+def check_fit(manifest: Manifest, folder: Path, checkpoint: Path, reference: bool) -> KernelLibrary | None:
+    """The kernel library (checked when it is opened), `None` in reference mode. Raises what does not fit."""
+    problems = _version_mismatches(manifest, folder, with_library=not reference and manifest.library is not None)
+    if problems:
+        raise InputRefused(*problems)
+    check_sealed(manifest, folder)
+    check_source(manifest, checkpoint)
+    if reference or manifest.library is None:
+        return None
+    host.restrict(host.detect(), manifest.isa)
+    entries = tuple((kernel.entry, str(kernel.spec["dtype"])) for kernel in manifest.kernels)
+    return KernelLibrary(folder / manifest.library.file, manifest.library.sha256, entries)
+
+
+def _version_mismatches(manifest: Manifest, folder: Path, with_library: bool) -> list[Diagnostic]:
+    """Another release series may name modules otherwise; another interpreter cannot load the library."""
+    installed = Versions.installed()
+    problems: list[Diagnostic] = []
+    for field in fields(Versions):
+        exact = field.name == "python_abi"
+        made, found = getattr(manifest.versions, field.name), getattr(installed, field.name)
+        if (made == found if exact else _series(made) == _series(found)) or (exact and not with_library):
+            continue
+        message = f"`{folder.name}` was compiled with {field.name} {made}, installed is {found}"
+        problems.append(Diagnostic("L403", message, hint=f"compile again: `{manifest.renewal(folder)}`"))
+    return problems
+
+
+def _series(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def check_source(manifest: Manifest, checkpoint: Path) -> None:
+    """Raises `InputRefused` (L405) where the checkpoint is gone or its config is another."""
+    path = checkpoint / "config.json"
+    if not path.is_file():
+        message = f"the model's checkpoint is no longer at `{checkpoint}`"
+        raise InputRefused(Diagnostic("L405", message, hint="say where it is: `load(weights=FOLDER)`"))
+    if _sha256(path) != manifest.model.config_sha256:
+        message = f"`{path}` has changed since the model was compiled"
+        raise InputRefused(
+            Diagnostic("L405", message, hint="compile again, or name the original: `load(weights=FOLDER)`")
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_rows(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
+    """The rows of `weights.json`. Raises `InputRefused` (L402)."""
+    try:
+        return read_sources((folder / "weights.json").read_bytes())
+    except (OSError, ValueError) as error:
+        hint = f"compile again: `{manifest.renewal(folder)}`"
+        raise InputRefused(Diagnostic("L402", f"`{folder / 'weights.json'}` is damaged: {error}", hint=hint)) from error
+
+
+def read_config(folder: Path, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    """The config of the compiled model; where its class is of its own code, the one that this class takes."""
+    own = remote_code.config_class_of(model_class)
+    return cast("PreTrainedConfig", (own or AutoConfig).from_pretrained(folder))
+
+
+# The model itself
+
+
+def build_on_meta(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    manifest: Manifest,
+    attention: str | None,
+    reference: bool,
+) -> PreTrainedModel:
+    """The stock modules without storage, each tensor in the dtype that it will have."""
+    dtype = torch.float32 if reference else cast("torch.dtype", getattr(torch, manifest.model.dtype))
+    config.architectures = [manifest.model.class_name]
+    vars(config).pop("auto_map", None)  # it names a file of the compiled folder; this config may be saved elsewhere
+    extra: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    if reference:
+        extra["experts_implementation"] = "eager"  # experts that no rule rewrote add up in the stock order too
+    make = cast("Any", model_class)
+    with torch.device("meta"):
+        model = cast("PreTrainedModel", make._from_config(config, dtype=dtype, **extra))
+    _keep_in_fp32(model, dtype)
+    return model.eval()
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Some tensors (a router's correction bias) stay fp32 in a model of half precision: the class names them."""
+    kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not kept or dtype not in (torch.float16, torch.bfloat16):
+        return
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and any(part in name for part in kept):
+            tensor.data = tensor.data.float()
+
+
+def _finished(
+    model: PreTrainedModel, folder: Path, manifest: Manifest, base: str, placement: Mapping[str, str]
+) -> PreTrainedModel:
+    """What users of the model look at: its origin, its generation defaults, its devices."""
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    # An adapter saved from this model names the original as its base, so that it loads anywhere.
+    model.name_or_path = base
+    model.config.name_or_path = base
+    devices = device_map(placement)
+    if devices is not None:
+        cast("Any", model).hf_device_map = devices
+    environment.apply_use_kt()
+    peft_glue.install()
+    return model

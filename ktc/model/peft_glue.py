@@ -1,0 +1,56 @@
+"""Adapters on a compiled model: PEFT's own dispatch serves `KTLinear`, and is given a wrapper for `FusedMoe`.
+
+`install` is called when a compiled model is imported or loaded. `read_lora_config` makes the stock `LoraConfig` that
+the rule's `lora` block and the nodes it chose ask for.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, cast
+
+from peft import LoraConfig
+
+from ktc.decode import read_json
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.module import FusedMoe
+from ktc.experts.peft_wrapper import ASKED, AskedTargets, ExpertsParamWrapper
+
+FILE = "lora.json"
+_INSTALLED = "_ktc_installed"
+
+
+def install() -> None:
+    """Make every `LoraConfig` that is built from now on know ktc's modules. A second call changes nothing.
+
+    PEFT, TRL and LLaMA-Factory build their configs themselves, so the class is where all of them pass.
+    """
+    original = cast("Any", LoraConfig).__post_init__
+    if getattr(original, _INSTALLED, False):
+        return
+
+    @functools.wraps(original)
+    def with_modules(self: LoraConfig) -> None:
+        original(self)
+        if self.base_model_name_or_path is None:  # an adapter that is read names its base, and was checked when made
+            setattr(self, ASKED, AskedTargets.of(self))
+        cast("Any", self)._register_custom_module({FusedMoe: ExpertsParamWrapper})
+
+    setattr(with_modules, _INSTALLED, True)
+    cast("Any", LoraConfig).__post_init__ = with_modules
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """The stock `LoraConfig` of the compiled model in `folder`. Raises `InputRefused` (L431) if it has none."""
+    try:
+        content: object = read_json((folder / FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputRefused(
+            Diagnostic("L402", f"`{folder / FILE}` is damaged: {error}", hint="compile it again")
+        ) from error
+    if content is None:
+        hint = "add a rule with `lora_linear` or `lora_experts`, or build a `LoraConfig` yourself"
+        raise InputRefused(Diagnostic("L431", f"the rules of `{folder.name}` ask for no adapter", hint=hint))
+    install()
+    return LoraConfig(**cast("dict[str, Any]", content))

@@ -1,0 +1,1 @@
+"""Dumps of graphs and their views: text, diff, DOT, SVG and HTML."""

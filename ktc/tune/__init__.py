@@ -1,0 +1,1 @@
+"""`ktc train`: settings, data, the run folder, the run and its page."""

@@ -1,0 +1,72 @@
+"""Training data as tokens, before the model is loaded.
+
+In: the place and the settings of a run. Out: `PreparedData`. Refused: bad data, a length that the model has no room for
+(T503, T505, T510 to T520).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.hf.tokenizer import read_tokenizer
+from ktc.tune.examples import TrainingData, read_training_data
+from ktc.tune.settings import TrainSettings
+from ktc.tune.tokenised import TokenisedData, tokenise
+from ktc.tune.types import Place, PreparedData
+
+
+def prepare(place: Place, settings: TrainSettings) -> PreparedData:
+    """The data as tokens; the model is not loaded. Raises InputRefused (T510 to T520)."""
+    assert settings.data is not None, "`settings_for` has seen to it"
+    rows, held_out = _rows(settings, Path(settings.data))
+    limit = _limit(place, settings)
+    tokenizer = read_tokenizer(place.out, "T507")
+
+    def encode(data: TrainingData) -> TokenisedData:
+        return tokenise(
+            data,
+            tokenizer,
+            limit=limit,
+            truncate=settings.truncate,
+            template=settings.template,
+            train_on_prompt=settings.train_on_prompt,
+        )
+
+    return PreparedData(encode(rows), encode(held_out) if held_out else None)
+
+
+def _rows(settings: TrainSettings, path: Path) -> tuple[TrainingData, TrainingData | None]:
+    data = read_training_data(path, settings.format)
+    if settings.eval_data:
+        return data, read_training_data(Path(settings.eval_data), settings.format)
+    if not settings.eval_split:
+        return data, None
+    if len(data.examples) == 1:
+        raise InputRefused(Diagnostic("T503", f"`eval_split` of `{path}`: one row cannot be split"))
+    held_out = min(max(1, round(len(data.examples) * settings.eval_split)), len(data.examples) - 1)
+    order = list(range(len(data.examples)))
+    random.Random(settings.seed).shuffle(order)
+    chosen = frozenset(order[:held_out])
+    parts = [
+        tuple(each for number, each in enumerate(data.examples) if (number in chosen) is held) for held in (False, True)
+    ]
+    return replace(data, examples=parts[0]), replace(data, examples=parts[1])
+
+
+def _limit(place: Place, settings: TrainSettings) -> int:
+    """The longest sequence. Raises InputRefused (T505) where the model has no room for it."""
+    from ktc.model.load import stock_class
+    from ktc.model.load_as import read_config
+    from ktc.model.manifest import read_manifest
+
+    model_class = stock_class(read_manifest(place.out), place.out, place.weights, trust_remote_code=place.trusted)
+    config: Any = read_config(place.out, model_class).get_text_config()
+    longest = int(getattr(config, "max_position_embeddings", 0) or settings.length)
+    if settings.length > longest:
+        message = f"`length` is {settings.length}, and the model has room for {longest} tokens"
+        raise InputRefused(Diagnostic("T505", message, hint=f"`--length {longest}` is the most"))
+    return settings.length

@@ -1,0 +1,88 @@
+"""Fine-tuning a compiled model: `ktc train` and `ktc.train`.
+
+In: a compiled model, training data, settings. Out: a folder with the adapter in PEFT's format, checkpoints, the
+settings that made it, and a report. Refused before anything is loaded: bad settings and data (T501 to T520), a folder
+in use or occupied (T521 to T525), layers that the model does not have (T526).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ktc import environment
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.tune import run_folder
+from ktc.tune.prepare import prepare
+from ktc.tune.settings import TrainSettings, read_settings
+from ktc.tune.types import Observe, Place, Stop, TrainResult
+
+
+def train(
+    out: str | Path,
+    data: str | Path | None = None,
+    *,
+    output: str | Path | None = None,
+    config: str | Path | None = None,
+    resume: str | None = None,
+    force: bool = False,
+    weights: str | Path | None = None,
+    trust_remote_code: bool = False,
+    **settings: Any,
+) -> TrainResult:
+    """Tunes the compiled model in `out` on `data` and writes the adapter to `output`.
+
+    `config` names a YAML file of settings, `settings` are those of `TrainSettings` and win over it; `resume` goes on
+    with a run ("auto", or a checkpoint's path), `force` replaces one. Raises InputRefused with all that is wrong.
+    """
+    place = Place(
+        Path(out),
+        Path(output) if output else default_output(Path(out)),
+        resume,
+        force,
+        Path(weights) if weights else None,
+        trust_remote_code,
+    )
+    flags = {**settings, "data": None if data is None else str(data)}
+    return run(place, settings_for(place, Path(config) if config else None, flags))
+
+
+def default_output(out: Path) -> Path:
+    """Beside the working folder's other things, named after the model."""
+    return Path(f"{out.absolute().name}-adapter")
+
+
+def settings_for(place: Place, config: Path | None, flags: dict[str, Any]) -> TrainSettings:
+    """The settings of the run: of a `config` and `flags`; without a config a run that goes on has its own."""
+    if place.resume and config is None:
+        kept = run_folder.settings_of_run(place.output)
+        chosen = {name: value for name, value in flags.items() if value is not None}
+        settings = TrainSettings(**{**kept, **chosen})
+    else:
+        settings = read_settings(config, flags)
+    if settings.data is None:
+        raise InputRefused(Diagnostic("T504", "there is no training data", hint="name it: `--data FILE`"))
+    if place.resume:
+        run_folder.require_same_run(place.output, settings, TrainSettings(**run_folder.settings_of_run(place.output)))
+    return settings
+
+
+def _unobserved(event: str, value: object) -> None:
+    """Nobody is watching."""
+
+
+def run(
+    place: Place, settings: TrainSettings, *, observe: Observe = _unobserved, stop: Stop = lambda: False
+) -> TrainResult:
+    """One run. `observe` hears of `data`, `folder`, `model`, each `step` and `saved`; `stop` is asked after each step.
+
+    A run that was stopped saves a checkpoint first. Under several processes all call this, and the first writes.
+    """
+    from ktc.tune.training_run import TrainingRun
+
+    if environment.process_rank() == 0:  # the one that will claim the folder
+        run_folder.require_usable(place.output, resume=place.resume, force=place.force)
+    data = prepare(place, settings)
+    observe("data", data)
+    with TrainingRun(place, settings, data, observe, stop) as running:
+        return running.finish()

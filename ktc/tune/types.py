@@ -1,0 +1,56 @@
+"""What a training run is about: where it reads and writes, its data as tokens, its progress and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ktc.tune.tokenised import TokenisedData
+
+if TYPE_CHECKING:
+    from ktc.training.run_report import RunReport
+
+Observe = Callable[[str, object], None]
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run reads and writes. `resume` is "auto" or a checkpoint's path; `weights` the checkpoint if it moved."""
+
+    out: Path
+    output: Path
+    resume: str | None = None
+    force: bool = False
+    weights: Path | None = None
+    trusted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """Rows to learn from, and rows that are held out."""
+
+    train: TokenisedData
+    held_out: TokenisedData | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """`interrupted` says that the last checkpoint is in `output` and no adapter of a finished run."""
+
+    output: Path
+    report: RunReport
+    data: PreparedData
+    interrupted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """After a step: its number and that of all, the last loss, and real tokens per second of the last steps."""
+
+    step: int
+    steps: int
+    loss: float | None
+    tokens_per_second: float

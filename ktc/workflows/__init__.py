@@ -1,1 +1,0 @@
-"""Uses of a compiled model, each behind a command: train, export, merge, generate, serve, evaluate."""

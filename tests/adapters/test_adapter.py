@@ -1,0 +1,183 @@
+"""Adapter folders: what is read of them, what is refused by name, and that what is attached is the whole of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import ktc
+from ktc.adapters.adapter import attach, read_adapter
+from ktc.diagnostics import InputRefused
+from ktc.model.manifest import read_manifest
+from ktc.model.peft_glue import read_lora_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def compiled_model(compiled_twin: Callable[..., Path]) -> Path:
+    return compiled_twin("tiny:qwen3_moe", "moe-experts-lora")
+
+
+def tuned(folder: Path, config: LoraConfig | None = None) -> PeftModel:
+    """The compiled model with an adapter whose every factor is random."""
+    model = get_peft_model(ktc.load(folder, reference=True), config or read_lora_config(folder))
+    assert isinstance(model, PeftModel)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.1)
+    return model.eval()
+
+
+def stock(folder: Path) -> PreTrainedModel:
+    """The original of a compiled model in fp32, its experts one after the other as the reference has them."""
+    source = read_manifest(folder).model.folder
+    made = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager")
+    return cast("PreTrainedModel", made).eval()
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 35).reshape(2, 16)).logits
+
+
+@pytest.fixture(scope="module")
+def saved(compiled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """An adapter folder, and the logits of the model that saved it."""
+    model = tuned(compiled_model)
+    folder = tmp_path_factory.mktemp("adapters") / "first"
+    model.save_pretrained(str(folder))
+    return folder, logits(model)
+
+
+@pytest.fixture
+def adapter(saved: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
+    """A copy of the adapter, to be harmed."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in saved[0].iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+def codes(call: Callable[[], Any]) -> tuple[str, ...]:
+    with pytest.raises(InputRefused) as refusal:
+        call()
+    return tuple(diagnostic.code for diagnostic in refusal.value.diagnostics)
+
+
+def change(folder: Path, **values: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_an_adapter_is_read_without_its_values(adapter: Path) -> None:
+    found = read_adapter(adapter)
+    assert found.r == 8 and found.lora_alpha == 32
+    assert Path(found.base).is_dir()
+    assert {entry.name for entry in found.tensors} == load_file(adapter / "adapter_model.safetensors").keys()
+
+
+def test_what_was_trained_comes_back(compiled_model: Path, saved: tuple[Path, torch.Tensor]) -> None:
+    model = attach(ktc.load(compiled_model, reference=True), saved[0])
+    assert torch.equal(logits(model), saved[1])
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_attention_adapters_give_the_stock_model_the_very_same_logits(compiled_model: Path, tmp_path: Path) -> None:
+    attention = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    model = tuned(compiled_model, attention)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    found = PeftModel.from_pretrained(stock(compiled_model), str(tmp_path / "adapter")).eval()
+    assert torch.equal(logits(found), logits(model))
+    assert not torch.equal(logits(found), logits(stock(compiled_model)))
+
+
+def test_adapters_of_experts_give_the_stock_model_the_same_logits(
+    compiled_model: Path, saved: tuple[Path, torch.Tensor]
+) -> None:
+    """PEFT computes (W + s B A) x, the compiled model W x + s B (A x)."""
+    found = logits(PeftModel.from_pretrained(stock(compiled_model), str(saved[0])).eval())
+    effect = (found - logits(stock(compiled_model))).abs().max()
+    assert (found - saved[1]).abs().max() <= 1e-6 * max(found.abs().max(), effect)
+
+
+def test_it_can_be_trained_on(compiled_model: Path, saved: tuple[Path, torch.Tensor]) -> None:
+    model = attach(ktc.load(compiled_model, reference=True), saved[0], trainable=True)
+    assert all(p.requires_grad for name, p in model.named_parameters() if ".lora_" in name)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    assert codes(lambda: read_adapter(tmp_path)) == ("A601",)
+    assert codes(lambda: read_adapter(tmp_path / "nowhere")) == ("A601",)
+
+
+def test_half_written_adapters_are_refused(adapter: Path) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert codes(lambda: read_adapter(adapter)) == ("A602",)
+    weights.unlink()
+    assert codes(lambda: read_adapter(adapter)) == ("A602",)
+    weights.write_bytes(b"")
+    (adapter / "adapter_config.json").write_text("{")
+    assert codes(lambda: read_adapter(adapter)) == ("A602", "A602")
+
+
+def test_pickled_weights_are_not_read(adapter: Path) -> None:
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(InputRefused, match=r"A602: .*pickle"):
+        read_adapter(adapter)
+
+
+def test_a_factor_without_its_other_half_is_refused(adapter: Path) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop(next(name for name in tensors if "lora_B" in name))
+    save_file(tensors, weights)
+    with pytest.raises(InputRefused, match="one factor of two"):
+        read_adapter(adapter)
+
+
+def test_other_kinds_and_senseless_values_are_refused(adapter: Path) -> None:
+    change(adapter, peft_type="IA3")
+    assert codes(lambda: read_adapter(adapter)) == ("A604",)
+    change(adapter, peft_type="LORA", r="eight", lora_alpha=None)
+    assert codes(lambda: read_adapter(adapter)) == ("A602", "A602")
+
+
+def test_an_adapter_of_another_model_is_refused_with_both_names(compiled_model: Path, adapter: Path) -> None:
+    model = ktc.load(compiled_model, reference=True)
+    change(adapter, base_model_name_or_path="somebody/another-model")
+    with pytest.raises(InputRefused) as refusal:
+        attach(model, adapter)
+    assert "A603" in str(refusal.value)
+    assert "somebody/another-model" in str(refusal.value) and str(model.name_or_path) in str(refusal.value)
+
+
+def test_sizes_and_layers_of_another_model_are_refused(compiled_model: Path, adapter: Path) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if "q_proj.lora_A" in name)
+    save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, weights)
+    with pytest.raises(InputRefused, match=r"A603: .*q_proj` is .*lora_A is"):
+        attach(ktc.load(compiled_model, reference=True), adapter)
+    save_file({key.replace("layers.1.", "layers.71."): tensor for key, tensor in tensors.items()}, weights)
+    with pytest.raises(InputRefused, match=r"A603: .*no layer `model.layers.71"):
+        attach(ktc.load(compiled_model, reference=True), adapter)
+
+
+def test_layers_that_peft_would_leave_out_are_noticed(compiled_model: Path, adapter: Path) -> None:
+    targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    change(adapter, target_modules=[name for name in targets if "q_proj" not in name])
+    assert codes(lambda: attach(ktc.load(compiled_model, reference=True), adapter)) == ("A605",)

@@ -1,0 +1,290 @@
+"""GGUF's block formats and fp16: what the bits mean, what kernels make of them, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from kernel_layers import ISAS, Layer, error, random_layer, run, spec_of
+from lora_layers import adapt, assert_close, run_adapted
+from torch import Tensor
+
+from ktc import host
+from ktc.codegen import toolchain
+from ktc.codegen.build import build
+from ktc.codegen.render import render
+from ktc.experts.block_reference import dequantise_blocks, quantise_blocks, random_blocks
+from ktc.experts.kernel_library import KernelLibrary
+from ktc.experts.module import FusedMoe
+from ktc.experts.stock_layout import ExpertPart, canonical_parts
+from ktc.host import Isa
+from ktc.plan.kernel_spec import BLOCKS, KernelSpec, WeightFormat
+from ktc.plan.packed_size import packed_bytes
+
+NAMES = tuple(name for name in BLOCKS if name != "fp16")
+# Of gate and up, and of down: every format once, and the pair of most files.
+PAIRS: tuple[tuple[WeightFormat, WeightFormat], ...] = (
+    ("q4_k", "q6_k"),
+    ("q8_0", "q4_0"),
+    ("mxfp4", "q5_k"),
+    ("fp16", "q8_0"),
+)
+# So few rows of an expert are multiplied with the codes themselves, of formats exact in bf16.
+CODE_ROWS = {"avx512_bf16": 6, "amx": 4}
+# Hidden and intermediate in blocks, experts, experts per token, tokens, and how many experts get any.
+SHAPES = {
+    "no tokens": (1, 1, 4, 2, 0, 4),
+    "one token": (1, 2, 8, 3, 1, 8),
+    "three tokens": (2, 1, 3, 2, 3, 3),
+    "five tokens of one expert": (1, 1, 1, 1, 5, 1),
+    "seventeen tokens": (1, 1, 2, 2, 17, 2),
+    "two experts get all": (2, 1, 6, 2, 33, 2),
+}
+LANES = {"scalar": "ktc::scalar::Lanes<ktc::bf16>"}
+
+
+def spec_for(isa: Isa, pair: tuple[WeightFormat, WeightFormat]) -> KernelSpec:
+    return replace(spec_of(isa), format_gate_up=pair[0], format_down=pair[1])
+
+
+QUICK = [spec_for(ISAS[0], PAIRS[0])]
+SLOW = [spec for isa in ISAS for pair in PAIRS if (spec := spec_for(isa, pair)) not in QUICK]
+SPECS = [*QUICK, *(pytest.param(spec, marks=pytest.mark.slow) for spec in SLOW)]
+Library = Callable[[KernelSpec], KernelLibrary]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The library of a spec: one for the quick ones, another for the others, each built when it is first asked for."""
+    built: dict[bool, KernelLibrary] = {}
+
+    def of(spec: KernelSpec) -> KernelLibrary:
+        quick = spec in QUICK
+        if quick not in built:
+            specs = tuple(QUICK if quick else SLOW)
+            folder = tmp_path_factory.mktemp("kernels")
+            built[quick] = build(render(specs, dict.fromkeys(specs, "test")), host.detect(), folder)
+        return built[quick]
+
+    return of
+
+
+def layer_for(spec: KernelSpec, shape: tuple[int, ...]) -> Layer:
+    hidden, inter, experts, top_k, tokens, used = shape
+    width = {name: max(BLOCKS[name].weights, 160) for name in spec.formats}  # odd numbers of small blocks
+    hidden, inter = hidden * width[spec.format_gate_up], inter * width[spec.format_down]
+    return random_layer(hidden, inter, experts, top_k, tokens, experts_used=used)
+
+
+def module_for(library: Library, spec: KernelSpec, layer: Layer, **options: object) -> FusedMoe:
+    """Experts of random blocks; the layer's weights become what a few rows are multiplied with."""
+    sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
+    kernel = library(spec).kernel(spec.entry)
+    module = FusedMoe(*sizes, layer.form, kernel=kernel, **options)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(3)
+    for expert, part, values in matrices(layer):
+        weight_format = spec.format_of(part)
+        rows, columns = values.shape
+        blocks = random_blocks(rows, columns, weight_format, columns**-0.5, generator)
+        module.load_blocks(expert, part, blocks)
+        exact = dequantise_blocks(blocks, weight_format)
+        values.copy_(exact.bfloat16() if weight_format == "fp16" else exact)  # fp16 is rounded however many rows
+    return module
+
+
+def matrices(layer: Layer) -> list[tuple[int, ExpertPart, Tensor]]:
+    return [
+        (expert, part, values)
+        for name, tensor in layer.stock.items()
+        for expert in range(layer.num_experts)
+        for part, values in canonical_parts(layer.form, name, tensor[expert])
+    ]
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Bit for bit, but that one NaN is as good as another."""
+    both = found.isnan() & expected.isnan()
+    return bool((both | (found == expected)).all())
+
+
+# What the bits mean
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_bytes_mean_what_gguf_says(name: str) -> None:
+    size = BLOCKS[name].stored_bytes  # type: ignore[index]
+    blocks = torch.randint(256, (64, 6 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    with np.errstate(all="ignore"):  # infinite scales are among them
+        expected = gguf.dequantize(blocks.numpy(), GGMLQuantizationType[name.upper()])
+    assert same(dequantise_blocks(blocks, name), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "mxfp4"])
+def test_weights_become_the_blocks_that_gguf_makes(name: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    normal = torch.randn(64, 128, generator=generator)
+    for weights in (normal, normal.bfloat16().float(), torch.zeros(1, 32), torch.randint(-3, 4, (64, 128)).float()):
+        expected = gguf.quantize(weights.numpy(), GGMLQuantizationType[name.upper()])
+        assert torch.equal(quantise_blocks(weights, name), torch.from_numpy(expected))
+
+
+def compiled(name: str, isa: Isa, folder: Path, *options: str) -> Path:
+    """The program beside this file, built as kernels for `isa` are."""
+    source, program = Path(__file__).with_name(f"{name}.cpp"), folder / name
+    tools = toolchain.find(host.detect())
+    includes = [f"-I{path}" for path in tools.include]
+    command = [tools.compiler.path, *tools.flags(isa, source.name), *includes, *options, str(source)]
+    subprocess.run([*command, "-o", str(program)], check=True)
+    return program
+
+
+def test_a_million_weights_become_the_same_blocks_where_multiply_and_add_could_be_one(tmp_path: Path) -> None:
+    """Ties are common among weights rounded to bf16: a code would be another one if they were added unrounded."""
+    program = compiled("quantise_blocks", ISAS[0], tmp_path)
+    weights = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(12)).bfloat16().float()
+    weights[0] *= 1e-38  # blocks whose scale is no normal number
+    for name in ("q8_0", "q4_0", "mxfp4"):
+        done = subprocess.run([program, name], input=weights.numpy().tobytes(), capture_output=True, check=True)
+        found = torch.frombuffer(bytearray(done.stdout), dtype=torch.uint8)
+        assert torch.equal(found, quantise_blocks(weights, name).flatten()), name
+
+
+@pytest.mark.parametrize("isa", [ISAS[0], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:])])
+def test_every_instruction_set_decodes_them_to_the_bit_in_fp32(isa: Isa, tmp_path: Path) -> None:
+    lanes = LANES.get(isa, f"ktc::{isa}::Isa::Lanes")
+    program = compiled("decode_blocks", isa, tmp_path, "-include", f"ktc/isa/{isa}.hpp", f"-DKTC_LANES={lanes}")
+    generator = torch.Generator().manual_seed(4)
+    for name, form in BLOCKS.items():
+        blocks = torch.randint(
+            256, (32, 512 // form.weights * form.stored_bytes), dtype=torch.uint8, generator=generator
+        )
+        type_name = "f16" if name == "fp16" else name
+        done = subprocess.run([program, type_name], input=blocks.numpy().tobytes(), capture_output=True, check=True)
+        found = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(32, 512)
+        assert same(found, dequantise_blocks(blocks, name)), name
+
+
+# What kernels make of them
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
+def test_any_bytes_are_kept_as_they_are(library: Library, spec: KernelSpec) -> None:
+    layer = layer_for(spec, (2, 1, 2, 1, 1, 2))
+    module = module_for(library, spec, layer)
+    generator = torch.Generator().manual_seed(5)
+    for expert, part, values in matrices(layer):
+        form = BLOCKS[spec.format_of(part)]
+        size = values.shape[1] // form.weights * form.stored_bytes
+        blocks = torch.randint(256, (values.shape[0], size), dtype=torch.uint8, generator=generator)
+        module.load_blocks(expert, part, blocks)
+        assert same(module.expert(expert, part), dequantise_blocks(blocks, spec.format_of(part)).bfloat16())
+    sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "num_experts": 2, "top_k": 1}
+    assert module.packed_bytes == packed_bytes(replace(spec, **sizes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
+def test_output_and_gradients_are_those_of_the_weights(
+    library: Library, spec: KernelSpec, shape: tuple[int, ...]
+) -> None:
+    layer = layer_for(spec, shape)
+    module = module_for(library, spec, layer)
+    out, d_x, d_weights = run(module, layer)
+    assert out.shape == d_x.shape == layer.x.shape
+    if not layer.x.shape[0]:
+        return
+    exact, _, _ = layer.expected()
+    for expert, part, values in matrices(layer):
+        values.copy_(module.expert(expert, part))
+    rounded, expected_d_x, expected_d_weights = layer.expected()
+    by_codes = int(layer.index.flatten().bincount().max()) <= CODE_ROWS.get(spec.isa, 0)
+    assert error(out, exact if by_codes else rounded) <= 3e-3
+    # What is kept of a forward on codes goes into a backward on their rounding: neither reference is all of it.
+    assert error(d_x, expected_d_x) <= (5e-3 if by_codes else 4e-3)
+    dot_product = layer.grad.norm() * rounded.norm() / layer.hidden**0.5  # a few may cancel to their own rounding
+    assert (d_weights - expected_d_weights).norm() <= 5e-3 * max(expected_d_weights.norm(), dot_product)
+
+
+@pytest.mark.parametrize("tokens", [4, 60])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
+def test_lora_is_trained_on_them(library: Library, spec: KernelSpec, tokens: int) -> None:
+    layer = layer_for(spec, (1, 1, 2, 2, tokens, 2))
+    module = module_for(library, spec, layer)
+    adapted = adapt(layer, 8)
+    found = run_adapted(module, adapted)
+    exact_out = adapted.reference()[0]
+    for expert, part, values in matrices(layer):
+        values.copy_(module.expert(expert, part))
+    rounded_out, *gradients = adapted.reference()
+    by_codes = tokens <= CODE_ROWS.get(spec.isa, 0)
+    assert_close(found, (exact_out if by_codes else rounded_out, *gradients), 1.25 if by_codes else 1)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
+def test_an_infinity_stays_one_however_many_tokens_there_are(library: Library, spec: KernelSpec) -> None:
+    layer = layer_for(spec, (1, 1, 1, 1, 24, 1))
+    module = module_for(library, spec, layer)
+    x = layer.x.bfloat16()
+    x[0, 3] = torch.inf
+    weights = layer.weights.float()
+    alone = module(x[:1], layer.index[:1], weights[:1])
+    among = module(x, layer.index, weights)
+    assert torch.equal(alone.isnan()[0], among.isnan()[0])
+    assert torch.equal(alone.isinf()[0], among.isinf()[0])
+    assert among[1:].isfinite().all()
+
+
+@pytest.mark.slow
+def test_weights_of_other_formats_are_quantised_as_the_reference_does(library: Library) -> None:
+    spec = spec_for(ISAS[0], PAIRS[1])
+    layer = layer_for(spec, (3, 2, 2, 1, 1, 2))
+    module = module_for(library, spec, layer)
+    assert module.takes_blocks("gate", "q8_0")
+    assert module.takes_blocks("down", "q4_0")
+    assert not module.takes_blocks("down", "q8_0")
+    for expert, part, values in matrices(layer):
+        weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(6))
+        module.load_expert(expert, part, weights)
+        blocks = quantise_blocks(weights, spec.format_of(part))
+        assert torch.equal(module.expert(expert, part), dequantise_blocks(blocks, spec.format_of(part)).bfloat16())
+    with pytest.raises(ValueError, match="not finite"):
+        module.load_expert(0, "up", torch.full((layer.intermediate, layer.hidden), torch.nan))
+
+
+# What is refused
+
+
+def test_what_is_no_such_block_is_refused(library: Library) -> None:
+    spec = QUICK[0]
+    layer = layer_for(spec, (1, 1, 1, 1, 1, 1))
+    module = module_for(library, spec, layer)
+    blocks = torch.zeros(256, 144, dtype=torch.uint8)
+    assert module.takes_blocks("up", "q4_k")
+    with pytest.raises(ValueError, match="q4_k weights are taken only as a file stores them"):
+        module.load_expert(0, "up", torch.zeros(256, 256))
+    with pytest.raises(ValueError, match=r"`up` is stored in blocks of q4_k; found torch\.int8"):
+        module.load_blocks(0, "up", blocks.view(torch.int8))
+    with pytest.raises(ValueError, match="expected a matrix of 256 x 256, found 255 x 256"):
+        module.load_blocks(0, "up", blocks[1:])
+    with pytest.raises(ValueError, match="expected a matrix of 256 x 256, found 256 x -1"):
+        module.load_blocks(0, "up", blocks[:, 1:])
+    with pytest.raises(ValueError, match="not stored in codes"):
+        module.load_codes(0, "up", torch.zeros(256, 256, dtype=torch.int8), torch.ones(256, 1))
+
+
+@pytest.mark.parametrize(("hidden", "inter", "what"), [
+    (224, 256, "q4_k weights in blocks of 256: hidden = 224"), (256, 96, "q6_k .* of 256: intermediate = 96"),
+])  # fmt: skip
+def test_rows_that_are_no_whole_blocks_are_refused_by_name(
+    library: Library, hidden: int, inter: int, what: str
+) -> None:
+    kernel = library(QUICK[0]).kernel(QUICK[0].entry)
+    with pytest.raises(ValueError, match=what):
+        FusedMoe(2, hidden, inter, 1, kernel=kernel)

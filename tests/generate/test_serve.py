@@ -1,0 +1,238 @@
+"""A compiled model behind OpenAI's API: a real server on a free port, asked by real clients."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktc import versions
+from ktc.diagnostics import HostLacks, InputRefused
+from ktc.generate import serve
+from ktc.generate.answers import Sampling, answer
+from ktc.generate.language_model import LanguageModel, open_language_model
+from ktc.generate.prompts import render
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        not all(importlib.util.find_spec(name) for name in serve.PACKAGES), reason="the extra `serve` is not installed"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def opened(compiled: Path) -> LanguageModel:
+    return open_language_model(compiled, reference=True)
+
+
+@pytest.fixture(scope="module")
+def address(opened: LanguageModel) -> Iterator[str]:
+    listening = serve.listen("127.0.0.1", 0)
+    server = serve.make_server(opened)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield serve.url(listening)
+    server.should_exit = True
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+
+
+def request(url: str, body: Any = None) -> tuple[int, str]:
+    """POST with a body, else GET, without any client library in between."""
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def hello(text: str = "Hello") -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def expected(opened: LanguageModel, text: str, sampling: Sampling, raw: bool = False) -> str:
+    return answer(opened, render(opened, text, raw=raw), sampling)[0].text
+
+
+def test_the_model_is_listed(client: Any, opened: LanguageModel) -> None:
+    assert [model.id for model in client.models.list()] == [opened.name]
+
+
+def test_a_chat_completion_is_what_generate_answers(client: Any, opened: LanguageModel) -> None:
+    found = client.chat.completions.create(model=opened.name, messages=hello(), max_tokens=8, temperature=0)
+    assert found.choices[0].message.content == expected(opened, "Hello", Sampling(8))
+    assert found.choices[0].finish_reason == "length"
+    assert found.usage.prompt_tokens == len(render(opened, "Hello").input_ids)
+    assert found.usage.completion_tokens == 8
+
+
+def test_streamed_chunks_make_the_completion(client: Any, opened: LanguageModel) -> None:
+    chunks = list(
+        client.chat.completions.create(model=opened.name, messages=hello(), max_tokens=16, temperature=0, stream=True)
+    )
+    assert len(chunks) > 2
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected(opened, "Hello", Sampling(16))
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_completion_continues_text_as_it_is(client: Any, opened: LanguageModel) -> None:
+    found = client.completions.create(model=opened.name, prompt="Rain falls", max_tokens=8, temperature=0)
+    assert found.choices[0].text == expected(opened, "Rain falls", Sampling(8), raw=True)
+
+
+@pytest.mark.skipif(
+    versions.release(versions.installed("transformers") or "0") < (5, 7),
+    reason="transformers 5.6 leaves a number out of a response that openai has come to ask for: the next test",
+)
+def test_a_response_is_there_too(client: Any, opened: LanguageModel) -> None:
+    found = client.responses.create(model=opened.name, input="Hello", max_output_tokens=8, temperature=0)
+    assert found.output_text == expected(opened, "Hello", Sampling(8))
+
+
+def test_a_response_that_transformers_cannot_write_is_refused_by_name(
+    address: str, opened: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compute_usage(*_: int) -> None:
+        raise ValueError("cache_write_tokens: field required")
+
+    monkeypatch.setattr("transformers.cli.serving.response.compute_usage", compute_usage)
+    status, words = request(f"{address}/responses", {"input": "Hello", "model": opened.name})
+    assert status == 501
+    assert "/v1/chat/completions" in words and "openai" in words
+
+
+def test_an_answer_ends_before_a_stop_text(client: Any, opened: LanguageModel) -> None:
+    whole = expected(opened, "Hello", Sampling(16))
+    stop = whole[5:7]
+    options = {"model": opened.name, "messages": hello(), "max_tokens": 16, "temperature": 0, "stop": [stop]}
+    found = client.chat.completions.create(**options)
+    assert found.choices[0].message.content == whole[: whole.index(stop)]
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole[: whole.index(stop)]
+
+
+def test_requests_at_once_do_not_disturb_each_other(client: Any, opened: LanguageModel) -> None:
+    texts = ["Hello", "Rain falls on the hills", "What is the capital of France?", "def add(a, b):"]
+
+    def ask(number: int) -> tuple[str, str]:
+        text = texts[number % len(texts)]
+        if number % 2:
+            found = client.chat.completions.create(model=opened.name, messages=hello(text), max_tokens=6, temperature=0)
+            return text, found.choices[0].message.content
+        options: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "stream": True}
+        chunks = client.chat.completions.create(model=opened.name, messages=hello(text), **options)
+        return text, "".join(c.choices[0].delta.content or "" for c in chunks)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(12)))
+    wanted = {text: expected(opened, text, Sampling(6)) for text in texts}
+    assert all(found == wanted[text] for text, found in answers)
+
+
+def test_draws_follow_the_seed_also_at_once(client: Any, opened: LanguageModel) -> None:
+    def ask(seed: int) -> str:
+        found = client.chat.completions.create(
+            model=opened.name, messages=hello(), max_tokens=10, temperature=1.5, seed=seed
+        )
+        return found.choices[0].message.content
+
+    alone = [ask(seed) for seed in (1, 2, 3)]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, (1, 2, 3, 1, 2, 3))) == alone * 2
+    assert len(set(alone)) > 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("chat/completions", {"messages": []}, 422, "messages"),
+        ("chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, 422, "role"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
+            422,
+            "temperature",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}, 422, "n"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "unknown": 2}, 422, "unknown"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "model": "other"}, 400, "other"),
+        ("completions", {"prompt": ""}, 422, "prompt"),
+        ("completions", {"prompt": "word " * 4000}, 400, "length is"),
+        ("completions", {"prompt": "word " * 4000, "stream": True}, 400, "length is"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(address: str, path: str, body: Any, status: int, said: str) -> None:
+    code, text = request(f"{address}/{path}", body)
+    assert code == status, text
+    assert said in text
+
+
+def test_models_cannot_be_loaded_or_unloaded_from_outside(address: str) -> None:
+    root = address.removesuffix("/v1")
+    assert request(f"{root}/load_model", {"model": "gpt2"})[0] == 404
+    assert request(f"{root}/reset", {})[0] == 404
+    assert request(f"{root}/health") == (200, '{"status":"ok"}')
+
+
+def test_an_address_in_use_is_refused(address: str) -> None:
+    port = int(address.rsplit(":", 1)[1].removesuffix("/v1"))
+    for host in ("127.0.0.1", "no..name"):
+        with pytest.raises(InputRefused) as refused:
+            serve.listen(host, port)
+        assert refused.value.diagnostics[0].code == "G720"
+
+
+def test_others_can_reach_the_server_only_with_a_warning() -> None:
+    assert serve.exposure("127.0.0.1") == serve.exposure("localhost") == ()
+    assert [found.code for found in serve.exposure("0.0.0.0")] == ["G722"]
+
+
+def test_missing_packages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda name: None if name == "uvicorn" else installed(name))
+    with pytest.raises(HostLacks) as refused:
+        serve.require_server()
+    assert refused.value.diagnostics[0].code == "H230"
+    assert "uvicorn" in refused.value.diagnostics[0].message
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_server_with_130(compiled: Path) -> None:
+    root = Path(serve.__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ktc", "serve", str(compiled), "--reference", "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "is served at" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130

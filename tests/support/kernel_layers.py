@@ -1,0 +1,132 @@
+"""Random layers with what the reference says about them, and the kernel specs that the kernel tests build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ktc import host
+from ktc.experts.form import ExpertsForm, parse_form
+from ktc.experts.module import FusedMoe
+from ktc.experts.reference import fused_moe_reference
+from ktc.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.host import Isa
+from ktc.plan.kernel_spec import KERNELS, KernelSpec, WeightFormat
+
+ISAS: tuple[Isa, ...] = tuple(isa for isa in host.detect().isas if isa in KERNELS)
+# Hidden, intermediate, experts, experts per token of the one kernel whose sizes are constants: no multiples of a panel.
+CONSTANT = (70, 37, 5, 2)
+# The spelling of every form that kernels are tested in. How a form is stored is no kernel's business, but the loader's.
+FORMS = (
+    "silu",
+    "silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved",
+    "gelu_tanh(limit=1.5, up_offset=-0.5) interleaved",
+    "gelu biased",
+    "relu transposed",
+    "relu2 ungated",
+    "silu ungated biased transposed",
+)
+Dtype = Literal["bf16", "fp32", "fp64"]
+
+
+def spec_of(
+    isa: Isa,
+    dtype: Dtype = "bf16",
+    form: str = "silu",
+    sizes: tuple[int | None, int | None, int | None, int | None] = (None, None, None, None),
+    codes: tuple[WeightFormat, int] | None = None,
+) -> KernelSpec:
+    asked = parse_form(form)
+    stored, group = codes or (dtype, 0)
+    settings = {"gated": asked.gated, "biased": asked.biased, "group_size": group}
+    return KernelSpec("fused_moe", *sizes, dtype, stored, stored, isa, asked.activation, **settings)
+
+
+SPECS = (
+    *(spec_of(isa, form=form) for isa in ISAS for form in FORMS),
+    *(spec_of("scalar", "fp64", form) for form in FORMS),
+    spec_of("scalar", "fp32", "gelu"),
+    spec_of(ISAS[0], sizes=CONSTANT),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Sizes and random values of one layer and one batch, in float64 but exact in bf16."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    stock: dict[StockTensor, Tensor]
+    x: Tensor
+    index: Tensor
+    weights: Tensor
+    grad: Tensor
+    form: ExpertsForm
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, d hidden states, d routing weights of the reference in float64."""
+        x, weights = self.x.clone().requires_grad_(), self.weights.clone().requires_grad_()
+        first, down, *biases = self.stock.values()
+        out = fused_moe_reference(x, self.index, weights, first, down, self.form, *biases)
+        return (out.detach(), *torch.autograd.grad(out, (x, weights), self.grad))
+
+
+def random_layer(
+    hidden: int,
+    intermediate: int,
+    num_experts: int,
+    top_k: int,
+    tokens: int,
+    seed: int = 1,
+    experts_used: int | None = None,
+    form: str = "silu",
+) -> Layer:
+    """Distinct experts per token, drawn from the first `experts_used`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator).mul(scale).bfloat16().double()
+
+    scores = torch.rand(tokens, num_experts, generator=generator)
+    scores[:, experts_used or num_experts :] -= 1
+    asked = parse_form(form)
+    shapes = {name: stock_shape(asked, name, num_experts, hidden, intermediate) for name in stock_names(asked)}
+    contraction = {name: intermediate if name.startswith("down") else hidden for name in shapes}
+    stock = {
+        name: values(*shape, scale=0.5 if name.endswith("_bias") else contraction[name] ** -0.5)
+        for name, shape in shapes.items()
+    }
+    return Layer(
+        hidden,
+        intermediate,
+        num_experts,
+        top_k,
+        stock=stock,
+        x=values(tokens, hidden),
+        index=scores.topk(top_k, dim=-1).indices,
+        weights=torch.rand(tokens, top_k, generator=generator).double(),
+        grad=values(tokens, hidden),
+        form=asked,
+    )
+
+
+Load = Callable[..., FusedMoe]
+
+
+def run(module: FusedMoe, layer: Layer, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and both gradients of one forward and backward."""
+    x = layer.x.to(dtype).requires_grad_()
+    weights = layer.weights.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    out = module(x, layer.index, weights)
+    return (out.detach(), *torch.autograd.grad(out, (x, weights), layer.grad.to(dtype)))
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Relative error in the Frobenius norm."""
+    return float((found.double() - expected).norm() / expected.norm())
