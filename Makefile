@@ -37,7 +37,7 @@ check: $(READY)
 
 # Two runs side by side: what computes with kernels and whole models, and all else. What the first one says is shown
 # when both are done. Each has one OpenMP thread, for a second one would spin on the other run's core.
-COMPUTING = tests/end_to_end tests/kernels tests/training tests/workflows
+COMPUTING = tests/end_to_end tests/experts tests/linears tests/codegen tests/training tests/tune tests/adapters tests/generate tests/evaluate tests/learning
 QUICK = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not full"
 test: check
 	@mkdir -p build

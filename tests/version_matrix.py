@@ -22,9 +22,9 @@ from ktc import versions  # noqa: E402 - the script runs without ktc installed
 
 TESTS = (
     "tests/test_versions.py", "tests/capture/test_capture.py", "tests/match/test_match.py", "tests/rewrite",
-    "tests/prove", "tests/model/test_load.py", "tests/end_to_end/test_compiled_model.py",
-    "tests/linears/test_lora_linear.py", "tests/experts/test_peft.py", "tests/training", "tests/tune", "tests/adapters", "tests/generate",
-    "tests/evaluate", "tests/learning", "tests/llama_factory",
+    "tests/prove", "tests/model/test_load.py", "tests/end_to_end/test_compiled_model.py", "tests/experts/test_peft.py",
+    "tests/linears/test_lora_linear.py", "tests/training", "tests/tune", "tests/adapters", "tests/generate",
+    "tests/evaluate", "tests/learning", "tests/llama_factory/test_settings.py",
 )  # fmt: skip
 TOOLS = ("pytest>=8.3", "hypothesis>=6.130")
 KTC = f"{ROOT}[train,eval,serve,gguf]"  # TRL, the metrics, the server and GGUF, in whatever releases fit the set
