@@ -17,7 +17,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TREE = ("ktc", "rules", "grammar", "runtime", "templates", "docs", "README.md", "CONTRIBUTING.md", "Makefile")
-HELD = ("grammar", "rules")
+HELD = (
+    "grammar",
+    "ktc/dsl",
+    "rules",
+)
+NOT_YET = ("ktc/dsl/schema.py",)  # of the paths held
 WORDS_PER_SENTENCE = 45  # the goal is 25
 MARKDOWN_COLUMNS = 100
 
@@ -124,7 +129,8 @@ def files(prefix: str) -> list[Path]:
     path = ROOT / prefix
     if path.is_file():
         return [path]
-    return sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in {*_KIND, ".md"} - {""})
+    found = (p for p in path.rglob("*") if p.is_file() and p.suffix in {*_KIND, ".md"} - {""})
+    return sorted(p for p in found if str(p.relative_to(ROOT)) not in NOT_YET)
 
 
 def _phrases(text: Text) -> Iterator[tuple[int, str]]:

@@ -13,7 +13,7 @@ __all__ = ["RuleSet", "load"]
 
 
 def load(path_or_name: str | Path, settings: Mapping[str, str] | None = None) -> RuleSet:
-    """Reads and checks a rule program: a path, or the bare name of a bundled one (`moe-lora`).
+    """Read and check a rule program: a path, or the bare name of a bundled one (`moe-lora`).
 
     `settings` are the `--set` values of parameters, as text. Raises InputRefused with the diagnostics of all files;
     warnings are in the result.

@@ -1,7 +1,7 @@
-"""The value of an expression, given parameters and a way to ask about the match, the host and the model.
+"""The value of an expression, given parameters and a function that resolves facts of the match, host and model.
 
-Evaluation is total: what is missing or undefined (an absent capture, a division by zero) is `None`, a condition over
-it is `None` too, and `None` counts as false. It raises nothing on an expression that the checker accepted.
+Evaluation is total. A missing or undefined value (an absent capture, a division by zero) is `None`. A condition over
+`None` is `None` too and counts as false. No exception is raised for an expression that the checker accepted.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _LARGEST = 2**63 - 1
 
 
 def evaluate(expression: syntax.Expression, params: Mapping[str, Value], resolve: Resolve) -> Result:
-    """The expression's value, a `range` for `a..b`, or `None`.
+    """Return the expression's value, a `range` for `a..b`, or `None`.
 
-    `resolve` is asked for references of two parts and more (`("m", "layer")`), and for `m has shared` as
-    `("m", "has", "shared")`; a one-part reference is an enum constant and stands for its own text.
+    `resolve` is called with references of two or more parts (`("m", "layer")`), and for `m has shared` with
+    `("m", "has", "shared")`. A reference of one part is an enum constant; its value is its own text.
     """
     return _Evaluation(params, resolve).value(expression)
 
 
 def constant(expression: syntax.Expression, params: Mapping[str, Value]) -> Result:
-    """The value of an expression that asks nothing about model or host."""
+    """Return the value of an expression without references to model or host."""
     return evaluate(expression, params, lambda parts: None)
 
 
@@ -77,7 +77,7 @@ class _Evaluation:
         return isinstance(subject, tuple) and expression.name in subject
 
     def logic(self, expression: syntax.Binary) -> bool | None:
-        """Three-valued: a missing fact decides nothing, so `false and missing` is false and `true or missing` true."""
+        """Apply three-valued logic: `false and missing` is false, `true or missing` is true."""
         decisive = expression.operator == "or"
         sides = (self.value(expression.left), self.value(expression.right))
         if any(side is decisive for side in sides):
@@ -104,7 +104,7 @@ def _binary(operator: str, left: Result, right: Result) -> Value:
 
 
 def _holds(container: range | tuple[Value, ...], value: Result) -> bool:
-    """`a..b` holds every number between its ends; Python's own test would walk through it for a float."""
+    """Test membership. `a..b` holds every number between its ends; Python's own test iterates for a float."""
     if isinstance(container, range) and isinstance(value, int | float):
         return container.start <= value <= container.stop - 1
     return value in container

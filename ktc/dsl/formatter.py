@@ -1,4 +1,4 @@
-"""Rule files to their canonical layout, in place. The text that a file means stays the same, and so do its comments."""
+"""Format rule files canonically, in place. The meaning of the file and its comments are preserved."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from ktc.dsl.printer import print_module
 
 
 def format_text(text: str, file: str) -> str:
-    """The canonical layout of a rule file's text. Raises InputRefused if it does not parse."""
+    """Return the canonical layout of a rule file's text. Raises InputRefused if it does not parse."""
     return print_module(parse(text, file))
 
 
 def rule_files(paths: Iterable[Path]) -> list[Path]:
-    """The files themselves and the `.ktr` files below the folders. Raises InputRefused (E011) for what is neither."""
+    """Return the given files and the `.ktr` files below the given folders.
+
+    Raises InputRefused (E011) for a path that does not exist.
+    """
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -29,9 +32,9 @@ def rule_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def format_file(path: Path, *, write: bool) -> bool:
-    """Whether the file is not laid out canonically; if so and asked to, it is replaced at once or not at all.
+    """Return whether the file is not canonically formatted; with `write`, replace it atomically.
 
-    Raises InputRefused (E011, E013, syntax errors) and leaves the file alone.
+    Raises InputRefused (E011, E013, syntax errors) and leaves the file unchanged.
     """
     text = read_text(path, str(path))
     try:
@@ -46,7 +49,7 @@ def format_file(path: Path, *, write: bool) -> bool:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes beside the file and moves it there. Raises InputRefused (E011) and leaves nothing behind."""
+    """Write a temporary file and rename it. Raises InputRefused (E011) and removes the temporary file."""
     beside: Path | None = None
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", newline="\n", dir=path.parent, delete=False) as file:

@@ -1,6 +1,7 @@
-"""Path globs: `*` is one segment or a part of one, `**` any number of segments, `{a,b}` a choice, `[3..60]` and
-`[3..]` a whole integer segment. A glob is anchored at both ends. Regular expressions are refused, with
-the place in the text.
+"""Path globs: `*` matches one segment or a part of one, `**` any number of segments, `{a,b}` a choice.
+
+`[3..60]` and `[3..]` match a whole integer segment. A glob is anchored at both ends. Regular expressions are refused,
+with their position in the text.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from math import prod
 
 MAX_LENGTH = 512
 MAX_SEGMENTS = 32
-MAX_CHOICES = 64  # that the `{a,b}` of one segment multiply to
-MAX_STARS = 4  # in one segment: keeps its regular expression cheap on any input
+MAX_CHOICES = 64  # product of the `{a,b}` of one segment
+MAX_STARS = 4  # in one segment: bounds the cost of its regular expression
 _INTEGERS = re.compile(r"\[([0-9]{1,9})\.\.([0-9]{0,9})\]")
 _PIECES = re.compile(r"(\{[^{}]*\}|\*)")
 
 
 class GlobError(ValueError):
-    """A glob that cannot be read. `offset` and `length` locate the fault inside the glob's text."""
+    """An invalid glob. `offset` and `length` locate the fault inside the glob's text."""
 
     def __init__(self, message: str, offset: int, length: int) -> None:
         super().__init__(message)
@@ -36,7 +37,7 @@ class AnyDepth:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """`[first..last]`, `last` is `None` where the range is open."""
+    """`[first..last]`; `last` is `None` for an open range."""
 
     first: int
     last: int | None
@@ -56,12 +57,12 @@ class Words:
 
     @property
     def plain(self) -> bool:
-        """Whether it is one fixed word."""
+        """Return whether the segment is one fixed word."""
         return not ("*" in self.text or "{" in self.text)
 
     @property
     def spellings(self) -> Iterator[str]:
-        """The words it stands for with its choices written out, `*` left as it is."""
+        """Yield the words that the segment matches, with its choices expanded and `*` unchanged."""
         parts = [piece[1:-1].split(",") if piece.startswith("{") else [piece] for piece in _PIECES.split(self.text)]
         return ("".join(map(str.strip, choice)) for choice in product(*parts))
 
@@ -77,7 +78,7 @@ class Glob:
     segments: tuple[Segment, ...]
 
     def matches(self, path: str) -> bool:
-        """Whether the whole dotted path is matched; the empty path has no segments."""
+        """Return whether the whole dotted path is matched; the empty path has no segments."""
         positions = self.start
         for part in path.split(".") if path else ():
             positions = self.step(positions, part)
@@ -85,11 +86,11 @@ class Glob:
 
     @property
     def start(self) -> frozenset[int]:
-        """The positions, numbers of segments passed, before anything is read."""
+        """Return the positions before any segment is read; a position is a number of glob segments passed."""
         return self._skip_any_depth({0})
 
     def step(self, positions: frozenset[int], part: str) -> frozenset[int]:
-        """The positions after one more segment of a path; none if the glob cannot match any more."""
+        """Return the positions after one more path segment; empty if the glob can no longer match."""
         following: set[int] = set()
         for position in positions - {len(self.segments)}:
             segment = self.segments[position]
@@ -100,11 +101,11 @@ class Glob:
         return self._skip_any_depth(following)
 
     def accepts(self, positions: frozenset[int]) -> bool:
-        """Whether a path that led here is matched."""
+        """Return whether a path that led to these positions is matched."""
         return len(self.segments) in positions
 
     def _skip_any_depth(self, positions: set[int]) -> frozenset[int]:
-        """`**` may stand for no segment at all."""
+        """Add the positions reached when `**` matches no segment."""
         for position, segment in enumerate(self.segments):
             if position in positions and isinstance(segment, AnyDepth):
                 positions.add(position + 1)
@@ -112,12 +113,12 @@ class Glob:
 
 
 def matches(glob: str, path: str) -> bool:
-    """Whether the glob matches the dotted path. Raises GlobError for a malformed glob."""
+    """Return whether the glob matches the dotted path. Raises GlobError for a malformed glob."""
     return compile_glob(glob).matches(path)
 
 
 def is_glob(text: str) -> bool:
-    """Whether the text can be read as a glob."""
+    """Return whether the text is a valid glob."""
     try:
         compile_glob(text)
     except GlobError:
@@ -127,7 +128,7 @@ def is_glob(text: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def compile_glob(glob: str) -> Glob:
-    """The glob ready to match. Raises GlobError, located inside the text, if it is malformed."""
+    """Return the compiled glob. Raises GlobError, located inside the text, if it is malformed."""
     if len(glob) > MAX_LENGTH:
         raise GlobError(f"a glob has at most {MAX_LENGTH} characters", 0, len(glob))
     pieces = _split(glob)
@@ -137,7 +138,7 @@ def compile_glob(glob: str) -> Glob:
 
 
 def _split(glob: str) -> list[tuple[str, int]]:
-    """The segments with their offsets: split at dots outside brackets."""
+    """Return the segments with their offsets: split at dots outside brackets."""
     pieces: list[tuple[str, int]] = []
     start = 0
     closing = ""

@@ -1,20 +1,20 @@
-"""Sets of layers as intervals: what conditions such as `m.layer >= 3 and m.layer not in [7, 9]` select.
+"""Sets of layers as intervals, for conditions such as `m.layer >= 3 and m.layer not in [7, 9]`.
 
-A module outside the layers has no number; `without_number` says what the condition is for it: true, false, or `None`
-where it is undefined, which counts as false but does not become true under `not`.
+A module outside the layers has no layer number. `without_number` is the condition's value for it: true, false, or
+`None` if undefined. Undefined counts as false but does not become true under `not`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LAST = 10**9  # no model has a layer of that number; it stands for "no upper end"
-Interval = tuple[int, int]  # both ends belong to it
+LAST = 10**9  # stands for "no upper end": larger than any model's number of layers
+Interval = tuple[int, int]  # both ends are inclusive
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Disjoint intervals in order, and the verdict for a path without a layer."""
+    """Disjoint intervals in order, and the value for a path without a layer."""
 
     intervals: tuple[Interval, ...]
     without_number: bool | None
@@ -27,7 +27,7 @@ class Layers:
         return any(first <= layer <= last for first, last in self.intervals)
 
     def edges(self) -> set[int]:
-        """The ends of the intervals and their neighbours."""
+        """Return the ends of the intervals and their neighbours."""
         ends = {end for interval in self.intervals for end in interval if end < LAST}
         return ends | {end + 1 for end in ends} | {max(end - 1, 0) for end in ends}
 
@@ -64,6 +64,6 @@ NO_LAYER = Layers((), False)
 
 
 def between(first: float, last: float) -> Layers:
-    """The layers from `first` to `last`, the ends included; undefined without a layer."""
+    """Return the layers from `first` to `last`, inclusive; undefined without a layer."""
     low, high = max(0, -int(-first // 1)), min(LAST, int(last // 1))
     return Layers(((low, high),) if low <= high else (), None)

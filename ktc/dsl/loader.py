@@ -1,6 +1,6 @@
-"""Rule files to parsed units: finds bundled programs, follows imports, and keeps them inside their folder.
+"""Load rule files into parsed units: find bundled programs, follow imports, keep them inside their folder.
 
-An imported path is relative to the importing file and stays, after symbolic links, inside the entry file's folder;
+An imported path is relative to the importing file. After symbolic links it must be inside the entry file's folder;
 `std/...` is the bundled library. Refused: absolute paths, `..`, cycles, files too many, too large or not UTF-8.
 """
 
@@ -22,16 +22,16 @@ SUFFIX = ".ktr"
 
 @dataclass(slots=True)
 class SourceUnit:
-    """One parsed file. `importer` and `arguments` are those of the first `import ... with (...)` that names it.
+    """One parsed file. `importer` and `arguments` come from the first `import ... with (...)` of this file.
 
-    `damaged`: some of its declarations do not parse, so a name that is not found may well be declared.
+    `damaged`: some declarations do not parse, so an unknown name may be declared in one of them.
     """
 
     module: syntax.Module
     prefix: str
     index: int
     imports: dict[str, int] = field(default_factory=dict[str, int])
-    broken_imports: set[str] = field(default_factory=set[str])  # aliases that could not be loaded
+    broken_imports: set[str] = field(default_factory=set[str])  # aliases whose files failed to load
     importer: int | None = None
     arguments: tuple[syntax.Argument, ...] = ()
     damaged: bool = False
@@ -39,7 +39,7 @@ class SourceUnit:
 
 @dataclass(slots=True)
 class Program:
-    """Everything that was read. `units[0]` is the entry; an importer stands before what it imports."""
+    """All files that were read. `units[0]` is the entry; an importer precedes its imports."""
 
     units: list[SourceUnit] = field(default_factory=list[SourceUnit])
     sources: dict[str, str] = field(default_factory=dict[str, str])
@@ -47,7 +47,10 @@ class Program:
 
 
 def read_program(path_or_name: str | Path) -> Program:
-    """The entry file and all it imports, with the diagnostics of every file. Raises InputRefused without an entry."""
+    """Return the entry file and all its imports, with the diagnostics of every file.
+
+    Raises InputRefused if the entry file cannot be read.
+    """
     path, shown = _locate(path_or_name)
     loader = _Loader(path, shown)
     loader.load(path, prefix="", chain=())
@@ -57,7 +60,10 @@ def read_program(path_or_name: str | Path) -> Program:
 
 
 def _locate(path_or_name: str | Path) -> tuple[Path, str]:
-    """The entry's path and the name it is shown under: bundled programs by name, others relative to here if below."""
+    """Return the entry's path and its display name.
+
+    A bundled program is shown by name, another file relative to the working folder if it is below it.
+    """
     if (
         isinstance(path_or_name, str)
         and PurePosixPath(path_or_name).name == path_or_name
@@ -83,7 +89,7 @@ def _bundled(name: str) -> Path:
 
 
 def read_text(path: Path, shown: str) -> str:
-    """The text of a rule file. Raises InputRefused for what is no UTF-8, too large, or cannot be read."""
+    """Return the text of a rule file. Raises InputRefused if it is not UTF-8, too large or unreadable."""
     start = Span(shown, 1, 1, 1, 1)
     try:
         with path.open("rb") as file:
@@ -109,7 +115,7 @@ class _Loader:
         self.words = 0
 
     def load(self, path: Path, prefix: str, chain: tuple[Path, ...]) -> int | None:
-        """The unit's index, `None` if the file cannot be used (which has been reported)."""
+        """Return the unit's index, or `None` after reporting that the file cannot be used."""
         real = path.resolve()
         if real in self.loaded:
             return self.loaded[real]
@@ -223,7 +229,7 @@ class _Loader:
 
 
 def alias_of(declaration: syntax.Import) -> str:
-    """The name an import goes by: its `as NAME`, else the file's stem with `_` for `-`."""
+    """Return an import's alias: its `as NAME`, otherwise the file's stem with `_` for `-`."""
     if declaration.alias is not None:
         return declaration.alias.text
     return PurePosixPath(declaration.path.value).stem.replace("-", "_")
@@ -231,7 +237,7 @@ def alias_of(declaration: syntax.Import) -> str:
 
 def _refusal(text: str, path: PurePosixPath) -> str:
     if len(text) > MAX_PATH or not text.isprintable() or "\\" in text or ":" in text:
-        return "this is not a plain relative path"
+        return "the path is not a plain relative path"
     if path.is_absolute():
         return "the path is absolute"
     if ".." in path.parts:

@@ -1,7 +1,7 @@
-"""The text of a `.ktr` file to a `syntax.Module`, or all of its syntax errors at once.
+"""Parse the text of a `.ktr` file into a `syntax.Module`, or report all of its syntax errors together.
 
-After an error parsing resumes at the next line that begins a declaration, so one slip does not hide another, and what
-stands can still be checked. Refused besides bad syntax: whatever is over the limits below.
+After an error, parsing resumes at the next line that begins a declaration, so one error does not hide another. The
+declarations without errors can still be checked. Refused besides invalid syntax: input beyond the limits below.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_ERRORS = 20  # syntax errors reported per file
 
 
 def parse(text: str, file: str) -> syntax.Module:
-    """The file's declarations and comments. `file` is the name that spans carry. Raises InputRefused."""
+    """Return the file's declarations and comments. `file` is the name that spans carry. Raises InputRefused."""
     module, diagnostics = parse_what_stands(text, file)
     if diagnostics:
         raise InputRefused(*diagnostics)
@@ -36,7 +36,10 @@ def parse(text: str, file: str) -> syntax.Module:
 
 
 def parse_what_stands(text: str, file: str) -> tuple[syntax.Module, list[Diagnostic]]:
-    """The declarations without errors, and the errors of the others. Raises InputRefused for a file over a limit."""
+    """Return the declarations without errors, and the errors of the others.
+
+    Raises InputRefused for a file beyond a limit.
+    """
     source = SourceText(text, file)
     if refusal := _over_limits(source):
         raise InputRefused(refusal)
@@ -52,7 +55,7 @@ def parse_what_stands(text: str, file: str) -> tuple[syntax.Module, list[Diagnos
 
 
 def parse_value(text: str, file: str) -> syntax.Expression:
-    """One expression as it may stand after `param x : T =`. Raises InputRefused."""
+    """Return one expression with the syntax of a parameter's default value. Raises InputRefused."""
     source = SourceText(text, file)
     if refusal := _over_limits(source):
         raise InputRefused(refusal)
@@ -83,7 +86,7 @@ def _lark() -> Lark:
 
 
 def _parse_declarations(source: SourceText) -> tuple[list[Tree[Token]], list[Diagnostic]]:
-    """The declarations that parse, and the errors: after one, what follows is parsed on its own."""
+    """Return the declarations that parse, and the errors. After an error, the remaining text is parsed separately."""
     diagnostics: list[Diagnostic] = []
     text: str | None = source.text
     while text is not None and len(diagnostics) < MAX_ERRORS:
@@ -101,7 +104,7 @@ def _parse_declarations(source: SourceText) -> tuple[list[Tree[Token]], list[Dia
 
 
 def _parse_one(text: str) -> list[Tree[Token]]:
-    """The declaration that a text consists of, none if it does not parse or is too deep."""
+    """Return the declaration of a text as a list of one; empty if it does not parse or is nested too deeply."""
     try:
         root = _lark().parse(text, start="start")
     except UnexpectedInput:
@@ -110,7 +113,7 @@ def _parse_one(text: str) -> list[Tree[Token]]:
 
 
 def _resume_after(error: UnexpectedInput, source: SourceText) -> int:
-    """Where to look for the next declaration: at the offending word, which may itself begin one."""
+    """Return where to resume: at the offending word, which may itself begin a declaration."""
     if error.line < 1:  # the end of the file has no position
         return len(source.text)
     return source.offset(error.line, error.column)
@@ -139,7 +142,7 @@ def _over_limits(source: SourceText) -> Diagnostic | None:
 
 
 def _too_deep(branch: Tree[Token] | Token, file: str) -> Diagnostic | None:
-    """Checked with a stack of our own before anything recurses over the tree."""
+    """Check the depth with an explicit stack, before any recursion over the tree."""
     todo = [(branch, 1)]
     while todo:
         node, depth = todo.pop()

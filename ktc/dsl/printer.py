@@ -1,6 +1,6 @@
-"""A syntax tree back to text in the canonical layout: `parse(print_module(m)) == m` for every module that parses.
+"""Print a syntax tree in the canonical layout: `parse(print_module(m)) == m` for every module that parses.
 
-Comments of the module stand before the item that they stood before, or at the end of the line that they ended.
+A comment keeps its position: before the same item, or at the end of the same line.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _ALTERNATIVES, _TERM_SUM, _TERM_PRODUCT, _POSTFIX, _FACTOR = range(1, 6)
 _TERM_LEVELS = {"add": _TERM_SUM, "sub": _TERM_SUM, "mul": _TERM_PRODUCT, "div": _TERM_PRODUCT}
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _INDENT = "  "
-_ALIGNED = 12  # longer names do not push the others to the right
+_ALIGNED = 12  # longer names do not affect the alignment
 _ARGUMENT = " " * 7  # below the target's name
 
 
 def print_module(module: syntax.Module) -> str:
-    """The module's text, ending in a newline; empty for an empty module."""
+    """Return the module's text, ending in a newline; empty for an empty module."""
     lines: list[Line] = []
     for _, run in groupby(module.declarations, key=_kind_of_line):
         group = tuple(run)
@@ -33,12 +33,12 @@ def print_module(module: syntax.Module) -> str:
 
 
 def print_expression(expression: syntax.Expression) -> str:
-    """One expression, with only the parentheses that it needs."""
+    """Return one expression, with the minimal parentheses."""
     return _expression(expression, 0)
 
 
 def _kind_of_line(declaration: syntax.Declaration) -> object:
-    """What declarations of one line have in common to stand together; anything else stands alone."""
+    """Return the key that groups consecutive one-line declarations; other declarations are separate."""
     one_line = isinstance(declaration, syntax.Import | syntax.Param | syntax.Require)
     return type(declaration) if one_line else id(declaration)
 
@@ -72,7 +72,7 @@ def _import(declaration: syntax.Import) -> str:
 
 
 def _params(group: tuple[syntax.Declaration, ...]) -> list[Line]:
-    """Parameters that stand together, their types and values below each other."""
+    """Return a group of parameters, their types and values aligned."""
     params = [declaration for declaration in group if isinstance(declaration, syntax.Param)]
     name = max(len(param.name.text) for param in params)
     type_ = max(len(_type(param.type)) for param in params)
@@ -150,7 +150,7 @@ def _block(declaration: syntax.Block) -> list[Line]:
 
 # Terms of patterns ---------------------------------------------------------------------------------------------------
 def _term(term: syntax.Term, level: int) -> str:
-    """`level` is the loosest binding that needs no parentheses here."""
+    """Return a term's text. `level` is the loosest binding that needs no parentheses here."""
     match term:
         case syntax.Use():
             return ".".join(term.parts)
@@ -196,7 +196,7 @@ def _expression(expression: syntax.Expression, level: int) -> str:
 
 def _binary(expression: syntax.Binary, level: int) -> str:
     own = _BINARY_LEVELS.get(expression.operator, _COMPARISON)
-    left_level = own + 1 if own == _COMPARISON else own  # comparisons do not chain, the others lean left
+    left_level = own + 1 if own == _COMPARISON else own  # comparisons do not chain, other operators associate left
     left, right = _expression(expression.left, left_level), _expression(expression.right, own + 1)
     return _enclose(f"{left} {expression.operator} {right}", own, level)
 

@@ -1,6 +1,6 @@
-"""A checked rule program: what `dsl.load` hands to the later stages.
+"""A checked rule program: the result of `dsl.load` and the input of the later stages.
 
-Names are resolved, parameters have values, settings have their defaults; nothing here knows a model.
+Names are resolved, parameters have values, settings have their defaults. The program is independent of any model.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class PatternDefinition:
 
 @dataclass(frozen=True, slots=True)
 class RuleAction:
-    """One rewrite a rule asks for. `on` holds capture paths below the match (`("router", "gate")`); empty: the match.
+    """One rewrite of a rule. `on` holds capture paths below the match (`("router", "gate")`); empty: the match.
 
-    A path that is itself empty is the match named by its alias.
+    An empty path is the match itself, named by its alias.
     """
 
     target: str

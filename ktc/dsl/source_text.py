@@ -1,7 +1,7 @@
-"""The text of a rule file below the grammar: comments, bracket nesting, and where declarations begin.
+"""The text of a rule file below the grammar: comments, bracket nesting, and the starts of declarations.
 
-It finds what the grammar cannot say: the comments (kept for the formatter), nesting that is too deep (refused before
-the parser sees it), the `{` that was never closed, and the line at which parsing may resume after an error.
+It provides what the grammar cannot: comments for the formatter, excessive nesting (refused before parsing), the
+innermost unclosed `{`, and the line at which parsing resumes after an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEADER = re.compile(r"(\w+)(?:[ \t]+(\w+))?")
 
 
 def count_words(text: str) -> int:
-    """About how many words and signs of a text the parser will see."""
+    """Return an estimate of the number of tokens that the parser will see."""
     return sum(not word[0].startswith("#") for word in _WORDS.finditer(text))
 
 
@@ -51,7 +51,7 @@ class SourceText:
         return self._line_starts[line - 1] + column - 1
 
     def end(self) -> Span:
-        """The place just after the last character that is not white space."""
+        """Return the position after the last character that is not white space."""
         stop = len(self.text.rstrip())
         return self.span(stop, stop + 1) if stop < len(self.text) else self._after(stop)
 
@@ -63,7 +63,7 @@ class SourceText:
         )
 
     def too_deep(self, limit: int) -> Span | None:
-        """The first bracket nested deeper than the limit."""
+        """Return the first bracket nested deeper than the limit."""
         depth = 0
         for start, text in self._tokens:
             depth += (text in "([{") - (text in ")]}")
@@ -72,7 +72,7 @@ class SourceText:
         return None
 
     def open_brace(self, before: int) -> OpenBrace | None:
-        """The innermost `{` that is still open at an offset, in the declaration that was begun last."""
+        """Return the innermost `{` still open at an offset, in the last declaration begun before it."""
         stack: list[int] = []
         for start, text in self._tokens:
             if start >= before:
@@ -88,15 +88,15 @@ class SourceText:
         return OpenBrace(self.span(stack[-1], stack[-1] + 1), owner)
 
     def next_declaration(self, after: int) -> int | None:
-        """The offset of the first line at or after an offset that begins a declaration."""
+        """Return the offset of the first line, at or after an offset, that begins a declaration."""
         return next((line for line, word in self._starts if word >= after), None)
 
     def from_declaration(self, offset: int, stop: int | None = None) -> str:
-        """The text from an offset at the start of a line, below as many empty lines as stand before it."""
+        """Return the text from an offset at the start of a line, preceded by empty lines to keep line numbers."""
         return "\n" * (bisect_right(self._line_starts, offset) - 1) + self.text[offset:stop]
 
     def declarations(self) -> Iterator[str]:
-        """The text of each declaration, up to the line that begins the next one, below empty lines."""
+        """Yield the text of each declaration, up to the next one, preceded by empty lines to keep line numbers."""
         starts = [line for line, _ in self._starts]
         stops = [*starts[1:], len(self.text)]
         return (self.from_declaration(start, stop) for start, stop in zip(starts, stops, strict=False))

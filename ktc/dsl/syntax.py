@@ -1,6 +1,6 @@
 """The syntax tree of a `.ktr` file: frozen dataclasses, every node with its span.
 
-Spans take no part in equality, so `parse(print(module)) == module` is a meaningful test. Nothing here is executable.
+Spans are excluded from equality, so that `parse(print(module)) == module` can be tested.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ Expression = Literal | Reference | ParamReference | ListExpression | RangeExpres
 
 
 def operands(expression: Expression) -> tuple[Expression, ...]:
-    """The expressions that an expression is made of, none for a leaf."""
+    """Return the direct operands of an expression; empty for a leaf."""
     match expression:
         case ListExpression():
             return expression.items
@@ -159,7 +159,7 @@ class Alternatives(Node):
 
 @dataclass(frozen=True, slots=True)
 class Maybe(Node):
-    """`f(a, ...)?`: present, or its first operand alone."""
+    """`f(a, ...)?`: the call, or its first operand alone."""
 
     term: Term
 
@@ -221,7 +221,7 @@ class Action(Node):
 
 @dataclass(frozen=True, slots=True)
 class Expect(Node):
-    """`expect 58`, `expect 1..60`, `expect >= 1`. `operator` is `==` where none is written."""
+    """`expect 58`, `expect 1..60`, `expect >= 1`. `operator` defaults to `==`."""
 
     operator: str
     count: Expression
@@ -259,14 +259,14 @@ Declaration = Import | Param | Require | Pattern | Rule | Block
 
 @dataclass(frozen=True, slots=True)
 class Comment(Node):
-    """Trivia, kept for the formatter; `text` includes the `#`."""
+    """A comment, kept for the formatter; `text` includes the `#`."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Module(Node):
-    """One file. Declarations keep their order; comments take no part in equality."""
+    """One file. Declarations are in source order; comments are excluded from equality."""
 
     file: str = field(compare=False)
     declarations: tuple[Declaration, ...]

@@ -1,4 +1,4 @@
-"""Lark's error at one place of a file to a sentence for the person who wrote it, with the likely remedy as the hint."""
+"""Convert a Lark error into a diagnostic for the author of the file, with the likely fix as the hint."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _TERMINALS = {
     "COLON": "`:`",
     "$END": "the end of the file",
 }
-_MOST_EXPECTED = 6  # a longer list of possibilities helps nobody
+_MOST_EXPECTED = 6  # a longer list of alternatives is not helpful
 
 
 def explain(error: UnexpectedInput, source: SourceText) -> Diagnostic:
-    """The diagnostic for a syntax error: E001 unexpected word, E002 unclosed brace, E003 character or text."""
+    """Return the diagnostic for a syntax error: E001 unexpected word, E002 unclosed brace, E003 character or string."""
     if isinstance(error, UnexpectedToken):
         return _unexpected_token(error, source)
     if isinstance(error, UnexpectedCharacters):
@@ -60,10 +60,10 @@ def _unexpected_character(error: UnexpectedCharacters, source: SourceText) -> Di
     span = source.span(offset, offset + 1)
     if character == '"':
         return Diagnostic(
-            "E003", "this text is never closed", span, hint='close it with `"` on the same line; `\\` is `\\\\`'
+            "E003", "this string is not closed", span, hint='close it with `"` on the same line; `\\` is `\\\\`'
         )
     hint = (
-        'texts stand in double quotes: "..."'
+        'strings have double quotes: "..."'
         if character == "'"
         else "comments start with `#`"
         if character == "/"

@@ -1,4 +1,4 @@
-"""The rule language for editors: a TextMate grammar made from the keywords and constants of the schema.
+"""A TextMate grammar of the rule language, generated from the keywords and constants of the schema.
 
 `python -m ktc.dsl.textmate FILE` writes it; `editors/ktr.tmLanguage.json` is that file.
 """
@@ -17,7 +17,7 @@ _TRUTH = ("true", "false")
 
 
 def grammar() -> str:
-    """The grammar as JSON text."""
+    """Return the grammar as JSON text."""
     constants = {word for words in ENUMS.values() for word in words} - KEYWORDS - OPERATORS.keys()
     clauses = KEYWORDS - {*DECLARATIONS, *_WORDS_OF_LOGIC, *_TRUTH}
     patterns = [
@@ -48,7 +48,7 @@ def _match(name: str, expression: str) -> dict[str, object]:
 
 
 def _named(keywords: str, name: str) -> dict[str, object]:
-    """A keyword and the name that it declares."""
+    """Return the patterns of a keyword and the name that it declares."""
     captures = {"1": {"name": "keyword.declaration.ktr"}, "2": {"name": name}}
     return {"match": rf"\b{keywords}\s+([A-Za-z_][A-Za-z0-9_]*)", "captures": captures}
 

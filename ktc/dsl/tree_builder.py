@@ -1,7 +1,7 @@
-"""Lark's parse tree of a `.ktr` file to the frozen syntax tree, with a span on every node.
+"""Convert Lark's parse tree of a `.ktr` file into the frozen syntax tree, with a span on every node.
 
-What the grammar accepts but the language refuses (keywords as names, numbers too large, operands after attributes) is
-collected in `diagnostics`; the tree returned then is not to be used.
+Faults that the grammar accepts (keywords as names, numbers too large, operands after attributes) are collected in
+`diagnostics`. With any diagnostic, the returned tree must not be used.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _UNITS = {"B": 1} | {
     for infix, base in (("", 1000), ("i", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
-_MAX_DIGITS = 18  # of an integer: everything stays within 64 bits
+_MAX_DIGITS = 18  # of an integer: every value fits into 64 bits
 
 
 class TreeBuilder:
-    """Builds one file's declarations. `diagnostics` fills while it works."""
+    """Build one file's declarations. `diagnostics` is filled meanwhile."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -150,14 +150,14 @@ class TreeBuilder:
                 attributes.append(self._named(child))
             elif child is not None:
                 if attributes:
-                    self._refuse("an operand stands after `name = value`", child, "put the operands first")
+                    self._refuse("an operand follows `name = value`", child, "put the operands first")
                 operands.append(self._term(child))
         return syntax.Call(self._parts(callee), tuple(operands), tuple(attributes), span=self._span(tree))
 
     def _infix_call(self, tree: Tree[Token]) -> syntax.Call:
         left, symbol, right = _children(tree)
         if symbol == "%":
-            self._refuse("`%` is not an operator of patterns", symbol, "patterns know + - * /")
+            self._refuse("`%` is not an operator of patterns", symbol, "patterns have + - * /")
         name = _OPERATOR_NAMES.get(str(symbol), "mul")
         return syntax.Call((name,), (self._term(left), self._term(right)), span=self._span(tree))
 
@@ -245,7 +245,7 @@ class TreeBuilder:
         return syntax.QualifiedName(self._parts(tree), span=self._span(tree))
 
     def _loser(self, tree: Branch) -> syntax.QualifiedName:
-        """A rule's name, or that of the rule that the `lora` block stands for."""
+        """Return a rule's name, or the name of the `lora` block's implicit rule."""
         if _tree(tree).data != "lora_rule":
             return self._qualified_name(tree)
         block, name = _children(tree)
@@ -268,12 +268,12 @@ class TreeBuilder:
 
 
 def _children(tree: Branch) -> list[Branch]:
-    """The children of a part; none if the part is absent."""
+    """Return the children of a branch; empty for an absent branch."""
     return cast("list[Branch]", tree.children) if isinstance(tree, Tree) else []
 
 
 def _tree(branch: Branch) -> Tree[Token]:
-    assert isinstance(branch, Tree), "the grammar puts a tree here"
+    assert isinstance(branch, Tree), "the grammar yields a tree here"
     return branch
 
 

@@ -1,7 +1,7 @@
-"""What a canonical text keeps of the author's own: comments, and the empty lines that set a comment apart.
+"""Comments, and the empty lines around them, in canonical text.
 
-In come the printed lines, each with the line of the source that it came from, and the comments; out come the lines of
-the text. A comment stays behind the line that it ended, or before the line that it stood before.
+Input: the printed lines, each with its source line, and the comments. Output: the lines of the text. A comment stays
+at the end of the same line or before the same line.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from ktc.dsl.syntax import Comment
 
-_COLUMN = 50  # where comments behind a line begin, if the line is shorter
+_COLUMN = 50  # column of trailing comments, if the line is shorter
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     text: str
-    source: int  # line of the file that this came from, 0 if it came from none
+    source: int  # source line, 0 if none
 
 
 def with_comments(lines: Sequence[Line], comments: Iterable[Comment]) -> list[str]:
-    """The lines with every comment at its place."""
+    """Return the lines with every comment inserted."""
     texts: list[str] = []
     ends = _ends(lines)
     waiting = deque(sorted(comments, key=lambda comment: comment.span.line))
@@ -43,7 +43,7 @@ def with_comments(lines: Sequence[Line], comments: Iterable[Comment]) -> list[st
 
 
 def _ends(lines: Sequence[Line]) -> dict[int, int]:
-    """For each line of the source the printed line that ends it; of a whole declaration the one that begins it."""
+    """Map each source line to the printed line that ends it; for a whole declaration, to the line that begins it."""
     places: dict[int, list[int]] = defaultdict(list)
     for index, line in enumerate(lines):
         places[line.source].append(index)
@@ -51,7 +51,7 @@ def _ends(lines: Sequence[Line]) -> dict[int, int]:
 
 
 def _before(line: Line, waiting: deque[Comment]) -> list[str]:
-    """The comments that stand before a line, and at top level the empty lines below them."""
+    """Return the comments before a line, and at top level the empty lines below them."""
     texts: list[str] = []
     indentation = " " * (len(line.text) - len(line.text.lstrip())) if line.text != "}" else "  "
     while waiting and waiting[0].span.line < line.source:

@@ -1,6 +1,6 @@
-"""Types of rule expressions: a scalar, an enum of the schema or a device, alone, in a list, or in a set of host facts.
+"""Types of rule expressions: a scalar, an enum of the schema or a device; alone, in a list, or in a set of facts.
 
-A range and an unknown type (after a reported error) exist only while checking; no parameter can have them.
+Ranges and the unknown type (after a reported error) exist only during checking; parameters cannot have them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ EMPTY_LIST = Type("nothing", "list")
 
 
 def fits(found: Type, wanted: Type) -> bool:
-    """Whether a value of type `found` may stand where `wanted` is asked for (int as float, one as a list of one)."""
+    """Return whether a value of type `found` is accepted as `wanted`.
+
+    An int is accepted as a float, and a single value as a list of one.
+    """
     if UNKNOWN in (found, wanted) or found == wanted:
         return True
     if wanted.container == "list":
@@ -44,7 +47,7 @@ def fits(found: Type, wanted: Type) -> bool:
 
 
 def convert(value: Value, wanted: Type) -> Value:
-    """A checked value in the exact form of its type: floats are floats, lists are tuples."""
+    """Convert a checked value to the exact form of its type: float to `float`, list to tuple."""
     if value is None:
         return None
     if wanted.container == "list":

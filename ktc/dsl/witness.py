@@ -1,8 +1,8 @@
-"""Do two selections of module paths meet? The product of their globs as automata, searched for a shortest path.
+"""Find a path in the intersection of selections: a shortest-path search over the product of their automata.
 
-In come selections (globs, exceptions, layers) and a budget of steps; out goes a path that all of them select, `None`
-where there is none. Globs are walked segment by segment: the segments that can be told apart are found by the same
-kind of product over characters, so the answer is exact. Refused: an answer that costs more than the budget.
+Input: selections (globs, exceptions, layers) and a budget of steps. Output: a path that all of them select, or `None`.
+Globs are walked segment by segment. The segments to distinguish are found by the same product over characters, so the
+answer is exact. Refused: a search beyond the budget.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from ktc.dsl.globs import AnyDepth, Glob, Integers, Words, compile_glob
 from ktc.dsl.intervals import ANY_LAYER, Layers
 
 _SPARE = "x"  # stands for the letters that no glob names
-_DECIMALS = 200  # integers tried for a segment such as `1*`, which is half a number
+_DECIMALS = 200  # integers tried for a segment with a partial number such as `1*`
 
 
 class OutOfBudget(Exception):
-    """The question is too large to be answered here."""
+    """The search exceeds its budget."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """Steps that may still be taken, by all searches together."""
+    """The number of remaining steps, shared by all searches."""
 
     steps: int
 
     def spend(self, steps: int = 1) -> None:
-        """Takes steps. Raises OutOfBudget."""
+        """Consume steps. Raises OutOfBudget."""
         self.steps -= steps
         if self.steps < 0:
             raise OutOfBudget
@@ -37,7 +37,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The paths that one of `at` matches and none of `except_`, in these layers. Without `at`: all paths."""
+    """The paths in these layers that match one of `at` and none of `except_`. Without `at`: all paths."""
 
     at: tuple[str, ...] = ()
     except_: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ _Positions = tuple[frozenset[int], ...]  # of one selection's globs
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Where every glob stands after some segments. `numbered`: an integer segment, the layer, has been passed."""
+    """The state of every glob after some segments. `numbered`: an integer segment, the layer, has been passed."""
 
     wanted: tuple[_Positions, ...]
     unwanted: _Positions
@@ -57,7 +57,7 @@ class _State:
 
 
 def witness(selections: tuple[Selection, ...], budget: Budget) -> str | None:
-    """A shortest path that every selection holds. Raises OutOfBudget, GlobError never: globs have been checked."""
+    """Return a shortest path in every selection, or `None`. Raises OutOfBudget. The globs must be valid."""
     if not _may_meet(selections, budget):
         return None
     return _Search(selections, budget).run()
@@ -100,7 +100,7 @@ class _Search:
         return None
 
     def _segments(self, path: tuple[str, ...]) -> Iterator[str]:
-        """A layer's number is the natural thing after `layers`, a name everywhere else."""
+        """Yield the segments to try. A layer number follows `layers`; elsewhere names come first."""
         yield from (*self.integers, *self.words) if path and path[-1] == "layers" else (*self.words, *self.integers)
 
     def _step(self, state: _State, segment: str) -> _State | None:
@@ -125,9 +125,9 @@ class _Search:
         return reached and not refused and (state.numbered or self.layers.without_number is True)
 
 
-# Segments that can be told apart -------------------------------------------------------------------------------------
+# Distinguishable segments --------------------------------------------------------------------------------------------
 def _words(globs: Iterable[Glob], budget: Budget) -> list[str]:
-    """One word for every set of segments that some word, not a number, is matched by and no other segment is."""
+    """Return one word for each distinguishable set of segments that match some word other than a number."""
     segments = {s.text: s for glob in globs for s in glob.segments if isinstance(s, Words)}
     patterns = tuple(frozenset(segment.spellings) for segment in segments.values())
     letters = sorted({letter for spellings in patterns for text in spellings for letter in text} - {"*"})
@@ -150,7 +150,7 @@ def _words(globs: Iterable[Glob], budget: Budget) -> list[str]:
 
 
 def _after(letter: str, rests: frozenset[str]) -> frozenset[str]:
-    """What is left of each spelling once a letter has been read; `*` may read it or have ended before."""
+    """Return the remainder of each alternative after a letter. `*` may consume the letter or have ended before it."""
     following: set[str] = set()
     for rest in rests:
         while rest.startswith("*"):
@@ -162,7 +162,7 @@ def _after(letter: str, rests: frozenset[str]) -> frozenset[str]:
 
 
 def _integers(globs: Iterable[Glob], layers: Layers) -> list[str]:
-    """The numbers at which a range begins or ends, those that globs spell out, and the first number of all."""
+    """Return the ends of all ranges, the numbers written in globs, and the first number."""
     numbers = {0, *layers.edges()}
     for glob in globs:
         for segment in glob.segments:
@@ -178,7 +178,7 @@ def _integers(globs: Iterable[Glob], layers: Layers) -> list[str]:
 
 # A cheap test before the search --------------------------------------------------------------------------------------
 def _may_meet(selections: tuple[Selection, ...], budget: Budget) -> bool:
-    """False where the globs of two selections differ in a plain word at the same place from the front."""
+    """Return False if the globs of two selections differ in a plain word at the same position from the front."""
     for index, first in enumerate(selections):
         for second in selections[:index]:
             budget.spend(max(1, len(first.at)) * max(1, len(second.at)))

@@ -1,7 +1,7 @@
 """Static semantics of a rule program: names, types, roles, targets, settings and conflicts inside a rule.
 
-In comes what the loader read and the `--set` values; out goes a `RuleSet`. Everything that is wrong, in every file, is
-reported together. Nothing here knows a model or a host.
+Input: the loaded files and the `--set` values. Output: a `RuleSet`. The errors of all files are reported together.
+The check is independent of model and host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ktc.dsl.ruleset import PatternDefinition, RuleSet, Unit
 
 
 def check(program: Program, settings: Mapping[str, str]) -> RuleSet:
-    """The checked program. Raises InputRefused with the diagnostics of all files, those of the loader included."""
+    """Return the checked program. Raises InputRefused with the diagnostics of all files, including the loader's."""
     report = Report(program.diagnostics)
     try:
         return _check(program, settings, report)

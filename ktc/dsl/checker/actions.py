@@ -19,7 +19,7 @@ _FACETS: Mapping[str, Facet] = {"kernel": "kernel", "adapter": "adapter", "quant
 def check_action(
     action: syntax.Action, rule: syntax.Rule, root: Capture, unit: UnitNames, lora: CheckedBlock, report: Report
 ) -> RuleAction | None:
-    """The action with all settings filled in, `None` if its target or captures make no sense (which is reported)."""
+    """Return the action with all settings filled in, or `None` after reporting an invalid target or capture."""
     target = target_of(action, report)
     if target is None:
         return None
@@ -40,7 +40,7 @@ def check_action(
 
 
 def target_of(action: syntax.Action, report: Report) -> Target | None:
-    """The rewrite that an action asks for, `None` after a report."""
+    """Return the target of an action, or `None` after a report."""
     name = action.target.text
     target = TARGETS.get(name)
     if target is None:
@@ -52,7 +52,7 @@ def target_of(action: syntax.Action, report: Report) -> Target | None:
 def _settings(
     action: syntax.Action, target: Target, unit: UnitNames, lora: CheckedBlock, report: Report
 ) -> dict[str, Value]:
-    """Every setting of the target: the given ones over the `lora` block's (for adapters) over the defaults."""
+    """Return every setting of the target: given values, then the `lora` block's (for adapters), then defaults."""
     given = _given(action, target, unit, report)
     values = {name: spec.default for name, spec in target.settings.items()}
     if target.facet == "adapter":
@@ -62,7 +62,7 @@ def _settings(
         if spec.required and name not in given:
             message = f"`{action.target.text}` needs `{name}`"
             report.error("E031", message, action.target.span, hint=_examples(spec))
-    lost = lora.span is None and unit.source.damaged  # the block may be what does not parse
+    lost = lora.span is None and unit.source.damaged  # the block may be the part that does not parse
     if target.facet == "adapter" and values["rank"] is None and "rank" not in lora.spans and not lost:
         hint = "add `lora { rank = 8 }`, or write `rank = 8` here"
         report.error("E031", f"`{action.target.text}` needs a rank", action.target.span, hint=hint)
@@ -77,7 +77,7 @@ def _given(action: syntax.Action, target: Target, unit: UnitNames, report: Repor
     expressions = Expressions(report, unit, {})
     for index, argument in enumerate(action.arguments):
         if argument.name is None and index > 0:
-            message = f"only the first setting of `{action.target.text}`, `{names[0]}`, may stand without its name"
+            message = f"only the first setting of `{action.target.text}`, `{names[0]}`, may be given without its name"
             report.error("E025", message, argument.span, hint="write `name = value`")
             continue
         name = argument.name or names[0]

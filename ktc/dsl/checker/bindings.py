@@ -1,4 +1,4 @@
-"""What is known of a name bound in a pattern, and how that knowledge is joined over operands and alternatives."""
+"""Captures bound in a pattern, and their merge over operands and alternatives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VALUE = Capture("value")
 
 @dataclass(slots=True)
 class Bound:
-    """What is known of a bound name, and which names its value needs: in any alternative, and in all of them."""
+    """A bound name's capture, and the names that its value depends on: in any alternative, and in all of them."""
 
     capture: Capture
     span: Span
@@ -22,7 +22,7 @@ class Bound:
 
 
 def common(captures: list[Capture]) -> Capture:
-    """What is known of a value that is one of several things."""
+    """Return the capture of a value with several alternatives."""
     first = captures[0]
     if all(capture == first for capture in captures):
         return first
@@ -30,7 +30,10 @@ def common(captures: list[Capture]) -> Capture:
 
 
 def _choice(patterns: list[CheckedPattern], choices: int) -> Capture:
-    """One of several patterns with the same outputs: what any of them captures, optional where not all of them do."""
+    """Return the capture of a choice between patterns with the same outputs.
+
+    It has the captures of any of them; those that are not in all of them are optional.
+    """
     outputs = {tuple(output.text for output in p.declaration.outputs) for p in patterns}
     roles = {p.declaration.role.text if p.declaration.role else None for p in patterns}
     if len(patterns) < choices or len(outputs) > 1:
@@ -46,5 +49,5 @@ def _choice(patterns: list[CheckedPattern], choices: int) -> Capture:
 
 
 def union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
-    """Every name that is in one of the sets."""
+    """Return the union of the sets."""
     return frozenset(name for names in sets for name in names)

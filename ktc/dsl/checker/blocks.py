@@ -17,7 +17,7 @@ from ktc.dsl.types import SIZE, Type
 
 @dataclass(frozen=True, slots=True)
 class CheckedBlock:
-    """A block's values by key; `spans` says where each was given. Without a block both are empty."""
+    """A block's values by key, with the span of each. Both are empty without a block."""
 
     values: Mapping[str, Value]
     spans: Mapping[str, Span]
@@ -26,7 +26,7 @@ class CheckedBlock:
 
 
 def check_blocks(units: list[UnitNames], report: Report) -> dict[str, CheckedBlock]:
-    """The program's `plan` and `lora`."""
+    """Return the program's `plan` and `lora`."""
     found = {kind: CheckedBlock({}, {}) for kind in BLOCKS}
     for unit in units:
         for declaration in unit.source.module.declarations:
@@ -42,7 +42,7 @@ def check_blocks(units: list[UnitNames], report: Report) -> dict[str, CheckedBlo
 
 
 def check_bounds(key: str, value: Value, span: Span, report: Report) -> None:
-    """Reports a number outside the bounds that the schema sets for its key."""
+    """Report a number outside the bounds that the schema sets for its key."""
     if key in BOUNDS and isinstance(value, int | float) and not BOUNDS[key][0] <= value <= BOUNDS[key][1]:
         low, high = BOUNDS[key]
         report.error("E032", f"`{key}` = {value} is outside {low:.0f}..{high:.0f}", span)
@@ -59,7 +59,7 @@ def _check_block(unit: UnitNames, block: syntax.Block, report: Report) -> Checke
             keys = [*BLOCKS[block.kind], *(("cpu", "cuda:0") if block.kind == "plan" else ())]
             hint = suggest(key, keys) or f"keys: {listing(keys, 20)}"
             if key in DEVICE_FAMILIES:
-                hint = f"a budget belongs to one device: `{key}:0`"
+                hint = f"a budget is for one device: `{key}:0`"
             report.error("E025", f"`{block.kind}` has no key `{key}`", setting.key.span, hint=hint)
         elif key in spans:
             related = (Related(spans[key], "first value"),)
@@ -79,7 +79,7 @@ def _key_type(kind: str, key: str) -> Type | None:
 
 
 def _complete_lora(block: CheckedBlock, report: Report) -> CheckedBlock:
-    """Defaults of an adapter: no dropout, and `alpha = rank`, which scales by one."""
+    """Fill in an adapter's defaults: no dropout, and `alpha = rank`, a scale of one."""
     if block.span is None:
         return block
     if "rank" not in block.spans:

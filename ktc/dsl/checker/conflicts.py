@@ -1,6 +1,6 @@
-"""Contradictions that a program shows without a model, inside each rule and between a rule and the plan.
+"""Contradictions that are visible without a model, inside each rule and between a rule and the plan.
 
-Two rules at one node are the business of `overlap`, and exactly so of the plan, where the matches are known.
+Two rules at one node are checked by `overlap`, and exactly by the plan, where the matches are known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ktc.dsl.schema import PACK_FORMATS
 def check_conflicts(
     rules: Iterable[RuleDefinition], outputs: Mapping[str, str], plan: CheckedBlock, report: Report
 ) -> None:
-    """Reports double claims, broken contracts and rewrites that the plan forbids. `outputs`: patterns' first."""
+    """Report double claims, broken contracts and rewrites that the plan forbids. `outputs`: first outputs."""
     for rule in rules:
         output = outputs.get(rule.root, "")
         _check_double_claims(rule, output, report)
@@ -34,7 +34,7 @@ def check_conflicts(
 def report_faults(
     faults: Iterable[Fault], one: RuleAction, other: RuleAction, report: Report, example: str = ""
 ) -> None:
-    """Puts contradictions between two actions at the later one's place; `example` is a path where they meet."""
+    """Report contradictions between two actions at the later one; `example` is a path that both match."""
     for fault in faults:
         label = "; ".join(filter(None, (fault.label, example)))
         related = (Related(one.span, fault.reason),)
@@ -77,7 +77,7 @@ def _check_mode(action: RuleAction, plan: CheckedBlock, report: Report) -> None:
 
 
 def _check_budget(action: RuleAction, plan: CheckedBlock, report: Report) -> None:
-    """A device without a budget takes what fits; one whose budget is nothing takes nothing."""
+    """Report a placement on a device whose budget is zero. A device without a budget has no limit here."""
     device = str(action.settings.get("device"))
     if action.target == "place" and plan.values.get(device) == 0:
         message = f"this places on {device}, to which the plan gives no memory"

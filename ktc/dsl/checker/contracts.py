@@ -1,7 +1,7 @@
-"""What two rewrites of one match promise and forbid each other: the contracts of their targets.
+"""Contracts between two rewrites of one match, from the contracts of their targets.
 
-In come two actions that meet at some match; out goes the contradiction, if there is one, as a `Fault` that the caller
-locates. Whether the actions do meet is the caller's business.
+Input: two actions that apply to the same match. Output: the contradictions, each a `Fault` that the caller locates. The
+caller decides whether the two actions meet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A contradiction between a rewrite and an earlier one; `reason` is said at the earlier one's place."""
+    """A contradiction between a rewrite and an earlier one; `reason` is reported at the earlier one."""
 
     code: str
     message: str
@@ -28,7 +28,7 @@ class Fault:
 
 
 def claims(action: RuleAction, root: str, output: str) -> tuple[Path, ...]:
-    """The captures that an action claims: those it names, else those its target absorbs, else the match, `()`.
+    """Return the captures that an action claims: those it names, otherwise those its target absorbs, otherwise `()`.
 
     `root` is what the rule matches and `output` its first output, which is the match itself.
     """
@@ -39,7 +39,7 @@ def claims(action: RuleAction, root: str, output: str) -> tuple[Path, ...]:
 
 
 def contradictions(one: RuleAction, other: RuleAction, root: str, output: str) -> Iterator[Fault]:
-    """What `other` does that `one`, at the same match, forbids."""
+    """Yield the contradictions of `other` with `one` at the same match."""
     if "keep" in (one.target, other.target):
         return
     absorbed = _absorbed(one, other, root)
@@ -50,7 +50,7 @@ def contradictions(one: RuleAction, other: RuleAction, root: str, output: str) -
 
 
 def inference_only(action: RuleAction) -> str:
-    """The kernel without a backward pass that an action chooses, "" if it chooses none."""
+    """Return the action's kernel if it has no backward pass, otherwise ""."""
     chosen = (str(action.settings.get(name)) for name in ("kernel", "prefill"))
     return next((kernel for kernel in chosen if kernel in INFERENCE_ONLY), "")
 
@@ -61,7 +61,7 @@ def _meet(one: RuleAction, other: RuleAction, root: str, output: str) -> bool:
 
 
 def _absorbed(one: RuleAction, other: RuleAction, root: str) -> Fault | None:
-    """An adapter or a quantisation needs a node of its own, which an absorbed capture no longer is."""
+    """Return a fault if `other` adapts or quantises a capture that `one` absorbs."""
     target = TARGETS[one.target]
     if other.facet not in ("adapter", "quant") or other.target in target.hosts or one.on or root in MATCHABLE:
         return None
@@ -73,7 +73,7 @@ def _absorbed(one: RuleAction, other: RuleAction, root: str) -> Fault | None:
         f"`{other.target}` on `{lost}`, but `{one.target}` absorbs it",
         f"`{one.target}` absorbs {listing(target.absorbs)}",
         label=f"`{lost}` is no longer a node",
-        hint="leave it out of this rewrite, or do without the other",
+        hint="remove it from this rewrite, or remove the other rewrite",
     )
 
 
@@ -89,7 +89,7 @@ def _pinned(one: RuleAction, other: RuleAction) -> Fault | None:
 
 
 def _untrainable(one: RuleAction, other: RuleAction) -> Fault | None:
-    """An adapter is trained through what its node computes, so that must have a backward pass and stay as it is."""
+    """Return a fault if an adapter's node has no backward pass or has packed weights."""
     if other.facet != "adapter":
         return None
     if kernel := inference_only(one):
@@ -102,7 +102,7 @@ def _untrainable(one: RuleAction, other: RuleAction) -> Fault | None:
 
 
 def _other_grid(one: RuleAction, other: RuleAction) -> Fault | None:
-    """A kernel that stores the experts in a format of its own would round what has been rounded to another grid."""
+    """Return a fault if the kernel's own weight format would quantise fake-quantised weights to another grid."""
     if one.target != "cpu_moe" or other.target not in ("fake_quant", "quantize"):
         return None
     own, wanted = str(one.settings["format"]), str(other.settings["format"])

@@ -1,7 +1,7 @@
-"""Types of expressions. `Expressions.check` reports each fault once and gives back `UNKNOWN` for a faulty expression.
+"""Types of expressions. `Expressions.check` reports each fault once and returns `UNKNOWN` for a faulty expression.
 
-A bare word is an enum constant, so its type comes from where it stands; facts and attributes of the match are known in
-conditions only, everything else is constant.
+A bare word is an enum constant; its type comes from the context. Facts and attributes of the match are available in
+conditions only; all other expressions are constant.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Guard = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Expressions:
-    """Checks expressions of one unit. `aliases` are the matches in scope; `conditions` allows facts and attributes."""
+    """Check expressions of one unit. `aliases` are the matches in scope; `conditions` allows facts and attributes."""
 
     report: Report
     unit: UnitNames
@@ -33,12 +33,12 @@ class Expressions:
     guards: frozenset[_Guard] = frozenset()
 
     def condition(self, expression: syntax.Expression) -> None:
-        """Checks a condition; captures guarded by `m has x` anywhere in it may be absent without a warning."""
+        """Check a condition. A capture guarded by `m has x` anywhere in it may be absent without a warning."""
         guarded = Expressions(self.report, self.unit, self.aliases, True, frozenset(_guards(expression)))
         guarded.check(expression, BOOL)
 
     def check(self, expression: syntax.Expression, wanted: Type) -> Type:
-        """The expression's type, after making sure that it may stand where `wanted` is asked for."""
+        """Return the expression's type, after checking that it is accepted as `wanted`."""
         found = self.infer(expression, wanted)
         if fits(found, wanted):
             return found
@@ -52,7 +52,7 @@ class Expressions:
         return UNKNOWN
 
     def value(self, expression: syntax.Expression, wanted: Type) -> Value:
-        """What a constant expression stands for, in the form of its type; `None` after a report."""
+        """Return the value of a constant expression in the form of its type; `None` after a report."""
         if self.check(expression, wanted) == UNKNOWN:
             return None
         result = constant(expression, self.unit.params)
@@ -64,13 +64,13 @@ class Expressions:
         return None if undefined else value
 
     def _needs_faulty(self, expression: syntax.Expression) -> bool:
-        """Whether a parameter has no value, whose fault has been reported."""
+        """Return whether the expression uses a parameter whose fault has been reported."""
         if isinstance(expression, syntax.ParamReference):
             return self.unit.params.get(expression.name) is None
         return any(map(self._needs_faulty, syntax.operands(expression)))
 
     def infer(self, expression: syntax.Expression, wanted: Type | None = None) -> Type:
-        """The expression's type; `wanted` only tells what its bare words mean."""
+        """Return the expression's type; `wanted` only resolves its bare words."""
         match expression:
             case syntax.Literal():
                 return Type(expression.type)
@@ -101,7 +101,7 @@ class Expressions:
         if reference.name in self.unit.param_types:
             return self.unit.param_types[reference.name]
         if reference.name in self.unit.param_declarations:
-            message = f"`${reference.name}` has no value yet: this parameter and that one need each other"
+            message = f"`${reference.name}` has no value yet: this parameter and another one depend on each other"
             self.report.error("E022", message, reference.span)
             return UNKNOWN
         if self.unit.source.damaged:
@@ -153,7 +153,7 @@ class Expressions:
     def _attribute(self, reference: syntax.Reference) -> Type:
         parts = reference.parts
         if not self.conditions:
-            message = f"`{'.'.join(parts)}` is known only when a model is matched, a constant is needed here"
+            message = f"`{'.'.join(parts)}` is known only when a model is matched; a constant is required here"
             self.report.error("E030", message, reference.span)
             return UNKNOWN
         if parts[0] in FACTS and parts[0] not in self.aliases:
@@ -190,8 +190,8 @@ class Expressions:
         path = reference.parts[:-1]
         guarded = any(path[: len(guard)] == guard for guard in self.guards)
         if owner.optional and not guarded:
-            message = f"`{'.'.join(path)}` may be absent, the condition is false where it is"
-            hint = f"say so: `{'.'.join(path[:-1])} has {path[-1]} and ...`"
+            message = f"`{'.'.join(path)}` may be absent; the condition is then false"
+            hint = f"state it: `{'.'.join(path[:-1])} has {path[-1]} and ...`"
             self.report.warning("W055", message, reference.span, hint=hint)
 
     # Compound expressions --------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class Expressions:
 
 
 def _guards(expression: syntax.Expression) -> list[_Guard]:
-    """Every `m has x` in a condition, as the path `(m, x)`."""
+    """Return every `m has x` in a condition, as the path `(m, x)`."""
     if isinstance(expression, syntax.Has) and isinstance(expression.subject, syntax.Reference):
         return [(*expression.subject.parts, expression.name)]
     return [guard for operand in syntax.operands(expression) for guard in _guards(operand)]

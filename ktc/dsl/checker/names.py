@@ -1,4 +1,4 @@
-"""What names mean while a program is checked: captures of patterns, and the declarations and parameters of a unit."""
+"""Names during the check of a program: captures of patterns, and the declarations and parameters of a unit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Declaration = TypeVar("_Declaration", syntax.Pattern, syntax.Rule, syntax.Param
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What a bound name stands for. `kind` is an operator's kind, or `match` for a whole pattern."""
+    """The capture of a bound name. `kind` is an operator's kind, or `match` for a whole pattern."""
 
     kind: str
     role: str | None = None
@@ -42,7 +42,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class CheckedPattern:
-    """A pattern whose captures are known. `name` is qualified as seen from the entry file."""
+    """A pattern with its captures. `name` is qualified as seen from the entry file."""
 
     name: str
     unit: int
@@ -55,7 +55,7 @@ class CheckedPattern:
 
 @dataclass(slots=True)
 class UnitNames:
-    """One unit's declarations by name, its parameters' types and values, and what has been used of it."""
+    """One unit's declarations by name, its parameters' types and values, and the names used so far."""
 
     source: SourceUnit
     patterns: dict[str, syntax.Pattern]
@@ -67,7 +67,7 @@ class UnitNames:
 
 
 def collect(source: SourceUnit, report: Report) -> UnitNames:
-    """The unit's names; a second declaration of one is reported and the first stands."""
+    """Return the unit's names; a second declaration of one is reported and the first is kept."""
     names = UnitNames(source, {}, {}, {})
     for declaration in source.module.declarations:
         match declaration:
@@ -94,7 +94,7 @@ def _add(
 
 
 def find_capture(parts: tuple[str, ...], span: Span, aliases: Mapping[str, Capture], report: Report) -> Capture | None:
-    """The capture that `m.router.gate` names; an unknown step is reported. Optional if any step is."""
+    """Return the capture of a path such as `m.router.gate`; report an unknown step. Optional if any step is."""
     capture = aliases.get(parts[0])
     if capture is None:
         no_alias = "name the match: `match PATTERN as m`" if not aliases else f"names here: {listing(aliases)}"

@@ -1,7 +1,7 @@
-"""Two rules at one node, told from their texts: where both selectors are tests of path and layer on the same kind.
+"""Detect two rules at one node from their text, where both selectors test path and layer on the same kind.
 
-A path that both select is found by the product of their globs and comes with the error. Everything else (different
-kinds, conditions about the model, captures that may be absent) is decided exactly where the matches are known.
+A path that both select is found by the product of their globs and reported with the error. All other cases (different
+kinds, conditions about the model, optional captures) are decided exactly in the plan, where the matches are known.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ktc.dsl.checker.selectors import selection
 from ktc.dsl.ruleset import RuleAction, RuleDefinition
 from ktc.dsl.witness import Budget, OutOfBudget, Selection, witness
 
-STEPS = 100_000  # of all searches in a program together: a quarter of a second; beyond it the plan decides
+STEPS = 100_000  # of all searches in a program together: a quarter of a second; beyond that, the plan decides
 
 
 def check_overlaps(
     rules: list[RuleDefinition], patterns: Mapping[str, CheckedPattern], units: list[UnitNames], report: Report
 ) -> None:
-    """Reports every pair of rules that cannot both stand, and warns of a rule that selects no path at all."""
+    """Report every pair of rules that contradict each other, and warn of a rule that selects no path."""
     budget = Budget(STEPS)
     by_root: dict[str, list[tuple[RuleDefinition, Selection]]] = defaultdict(list)
     try:
@@ -45,12 +45,12 @@ def check_overlaps(
 
 def _warn_if_nowhere(rule: RuleDefinition, budget: Budget, report: Report) -> None:
     if rule.except_ and witness((Selection(rule.at, rule.except_),), budget) is None:
-        message = f"rule `{rule.name}` selects no path: `except` takes all that `at` gives"
+        message = f"rule `{rule.name}` selects no path: `except` removes everything that `at` selects"
         report.warning("W053", message, rule.declaration.name.span)
 
 
 class _Pairs:
-    """Pairs of rules that match the same thing."""
+    """Check pairs of rules that match the same thing."""
 
     def __init__(
         self, pattern: CheckedPattern | None, overridden: frozenset[str], budget: Budget, report: Report
@@ -62,7 +62,7 @@ class _Pairs:
         self.report = report
 
     def check(self, first: RuleDefinition, at_first: Selection, second: RuleDefinition, at_second: Selection) -> None:
-        """The later rule is told, of two files the importing one: it can name the other in `overrides`."""
+        """Report at the later rule; for two files, at the importing one, since only it can name the other rule."""
         self.budget.spend()
         if first.unit < second.unit:
             first, at_first, second, at_second = second, at_second, first, at_first
@@ -92,7 +92,7 @@ class _Pairs:
         ]
 
     def _contracts(self, first: RuleDefinition, second: RuleDefinition) -> list[tuple[RuleAction, RuleAction]]:
-        """Pairs that break a contract; a third rule that overrides one of the two may have taken it away."""
+        """Return the pairs that break a contract; a third rule that overrides one of the two may have removed it."""
         if first.name in self.overridden or second.name in self.overridden:
             return []
         pairs = [(one, other) for one in first.actions for other in second.actions]
@@ -100,7 +100,7 @@ class _Pairs:
         return [pair for pair in pairs if any(contradictions(*pair, first.root, self.output))]
 
     def _certain(self, action: RuleAction) -> frozenset[Path]:
-        """What an action claims at every match."""
+        """Return the captures that an action claims at every match."""
         paths = claims(action, self.pattern.name if self.pattern else "linear", self.output)
         return frozenset(path for path in paths if self._is_certain(path))
 
@@ -119,7 +119,7 @@ class _Pairs:
         devices = (one.settings.get("device"), other.settings.get("device"))
         contradictory = one.target == other.target == "place" and devices[0] != devices[1]
         message = (
-            f"`{first.name}` says {devices[0]}, `{second.name}` says {devices[1]}"
+            f"`{first.name}` places it on {devices[0]}, `{second.name}` on {devices[1]}"
             if contradictory
             else f"rules `{first.name}` and `{second.name}` overlap on facet `{other.facet}`"
         )

@@ -1,6 +1,6 @@
-"""Parameters get types and values: the default, over it the importer's `with`, over it the command line's `--set`.
+"""Assign types and values to parameters: `--set` overrides the importer's `with`, which overrides the default.
 
-Whatever the origin, the value is checked against the declared type and, if there is one, the declared domain.
+Every value is checked against the declared type and, if there is one, the declared domain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ktc.dsl.types import RANGE, STRING, UNKNOWN, Type
 
 
 def bind_params(units: list[UnitNames], settings: Mapping[str, str], report: Report) -> None:
-    """Fills `param_types` and `params` of every unit, importers first. Unknown settings and arguments are reported."""
+    """Fill `param_types` and `params` of every unit, importers first. Report unknown settings and arguments."""
     for unit in units:
         for declaration in _by_need(unit.param_declarations):
             _Binding(unit, units, settings, declaration, report).bind()
@@ -30,7 +30,7 @@ def bind_params(units: list[UnitNames], settings: Mapping[str, str], report: Rep
 
 
 def _by_need(declarations: Mapping[str, syntax.Param]) -> list[syntax.Param]:
-    """Every parameter after those that its default and its domain name; as declared where they need each other."""
+    """Return the parameters after those in their default and domain. Cycles keep the order of declaration."""
     needs = {
         name: _named(declaration.default) | (_named(declaration.domain) if declaration.domain else set[str]())
         for name, declaration in declarations.items()
@@ -49,7 +49,7 @@ def _named(expression: syntax.Expression) -> set[str]:
 
 
 class _Binding:
-    """One parameter on its way to a value."""
+    """One parameter during the assignment of its value."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Binding:
 
 
 def declared_type(declared: syntax.TypeName, report: Report) -> Type:
-    """The type that a parameter's declaration names; `UNKNOWN` after a report."""
+    """Return the type that a parameter's declaration names; `UNKNOWN` after a report."""
     name, element = declared.name, declared.element
     if element is not None and name.text != "list":
         report.error("E030", f"`{name.text}` takes no element type", element.span, hint=f"write `list[{element.text}]`")
@@ -158,7 +158,7 @@ def _refuse_unknown_arguments(unit: UnitNames, report: Report) -> None:
 
 def _refuse_unknown_settings(units: list[UnitNames], settings: Mapping[str, str], report: Report) -> None:
     if any(unit.source.broken_imports or unit.source.damaged for unit in units):
-        return  # the parameter may well be in the file that could not be read
+        return  # the parameter may be declared in the unreadable file
     known = [unit.source.prefix + name for unit in units for name in unit.param_declarations]
     for key in settings:
         if key not in known:

@@ -1,7 +1,7 @@
-"""Patterns: every name bound before it is used, operators and attributes known, everything contributing to the outputs.
+"""Patterns: names are bound before use, operators and attributes are known, everything contributes to the outputs.
 
-A capture is certain if it is reached from the first output whatever alternatives are taken, else optional. Calling a
-pattern inlines it, so recursion is refused and patterns are finite.
+A capture is certain if it is reached from the first output through every choice of alternatives, otherwise optional.
+Calling a pattern inlines it, so recursion is refused and patterns are finite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Patterns:
     def __init__(self, units: list[UnitNames], report: Report) -> None:
         self.units = units
         self.report = report
-        self.checked: dict[tuple[int, str], CheckedPattern | None] = {}  # `None`: being checked, or refused
+        self.checked: dict[tuple[int, str], CheckedPattern | None] = {}  # `None`: in progress, or refused
         self.depth = 0
 
     def check_all(self) -> None:
@@ -39,7 +39,7 @@ class Patterns:
                 self._check(unit, declaration)
 
     def find(self, unit: UnitNames, parts: tuple[str, ...], span: Span, what: str) -> CheckedPattern | None:
-        """The pattern that `name` or `alias.name` means in a unit; `what` says what was looked for if there is none."""
+        """Return the pattern that `name` or `alias.name` denotes in a unit, or report that no such `what` exists."""
         if len(parts) == 1 and parts[0] in unit.patterns:
             unit.used.add(f"pattern {parts[0]}")
             return self._check(unit, unit.patterns[parts[0]], span)
@@ -104,7 +104,7 @@ class _PatternCheck:
         self.bound: dict[str, Bound] = {}
 
     def captures(self) -> dict[str, Capture]:
-        """Every bound name with what it is, after reporting what is wrong with the pattern."""
+        """Return every bound name with its capture, after reporting the faults of the pattern."""
         for name in self.declaration.inputs:
             self._bind(name, Bound(VALUE, name.span, frozenset({name.text}), frozenset({name.text})))
         for binding in self.declaration.bindings:
@@ -129,11 +129,11 @@ class _PatternCheck:
     def _bind(self, name: syntax.Name, bound: Bound) -> None:
         first = self.bound.setdefault(name.text, bound)
         if first is not bound:
-            hint = "a name is bound once; alternatives are written `a | b`"
+            hint = "a name is bound once; write alternatives as `a | b`"
             self.report.error("E020", f"`{name.text}` is bound twice", name.span, hint=hint)
 
     def _captures_of(self, term: syntax.Term, results: int) -> list[Capture]:
-        """What each of the names on the left of a binding stands for."""
+        """Return the captures of the names on the left of a binding."""
         if results == 1:
             return [self._term(term, 1)]
         whole = self._term(term, results)
@@ -148,7 +148,7 @@ class _PatternCheck:
         return [whole.members.get(output.text, VALUE) for output in outputs]
 
     def _needs(self, term: syntax.Term) -> tuple[frozenset[str], frozenset[str]]:
-        """The names that a term depends on: in any of its alternatives, and in all of them."""
+        """Return the names that a term depends on: in any of its alternatives, and in all of them."""
         match term:
             case syntax.Use():
                 bound = self.bound.get(term.parts[0])
@@ -170,7 +170,7 @@ class _PatternCheck:
 
     # Terms -----------------------------------------------------------------------------------------------------------
     def _term(self, term: syntax.Term, results: int = 1) -> Capture:
-        """What a term stands for. `results` is how many names are bound to it."""
+        """Return the capture of a term. `results` is the number of names bound to it."""
         match term:
             case syntax.Wildcard():
                 return VALUE
@@ -207,7 +207,7 @@ class _PatternCheck:
         return capture
 
     def _known(self, term: syntax.Term) -> Capture:
-        """What an operand stands for that has been checked already."""
+        """Return the capture of an operand that has already been checked."""
         if isinstance(term, syntax.Use) and len(term.parts) == 1 and term.parts[0] in self.bound:
             return self.bound[term.parts[0]].capture
         return VALUE
@@ -289,7 +289,7 @@ class _PatternCheck:
                 self.report.error("E037", f"input `{name.text}` is never used", name.span)
         for output in outputs[1:]:
             if output.text not in self.bound[outputs[0].text].all:
-                message = f"output `{output.text}` is not always there when `{outputs[0].text}` matches"
+                message = f"output `{output.text}` is not always present when `{outputs[0].text}` matches"
                 self.report.error("E037", message, output.span)
 
     def _mark_optional(self) -> None:

@@ -1,14 +1,14 @@
-"""Where the checker's parts put what they find; nothing stops at the first error, only at far too many."""
+"""The diagnostics of the checker's parts. Checking continues after an error, up to `MAX_ERRORS`."""
 
 from __future__ import annotations
 
 from ktc.diagnostics import Diagnostic, Related, Span
 
-MAX_ERRORS = 200  # of a program: more help nobody, and explaining each costs time
+MAX_ERRORS = 200  # of a program: more are not helpful, and explaining each takes time
 
 
 class TooManyErrors(Exception):
-    """Stops a check that has found `MAX_ERRORS` errors; never leaves the checker."""
+    """Stops a check with `MAX_ERRORS` errors; does not leave the checker."""
 
 
 class Report:
@@ -35,7 +35,7 @@ class Report:
 
 
 def in_order(diagnostics: list[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """Sorted by place within a file, files in the order in which they were first named, without repetitions."""
+    """Return diagnostics sorted by position in a file, files in order of first mention, without duplicates."""
     files = {d.span.file: None for d in diagnostics if d.span}
     order = {file: index for index, file in enumerate(files)}
 

@@ -1,4 +1,4 @@
-"""`is ROLE`: whether a pattern binds what the role promises."""
+"""Check `is ROLE`: whether a pattern binds the members that the role promises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ktc.dsl.schema import ROLES
 
 
 def check_role(declaration: syntax.Pattern, name: syntax.Name, bound: Mapping[str, Bound], report: Report) -> None:
-    """Reports members that are missing, of the wrong kind, or possibly absent though the role promises them."""
+    """Report members that are missing, of the wrong kind, or optional although the role promises them."""
     role = ROLES.get(name.text)
     if role is None:
         hint = suggest(name.text, ROLES) or f"roles: {listing(ROLES)}"

@@ -1,4 +1,4 @@
-"""Rules: what they match, where, how often, and which rules they override. Actions are checked by `actions`."""
+"""Rules: root, paths, expected number of matches, and overridden rules. `actions` checks the actions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ktc.dsl.ruleset import RuleDefinition
 from ktc.dsl.schema import FACTS, MATCHABLE
 from ktc.dsl.types import INT, RANGE, UNKNOWN
 
-MAX_ACTIONS = 64  # of a rule
-MAX_CAPTURES = 256  # that one action names
+MAX_ACTIONS = 64  # per rule
+MAX_CAPTURES = 256  # per action
 LORA_TARGETS = "lora.targets"  # the rule that `lora { targets = [...] }` stands for
 
 
 def check_rules(units: list[UnitNames], patterns: Patterns, lora: CheckedBlock, report: Report) -> list[RuleDefinition]:
-    """All rules of the program, imported ones included, each with the transitive set of rules that it overrides."""
+    """Return all rules of the program, imported ones included, each with its transitive set of overridden rules."""
     rules = [
         checked
         for unit in units
@@ -43,7 +43,7 @@ class _RuleCheck:
         self.report = report
 
     def check(self, rule: syntax.Rule) -> RuleDefinition | None:
-        """The checked rule, `None` if nobody knows what it matches."""
+        """Return the checked rule, or `None` if its root is unknown."""
         if not self._within_limits(rule):
             return None
         at, except_ = self._globs(rule.at), self._globs(rule.except_)
@@ -97,7 +97,7 @@ class _RuleCheck:
 
     def _check_alias(self, rule: syntax.Rule) -> None:
         if rule.alias is not None and rule.alias.text in FACTS:
-            message = f"`{rule.alias.text}` already names facts about the {rule.alias.text}"
+            message = f"`{rule.alias.text}` already denotes facts about the {rule.alias.text}"
             self.report.error("E020", message, rule.alias.span, hint="choose another name")
 
     def _check_expect(self, expect: syntax.Expect) -> None:
@@ -120,7 +120,10 @@ class _RuleCheck:
 
 
 def _inside(span: Span, error: GlobError) -> Span:
-    """The place inside a quoted text (glob characters are never escaped, a faulty one may be: then the whole text)."""
+    """Return the position inside a quoted string, or the whole string if it has escapes.
+
+    Valid characters of globs are never escaped; a faulty one may be.
+    """
     start = span.column + 1 + error.offset
     stop = start + error.length
     return replace(span, column=start, end_column=stop) if stop < span.end_column else span
@@ -129,7 +132,7 @@ def _inside(span: Span, error: GlobError) -> Span:
 def _lora_targets(
     units: list[UnitNames], patterns: Patterns, lora: CheckedBlock, report: Report
 ) -> list[RuleDefinition]:
-    """`lora { targets = [globs] }` as the rule that it abbreviates."""
+    """Return the rule that `lora { targets = [globs] }` abbreviates."""
     targets = lora.values["targets"]
     span = lora.spans["targets"]
     assert isinstance(targets, tuple), "targets is a list of globs"
@@ -157,7 +160,7 @@ def _resolve_overrides(rules: list[RuleDefinition], units: list[UnitNames], repo
     for rule in rules:
         reached = _reachable(rule.name, direct)
         if rule.name in reached:
-            report.error("E027", f"rule `{rule.name}` overrides itself in a circle", rule.declaration.name.span)
+            report.error("E027", f"rule `{rule.name}` overrides itself in a cycle", rule.declaration.name.span)
         resolved.append(replace(rule, overrides=frozenset(reached - {rule.name})))
     return resolved
 
@@ -181,7 +184,7 @@ def _direct_overrides(
 
 
 def _may_be_lost(parts: tuple[str, ...], unit: UnitNames, units: list[UnitNames]) -> bool:
-    """Whether a name that is not known may be declared where the file that has it could not be read."""
+    """Return whether an unknown name may be declared in a file that could not be read."""
     imported = unit.source.imports.get(parts[0])
     owner = unit if imported is None else units[imported]
     return owner.source.damaged or parts[0] in unit.source.broken_imports

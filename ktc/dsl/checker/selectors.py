@@ -1,4 +1,4 @@
-"""Which paths and layers a rule selects, as far as that can be told without a model."""
+"""The paths and layers that a rule selects, as far as they are known without a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INFINITE = 1e12
 
 
 def selection(rule: RuleDefinition, params: Mapping[str, Value]) -> Selection | None:
-    """The rule's selection, `None` if its condition asks for more than the layer of the match, or a glob is broken."""
+    """Return the rule's selection, or `None` if a glob is invalid or the condition uses more than the layer."""
     declaration = rule.declaration
     if not all(map(is_glob, (*rule.at, *rule.except_))):
         return None
@@ -33,7 +33,7 @@ class _Condition:
         self.params = params
 
     def layers(self, expression: syntax.Expression) -> Layers | None:
-        """The layers in which a condition holds, `None` if it is about anything else."""
+        """Return the layers in which a condition holds, or `None` if it depends on anything else."""
         match expression:
             case syntax.Binary(operator="and" | "or"):
                 left, right = self.layers(expression.left), self.layers(expression.right)
@@ -70,7 +70,7 @@ class _Condition:
         return inside.negated() if operator in ("!=", "not in") else inside
 
     def _fixed(self, expression: syntax.Expression) -> Layers | None:
-        """A condition over parameters alone holds everywhere or nowhere."""
+        """Return all layers or none for a condition over parameters alone."""
         if _asks_the_model(expression):
             return None
         return ANY_LAYER if constant(expression, self.params) is True else NO_LAYER

@@ -1,4 +1,4 @@
-"""Warnings for what a program declares and never uses: names of its entry file, adapter defaults, budgets."""
+"""Warnings for unused declarations: names of the entry file, adapter defaults, budgets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from ktc.dsl.ruleset import RuleDefinition
 def warn_unused(
     units: list[UnitNames], rules: list[RuleDefinition], blocks: Mapping[str, CheckedBlock], report: Report
 ) -> None:
-    """W050 pattern (a file without rules is a library, where that is no fault), W051 parameter, W052 import,
-    W056 a `lora` block without an adapter, W057 a budget of a device on which nothing can be."""
+    """Warn of unused declarations.
+
+    W050 pattern (except in a library, a file without rules), W051 parameter, W052 import, W056 a `lora` block without
+    an adapter, W057 a budget of a device without placements.
+    """
     _warn_names(units, report)
     lora = blocks["lora"].span
     if lora is not None and rules and not any(a.facet == "adapter" for rule in rules for a in rule.actions):
@@ -25,7 +28,7 @@ def warn_unused(
 
 
 def _warn_budgets(rules: list[RuleDefinition], plan: CheckedBlock, report: Report) -> None:
-    """The cpu takes what nothing places; an automatic plan may use any device, and `auto` is the first GPU."""
+    """Warn of unused budgets. Unplaced nodes use the CPU, an automatic plan any device; `auto` is the first GPU."""
     if plan.values.get("auto", "none") != "none":
         return
     named = {action.settings.get(key) for rule in rules for action in rule.actions for key in ("device", "prefill")}
