@@ -15,24 +15,12 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 from ktc import environment
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+from ktc.isa import INSTRUCTION_SETS, PREFERENCE, InstructionSet, Isa, isa_of
 
-Isa = Literal["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
-
-# Instruction sets, the best one first; each implies those after it, and needs these flags of the CPU.
-PREFERENCE = cast("tuple[Isa, ...]", tuple(reversed(get_args(Isa))))
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
-# Every CPU with bf16 products has VNNI, for products of integers, and AMX likewise; a virtual machine may hide one.
-NEEDS: dict[Isa, frozenset[str]] = {
-    "scalar": frozenset(),
-    "avx2": frozenset({"avx2", "fma"}),
-    "avx512": _AVX512,
-    "avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"},
-    "amx": _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
-}
 _NODES = Path("/sys/devices/system/node")
 _ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XFEATURE_XTILEDATA = 158, 0x1021, 18
 
@@ -101,7 +89,11 @@ def detect(probe_gpu: bool = False) -> Host:
 def usable_isas(features: frozenset[str], amx_permitted: bool = True) -> tuple[Isa, ...]:
     """The kernel instruction sets that a CPU with these flags runs, best first. Linux lists a vector flag only if the
     kernel saves its registers, so the flags are enough; AMX needs the kernel's consent besides."""
-    return tuple(isa for isa in PREFERENCE if NEEDS[isa] <= features and (isa != "amx" or amx_permitted))
+    return tuple(isa for isa in PREFERENCE if _runs(INSTRUCTION_SETS[isa], features, amx_permitted))
+
+
+def _runs(row: InstructionSet, features: frozenset[str], amx_permitted: bool) -> bool:
+    return row.cpu <= features and (amx_permitted or not row.tiles)
 
 
 def restrict(host: Host, isa: str) -> Host:
@@ -112,14 +104,10 @@ def restrict(host: Host, isa: str) -> Host:
     if wanted is None:
         raise InputRefused(Diagnostic("H211", f"unknown instruction set `{isa}`", hint=usable))
     if wanted not in host.isas:
-        missing = ", ".join(f"`{flag}`" for flag in sorted(NEEDS[wanted] - host.features)) or "the kernel's consent"
+        lacking = sorted(INSTRUCTION_SETS[wanted].cpu - host.features)
+        missing = ", ".join(f"`{flag}`" for flag in lacking) or "the kernel's consent"
         raise HostLacks(Diagnostic("H210", f"this machine cannot run `{isa}` kernels: it lacks {missing}", hint=usable))
     return replace(host, isas=host.isas[host.isas.index(wanted) :])
-
-
-def isa_of(value: object) -> Isa | None:
-    """The instruction set of that name, if it is one."""
-    return next((isa for isa in PREFERENCE if isa == value), None)
 
 
 def find_compiler() -> Compiler | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span
-from ktc.host import NEEDS, PREFERENCE, Gpu, Host, detect, isa_of
+from ktc.host import Gpu, Host, detect
+from ktc.isa import INSTRUCTION_SETS, PREFERENCE, isa_of
 
 T = TypeVar("T")
 _BYTE_UNITS = {"": 1, "B": 1} | {
@@ -59,7 +60,8 @@ class _HostFile:
             host = replace(host, cores=cores, threads=cores)
         if isa:
             isas = PREFERENCE[PREFERENCE.index(isa) :]
-            host = replace(host, isas=isas, features=frozenset[str]().union(*(NEEDS[each] for each in isas)))
+            features = frozenset[str]().union(*(INSTRUCTION_SETS[each].cpu for each in isas))
+            host = replace(host, isas=isas, features=features)
         return host
 
     def _gpus(self, tables: object) -> tuple[Gpu, ...]:

@@ -19,7 +19,7 @@ from typing import Final
 from ktc import host, resources
 from ktc.codegen import toolchain
 from ktc.experts.packed import huge_pages
-from ktc.host import Isa
+from ktc.isa import INSTRUCTION_SETS, Isa
 
 # About 30 ms: long against a tick of the scheduler, short against a round.
 _ROUNDS: Final = 2_000_000
@@ -32,7 +32,7 @@ def build_library(isa: Isa, folder: Path) -> Path:
     tools = toolchain.find(host.detect())
     source = resources.runtime_sources() / "machine_peak.cpp"
     built, library = folder / "machine_peak.o", folder / "machine_peak.so"
-    contract = () if isa in ("avx512_bf16", "amx") else ("-ffp-contract=fast",)
+    contract = () if INSTRUCTION_SETS[isa].bf16_products else ("-ffp-contract=fast",)
     toolchain.run((*tools.compile_command(source, built, isa), *contract))
     toolchain.run(tools.link_command((built,), library))
     return library

@@ -16,7 +16,7 @@ from ktc.bench import kt, ours, peers
 from ktc.bench.request import PASSES, SHAPES, Pass, Request, Shape
 from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
 from ktc.experts.lora import MAX_RANK
-from ktc.host import Isa
+from ktc.isa import Isa
 from ktc.plan.kernel_spec import KERNELS, WeightFormat
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from ktc.codegen import build, render
 from ktc.experts.block_reference import random_blocks
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe, Part
-from ktc.host import Isa
+from ktc.isa import Isa
 from ktc.plan.kernel_spec import BLOCKS, CODES, KERNELS, KernelSpec, WeightFormat
 
 PREFIX = "ktc_"

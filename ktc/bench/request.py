@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ktc.host import Isa
+from ktc.isa import Isa
 
 Pass = Literal["forward", "train"]
 PASSES: tuple[Pass, ...] = ("forward", "train")

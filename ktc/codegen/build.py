@@ -31,7 +31,8 @@ from ktc.codegen.self_test_linear import self_test_linear
 from ktc.codegen.toolchain import Toolchain
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.experts.kernel_library import KernelLibrary, file_digest
-from ktc.host import Host, Isa
+from ktc.host import Host
+from ktc.isa import Isa
 
 _RECORD: Final = "library.json"
 

@@ -18,7 +18,7 @@ import jinja2
 from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.form import Function
-from ktc.host import Isa
+from ktc.isa import INSTRUCTION_SETS, Isa
 from ktc.plan.kernel_spec import BLOCKS, CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
 from ktc.plan.linear_spec import LinearSpec
 
@@ -123,13 +123,12 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
     """What the template of one kernel may ask."""
     constants = (spec.hidden, spec.intermediate, spec.num_experts, spec.top_k)
     text = ", ".join(f"{field.name}={getattr(spec, field.name)}" for field in fields(spec))
-    isa = f"ktc::{spec.isa}::Isa"
     return {
         "spec": spec,
         "spec_lines": textwrap.wrap(f"KernelSpec: {text}", _COMMENT_WIDTH),
         "origin": _UNSAFE.sub("_", origin),
         "dims": ["ktc::kDynamic" if size is None else size for size in constants],
-        "isa": f"{isa}<{_ELEMENTS[spec.dtype]}>" if spec.isa == "scalar" else isa,
+        "isa": INSTRUCTION_SETS[spec.isa].cxx_type(_ELEMENTS[spec.dtype]),
         "isa_headers": [spec.isa, f"{spec.isa}_int8"] if "int8" in spec.formats else [spec.isa],
         "panels": [_PANELS[name][1].format(spec.group_of(name)) for name in spec.formats],
         "weight_headers": sorted({"packed", *(_PANELS[name][0] for name in spec.formats)}),
@@ -140,12 +139,11 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
 
 def _linear_choices(spec: LinearSpec, origin: str) -> dict[str, object]:
     """What the template of a linear kernel may ask. The scalar ISA has lanes of fp32, whatever the element."""
-    isa = f"ktc::{spec.isa}::Isa"
     return {
         "spec": spec,
         "spec_line": f"LinearSpec: op={spec.op}, dtype={spec.dtype}, isa={spec.isa}",
         "origin": _UNSAFE.sub("_", origin),
-        "isa": f"{isa}<float>" if spec.isa == "scalar" else isa,
+        "isa": INSTRUCTION_SETS[spec.isa].cxx_type("float"),
         "element": _ELEMENTS[spec.dtype],
     }
 

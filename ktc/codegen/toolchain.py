@@ -17,7 +17,8 @@ import pybind11
 
 from ktc import resources
 from ktc.diagnostics import Diagnostic, HostLacks, KtcError
-from ktc.host import Compiler, Host, Isa
+from ktc.host import Compiler, Host
+from ktc.isa import INSTRUCTION_SETS, Isa
 
 # What is written is what is computed: no fast math, and a * b + c is one operation only where it is asked for. For C++
 # GCC would contract it otherwise, also across statements, and the bits would depend on what it inlines.
@@ -25,14 +26,6 @@ from ktc.host import Compiler, Host, Isa
 _BASE_FLAGS: Final = (
     "-std=c++20", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi", "-Wno-attributes",
 )  # fmt: skip
-_AVX512: Final = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-_ISA_FLAGS: Final[dict[Isa, tuple[str, ...]]] = {
-    "scalar": (),
-    "avx2": ("-mavx2", "-mfma"),
-    "avx512": _AVX512,
-    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
-    "amx": (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-}
 _MAX_REPORTED_LINES: Final = 20
 
 
@@ -54,7 +47,7 @@ class Toolchain:
         """Flags of one translation unit. The bindings hold no loop: there a short build counts, not the code."""
         optimise = "-O1" if unit == "bindings.cpp" else "-O3"
         unique = () if "clang" in Path(self.compiler.path).name else ("-fno-gnu-unique",)
-        return (*_BASE_FLAGS, *unique, optimise, *_ISA_FLAGS[isa])
+        return (*_BASE_FLAGS, *unique, optimise, *INSTRUCTION_SETS[isa].compiler)
 
 
 def find(host: Host) -> Toolchain:

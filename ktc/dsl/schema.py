@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ktc.dsl.ruleset import Facet, Value
 from ktc.dsl.types import FLOAT, INT, SIZE, STRING, Type
+from ktc.isa import INSTRUCTION_SETS
 
 DECLARATIONS = ("import", "param", "require", "pattern", "rule", "plan", "lora")
 _CLAUSES = ("as", "with", "in", "else", "is", "overrides", "match", "at", "except", "where", "expect", "on")
@@ -21,7 +22,7 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
         *("stored", "bf16", "fp16", "fp32", "int8", "int4", "fp8"),
         *("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"),
     ),
-    "isa": ("auto", "scalar", "avx2", "avx512", "avx512_bf16", "amx"),
+    "isa": ("auto", *INSTRUCTION_SETS),
     "activations": ("keep", "recompute"),
     "kernel": ("torch", "gemv", "marlin", "fp8", "q8", "w8a8", "ipex", "llamafile"),
     "moe_kernel": ("torch", "grouped_mm", "marlin"),

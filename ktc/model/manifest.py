@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from ktc import versions
 from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.host import Isa
+from ktc.isa import isa_of
 
 FILE = "ktc.json"
 SCHEMA = 6
@@ -204,7 +204,7 @@ def _damaged(folder: Path, what: str) -> Diagnostic:
 
 def _faults(manifest: Manifest) -> Iterator[str]:
     """What has the right type and means nothing."""
-    if manifest.isa not in get_args(Isa):
+    if isa_of(manifest.isa) is None:
         yield f"`.isa` is `{manifest.isa}`"
     if manifest.model.dtype not in _DTYPES:
         yield f"`.model.dtype` is `{manifest.model.dtype}`"

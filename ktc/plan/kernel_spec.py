@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ktc.experts.form import Activation
-from ktc.host import Isa
+from ktc.isa import Isa
 
 WeightFormat = Literal[
     "bf16", "fp16", "fp32", "fp64", "int8", "int4", "fp8", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"

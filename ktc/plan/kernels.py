@@ -12,7 +12,8 @@ from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
 from ktc.experts.form import parse_form
 from ktc.graph import ops
-from ktc.host import Host, Isa
+from ktc.host import Host
+from ktc.isa import Isa
 from ktc.plan.kernel_spec import BLOCKS, CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
 from ktc.plan.types import Claim
 

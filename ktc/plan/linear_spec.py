@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ktc.host import Isa
+from ktc.isa import INSTRUCTION_SETS, PREFERENCE, Isa
 
 # What `kt_linear` may name: PyTorch's product, and the kernel of `runtime/include/ktc/linear.hpp`.
 BUILT: Final = ("torch", "gemv")
-ISAS: Final[tuple[Isa, ...]] = ("avx512_bf16", "avx512", "avx2", "scalar")
+ISAS: Final = tuple(isa for isa in PREFERENCE if INSTRUCTION_SETS[isa].linear)
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 

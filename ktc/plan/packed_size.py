@@ -6,19 +6,17 @@ In: a `KernelSpec`. Out: the sizes that `runtime/include/ktc` allocates for it (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ktc.host import Isa
+from ktc.isa import INSTRUCTION_SETS
 from ktc.plan.kernel_spec import BITS_PER_WEIGHT, BLOCKS, CODES, KernelSpec, WeightFormat
 
 PANEL = 32  # kernels pad every width to whole panels
 RANK_UNIT = 8  # and the rows of low-rank values to this much
 _ITEM = {"bf16": 2, "fp32": 4, "fp64": 8}
 _INDEX = 8
-# Rows of a token group (`kMaxRows`), sums of a block with AMX (`Blocking`), and half panels of LoRA's gradients.
-_GROUP_ROWS: Mapping[Isa, int] = {"scalar": 4, "avx2": 4, "avx512": 12, "avx512_bf16": 12, "amx": 32}
-_AMX_BLOCK = 16 * 12 * 32 * PANEL
+# Sums of a block with tiles (`Blocking`), and half panels of LoRA's gradients.
+_TILED_BLOCK = 16 * 12 * 32 * PANEL
 _GRADIENT_HALVES = 6
 
 
@@ -128,10 +126,11 @@ def _thread_scratch(spec: KernelSpec, ranks: tuple[int, int], *, backward: bool,
     panel = max(first * hidden, down * inter) * PANEL
     if backward:  # a panel of the transposed weights; of those that need no decoding two, one made ahead
         panel = max(panel, (2 - first) * outputs * PANEL, (2 - down) * hidden * PANEL)
-    at_hand = (_AMX_BLOCK if spec.isa == "amx" else _GROUP_ROWS[spec.isa] * PANEL) * total
+    isa = INSTRUCTION_SETS[spec.isa]
+    at_hand = (_TILED_BLOCK if isa.tiles else isa.group_rows * PANEL) * total
     rank, row = (max(_padded_ranks((each,), unit) for each in ranks) for unit in (_packed_rank_unit(spec), RANK_UNIT))
     low_rank = (max(hidden, outputs) + rank) * PANEL * item + row * (PANEL // 2) * _GRADIENT_HALVES * total
-    integers = _GROUP_ROWS[spec.isa] * (_integer_width(spec.intermediate) + PANEL * total)
+    integers = isa.group_rows * (_integer_width(spec.intermediate) + PANEL * total)
     return (
         at_hand
         + panel * item
@@ -149,7 +148,7 @@ def _sum_bytes(spec: KernelSpec) -> int:
 
 
 def _packed_rank_unit(spec: KernelSpec) -> int:
-    return PANEL if spec.isa == "amx" else PANEL // 2
+    return PANEL if INSTRUCTION_SETS[spec.isa].tiles else PANEL // 2
 
 
 def _integer_width(size: int | None) -> int:

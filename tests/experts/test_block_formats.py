@@ -24,7 +24,7 @@ from ktc.experts.block_reference import dequantise_blocks, quantise_blocks, rand
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.experts.stock_layout import ExpertPart, canonical_parts
-from ktc.host import Isa
+from ktc.isa import Isa
 from ktc.plan.kernel_spec import BLOCKS, KernelSpec, WeightFormat
 from ktc.plan.packed_size import packed_bytes
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ktc import host
 from ktc.experts.lora import ExpertsLora, Lora
-from ktc.host import Isa
+from ktc.isa import Isa
 
 # Hidden, intermediate, experts, experts per token, tokens, and how many experts get any.
 SHAPES = {

@@ -10,7 +10,7 @@ from kernel_layers import CONSTANT, FORMS, ISAS, Layer, Load, error, random_laye
 
 from ktc import host
 from ktc.experts.stock_layout import canonical_parts
-from ktc.host import Isa
+from ktc.isa import Isa
 
 # Hidden, intermediate, experts, experts per token, tokens, and how many experts get any.
 SHAPES = {

@@ -19,7 +19,7 @@ from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.experts.quantised_reference import dequantise, quantise
 from ktc.experts.stock_layout import ExpertPart, canonical_parts
-from ktc.host import Isa
+from ktc.isa import Isa
 from ktc.plan.kernel_spec import CODES, KernelSpec
 from ktc.plan.packed_size import packed_bytes
 

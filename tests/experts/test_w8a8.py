@@ -20,7 +20,7 @@ from ktc.experts.module import FusedMoe
 from ktc.experts.quantised_reference import INT8_BACKWARD, INT8_FORWARD, dequantise, quantise, quantise_rows
 from ktc.experts.reference import Products, fused_moe_reference
 from ktc.experts.stock_layout import ExpertPart, canonical_parts
-from ktc.host import Isa
+from ktc.isa import Isa
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import packed_bytes
 

@@ -14,7 +14,7 @@ from ktc.experts.form import ExpertsForm, parse_form
 from ktc.experts.module import FusedMoe
 from ktc.experts.reference import fused_moe_reference
 from ktc.experts.stock_layout import StockTensor, stock_names, stock_shape
-from ktc.host import Isa
+from ktc.isa import Isa
 from ktc.plan.kernel_spec import KERNELS, KernelSpec, WeightFormat
 
 ISAS: tuple[Isa, ...] = tuple(isa for isa in host.detect().isas if isa in KERNELS)
