@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 from ktc import versions  # noqa: E402 - the script runs without ktc installed
 
 TESTS = (
-    "tests/test_versions.py", "tests/capture/test_capture.py", "tests/match/test_match.py", "tests/rewrite",
+    "tests/test_versions.py", "tests/test_private_names.py", "tests/capture/test_capture.py",
+    "tests/match/test_match.py", "tests/rewrite",
     "tests/prove", "tests/model/test_load.py", "tests/end_to_end/test_compiled_model.py", "tests/experts/test_peft.py",
     "tests/linears/test_lora_linear.py", "tests/training", "tests/tune", "tests/adapters", "tests/generate",
     "tests/evaluate", "tests/learning", "tests/llama_factory/test_settings.py",

@@ -19,7 +19,7 @@ from torch.utils import checkpoint as checkpointing
 from transformers import Trainer
 from transformers.loss import loss_utils
 
-from ktc.training.layer_parts import with_attribute
+from ktc.training.private_api import call_stock, called_as
 
 MOST_LOGITS = 1 << 24  # of a chunk; with their gradients some 240 MB
 
@@ -51,9 +51,8 @@ def in_chunks_of_tokens(trainer: Any, most_logits: int = MOST_LOGITS) -> Generat
         seen.append(hidden)
         return hidden
 
-    def really(hidden: Tensor) -> Tensor:  # also when it is computed again, within this context
-        with with_attribute(head, "_compiled_call_impl", None):
-            return head(hidden)
+    def really(hidden: Tensor) -> Tensor:  # also where checkpointing computes it again
+        return call_stock(head, hidden)
 
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
         if len(seen) != 1 or logits is not seen[0]:
@@ -61,8 +60,17 @@ def in_chunks_of_tokens(trainer: Any, most_logits: int = MOST_LOGITS) -> Generat
         rows = max(1, most_logits // vocab_size)
         return chunked_loss(really, logits, labels, rows, **kwargs)
 
-    with with_attribute(head, "_compiled_call_impl", kept_back), with_attribute(model, "_loss_function", loss):
+    with called_as(head, kept_back), _loss_of(model, loss):
         yield
+
+
+@contextmanager
+def _loss_of(model: Any, loss: Callable[..., Tensor]) -> Generator[None]:
+    stock, model.loss_function = model.loss_function, loss
+    try:
+        yield
+    finally:
+        model.loss_function = stock
 
 
 def chunked_loss(

@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from transformers import Cache
 
-from ktc.training.layer_parts import CannotStack, LayerCall, SplitLayer, with_attribute
+from ktc.training.layer_parts import CannotStack, LayerCall, SplitLayer
+from ktc.training.private_api import pytree, with_attribute
 
 
 class _LastLayer(BaseException):

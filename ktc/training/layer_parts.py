@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ktc.experts.module import FusedMoe
 from ktc.experts.staging import to_device
+from ktc.training.private_api import call_stock, called_as, with_attribute
 
 
 class CannotStack(Exception):
@@ -135,7 +136,7 @@ class LayerRun:
         assert attention is not None, "a layer without attention has no such part"
 
         def stop(*args: Any, **kwargs: Any) -> Any:
-            out = cast("Any", attention)._call_impl(*args, **kwargs)
+            out = call_stock(attention, *args, **kwargs)
             if isinstance(out, tuple):
                 self._outputs = len(cast("tuple[Any, ...]", out))
                 raise _Reached(out[0])
@@ -197,7 +198,7 @@ class LayerRun:
         with ExitStack() as stack:
             stack.enter_context(self._call.autocasting())
             for module, replacement in cuts.items():
-                stack.enter_context(_called_as(module, replacement))
+                stack.enter_context(called_as(module, replacement))
             # the parts are checkpointed; a layer that did it too would run its experts again
             stack.enter_context(with_attribute(self._split.layer, "gradient_checkpointing", False))
             return call_layer(self._split.layer, self._call, x)
@@ -208,25 +209,3 @@ def call_layer(layer: nn.Module, call: LayerCall, x: Tensor) -> Any:
     if call.named is None:
         return layer.forward(x, *call.args, **call.kwargs)
     return layer.forward(*call.args, **{**call.kwargs, call.named: x})
-
-
-@contextmanager
-def _called_as(module: nn.Module, replacement: Callable[..., Any]) -> Generator[None]:
-    """Calls of `module` go to `replacement`, without the module's hooks: they ran, or will, where it really runs."""
-    with with_attribute(module, "_compiled_call_impl", replacement):
-        yield
-
-
-@contextmanager
-def with_attribute(module: nn.Module, name: str, value: object) -> Generator[None]:
-    """An attribute of this one module for a while."""
-    own = module.__dict__
-    before = own.get(name, own)  # the dictionary itself: nothing was there
-    own[name] = value
-    try:
-        yield
-    finally:
-        if before is own:
-            del own[name]
-        else:
-            own[name] = before

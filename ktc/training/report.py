@@ -25,6 +25,7 @@ from ktc.experts.module import FusedMoe
 from ktc.files import write_whole
 from ktc.training import run_report
 from ktc.training.phases import PhaseClock, StepTimes
+from ktc.training.private_api import observe_steps
 from ktc.training.run_report import DeviceMemory, Logged, RunReport, StepTokens
 
 _PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
@@ -46,21 +47,12 @@ class KTReport(TrainerCallback):
         self._trainer: Any = None
 
     def watch(self, trainer: Any) -> None:
-        """Time the trainer's fetching and backward passes, where no callback is called: its own methods are wrapped."""
+        """Time the trainer's fetching and backward passes."""
         self._trainer = trainer
-        fetch, backward = trainer.get_batch_samples, trainer.accelerator.backward
+        observe_steps(trainer, self._clock.fetching, self._count, self._clock.backward)
 
-        def fetching(*args: Any, **kwargs: Any) -> Any:
-            with self._clock.fetching():
-                found = fetch(*args, **kwargs)
-            self._fetched = _counted(found[0])
-            return found
-
-        def timed_backward(*args: Any, **kwargs: Any) -> None:
-            with self._clock.backward():
-                backward(*args, **kwargs)
-
-        trainer.get_batch_samples, trainer.accelerator.backward = fetching, timed_backward
+    def _count(self, batches: Any) -> None:
+        self._fetched = _counted(batches)
 
     # What the trainer tells
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformers import trainer_utils
 
 from ktc.diagnostics import Diagnostic, KtcError
+from ktc.training.private_api import store_of_the_run
 
 _LONGEST_WORDS = 500
 
@@ -28,9 +29,7 @@ class RollCall:
 
     def __init__(self) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = cast("Any", dist).PrefixStore(
-            "ktc_roll_call", cast("Any", dist.distributed_c10d)._get_default_store()
-        )
+        self._store = store_of_the_run("ktc_roll_call")
         self._meetings = 0
 
     def arrive(self) -> None:

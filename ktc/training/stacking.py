@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.training.chunked_loss import MOST_LOGITS, WholeLogits, in_chunks_of_tokens, reason_for_whole_logits
@@ -23,6 +23,7 @@ from ktc.training.layer_calls import ModelCall, finished, in_chunks, record
 from ktc.training.layer_parts import CannotStack, SplitLayer, split_layers
 from ktc.training.layer_pass import through_layers
 from ktc.training.phases import backward_pass
+from ktc.training.private_api import prepared_inputs, prepares_inputs_itself, sum_as_logged
 from ktc.training.stack_size import bytes_per_token, fitting_tokens, free_bytes, num_logits, working_bytes
 
 log = logging.getLogger(__name__)
@@ -125,16 +126,7 @@ class Stacker:
                 raise InputRefused(Diagnostic("T542", message, hint="use `stack_micro_batches='off'`")) from why
             self._give_up(why)
             losses = [one(model, given, num_items) for given in waiting]
-        return self._summed([loss.to(self._trainer.args.device) for loss in losses])
-
-    def _summed(self, losses: Sequence[Tensor]) -> Tensor:
-        """What the trainer would have added to its loss call by call: for one that is no number, the mean before it."""
-        trainer = self._trainer
-        before = torch.as_tensor(getattr(trainer, "_tr_loss", 0.0)).to(losses[0])
-        total, steps = before.clone(), 1 + trainer.state.global_step - getattr(trainer, "_globalstep_last_logged", 0)
-        for loss in losses:
-            total = total + (loss if loss.isfinite() or not trainer.args.logging_nan_inf_filter else total / steps)
-        return total - before
+        return sum_as_logged(self._trainer, [loss.to(self._trainer.args.device) for loss in losses])
 
     def _loss(self, model: nn.Module, inputs: Inputs, num_items: Any) -> None:
         """The beginning of the trainer's step: `record` ends it at the last layer."""
@@ -143,7 +135,7 @@ class Stacker:
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()  # optimizers without schedules keep other weights for evaluation
         with trainer.compute_loss_context_manager():
-            trainer.compute_loss(model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=num_items)
+            trainer.compute_loss(model, prepared_inputs(trainer, inputs), num_items_in_batch=num_items)
 
     def _pass(
         self,
@@ -221,8 +213,7 @@ def reason_against(trainer: Any, model: nn.Module) -> str:
         "the router's auxiliary loss is on": getattr(trainer, "aux_loss_enabled", False)
         or getattr(config, "output_router_logits", False),
         "the model is compiled by torch": bool(args.torch_compile),
-        "the trainer makes its inputs itself": type(trainer)._prepare_inputs
-        is not cast("Any", Trainer)._prepare_inputs,
+        "the trainer makes its inputs itself": prepares_inputs_itself(trainer),
         "activations are offloaded": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

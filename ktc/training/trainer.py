@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -19,17 +19,13 @@ from transformers import Trainer, TrainingArguments
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.model.compiled_model import CompiledModel
 from ktc.training import gradients
+from ktc.training.private_api import TrainerHooks, keep_in_place, use_as_one_device
 from ktc.training.report import report_of
 from ktc.training.roll_call import RollCall, together
 from ktc.training.stacking import Stacker, StackMode
 
 TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # of TRL, by our tests
 _KNOWN_REASONS = {"RewardTrainer": "a reward model has a head of its own, and a compiled model is a causal LM"}
-
-if TYPE_CHECKING:
-    _Trainer = Trainer
-else:
-    _Trainer = object
 
 
 def _check_tried(trainer: type) -> None:
@@ -42,7 +38,7 @@ def _check_tried(trainer: type) -> None:
             raise InputRefused(Diagnostic("T535", message, hint=hint))
 
 
-class KTrainerMixin(_Trainer):
+class KTrainerMixin(TrainerHooks):
     """Before a trainer of transformers 5.6 to 5.23 or TRL: `class T(KTrainerMixin, SFTTrainer)`.
 
     The model stays where its compilation put it: nothing moves it, and neither DataParallel nor DDP wraps it. Several
@@ -67,7 +63,7 @@ class KTrainerMixin(_Trainer):
     def __init__(self, *args: Any, stack_micro_batches: StackMode = "auto", **kwargs: Any) -> None:
         for settings in (*args, *kwargs.values()):
             if isinstance(settings, TrainingArguments):
-                _use_as_one_device(settings)  # some trainers ask before they come to the accelerator
+                use_as_one_device(settings)  # some trainers ask before they come to the accelerator
         super().__init__(*args, **kwargs)
         _check_compiled(cast("nn.Module", self.model))
         self.stacker = Stacker(self, stack_micro_batches)
@@ -76,22 +72,9 @@ class KTrainerMixin(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """The accelerator casts and compiles, and neither places nor wraps."""
         _check_sharding(self.args)
-        _use_as_one_device(self.args)
+        use_as_one_device(self.args)
         super().create_accelerator_and_postprocess()
-        accelerator = cast("Any", self.accelerator)
-        prepare = accelerator.prepare_model
-
-        def prepare_in_place(
-            model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-        ) -> nn.Module:
-            # evaluation mode is accelerate's word for: no DistributedDataParallel
-            return prepare(model, device_placement=False, evaluation_mode=True)
-
-        accelerator.prepare_model = prepare_in_place
-        accelerator.verify_device_map = _is_no_plan_of_accelerate
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The compiler has placed it."""
+        keep_in_place(self.accelerator)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer it stands before."""
@@ -108,17 +91,16 @@ class KTrainerMixin(_Trainer):
             self._roll_call.arrive()
         return cast("Any", super()).get_batch_samples(*args, **kwargs)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = cast("Any", super())._prepare_for_training(*args, **kwargs)
-        if gradients.distributed():
-            model = cast("nn.Module", self.model)
-            everything: Iterator[tuple[str, Parameter]] = model.named_parameters()
-            named = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
-            self._trained = [parameter for _, parameter in named]
-            self._groups = gradients.open_groups(self._trained, timedelta(seconds=self.args.ddp_timeout))
-            gradients.check_alike(named, self._groups)
-            gradients.broadcast(self._trained, self._groups)
-        return prepared
+    def on_model_prepared(self) -> None:
+        """Start every process from rank 0's adapter. Raises `InputRefused` (T533)."""
+        if not gradients.distributed():
+            return
+        everything: Iterator[tuple[str, Parameter]] = cast("nn.Module", self.model).named_parameters()
+        named = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
+        self._trained = [parameter for _, parameter in named]
+        self._groups = gradients.open_groups(self._trained, timedelta(seconds=self.args.ddp_timeout))
+        gradients.check_alike(named, self._groups)
+        gradients.broadcast(self._trained, self._groups)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one micro-batch; the last one of an optimizer step averages the gradients."""
@@ -131,17 +113,6 @@ class KTrainerMixin(_Trainer):
 
 class KTrainer(KTrainerMixin, Trainer):
     """`transformers.Trainer` for a compiled model."""
-
-
-def _is_no_plan_of_accelerate(model: nn.Module) -> bool:
-    """What accelerate asks of a device map before it refuses to train it in several processes."""
-    return False
-
-
-def _use_as_one_device(args: TrainingArguments) -> None:
-    """With more than one, the Trainer would wrap the model in DataParallel and multiply the batch size."""
-    if args.n_gpu > 1:
-        cast("Any", args)._n_gpu = 1
 
 
 def _check_compiled(model: nn.Module) -> None:

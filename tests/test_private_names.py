@@ -1,0 +1,176 @@
+"""The private names of torch, transformers and peft that ktc uses outside of training: few, known, and as we take them.
+
+Training's own are in `ktc/training/private_api.py`, with a test beside it. `make versions` runs both with the oldest
+and the newest supported releases.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
+from places import ROOT
+from torch import nn
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+KNOWN = {
+    "_apply", "_apply_gate", "_attn_implementation_internal", "_build_generation_config", "_experts_implementation",
+    "_from_config", "_init_weights", "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
+    "_keys_to_ignore_on_load_unexpected", "_non_persistent_buffers_set", "_python_dispatch", "_pytree",
+    "_register_custom_module", "_schema", "_supports_sdpa", "_validate_request",
+}  # fmt: skip
+FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name.isidentifier() and name != "_"
+
+
+def own_names() -> set[str]:
+    """Private names that ktc itself defines."""
+    nodes = [node for tree in FILES.values() for node in ast.walk(tree)]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    own = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    return defined | {name for name in stored if f"self.{name}" in own}
+
+
+def foreign(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """The private names of other packages in a file: attributes, names given to `getattr`, and imports."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls" | "os")):
+                continue  # `os._exit` is documented
+            case ast.Attribute(value=ast.Attribute(value=ast.Attribute(value=ast.Name(id="torch"), attr="ops"))):
+                continue  # an operator of ATen
+            case ast.Attribute(value=value, attr=name) if is_private(name):
+                if name not in own or "super()" in ast.unparse(value):
+                    yield name
+            case ast.Call(func=ast.Name(id="getattr" | "setattr" | "hasattr" | "with_attribute"), args=[_, key, *_]):
+                if isinstance(key, ast.Constant) and is_private(str(key.value)):
+                    yield str(key.value)
+            case ast.ImportFrom(module=str(module), names=names) if not module.startswith("ktc"):
+                yield from filter(is_private, [*module.split("."), *(alias.name for alias in names)])
+
+
+def test_training_uses_private_names_in_one_file() -> None:
+    own = own_names()
+    rooms = {path.relative_to(ROOT / "ktc"): set(foreign(tree, own)) for path, tree in FILES.items()}
+    training = {path.name: names for path, names in rooms.items() if path.parts[0] == "training" and names}
+    assert training.keys() == {"private_api.py"}
+    others = {name for path, names in rooms.items() if path.parts[0] != "training" for name in names}
+    assert others <= KNOWN, "give it a test below, and a row in KNOWN"
+
+
+@pytest.fixture(scope="module")
+def config() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, moe_intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(config: Qwen3MoeConfig) -> PreTrainedModel:
+    return Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
+
+
+def test_a_model_is_made_from_a_config_in_a_dtype(model: PreTrainedModel) -> None:
+    assert model.dtype == torch.bfloat16
+
+
+def test_a_config_keeps_its_implementations_where_capture_sets_them(config: Qwen3MoeConfig) -> None:
+    from ktc.capture import markers
+
+    for internal in markers._CHOICES:
+        public, before = internal.removesuffix("_internal"), getattr(config, internal)
+        setattr(config, internal, "of ktc")
+        assert getattr(config, public) == "of ktc", "no public setter has checked it"
+        setattr(config, internal, before)
+
+
+def test_a_class_says_what_stays_in_fp32_and_what_a_checkpoint_may_have_besides() -> None:
+    for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected"):
+        assert getattr(PreTrainedModel, name) is None
+    assert isinstance(PreTrainedModel._supports_sdpa, bool)
+    from transformers import DeepseekV3ForCausalLM
+
+    assert "e_score_correction_bias" in " ".join(DeepseekV3ForCausalLM._keep_in_fp32_modules_strict)
+
+
+@pytest.mark.parametrize("name", ["_can_set_attn_implementation", "_can_set_experts_implementation"])
+def test_a_class_reads_its_source_for_what_it_can_do(name: str) -> None:
+    """`CompiledModel` overrides both, since its own source has none of it."""
+    assert getattr(Qwen3MoeForCausalLM, name)() is True
+
+
+def test_initialising_leaves_marked_parameters_alone(model: PreTrainedModel) -> None:
+    layer = nn.Linear(4, 4)
+    before = layer.weight.detach().clone()
+    for parameter in layer.parameters():
+        parameter._is_hf_initialized = True
+    model._init_weights(layer)
+    assert torch.equal(layer.weight, before)
+    del layer.weight._is_hf_initialized
+    model._init_weights(layer)
+    assert not torch.equal(layer.weight, before)
+
+
+def test_experts_tell_their_activation_alone(config: Qwen3MoeConfig) -> None:
+    config._experts_implementation = "eager"
+    experts = Qwen3MoeExperts(config)
+    both = torch.randn(3, 16)
+    gate, up = both.chunk(2, dim=-1)
+    assert torch.allclose(experts._apply_gate(both), nn.functional.silu(gate) * up)
+
+
+def test_a_module_knows_the_buffers_that_no_checkpoint_has() -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("made", torch.ones(1), persistent=False)
+    assert module._non_persistent_buffers_set == {"made"}
+
+
+def test_every_change_of_dtype_or_device_goes_through_apply() -> None:
+    seen: list[torch.dtype] = []
+
+    class Seeing(nn.Linear):
+        def _apply(self, fn: object, recurse: bool = True) -> nn.Module:
+            seen.append(fn(torch.empty(1)).dtype)
+            return super()._apply(fn, recurse)
+
+    nn.Sequential(Seeing(2, 2)).to(torch.bfloat16)
+    assert seen == [torch.bfloat16]
+
+
+def test_an_operator_tells_the_names_of_its_arguments() -> None:
+    assert [argument.name for argument in torch.ops.aten.softmax.int._schema.arguments] == ["self", "dim", "dtype"]
+
+
+def test_peft_takes_a_layer_of_ours_for_a_class() -> None:
+    class Ours(LoraLinear):
+        pass
+
+    config = LoraConfig(target_modules=["0"])
+    config._register_custom_module({nn.Linear: Ours})
+    found = get_peft_model(nn.Sequential(nn.Linear(4, 4)), config)
+    assert type(found.base_model.model[0]) is Ours
+
+
+def test_handlers_of_requests_check_and_configure_where_ours_do() -> None:
+    pytest.importorskip("fastapi")
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+
+    for name in ("_validate_request", "_build_generation_config"):
+        assert callable(getattr(ChatCompletionHandler, name))
+
+
+def test_foreign_names_are_found(tmp_path: Path) -> None:
+    text = "from torch.utils import _pytree\nx._secret\ngetattr(x, '_hidden')\nsuper()._own()\nself._own\nx._own"
+    assert sorted(foreign(ast.parse(text), {"_own"})) == ["_hidden", "_own", "_pytree", "_secret"]
