@@ -93,20 +93,26 @@ def check_command(
     """Check RULES; with MODEL also whether and where they fit it, what the plan would be, and what memory it needs."""
     with Session(as_json, verbose, quiet, log_file) as session:
         session.require_versions()
-        from ktc import compiler, dsl
         from ktc.cli.report import StageReport
 
         report = StageReport(session)
         if model is None:
+            from ktc import dsl
+
             report.observe("rules", dsl.load(rules, _settings(settings)))
         else:
+            from ktc import compiler
             from ktc.plan import Point
 
             with report.progress():
-                target = _host(host_file, None)
-                asked = Point(batch, length)
                 compiler.analyse(
-                    model, rules, _settings(settings), target, report.observe, asked, trust_remote_code=trust
+                    model,
+                    rules,
+                    _settings(settings),
+                    _host(host_file, None),
+                    report.observe,
+                    asked=Point(batch, length),
+                    trust_remote_code=trust,
                 )
         report.finish_check()
 

@@ -113,18 +113,11 @@ class StageReport:
     def _json(self) -> dict[str, Any]:
         if "plan" not in self._values:
             return {}
-        from ktc.plan.report import plan_json
+        from ktc.analysis import decisions_json
 
         matches, plan = cast("Matches", self._values["match"]), cast("Plan", self._values["plan"])
         proofs = cast("tuple[Proof, ...]", self._values.get("prove", ()))
-        return {
-            "matches": [
-                {"rule": m.rule, "pattern": m.root, "path": m.path, "coverage": m.coverage} for m in matches.matches
-            ],
-            "near_misses": [str(miss) for miss in matches.near_misses],
-            "plan": plan_json(plan),
-            "proofs": [proof.to_json() for proof in proofs],
-        }
+        return decisions_json(matches.matches, matches.near_misses, plan, proofs)
 
     def _tables(self) -> Group:
         matches, plan = cast("Matches", self._values["match"]), cast("Plan", self._values["plan"])

@@ -7,37 +7,30 @@ from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
 
+from ktc.analysis import Analysis
 from ktc.capture import CapturedModel
-from ktc.capture.weights import WeightMap
 from ktc.codegen.render import KernelSource
-from ktc.dsl.ruleset import RuleSet
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.host import Host
 from ktc.link.adapter import adapter_json
 from ktc.link.package import KernelFile, Package
 from ktc.link.rules import rule_files
 from ktc.link.stages import STAGES, dump_stage
-from ktc.match import Matches
 from ktc.pictures.dump import to_json
-from ktc.plan import Plan
 from ktc.plan.report import plan_json
 from ktc.prove import Proof
 from ktc.rewrite import RewrittenBlock, block_code, block_file, recipe, stack_rows
 
 
 def assemble(
-    captured: CapturedModel,
-    rules: RuleSet,
+    analysis: Analysis,
     settings: Mapping[str, str],
-    weights: WeightMap,
-    matches: Matches,
-    plan: Plan,
-    blocks: Sequence[RewrittenBlock],
     proofs: Sequence[Proof],
     source: KernelSource,
     library: KernelLibrary | None,
 ) -> Package:
-    """Everything that goes into OUT, as text and plain values."""
+    """Return everything that goes into OUT, as text and plain values."""
+    captured, rules, plan, blocks = analysis.captured, analysis.ruleset, analysis.plan, analysis.blocks
     assert captured.source.folder is not None, "only a model with a folder is compiled"
     units = {unit.name.removesuffix(".cpp"): unit for unit in source.units}
     lora = plan.lora
@@ -46,7 +39,7 @@ def assemble(
         checkpoint=captured.source.folder,
         class_name=type(captured.model).__name__,
         dtype=str(captured.model.dtype).removeprefix("torch."),
-        weights=stack_rows(weights.sources, blocks),
+        weights=stack_rows(analysis.weights.sources, blocks),
         rules=PurePosixPath(rules.entry).name,
         settings=settings,
         rule_files=rule_files(rules.sources, rules.entry),
@@ -56,7 +49,7 @@ def assemble(
         kernels=tuple(KernelFile(s.entry, asdict(s), units[s.entry].text) for s in (*source.specs, *source.linears)),
         bindings=units["bindings"].text if library is not None else "",
         library=library.path if library is not None else None,
-        rewrites=recipe(tuple(blocks), plan),
+        rewrites=recipe(blocks, plan),
         placement={p.fqn: p.device for p in plan.placements},
         memory={held.device: held.weights for held in plan.devices},
         model_type=captured.source.config.model_type,
@@ -75,7 +68,7 @@ def assemble(
         own_code=captured.source.own_code,
         code=captured.source.code,
         blocks={block_file(block): _block_code(captured, block) for block in blocks if block.experts is not None},
-        graphs={stage: to_json(dump_stage(stage, captured, matches, plan, blocks)) for stage in STAGES},
+        graphs={stage: to_json(dump_stage(stage, captured, analysis.matches, plan, blocks)) for stage in STAGES},
     )
 
 

@@ -1,5 +1,7 @@
 """Planning: claims, devices and kernels decided for a host. It reads graphs and touches none."""
 
+from ktc.plan.availability import require_feasible
+from ktc.plan.kernels import kernel_origins
 from ktc.plan.make import make_plan
 from ktc.plan.types import (
     ANY_SIZE,
@@ -16,5 +18,5 @@ from ktc.plan.types import (
 
 __all__ = [
     "ANY_SIZE", "BlockRewrite", "DeviceMemory", "LoraPlan", "MemoryPlan", "NodeAction", "Placement", "Plan", "Point",
-    "Reason", "make_plan",
+    "Reason", "kernel_origins", "make_plan", "require_feasible",
 ]  # fmt: skip

@@ -6,8 +6,9 @@ Nothing that a program says is ignored. Where a later version builds one of thes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from ktc.diagnostics import Diagnostic
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl import syntax
 from ktc.dsl.ruleset import RuleSet
 from ktc.dsl.schema import TARGETS
@@ -15,7 +16,7 @@ from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import FORMATS, ISAS
 from ktc.plan.linear_spec import BUILT
 from ktc.plan.prefill import asks_for_experts
-from ktc.plan.types import Claim, PlannedOnly
+from ktc.plan.types import Claim, Plan, PlannedOnly
 
 # Settings that no stage carries out yet, with the values that ask for nothing.
 _SETTINGS: dict[tuple[str, str], tuple[object, ...]] = {
@@ -45,6 +46,14 @@ def not_built(
         *_plan_keys(rules, any(asks_for_experts(c, claims) for c in claims)),
     ]
     return tuple({(d.span, d.message): d for d in found}.values())
+
+
+def require_feasible(plan: Plan) -> None:
+    """Raise InputRefused for a plan with something that is not built, HostLacks for one over a memory budget."""
+    if plan.unavailable:
+        raise InputRefused(*(replace(problem, severity="error") for problem in plan.unavailable))
+    if plan.over_budget:
+        raise HostLacks(*plan.over_budget)
 
 
 def planned_only(claims: Sequence[Claim]) -> tuple[PlannedOnly, ...]:

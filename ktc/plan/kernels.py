@@ -15,7 +15,8 @@ from ktc.graph import ops
 from ktc.host import Host
 from ktc.isa import Isa
 from ktc.plan.kernel_spec import BLOCKS, CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
-from ktc.plan.types import Claim
+from ktc.plan.linear_spec import LinearSpec
+from ktc.plan.types import Claim, Plan
 
 ISAS = tuple(KERNELS)
 # A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.
@@ -158,3 +159,10 @@ def thread_count(settings: Mapping[str, Value], host: Host) -> int:
     """Workers of the kernel's engine: what the rule says, else one per core that this process may use."""
     asked = settings.get("threads")
     return asked if isinstance(asked, int) else max(1, min(host.cores, host.threads))
+
+
+def kernel_origins(plan: Plan) -> dict[KernelSpec | LinearSpec, str]:
+    """The place in the rules that asked for each kernel."""
+    actions = [action for rewrite in plan.rewrites for action in rewrite.actions]
+    asked = ((action.kernel or action.linear, f"{action.rule} ({action.span})") for action in actions)
+    return {spec: origin for spec, origin in asked if spec is not None}

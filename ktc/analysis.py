@@ -1,0 +1,80 @@
+"""What is known of a model under rules before anything is built: the values of the stages from `dsl` to `rewrite`.
+
+In: those values. Out: `Analysis`, from which a compilation goes on, and `Report`, which `ktc.inspect` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ktc.capture import CapturedModel
+from ktc.capture.weights import WeightMap
+from ktc.diagnostics import Diagnostic, to_json
+from ktc.dsl import RuleSet
+from ktc.host import Host
+from ktc.match import Match, Matches, NearMiss
+from ktc.plan import Plan
+from ktc.plan.report import plan_json
+from ktc.rewrite import RewrittenBlock
+
+if TYPE_CHECKING:
+    from ktc.prove import Proof  # `ktc check` proves nothing and need not import the proof
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """The decisions about a model. `weights` has no rows where the model has no checkpoint."""
+
+    ruleset: RuleSet
+    captured: CapturedModel
+    weights: WeightMap
+    matches: Matches
+    plan: Plan
+    blocks: tuple[RewrittenBlock, ...]
+    host: Host
+
+    @property
+    def diagnostics(self) -> tuple[Diagnostic, ...]:
+        """The plan's findings: warnings, settings that this version does not build, budgets exceeded."""
+        return (*self.plan.warnings, *self.plan.unavailable, *self.plan.over_budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ktc would do to a model, without doing it. `to_json` gives plain values."""
+
+    matches: tuple[Match, ...]
+    near_misses: tuple[NearMiss, ...]
+    proofs: tuple[Proof, ...]
+    plan: Plan
+    diagnostics: tuple[Diagnostic, ...]
+    captured: CapturedModel
+    blocks: tuple[RewrittenBlock, ...]
+
+    @classmethod
+    def of(cls, analysis: Analysis, proofs: tuple[Proof, ...]) -> Report:
+        """The report of an analysis whose rewrites were proven."""
+        matches = analysis.matches
+        return cls(
+            matches.matches, matches.near_misses, proofs,
+            analysis.plan, analysis.diagnostics, analysis.captured, analysis.blocks,
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """The report without graphs."""
+        found = decisions_json(self.matches, self.near_misses, self.plan, self.proofs)
+        return {**found, "diagnostics": [to_json(d) for d in self.diagnostics]}
+
+
+def decisions_json(
+    matches: Sequence[Match], near_misses: Sequence[NearMiss], plan: Plan, proofs: Sequence[Proof]
+) -> dict[str, Any]:
+    """What was matched, planned and proven, as plain values."""
+    return {
+        "matches": [{"rule": m.rule, "pattern": m.root, "path": m.path, "coverage": m.coverage} for m in matches],
+        "near_misses": [str(miss) for miss in near_misses],
+        "plan": plan_json(plan),
+        "proofs": [proof.to_json() for proof in proofs],
+    }
