@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ktc.capture import ModuleInfo
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.kt_yaml import names
-from ktc.kt_yaml.expression import ExpressionError
 from ktc.kt_yaml.rules import KtRule
+from ktc.kt_yaml.search import Invalid, TooMuchWork, search
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Replay:
 
 
 def replay(rules: Sequence[KtRule], modules: Sequence[ModuleInfo]) -> Replay:
-    """Raises InputRefused (K009) for an expression that takes too long on a module's path."""
+    """Raises InputRefused (K009) for an expression that takes too long on the modules' paths."""
+    named = _named(rules, modules)
     visits: list[Visit] = []
     closed: dict[str, KtRule] = {}  # paths of modules whose insides belong to their replacement
     for module in modules:
@@ -44,12 +45,12 @@ def replay(rules: Sequence[KtRule], modules: Sequence[ModuleInfo]) -> Replay:
         if above is not None:
             visits.append(Visit(module, closed[above], above))
             continue
-        rule = next((rule for rule in rules if _fits(rule, module)), None)
+        rule = next((rule for rule in rules if _fits(rule, module, named)), None)
         visits.append(Visit(module, rule))
         if rule is not None and not rule.recursive:
             closed[module.fqn] = rule
     fired = Counter(visit.rule.number for visit in visits if visit.rule is not None and visit.inside is None)
-    dead = {rule.number: _why_dead(rule, visits) for rule in rules if not fired[rule.number]}
+    dead = {rule.number: _why_dead(rule, visits, named) for rule in rules if not fired[rule.number]}
     return Replay(tuple(visits), fired, dead)
 
 
@@ -61,29 +62,35 @@ def _ancestor(path: str, closed: Mapping[str, KtRule]) -> str | None:
     return None
 
 
-def _fits(rule: KtRule, module: ModuleInfo) -> bool:
-    return _class_fits(rule, module) and _name_fits(rule, module)
+def _named(rules: Sequence[KtRule], modules: Sequence[ModuleInfo]) -> Mapping[int, frozenset[str]]:
+    """The paths that each rule with a name finds, by the rule's number."""
+    with_name = [(rule, rule.name) for rule in rules if rule.name is not None]
+    try:
+        found = search([name for _, name in with_name], [module.fqn for module in modules])
+    except TooMuchWork as error:
+        rule, _ = with_name[error.index]
+        raise InputRefused(Diagnostic("K009", f"rule {rule.number} is too much work: {error}", rule.span)) from error
+    return {
+        rule.number: paths for (rule, _), paths in zip(with_name, found, strict=True) if not isinstance(paths, Invalid)
+    }
+
+
+def _fits(rule: KtRule, module: ModuleInfo, named: Mapping[int, frozenset[str]]) -> bool:
+    return _class_fits(rule, module) and (rule.name is None or module.fqn in named[rule.number])
 
 
 def _class_fits(rule: KtRule, module: ModuleInfo) -> bool:
     return rule.class_ is None or names.spelling(rule.class_) in names.answers_to(module.class_name)
 
 
-def _name_fits(rule: KtRule, module: ModuleInfo) -> bool:
-    try:
-        return rule.name is None or rule.name.found_in(module.fqn)
-    except ExpressionError as error:
-        raise InputRefused(Diagnostic("K009", f"rule {rule.number} is too much work: {error}", rule.span)) from error
-
-
-def _why_dead(rule: KtRule, visits: Sequence[Visit]) -> str:
+def _why_dead(rule: KtRule, visits: Sequence[Visit], named: Mapping[int, frozenset[str]]) -> str:
     of_class = [visit for visit in visits if _class_fits(rule, visit.module)]
     if not of_class:
         assert rule.class_ is not None
         short = rule.class_.rpartition(".")[2]
         hint = suggest(short, {visit.module.class_name for visit in visits})
         return f"this model has no module of the class `{short}`" + (f"; {hint}" if hint else "")
-    both = [visit for visit in of_class if _name_fits(rule, visit.module)]
+    both = [visit for visit in of_class if _fits(rule, visit.module, named)]
     if not both and rule.kind == "rope":
         return f"this model has one rotary embedding for all layers, `{of_class[-1].module.fqn}`"
     if not both:

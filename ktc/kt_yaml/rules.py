@@ -12,8 +12,8 @@ from ktc.diagnostics import Diagnostic, InputRefused, Severity, Span, listing, s
 from ktc.kt_yaml import names
 from ktc.kt_yaml.document import Mapping as Map
 from ktc.kt_yaml.document import Node, Scalar, Sequence
-from ktc.kt_yaml.expression import Expression, ExpressionError, compile_expression
 from ktc.kt_yaml.names import Kind
+from ktc.kt_yaml.search import Invalid, TooMuchWork, search
 
 MAX_RULES = 500
 
@@ -26,7 +26,7 @@ class KtRule:
 
     number: int
     span: Span
-    name: Expression | None
+    name: str | None  # a regular expression
     class_: str | None
     replacement: str
     kind: Kind
@@ -49,6 +49,7 @@ def read_rules(root: Node, file: str, text: str) -> KtRules:
     """Raises InputRefused with every fault of every rule."""
     reader = _Reader()
     rules = reader.rules(root)
+    reader.check_expressions()
     errors = [d for d in reader.diagnostics if d.severity == "error"]
     if errors:
         raise InputRefused(*errors, sources={file: text})
@@ -58,6 +59,7 @@ def read_rules(root: Node, file: str, text: str) -> KtRules:
 class _Reader:
     def __init__(self) -> None:
         self.diagnostics: list[Diagnostic] = []
+        self.expressions: list[tuple[str, Span]] = []
 
     def say(self, code: str, message: str, span: Span, hint: str = "", severity: Severity = "error") -> None:
         self.diagnostics.append(Diagnostic(code, message, span, hint=hint, severity=severity))
@@ -124,16 +126,25 @@ class _Reader:
             return None
         return str(found) if found is not None else None
 
-    def expression(self, match: Map) -> Expression | None:
+    def expression(self, match: Map) -> str | None:
         text = self.scalar(match, "name", str)
         if text is None:
             return None
+        self.expressions.append((str(text), match.entries["name"].span))
+        return str(text)
+
+    def check_expressions(self) -> None:
+        """Report the expressions that `re` refuses, together; the diagnostics are then in the order of the file."""
+        texts, spans = [text for text, _ in self.expressions], [span for _, span in self.expressions]
         try:
-            return compile_expression(str(text))
-        except ExpressionError as error:
-            hint = "supported: text, classes, groups, `|`, repetition, anchors, look-ahead"
-            self.say("K008", f"this expression is refused: {error}", match.entries["name"].span, hint)
-            return None
+            found = search(texts, ())
+        except TooMuchWork as error:
+            self.say("K009", f"this expression is too much work: {error}", spans[error.index])
+            found = []
+        for each, span in zip(found, spans, strict=False):
+            if isinstance(each, Invalid):
+                self.say("K008", f"invalid regular expression: {each.reason}", span, "it is one of Python's `re`")
+        self.diagnostics.sort(key=lambda each: (each.span.line, each.span.column) if each.span else (0, 0))
 
     # meaning ---------------------------------------------------------------------------------------------------------
     def replacement(self, class_path: str, replace: Map) -> Kind | None:
