@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktc.cli.options import Json, LogFile, Quiet, Verbose
 from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ def bench() -> None:
 
 
 @app.command("moe")
+@in_session()
 def moe_command(
+    session: Session,
     shape: Annotated[str, typer.Option("--shape", help="v2lite, qwen3_30b, v3, or custom.")] = "v2lite",
     hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="H of a custom shape.")] = None,
     intermediate: Annotated[int | None, typer.Option("--intermediate", min=1, help="I of a custom shape.")] = None,
@@ -74,43 +76,38 @@ def moe_command(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw a roofline: a .png or .svg file.")
     ] = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
 ) -> None:
     """Measure the routed experts of one layer, ktc's and others', in one process and in interleaved rounds."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc.bench.options import Typed, parse
-        from ktc.bench.plot import draw, require_drawable
-        from ktc.bench.run import run
-        from ktc.cli.bench_table import tables
+    session.require_versions()
+    from ktc.bench.options import Typed, parse
+    from ktc.bench.plot import draw, require_drawable
+    from ktc.bench.run import run
+    from ktc.cli.bench_table import tables
 
-        sizes = (hidden, intermediate, experts, top_k)
-        typed = Typed(shape, *sizes, tokens, passes, impls, lora_ranks, isas, threads, rounds, kt_python)
-        request = parse(typed)
-        if plot is not None:
-            require_drawable(plot)
-        if output is not None:
-            _require_writable(output, plot)
-        session.go_on()
-        with _bar(session) as bar:
-            task = bar.add_task("", total=None)
+    sizes = (hidden, intermediate, experts, top_k)
+    typed = Typed(shape, *sizes, tokens, passes, impls, lora_ranks, isas, threads, rounds, kt_python)
+    request = parse(typed)
+    if plot is not None:
+        require_drawable(plot)
+    if output is not None:
+        _require_writable(output, plot)
+    session.go_on()
+    with _bar(session) as bar:
+        task = bar.add_task("", total=None)
 
-            def progress(done: int, total: int, now: str) -> None:
-                session.go_on()
-                bar.update(task, completed=done, total=total or None, description=now)
+        def progress(done: int, total: int, now: str) -> None:
+            session.go_on()
+            bar.update(task, completed=done, total=total or None, description=now)
 
-            report = run(request, progress)
-        session.note(f"measured {json.dumps(asdict(request), default=str)}")
-        session.result(report.to_json())
-        session.show(tables(report))
-        if output is not None:
-            session.emit(json.dumps(report.to_json(), indent=2), output)
-        if plot is not None:
-            draw(report, plot)
-            session.console.print(f"wrote {plot}")
+        report = run(request, progress)
+    session.note(f"measured {json.dumps(asdict(request), default=str)}")
+    session.result(report.to_json())
+    session.show(tables(report))
+    if output is not None:
+        session.emit(json.dumps(report.to_json(), indent=2), output)
+    if plot is not None:
+        draw(report, plot)
+        session.console.print(f"wrote {plot}")
 
 
 def _require_writable(output: Path, plot: Path | None) -> None:

@@ -1,182 +1,30 @@
-"""What `ktc census` shows: a line per family as it is done, a progress bar, and the table, page or JSON at the end.
-
-In: the names that were asked for. Out: on stderr the progress; on stdout or in a file the census. An interrupt keeps
-what is done.
-"""
+"""`ktc census`: every mixture-of-experts family of the installed transformers taken through the compiler."""
 
 from __future__ import annotations
 
-import json
-import logging
-import platform
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from datetime import date
-from importlib.metadata import version
-from io import StringIO
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
+from typing import Annotated, Literal, TypeAlias
 
 import typer
-from rich import box
-from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
-from ktc.cli.options import Json, LogFile, Output, Quiet, Verbose
+from ktc.cli.options import Output
 from ktc.cli.session import Session
-from ktc.diagnostics import Diagnostic, InputRefused, suggest
-
-if TYPE_CHECKING:
-    from ktc.census import Census, Family
+from ktc.cli.session_options import in_session
 
 Form: TypeAlias = Literal["text", "json", "markdown"]
-_WIDE = 200  # of the table in a file
 
 
+@in_session()
 def census_command(
+    session: Session,
     families: Annotated[
         list[str] | None,
         typer.Option("--family", metavar="NAME", help="Only this model type; may be given again. Default: all."),
     ] = None,
     form: Annotated[Form, typer.Option("--format", help="The form of the table.")] = "text",
     output: Output = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
 ) -> None:
     """Take every mixture-of-experts family of the installed transformers through the compiler, as small twins."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        run(session, families or (), form, output)
+    session.require_versions()
+    from ktc.cli.census_run import run
 
-
-def run(session: Session, names: Sequence[str], form: Form, output: Path | None) -> None:
-    """Examines the families `names`, all that have experts if none is named, and shows what was found.
-
-    Raises InputRefused (I103) for a name that is no model type. The session's exit code is 1 if a rewrite is wrong.
-    """
-    import torch
-
-    from ktc.census import Census, examine
-
-    torch.set_num_threads(1)  # twins are too small to share out
-    asked = _asked(names)
-    done: list[Family] = []
-    versions = {"ktc": _ktc_version(), **{name: version(name) for name in ("torch", "transformers")}}
-    try:
-        with _quiet_libraries():
-            _examine(session, asked, examine, done)
-    finally:
-        census = Census({**versions, "python": platform.python_version()}, tuple(done), len(asked))
-        session.result(census.to_json())
-        session.exit_code = 1 if census.wrong else 0
-        _show(session, census, form, output)
-
-
-def _asked(names: Sequence[str]) -> tuple[str, ...]:
-    """The families to examine, sorted."""
-    from transformers import CONFIG_MAPPING
-
-    from ktc import twin
-
-    known = list(CONFIG_MAPPING)
-    faults = [
-        Diagnostic(
-            "I103", f"the installed transformers knows no model type `{name}`",
-            hint=suggest(name, known) or "`ktc census` without `--family` finds all",
-        )
-        for name in names
-        if name not in known
-    ]  # fmt: skip
-    if faults:
-        raise InputRefused(*faults)
-    return tuple(sorted(set(names))) if names else twin.moe_families()
-
-
-def _examine(session: Session, asked: Sequence[str], examine: Callable[[str], Family], done: list[Family]) -> None:
-    """Adds a family to `done` as soon as it is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = session.console
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=len(asked))
-        for name in asked:
-            bar.update(task, description=name)
-            done.append(examine(name))
-            line = _line(done[-1])
-            console.print(line, markup=False, soft_wrap=True)
-            session.note(line)
-            session.go_on()
-            bar.advance(task)
-
-
-def _line(family: Family) -> str:
-    experts = "rewritten" if family.matched else family.experts.partition(":")[0]
-    state = "WRONG" if family.wrong else "proven" if family.proven else "not proven"
-    first = f"  {family.reasons[0]}" if family.reasons else ""
-    return f"  {family.family:20s}{family.seconds:6.1f} s  experts {experts}, {state}{first}"
-
-
-def _show(session: Session, census: Census, form: Form, output: Path | None) -> None:
-    if session.as_json and output is None:
-        return  # the session prints it
-    form = "json" if session.as_json and form == "text" else form
-    if form == "text" and output is None:
-        session.show(Group(_table(census), Text(_summary(census))))
-    else:
-        session.emit(_FORMS[form](census), output)
-
-
-def _page(census: Census) -> str:
-    from ktc.census import markdown
-
-    return markdown(census, date.today())
-
-
-def _json(census: Census) -> str:
-    return json.dumps(census.to_json(), indent=2)
-
-
-def _text(census: Census) -> str:
-    written = Console(file=StringIO(), width=_WIDE)
-    written.print(_table(census), Text(_summary(census)))
-    return cast("StringIO", written.file).getvalue()
-
-
-_FORMS: dict[Form, Callable[[Census], str]] = {"markdown": _page, "json": _json, "text": _text}
-
-
-def _table(census: Census) -> Table:
-    from ktc.census.markdown import COLUMNS, cells
-
-    table = Table(*COLUMNS, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for family in census.families:
-        table.add_row(*(Text(cell) for cell in cells(family)))
-    return table
-
-
-def _summary(census: Census) -> str:
-    counts = census.counts()
-    words = ", ".join(f"{counts[name]} {name}" for name in ("matched", "proven", "routing", "attention", "wrong"))
-    missing = census.asked - len(census.families)
-    return f"{counts['families']} families: {words}" + f"; interrupted, {missing} not examined" * bool(missing)
-
-
-@contextmanager
-def _quiet_libraries() -> Generator[None]:
-    """Twins have unusual configs, about which transformers has much to say."""
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def _ktc_version() -> str:
-    from ktc import __version__
-
-    return __version__
+    run(session, families or (), form, output)

@@ -15,18 +15,15 @@ from ktc import host
 from ktc.cli.options import (
     HostFile,
     IsaName,
-    Json,
-    LogFile,
     Model,
     OptionalModel,
     Output,
-    Quiet,
     Rules,
     Settings,
     Trust,
-    Verbose,
 )
 from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Host
 from ktc.host_file import read_host_file
@@ -35,7 +32,9 @@ Stage = Literal["captured", "matched", "planned", "rewritten"]
 Format = Literal["text", "json", "dot", "svg", "html"]
 
 
+@in_session()
 def compile_command(
+    session: Session,
     model: Model,
     rules: Rules,
     out: Annotated[
@@ -47,37 +46,34 @@ def compile_command(
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a compiled model.")] = False,
     trust: Trust = False,
     pack: Annotated[bool, typer.Option("--pack", help="Keep the packed experts in OUT, for quick starts.")] = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
 ) -> None:
     """Compile MODEL by RULES into an importable package."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc import compiler
-        from ktc.cli.report import StageReport
+    session.require_versions()
+    from ktc import compiler
+    from ktc.cli.report import StageReport
 
-        report = StageReport(session)
-        with report.progress():
-            path = compiler.compile(
-                model,
-                rules,
-                out,
-                settings=_settings(settings),
-                host=_host(host_file, isa),
-                force=force,
-                trust_remote_code=trust,
-                observe=report.observe,
-            )
-        report.finish_compile(path)
-        if pack:
-            from ktc.cli.pack import pack as pack_experts
+    report = StageReport(session)
+    with report.progress():
+        path = compiler.compile(
+            model,
+            rules,
+            out,
+            settings=_settings(settings),
+            host=_host(host_file, isa),
+            force=force,
+            trust_remote_code=trust,
+            observe=report.observe,
+        )
+    report.finish_compile(path)
+    if pack:
+        from ktc.cli.pack import pack as pack_experts
 
-            pack_experts(session, path, trusted=trust)
+        pack_experts(session, path, trusted=trust)
 
 
+@in_session()
 def check_command(
+    session: Session,
     rules: Rules,
     model: OptionalModel = None,
     host_file: HostFile = None,
@@ -85,39 +81,36 @@ def check_command(
     length: Annotated[int | None, typer.Option("--length", min=1, help="Tokens per sequence that must fit.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences at once that must fit.")] = None,
     trust: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
 ) -> None:
     """Check RULES; with MODEL also whether and where they fit it, what the plan would be, and what memory it needs."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc.cli.report import StageReport
+    session.require_versions()
+    from ktc.cli.report import StageReport
 
-        report = StageReport(session)
-        if model is None:
-            from ktc import dsl
+    report = StageReport(session)
+    if model is None:
+        from ktc import dsl
 
-            report.observe("rules", dsl.load(rules, _settings(settings)))
-        else:
-            from ktc import compiler
-            from ktc.plan import Point
+        report.observe("rules", dsl.load(rules, _settings(settings)))
+    else:
+        from ktc import compiler
+        from ktc.plan import Point
 
-            with report.progress():
-                compiler.analyse(
-                    model,
-                    rules,
-                    _settings(settings),
-                    _host(host_file, None),
-                    report.observe,
-                    asked=Point(batch, length),
-                    trust_remote_code=trust,
-                )
-        report.finish_check()
+        with report.progress():
+            compiler.analyse(
+                model,
+                rules,
+                _settings(settings),
+                _host(host_file, None),
+                report.observe,
+                asked=Point(batch, length),
+                trust_remote_code=trust,
+            )
+    report.finish_check()
 
 
+@in_session()
 def graph_command(
+    session: Session,
     model: Annotated[str | None, typer.Argument(help="A compiled model, or a model as `ktc compile` takes it.")] = None,
     rules: Annotated[str, typer.Option("--rules", help="The rules by which a model is shown.")] = "moe-lora",
     stage: Annotated[Stage, typer.Option("--stage", help="The stage to show.")] = "rewritten",
@@ -129,23 +122,18 @@ def graph_command(
     ] = None,
     trust: Trust = False,
     output: Output = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
 ) -> None:
     """Show the graph of a model at a stage, or what changed between two."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc.cli import graph
+    session.require_versions()
+    from ktc.cli import graph
 
-        color = session.color and output is None
-        request = graph.Request(model, rules, stage, layer, "json" if as_json else form, diff, color, trust)
-        text = graph.render(request)
-        if as_json:
-            session.result(json.loads(text))
-        if output is not None or not as_json:
-            session.emit(text, output)
+    color = session.color and output is None
+    request = graph.Request(model, rules, stage, layer, "json" if session.as_json else form, diff, color, trust)
+    text = graph.render(request)
+    if session.as_json:
+        session.result(json.loads(text))
+    if output is not None or not session.as_json:
+        session.emit(text, output)
 
 
 def _settings(pairs: list[str] | None) -> dict[str, str]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from ktc import versions
-from ktc.cli.options import Json
 from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
 from ktc.environment import cache_dir
 from ktc.host import Host, detect
 
@@ -134,12 +134,12 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def doctor_command(as_json: Json = False) -> None:
+@in_session("as_json")
+def doctor_command(session: Session) -> None:
     """Say what of this machine works for ktc, what is missing and how to get it."""
-    with Session(as_json) as session:
-        from ktc.cli.tables import doctor_table
+    from ktc.cli.tables import doctor_table
 
-        here, findings = examine()
-        session.show(doctor_table(findings))
-        session.result(to_json(here, findings))
-        session.exit_code = 3 if any(finding.state == "missing" for finding in findings) else 0
+    here, findings = examine()
+    session.show(doctor_table(findings))
+    session.result(to_json(here, findings))
+    session.exit_code = 3 if any(finding.state == "missing" for finding in findings) else 0

@@ -17,18 +17,15 @@ from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
     CompiledModel,
-    Json,
-    LogFile,
-    Quiet,
     Raw,
     Reference,
     Seed,
     SystemPrompt,
     Trust,
-    Verbose,
     Weights,
 )
 from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:
@@ -42,7 +39,9 @@ By = Literal["text", "logprob"]
 Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt"]
 
 
+@in_session()
 def command(
+    session: Session,
     out: CompiledModel,
     data: Annotated[
         Path, typer.Option("--data", metavar="FILE", help="Rows with answers, as `ktc train` takes them, or questions.")
@@ -81,60 +80,53 @@ def command(
     reference: Reference = False,
     weights: Weights = None,
     trust: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
 ) -> None:
     """Score a compiled model: BLEU and ROUGE of what it writes, or the share of questions it gets right."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        _check_combination(task, metrics, by, form, token_accuracy, raw)
-        if by == "logprob":
-            _check_nothing_is_written(max_new_tokens, temperature)
-        session.require_versions()
-        from ktc.cli.generate import rows_bar, tell_template
-        from ktc.evaluate.data import read_items, read_questions
-        from ktc.evaluate.metrics import definition
-        from ktc.evaluate.run import evaluate_choices, evaluate_generation
-        from ktc.generate.answers import Sampling
-        from ktc.generate.batch import require_writable, write_rows
-        from ktc.generate.language_model import open_language_model
+    _check_combination(task, metrics, by, form, token_accuracy, raw)
+    if by == "logprob":
+        _check_nothing_is_written(max_new_tokens, temperature)
+    session.require_versions()
+    from ktc.cli.generate import rows_bar, tell_template
+    from ktc.evaluate.data import read_items, read_questions
+    from ktc.evaluate.metrics import definition
+    from ktc.evaluate.run import evaluate_choices, evaluate_generation
+    from ktc.generate.answers import Sampling
+    from ktc.generate.batch import require_writable, write_rows
+    from ktc.generate.language_model import open_language_model
 
-        scored = definition(metrics or "kt") if task == "generation" else None
-        items = read_items(data, form, limit) if task == "generation" else ()
-        questions = read_questions(data, limit=limit) if task == "mcq" else ()
-        if output is not None:
-            require_writable(output)
-        opened = open_language_model(
-            out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust
-        )
-        session.go_on()
-        tell_template(session, opened, raw or task == "mcq")
-        writes_letters = task == "mcq" and by != "logprob"
-        sampling = Sampling(max_new_tokens or (32 if writes_letters else None), temperature, seed=seed)
-        total = (len(items) or len(questions)) * (2 if adapter else 1)
-        with rows_bar(session, "evaluating", total) as done:
-            half = {"tuned": total // 2}
+    scored = definition(metrics or "kt") if task == "generation" else None
+    items = read_items(data, form, limit) if task == "generation" else ()
+    questions = read_questions(data, limit=limit) if task == "mcq" else ()
+    if output is not None:
+        require_writable(output)
+    opened = open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
+    session.go_on()
+    tell_template(session, opened, raw or task == "mcq")
+    writes_letters = task == "mcq" and by != "logprob"
+    sampling = Sampling(max_new_tokens or (32 if writes_letters else None), temperature, seed=seed)
+    total = (len(items) or len(questions)) * (2 if adapter else 1)
+    with rows_bar(session, "evaluating", total) as done:
+        half = {"tuned": total // 2}
 
-            def progress(which: str, count: int) -> None:
-                done(half.get(which, 0) + count)
+        def progress(which: str, count: int) -> None:
+            done(half.get(which, 0) + count)
 
-            if scored is not None:
-                found = evaluate_generation(
-                    opened, items, scored, sampling,
-                    batch_size=batch_size, system=system, token_accuracy=token_accuracy, progress=progress,
-                )  # fmt: skip
-            else:
-                found = evaluate_choices(
-                    opened, questions, by or "text", sampling,
-                    batch_size=batch_size, system=system, raw=raw, progress=progress,
-                )  # fmt: skip
-        if output is not None:
-            write_rows(output, found.predictions)
-        session.result({**found.to_json(), "model": opened.name, "adapter": opened.adapter or None})
-        session.result({"sampling": asdict(sampling), "output": None if output is None else str(output)})
-        session.show(_table(found, opened.name))
-        session.show(f"{found.definition}\n{_versions(found)}")
+        if scored is not None:
+            found = evaluate_generation(
+                opened, items, scored, sampling,
+                batch_size=batch_size, system=system, token_accuracy=token_accuracy, progress=progress,
+            )  # fmt: skip
+        else:
+            found = evaluate_choices(
+                opened, questions, by or "text", sampling,
+                batch_size=batch_size, system=system, raw=raw, progress=progress,
+            )  # fmt: skip
+    if output is not None:
+        write_rows(output, found.predictions)
+    session.result({**found.to_json(), "model": opened.name, "adapter": opened.adapter or None})
+    session.result({"sampling": asdict(sampling), "output": None if output is None else str(output)})
+    session.show(_table(found, opened.name))
+    session.show(f"{found.definition}\n{_versions(found)}")
 
 
 def _check_combination(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ktc.cli.options import Json, LogFile, Quiet, Verbose
+from ktc.cli.amounts import size
 from ktc.cli.session import Session
-from ktc.cli.tables import size
+from ktc.cli.session_options import in_session
 
 if TYPE_CHECKING:
     from ktc.adapters.export import Exported
@@ -29,7 +29,9 @@ OriginalModel = Annotated[
 ]
 
 
+@in_session()
 def command(
+    session: Session,
     adapter: SourceAdapter,
     layout: Annotated[
         Layout, typer.Option("--layout", help="per-expert loads in most tools; gguf is for llama.cpp.")
@@ -41,26 +43,21 @@ def command(
         bool, typer.Option("--check", help="Load it with stock peft on a small twin and compare the logits.")
     ] = False,
     model: OriginalModel = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
 ) -> None:
     """Write ADAPTER in the layout that another tool reads; the values stay what they are."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc.adapters.export import export
+    session.require_versions()
+    from ktc.adapters.export import export
 
-        done = export(adapter, layout, output, model)
-        session.result({**asdict(done), "path": str(done.path)})
-        session.show(_told(done))
-        if check:
-            from ktc.adapters.export_check import check as compare
+    done = export(adapter, layout, output, model)
+    session.result({**asdict(done), "path": str(done.path)})
+    session.show(_told(done))
+    if check:
+        from ktc.adapters.export_check import check as compare
 
-            found = compare(adapter, done, model)
-            session.result({"check": asdict(found)})
-            session.show(_verdict(found))
-            session.exit_code = 0 if found.passed else 1
+        found = compare(adapter, done, model)
+        session.result({"check": asdict(found)})
+        session.show(_verdict(found))
+        session.exit_code = 0 if found.passed else 1
 
 
 def _told(done: Exported) -> str:

@@ -19,18 +19,15 @@ from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
     CompiledModel,
-    Json,
-    LogFile,
-    Quiet,
     Raw,
     Reference,
     Seed,
     SystemPrompt,
     Trust,
-    Verbose,
     Weights,
 )
 from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:
@@ -43,7 +40,9 @@ if TYPE_CHECKING:
 _PROMPT_SIGN = "> "
 
 
+@in_session()
 def command(
+    session: Session,
     out: CompiledModel,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this.")] = None,
     file: Annotated[
@@ -72,39 +71,32 @@ def command(
     reference: Reference = False,
     weights: Weights = None,
     trust: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
 ) -> None:
     """Ask a compiled model: one prompt, the rows of a file, or a conversation."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        _check_combination(prompt, file, chat, output, as_json, raw)
-        session.require_versions()
-        from ktc.generate.answers import Sampling, set_seed
-        from ktc.generate.batch import require_writable
-        from ktc.generate.language_model import open_language_model
-        from ktc.generate.prompts import read_rows
+    _check_combination(prompt, file, chat, output, session.as_json, raw)
+    session.require_versions()
+    from ktc.generate.answers import Sampling, set_seed
+    from ktc.generate.batch import require_writable
+    from ktc.generate.language_model import open_language_model
+    from ktc.generate.prompts import read_rows
 
-        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()), seed)
-        sampling.check()
-        rows = () if file is None else read_rows(file)
-        if output is not None:
-            require_writable(output)
-        if prompt is not None and not prompt.strip():
-            raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="ask something"))
-        opened = open_language_model(
-            out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust
-        )
-        session.go_on()
-        tell_template(session, opened, raw)
-        set_seed(seed)
-        if prompt is not None:
-            _answer_one(session, opened, prompt, sampling, system, raw)
-        elif chat:
-            _converse(session, opened, sampling, system)
-        else:
-            _answer_file(session, opened, rows, sampling, output, batch_size, system, raw)
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()), seed)
+    sampling.check()
+    rows = () if file is None else read_rows(file)
+    if output is not None:
+        require_writable(output)
+    if prompt is not None and not prompt.strip():
+        raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="ask something"))
+    opened = open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
+    session.go_on()
+    tell_template(session, opened, raw)
+    set_seed(seed)
+    if prompt is not None:
+        _answer_one(session, opened, prompt, sampling, system, raw)
+    elif chat:
+        _converse(session, opened, sampling, system)
+    else:
+        _answer_file(session, opened, rows, sampling, output, batch_size, system, raw)
 
 
 def _check_combination(

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from ktc.cli.options import Json, LogFile, Quiet, Verbose
 from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
 
 app = typer.Typer(help="Run LLaMA-Factory on a compiled model.", no_args_is_help=True)
 
@@ -23,24 +23,21 @@ def lf() -> None:
 
 
 @app.command("train")
+@in_session()
 def train_command(
+    session: Session,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A LLaMA-Factory YAML.")],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that go before those of FILE.")
     ] = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
 ) -> None:
     """Run LLaMA-Factory's tuner with its trainer become a KTrainer; under torchrun in every process."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc.llama_factory import settings as llama_factory
+    session.require_versions()
+    from ktc.llama_factory import settings as llama_factory
 
-        request = llama_factory.read_request(file, words or ())
-        session.diagnose(llama_factory.check_installed())
-        from ktc.llama_factory import run as llama_factory_run
+    request = llama_factory.read_request(file, words or ())
+    session.diagnose(llama_factory.check_installed())
+    from ktc.llama_factory import run as llama_factory_run
 
-        llama_factory_run.train(request)
-        session.result({"output_dir": str(request.output), "stage": request.stage})
+    llama_factory_run.train(request)
+    session.result({"output_dir": str(request.output), "stage": request.stage})

@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Group
 from rich.text import Text
 
+from ktc.cli.amounts import count, relative, size
 from ktc.cli.session import Session
 from ktc.cli.tables import (
     adapter_line,
-    count,
     devices_table,
     kernels_table,
     needs_table,
     parameters_line,
     proofs_table,
     reasons_table,
-    relative,
     rules_table,
-    size,
     workloads_table,
 )
 from ktc.diagnostics import HostLacks
@@ -87,7 +85,7 @@ class StageReport:
         if "plan" in self._values:
             self._session.show(self._tables())
             seconds = sum(self._seconds.values())
-            self._session.show(Text(f"checked in {seconds:.1f} s, with {size(_peak_rss())} of memory at most"))
+            self._session.show(f"checked in {seconds:.1f} s, with {size(_peak_rss())} of memory at most")
         else:
             self._session.show("the rules are good")
 
@@ -97,7 +95,7 @@ class StageReport:
         self._session.result({"out": str(out), "seconds": self._seconds, **self._json()})
         self._session.show(self._tables())
         load = f"import {out.name}; model = {out.name}.load()"
-        self._session.show(Text(f"{relative(out)} is ready: `{load}`, or `ktc.load({str(relative(out))!r})`"))
+        self._session.show(f"{relative(out)} is ready: `{load}`, or `ktc.load({str(relative(out))!r})`")
 
     def _warn(self) -> None:
         rules = cast("RuleSet", self._values["rules"])

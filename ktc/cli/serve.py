@@ -13,18 +13,17 @@ import typer
 from ktc.cli.options import (
     AdapterFolder,
     CompiledModel,
-    Json,
-    LogFile,
-    Quiet,
     Reference,
     Trust,
-    Verbose,
     Weights,
 )
 from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
 
 
+@in_session()
 def command(
+    session: Session,
     out: CompiledModel,
     adapter: AdapterFolder = None,
     host: Annotated[
@@ -34,25 +33,20 @@ def command(
     reference: Reference = False,
     weights: Weights = None,
     trust: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    log_file: LogFile = None,
 ) -> None:
     """Serve a compiled model over HTTP as OpenAI's clients ask: chat, completions, responses, with streaming."""
-    with Session(as_json, verbose, quiet, log_file) as session:
-        session.require_versions()
-        from ktc.generate import serve
-        from ktc.generate.language_model import open_language_model
+    session.require_versions()
+    from ktc.generate import serve
+    from ktc.generate.language_model import open_language_model
 
-        serve.require_server()
-        with serve.listen(host, port) as listening:
-            session.diagnose(serve.exposure(host))
-            opened = open_language_model(
-                out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust
-            )
-            session.go_on()
-            server = serve.make_server(opened)
-            session.result({"url": serve.url(listening), "model": opened.name, "adapter": opened.adapter or None})
-            session.console.print(f"{opened.name} is served at {serve.url(listening)} (Ctrl-C ends)", markup=False)
-            server.run(sockets=[listening])
+    serve.require_server()
+    with serve.listen(host, port) as listening:
+        session.diagnose(serve.exposure(host))
+        opened = open_language_model(
+            out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust
+        )
+        session.go_on()
+        server = serve.make_server(opened)
+        session.result({"url": serve.url(listening), "model": opened.name, "adapter": opened.adapter or None})
+        session.console.print(f"{opened.name} is served at {serve.url(listening)} (Ctrl-C ends)", markup=False)
+        server.run(sockets=[listening])

@@ -113,13 +113,20 @@ class Session:
 
         return Console(file=sys.stderr, quiet=self.quiet, highlight=False)
 
+    def mute(self) -> None:
+        """Print no JSON object, and nothing else but errors: another process speaks for this one."""
+        self.as_json, self.quiet = False, True
+
     def show(self, what: RenderableType) -> None:
-        """Prints a table or a text for people: on stdout, with `--json` on stderr, with `-q` not at all."""
+        """Print a table or a plain text: on stdout, with `--json` on stderr, with `-q` not at all."""
         from rich.console import Console
+        from rich.text import Text
 
         stream = sys.stderr if self.as_json else self._stdout
         width = None if stream.isatty() else _PLAIN_WIDTH
-        Console(file=stream, quiet=self.quiet, highlight=False, width=width).print(what)
+        Console(file=stream, quiet=self.quiet, highlight=False, width=width).print(
+            Text(what) if isinstance(what, str) else what
+        )
 
     def result(self, value: dict[str, Any]) -> None:
         """The object that `--json` prints; diagnostics shown before or after are added to it."""

@@ -1,4 +1,4 @@
-"""The tables that the commands print, and how they write counts and sizes.
+"""The tables that the commands print.
 
 In: findings, and the frozen values of the compiler's stages. Out: rich renderables. Nothing is computed here that a
 stage did not say; no stage is imported.
@@ -7,17 +7,19 @@ stage did not say; no stage is imported.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from ktc.cli.amounts import count, size
+
 if TYPE_CHECKING:
     from ktc.cli.doctor import Finding
     from ktc.dsl import RuleSet
     from ktc.match import Matches
+    from ktc.model.verify import Finding as VerifyFinding
     from ktc.plan import LoraPlan, Plan
     from ktc.prove import Proof
 
@@ -26,6 +28,7 @@ _KINDS = {
     "embeddings": "embeddings", "lm_head": "lm_head", "other": "other",
 }  # fmt: skip
 _UNITS = (("B", 10**9), ("M", 10**6), ("K", 10**3))
+_VERDICTS = {"good": "green", "stale": "yellow", "altered": "bold red", "missing": "bold red"}
 _STATES = {"works": ("works", "green"), "limited": ("limited", "yellow"), "missing": ("MISSING", "bold red")}
 
 
@@ -174,8 +177,8 @@ def _rewrites_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
                 device = "cpu" if action.kernel else rewrite.node_devices.get(action.node, rewrite.device)
                 key = (action.target, device)
                 counts[key] = counts.get(key, 0) + len(rewrite.sites)
-    for (target, device), count in counts.items():
-        yield target, str(count), device
+    for (target, device), modules in counts.items():
+        yield target, str(modules), device
 
 
 def _places_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -183,28 +186,19 @@ def _places_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
     for placement in plan.placements:
         if placement.rule == rule:
             devices[placement.device] = devices.get(placement.device, 0) + 1
-    for device, count in devices.items():
-        yield "place", str(count), device
+    for device, modules in devices.items():
+        yield "place", str(modules), device
 
 
-def count(number: int, one: str, many: str = "") -> str:
-    """`3 rules`, `1 rule`; `many` where an s does not do."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
-def size(number: float) -> str:
-    """Bytes in the unit that fits, GiB at most: `512.0 MiB`, `1,219.7 GiB`; memory is bought in those."""
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:,.1f} GiB"
-
-
-def relative(path: Path) -> Path:
-    """The path as seen from here, if it lies below."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+def findings_table(findings: tuple[VerifyFinding, ...]) -> Table:
+    """One row per part of a compiled model that was verified, the remedy below what was found."""
+    table = _table("", "state", "found")
+    for finding in findings:
+        found = Text(finding.found)
+        if finding.remedy:
+            found.append(f"\n{finding.remedy}", style="dim")
+        table.add_row(finding.name, Text(finding.state, style=_VERDICTS[finding.state]), found)
+    return table
 
 
 def _table(*columns: str) -> Table:

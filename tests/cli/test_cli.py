@@ -59,6 +59,14 @@ def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
         yield from _commands(f"{name} {word}".strip(), below)
 
 
+def test_the_shell_completes_the_options_of_a_session(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = {"_KTC_COMPLETE": "complete_bash", "COMP_WORDS": "ktc pack --", "COMP_CWORD": "2"}
+    for name, value in typed.items():
+        monkeypatch.setenv(name, value)
+    offered = run()[1].split()
+    assert {"--weights", "--json", "--verbose", "--quiet", "--log-file"} <= set(offered)
+
+
 def test_version_and_help_end_with_zero(run: Run) -> None:
     assert run("--version")[:2] == (0, "ktc 0.1.0\n")
     for command in ("compile", "check", "graph", "doctor"):

@@ -1,0 +1,52 @@
+"""The options of a session, declared once: `--json`, `--verbose`, `--quiet` and `--log-file`.
+
+In: a command whose first parameter is its `Session`. Out: the command as typer reads it, with these options in place
+of that parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, Final, ParamSpec, cast
+
+from ktc.cli.options import Json, LogFile, Quiet, Verbose
+from ktc.cli.session import Session
+
+P = ParamSpec("P")
+
+_OPTIONS: Final[Mapping[str, inspect.Parameter]] = {
+    name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    for name, default, annotation in (
+        ("as_json", False, Json),
+        ("verbose", False, Verbose),
+        ("quiet", False, Quiet),
+        ("log_file", None, LogFile),
+    )
+}
+
+
+def in_session(*names: str) -> Callable[[Callable[Concatenate[Session, P], None]], Callable[..., None]]:
+    """Run the decorated command within a `Session` that has the options `names`; without names, all four."""
+    options = [_OPTIONS[name] for name in names or _OPTIONS]
+
+    def decorate(command: Callable[Concatenate[Session, P], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(*arguments: Any, **named: Any) -> None:
+            chosen = {option.name: named.pop(option.name, option.default) for option in options}
+            with Session(**chosen) as session:
+                command(session, *arguments, **named)
+
+        cast("Any", run).__signature__ = _with_options(command, options)
+        return run
+
+    return decorate
+
+
+def _with_options(command: Callable[..., None], options: list[inspect.Parameter]) -> inspect.Signature:
+    """The command's signature with `options` in place of its session, in front of `**` if there is one."""
+    signature = inspect.signature(command, eval_str=True)
+    own = list(signature.parameters.values())[1:]
+    rest = [each for each in own if each.kind is inspect.Parameter.VAR_KEYWORD]
+    return signature.replace(parameters=[*(each for each in own if each not in rest), *options, *rest])

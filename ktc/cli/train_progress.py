@@ -1,0 +1,132 @@
+"""The progress of `ktc train`: its data, a bar while it runs, and the facts of the finished run.
+
+In: what the run's `observe` is told, and the run's report. Out: what a `Session` shows, and rich tables.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ktc.cli.amounts import count
+from ktc.cli.session import Session
+
+if TYPE_CHECKING:
+    from ktc.training.run_report import RunReport
+    from ktc.tune.tokenised import DataSummary
+    from ktc.tune.types import PreparedData, Progress
+
+_LINES = 20  # of progress, where stderr is no terminal
+
+
+class TrainProgress:
+    """A bar with step, loss, tokens per second and the time left; lines now and then where stderr is no terminal."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._bar: Any = None
+        self._task: Any = None
+        self._told = 0
+
+    def __enter__(self) -> TrainProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def observe(self, event: str, value: object) -> None:
+        """The run's `observe`."""
+        if event == "data":
+            show_data(self._session, cast("PreparedData", value))
+        elif event == "step":
+            self._step(cast("Progress", value))
+
+    def _step(self, now: Progress) -> None:
+        loss = "" if now.loss is None else f"loss {now.loss:.4f}"
+        speed = f"{now.tokens_per_second:,.0f} token/s"
+        self._session.note(f"step {now.step} of {now.steps}  {loss}  {speed}")
+        console = self._session.console
+        if not console.is_terminal:
+            part = now.step * _LINES // now.steps
+            if part == self._told:
+                return
+            self._told = part
+            console.print(f"  step {now.step} of {now.steps}  {loss}  {speed}")
+            return
+        self._bar = self._bar or _bar(console)
+        if self._task is None:
+            self._task = self._bar.add_task("training", total=now.steps, loss=loss, speed=speed)
+        self._bar.update(self._task, completed=now.step, loss=loss, speed=speed)
+
+
+def _bar(console: Console) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+        TextColumn("{task.fields[speed]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    bar = Progress(*columns, console=console, transient=True)
+    bar.start()
+    return bar
+
+
+def show_data(session: Session, data: PreparedData, *, first: bool = False) -> None:
+    """Show a line per set of examples; with `first` also the lengths, and the first row as it is learned."""
+    session.diagnose(data.train.notes)
+    parts = [("training data", data.train.summary)]
+    if data.held_out is not None:
+        parts.append(("held-out data", data.held_out.summary))
+    for title, summary in parts:
+        _say(session, _data_line(title, summary), shown=first)
+    if first:
+        session.show(_lengths(data.train.summary))
+        session.show("the first row, what is learned in green:")
+        session.show(_first(data.train.summary))
+
+
+def _say(session: Session, text: str, *, shown: bool) -> None:
+    if shown:
+        session.show(text)
+    else:
+        session.console.print(f"  {text}", markup=False, soft_wrap=True)
+
+
+def _data_line(title: str, data: DataSummary) -> str:
+    found = " (found)" if data.detected else ""
+    cut = f", {data.cut} cut, {data.dropped} dropped" if data.cut or data.dropped else ""
+    return (
+        f"{title}: {count(data.rows, 'row')} of `{data.file}`, format {data.format}{found}, template {data.template}; "
+        f"{count(data.tokens, 'token')}, {data.learned:,} learned; "
+        f"lengths {data.shortest} to {data.longest}, at most {data.limit}{cut}"
+    )
+
+
+def _lengths(data: DataSummary) -> Table:
+    table = Table("tokens", "rows", "", box=None, pad_edge=False, header_style="bold")
+    most = max(each.rows for each in data.lengths) or 1
+    for each in data.lengths:
+        table.add_row(f"{each.low} to {each.high}", f"{each.rows:,}", "█" * round(30 * each.rows / most))
+    return table
+
+
+def _first(data: DataSummary) -> Text:
+    """The row with what is learned marked, also where there are no colours."""
+    shown = Text()
+    for text, learned in data.first:
+        shown.append(f"[[{text}]]" if learned else text, style="green" if learned else "")
+    return shown
+
+
+def report_table(report: RunReport) -> Table:
+    """Return the facts of a finished run."""
+    from ktc.tune.run_page import facts
+
+    table = Table("", "", box=None, pad_edge=False, show_header=False)
+    for name, value in facts(report):
+        table.add_row(name, Text(value))
+    return table
