@@ -23,7 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ktc.cli.census import Form
 from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 _WIDE = 200  # of the table in a file
 
 
-def run(session: Session, names: Sequence[str], form: Form, output: Path | None) -> None:
+def run(session: Session, names: Sequence[str], form: str, output: Path | None) -> None:
     """Examines the families `names`, all that have experts if none is named, and shows what was found.
 
     Raises InputRefused (I103) for a name that is no model type. The session's exit code is 1 if a rewrite is wrong.
@@ -99,7 +98,7 @@ def _line(family: Family) -> str:
     return f"  {family.family:20s}{family.seconds:6.1f} s  experts {experts}, {state}{first}"
 
 
-def _show(session: Session, census: Census, form: Form, output: Path | None) -> None:
+def _show(session: Session, census: Census, form: str, output: Path | None) -> None:
     if session.as_json and output is None:
         return  # the session prints it
     form = "json" if session.as_json and form == "text" else form
@@ -125,7 +124,7 @@ def _text(census: Census) -> str:
     return cast("StringIO", written.file).getvalue()
 
 
-_FORMS: dict[Form, Callable[[Census], str]] = {"markdown": _page, "json": _json, "text": _text}
+_FORMS: dict[str, Callable[[Census], str]] = {"markdown": _page, "json": _json, "text": _text}
 
 
 def _table(census: Census) -> Table:
