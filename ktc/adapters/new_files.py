@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.files import flush
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,9 +34,9 @@ def new_folder(path: Path) -> Generator[Path]:
         beside.chmod(0o755)
         yield beside
         for file in sorted(beside.iterdir()):
-            _flush(file)
+            flush(file)
         beside.rename(path)
-        _flush(path.parent)
+        flush(path.parent)
     except OSError as error:
         raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {error.strerror}")) from error
     finally:
@@ -50,9 +51,9 @@ def new_file(path: Path) -> Generator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield beside
-        _flush(beside)
+        flush(beside)
         beside.rename(path)
-        _flush(path.parent)
+        flush(path.parent)
     except OSError as error:
         raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {error.strerror}")) from error
     finally:
@@ -71,11 +72,3 @@ def _require_new(path: Path) -> None:
     if path.exists():
         message = f"`{path}` is there already"
         raise InputRefused(Diagnostic("A609", message, hint="name another with `-o`, or remove it first"))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -30,7 +30,8 @@ from ktc.codegen.self_test import self_test
 from ktc.codegen.self_test_linear import self_test_linear
 from ktc.codegen.toolchain import Toolchain
 from ktc.diagnostics import Diagnostic, HostLacks
-from ktc.experts.kernel_library import KernelLibrary, file_digest
+from ktc.experts.kernel_library import KernelLibrary
+from ktc.files import file_digest
 from ktc.host import Host
 from ktc.isa import Isa
 

@@ -7,7 +7,6 @@ and workspace) they share. Refused: a file that is missing, altered or made for 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.machinery
 import importlib.util
 import math
@@ -20,6 +19,7 @@ from typing import Final, Literal, Protocol, cast
 
 from ktc import environment, host
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.files import file_digest
 from ktc.host import NumaNode
 
 MAX_NODES: Final = 16  # `kMaxNodes`
@@ -140,12 +140,6 @@ class KernelLibrary:
         if entry not in dtypes:
             raise KeyError(f"the kernel library `{self.path.name}` has no entry `{entry}`; it has {', '.join(dtypes)}")
         return Kernel(self, entry, dtypes[entry])
-
-
-def file_digest(path: Path) -> str:
-    """The sha256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def permitted_threads(threads: int) -> int:

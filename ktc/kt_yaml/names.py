@@ -5,7 +5,7 @@ A replacement class that no row knows is refused: in KTransformers it would be i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -130,7 +130,3 @@ def spelling(match_class: str) -> str:
         for variant in _ROTARY_VARIANTS:
             plain = plain.replace(f"{variant}rotaryembedding", "rotaryembedding")
     return plain
-
-
-def known_classes(class_names: Iterable[str]) -> frozenset[str]:
-    return frozenset(spelled for name in class_names for spelled in answers_to(name))

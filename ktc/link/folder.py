@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.files import flush
 
 _MARK = "ktc.json"  # what tells a compiled model from any other folder
 _OLD = "-old"  # what OUT is called while a system that cannot swap folders replaces it
@@ -166,9 +167,9 @@ def _fill_and_rename(beside: Path, out: Path, fill: Callable[[Path], None]) -> N
     fill(beside)
     beside.chmod(0o755)
     for path in _bottom_up(beside):
-        _flush(path)
+        flush(path)
     _replace(beside, out)
-    _flush(out.parent)
+    flush(out.parent)
 
 
 def _replace(beside: Path, out: Path) -> None:
@@ -223,11 +224,3 @@ def _bottom_up(folder: Path) -> Iterator[Path]:
     for parent, _, files in os.walk(folder, topdown=False):
         yield from (Path(parent) / file for file in files)
         yield Path(parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ set that this machine lacks.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +21,7 @@ from ktc import environment, host
 from ktc.checkpoint import CheckpointIndex, WeightSource, open_index, read_sources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.kernel_library import KernelLibrary
+from ktc.files import file_digest
 from ktc.hf import remote_code
 from ktc.model import peft_glue, weight_store, weights_stage
 from ktc.model.buffers import compute_buffers
@@ -76,7 +76,7 @@ def load_as(
         check_bytes(model, manifest, folder, placement)
     follow(model, placement)
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
-    return _finished(model, folder, manifest, base, placement)
+    return _finished(model, folder, base, placement)
 
 
 def _store(
@@ -137,16 +137,11 @@ def check_source(manifest: Manifest, checkpoint: Path) -> None:
     if not path.is_file():
         message = f"the model's checkpoint is no longer at `{checkpoint}`"
         raise InputRefused(Diagnostic("L405", message, hint="say where it is: `load(weights=FOLDER)`"))
-    if _sha256(path) != manifest.model.config_sha256:
+    if file_digest(path) != manifest.model.config_sha256:
         message = f"`{path}` has changed since the model was compiled"
         raise InputRefused(
             Diagnostic("L405", message, hint="compile again, or name the original: `load(weights=FOLDER)`")
         )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_rows(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
@@ -201,9 +196,7 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.float()
 
 
-def _finished(
-    model: PreTrainedModel, folder: Path, manifest: Manifest, base: str, placement: Mapping[str, str]
-) -> PreTrainedModel:
+def _finished(model: PreTrainedModel, folder: Path, base: str, placement: Mapping[str, str]) -> PreTrainedModel:
     """What users of the model look at: its origin, its generation defaults, its devices."""
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ktc.decode import Undecodable, decode, read_json
+from ktc.files import flush
 
 SCHEMA: Final = 1
 DATA: Final = 2 << 20  # the packed bytes begin on a huge page, in the file as in memory
@@ -156,15 +157,6 @@ def stored_digest(path: Path, size: int, hashed: Callable[[int], None]) -> str:
 def offsets(size: int) -> range:
     """Where the pieces of `size` packed bytes begin."""
     return range(0, size, PIECE)
-
-
-def flush(path: Path) -> None:
-    """Make a folder's names, or a file's bytes, survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _pieces(data: memoryview) -> Iterable[memoryview]:

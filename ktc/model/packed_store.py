@@ -21,6 +21,7 @@ from ktc import versions
 from ktc.checkpoint import CheckpointIndex, WeightSource
 from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.files import flush
 from ktc.model import packed_file
 from ktc.model.manifest import Manifest, Rewrite
 from ktc.model.packed_file import Damaged, Header, Origin
@@ -188,9 +189,9 @@ def write_index(folder: Path, index: PackedIndex) -> None:
     path = folder / FOLDER / INDEX
     beside = path.with_name(f".{INDEX}.writing")
     beside.write_text(json.dumps(asdict(index), indent=1) + "\n", encoding="utf-8")
-    packed_file.flush(beside)
+    flush(beside)
     beside.rename(path)
-    packed_file.flush(path.parent)
+    flush(path.parent)
 
 
 def _checked_header(folder: Path, entry: PackedFile) -> Header:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ktc.checkpoint import open_index
 from ktc.diagnostics import InputRefused
-from ktc.experts.kernel_library import file_digest
+from ktc.files import file_digest
 from ktc.model import load_as, packed_file, packed_store, weight_store
 from ktc.model.manifest import FILE, Manifest, check_sealed, read_manifest
 from ktc.model.pack import pack_in_memory

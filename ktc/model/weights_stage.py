@@ -73,13 +73,16 @@ def fill_weights(
     to_read = sum(weight_store.stored_bytes(source, index) for source in rest)
     tally = Tally(to_read + (store.size if store is not None and not map else 0), progress)
     if store is not None:
-        (_map_experts if map else _read_experts)(model, store, tally)
+        if map:
+            _map_experts(model, store)
+        else:
+            _read_experts(model, store, tally)
     weight_store.fill(model, rest, index, placement, allow_nonfinite=allow_nonfinite, progress=tally.stage())
     how = "packed from the checkpoint" if store is None else "mapped" if map else "read from the packed store"
     log.info("weights: experts %s, %.2f s in all", how, time.perf_counter() - started)
 
 
-def _map_experts(model: nn.Module, store: PackedStore, tally: Tally) -> None:
+def _map_experts(model: nn.Module, store: PackedStore) -> None:
     for fqn, header in store.headers.items():
         module, path = _experts(model, store, fqn), store.path(fqn)
         try:
