@@ -91,6 +91,7 @@ _CODE_SPAN = re.compile(r"`[^`]*`")
 _SENTENCE = re.compile(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*(?=[*-] |\d+\. |Args:|Returns:|Raises:)")
 _WORD = re.compile(r"[A-Za-z`]\S*")
 _FENCE = re.compile(r"^( *)```.*?^\1```[^\n]*$", re.MULTILINE | re.DOTALL)
+_MEASURED = re.compile(r"<!-- measured -->.*?<!-- end of what is measured -->", re.DOTALL)  # a program's output
 _COMMENT = {
     ".py": re.compile(r"^(?P<before>[^\"'\n]*?)(?<!\S)#(?!!)(?P<text>.*)$", re.MULTILINE),
     "#": re.compile(r"^(?P<before>[^\"'\n]*?)(?<!\S)#(?P<text>.*)$", re.MULTILINE),
@@ -194,7 +195,7 @@ def _comments(source: str, pattern: re.Pattern[str]) -> Iterator[Text]:
 
 
 def _paragraphs(source: str) -> Iterator[Text]:
-    prose = _FENCE.sub(lambda block: "\n" * block[0].count("\n"), source)
+    prose = _MEASURED.sub(_blank, _FENCE.sub(_blank, source))
     line = 1
     for paragraph in re.split(r"\n(?=\s*\n|#|\||\s*[*-] |\s*\d+\. )", prose):
         if not paragraph.lstrip().startswith(("|", "<", "#")):
@@ -202,8 +203,12 @@ def _paragraphs(source: str) -> Iterator[Text]:
         line += paragraph.count("\n") + 1
 
 
+def _blank(block: re.Match[str]) -> str:
+    return "\n" * block[0].count("\n")
+
+
 def _wide_lines(source: str) -> Iterator[tuple[int, str]]:
-    prose = _FENCE.sub(lambda block: "\n" * block[0].count("\n"), source)
+    prose = _MEASURED.sub(_blank, _FENCE.sub(_blank, source))
     for number, line in enumerate(prose.splitlines(), 1):
         if len(line) > MARKDOWN_COLUMNS and not line.startswith(("|", "<")) and " " in line[:MARKDOWN_COLUMNS].strip():
             yield number, f"{len(line)} columns: at most {MARKDOWN_COLUMNS}"

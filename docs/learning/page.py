@@ -51,7 +51,7 @@ def markdown(results: Results) -> str:
         f"![Losses while tuning, and the metrics before and after]({PICTURE})",
         "### What it says",
         *(
-            f"* *{e.question}*<br>before: {e.before or '(nothing)'}<br>after: {e.after}<br>wanted: {e.wanted}"
+            f"* *{e.question}*<br>before: {e.before or '(nothing)'}<br>after: {e.after}<br>reference: {e.wanted}"
             for e in results.examples
         ),
     ]
