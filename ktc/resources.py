@@ -1,7 +1,7 @@
 """Where the data folders of ktc lie: the grammar, the templates, the C++ headers and the bundled rules.
 
 A wheel carries them in `ktc/_data`; a checkout (also an editable install) has them beside the package.
-This is the only module that knows; everything else asks one of the five functions.
+This is the only module that knows; everything else asks one of these functions.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def templates() -> Path:
 def runtime_include() -> Path:
     """The folder to put on a C++ compiler's include path: it holds `ktc/*.hpp`."""
     return _folder("runtime") / "include"
+
+
+def runtime_bindings() -> Path:
+    """The folder to put on the include path of a Python module: it holds `ktc_python/*.hpp`, which need pybind11."""
+    return _folder("runtime") / "python"
 
 
 def runtime_sources() -> Path:

@@ -52,6 +52,7 @@ def test_wheel_carries_the_data_folders(wheel: Path) -> None:
         ("grammar", ".lark"),
         ("templates", ".j2"),
         ("runtime/include/ktc", ".hpp"),
+        ("runtime/python/ktc_python", ".hpp"),
         ("rules/std", ".ktr"),
     ):
         assert any(name.startswith(f"ktc/_data/{kind}/") and name.endswith(ending) for name in names), kind

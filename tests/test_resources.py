@@ -10,8 +10,8 @@ from ktc import resources
 
 
 def test_every_data_folder_exists() -> None:
-    include, sources = resources.runtime_include(), resources.runtime_sources()
-    folders = (resources.grammar(), resources.templates(), include, sources, resources.rules())
+    runtime = (resources.runtime_include(), resources.runtime_bindings(), resources.runtime_sources())
+    folders = (resources.grammar(), resources.templates(), *runtime, resources.rules())
     assert [folder for folder in folders if not folder.is_dir()] == []
 
 

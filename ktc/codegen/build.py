@@ -102,10 +102,10 @@ def _ingredients(source: KernelSource, tools: Toolchain) -> Iterator[bytes]:
     yield from (str(part).encode() for part in (*asdict(tools.compiler).values(), pybind11.__version__, _abi()))
     for unit in source.units:
         yield from (part.encode() for part in (unit.name, unit.code, *tools.flags(unit.isa, unit.name)))
-    include = resources.runtime_include()
-    for header in sorted(include.rglob("*.hpp")):
-        yield str(header.relative_to(include)).encode()
-        yield header.read_bytes()
+    for include in (resources.runtime_include(), resources.runtime_bindings()):
+        for header in sorted(include.rglob("*.hpp")):
+            yield str(header.relative_to(include)).encode()
+            yield header.read_bytes()
 
 
 def _abi() -> str:

@@ -96,7 +96,7 @@ def render(specs: Sequence[KernelSpec | LinearSpec], origin: Mapping[KernelSpec 
     for spec in linears:
         text = linear.render(_linear_choices(spec, origin.get(spec, "none")))
         units.append(TranslationUnit(f"{spec.entry}.cpp", text, spec.isa))
-    bindings = environment.get_template("bindings.cpp.j2").render(specs=distinct, linears=linears)
+    bindings = environment.get_template("bindings.cpp.j2").render(specs=(*distinct, *linears))
     return KernelSource((*units, TranslationUnit("bindings.cpp", bindings, "scalar")), distinct, linears)
 
 

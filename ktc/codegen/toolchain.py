@@ -69,7 +69,8 @@ def find(host: Host) -> Toolchain:
                 hint="install `python3-dev` (Fedora: `python3-devel`)",
             )
         )
-    return Toolchain(host.compiler, (resources.runtime_include(), Path(pybind11.get_include()), python))
+    ours = (resources.runtime_include(), resources.runtime_bindings())
+    return Toolchain(host.compiler, (*ours, Path(pybind11.get_include()), python))
 
 
 def require_isas(isas: Iterable[Isa], host: Host) -> None:

@@ -21,7 +21,7 @@ from kernel_layers import FORMS, ISAS, SPECS, spec_of
 from places import ROOT
 from torch import Tensor
 
-from ktc import host, host_file
+from ktc import host, host_file, resources
 from ktc.codegen import self_test, toolchain
 from ktc.codegen.build import build
 from ktc.codegen.render import KernelSource, render
@@ -205,6 +205,19 @@ def test_another_text_or_compiler_is_another_library(
     fewer = render(SPECS[:1], {})
     paths = {build(kernel_source, newer, tmp_path / "cache").path, build(fewer, quick_host, tmp_path / "cache").path}
     assert len(paths | {first.path}) == 3
+
+
+@pytest.mark.parametrize("folder", ["runtime_include", "runtime_bindings"])
+def test_another_header_is_another_library(
+    kernel_source: KernelSource, quick_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    first = build(kernel_source, quick_host, tmp_path / "cache")
+    headers = shutil.copytree(getattr(resources, folder)(), tmp_path / folder)
+    monkeypatch.setattr(resources, folder, lambda: headers)
+    assert build(kernel_source, quick_host, tmp_path / "cache") == first
+    with next(headers.rglob("*.hpp")).open("a") as header:
+        header.write("// one more line\n")
+    assert build(kernel_source, quick_host, tmp_path / "cache").path != first.path
 
 
 def test_concurrent_builders_wait_for_the_first(

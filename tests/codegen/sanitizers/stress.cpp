@@ -1,7 +1,7 @@
 // Layers of odd sizes in all kinds of formats, run in every way at once, for a build with a sanitizer: any number of
 // threads, kept and recomputed activations, LoRA or none, several callers, and children forked while nothing or while
-// another thread's call runs. All must agree to the last bit. `tests/codegen/test_sanitizers.py` builds it, with KTC_ISA as the
-// instruction set and its header included before.
+// another thread's call runs. All must agree to the last bit. `tests/codegen/test_sanitizers.py` builds it, with
+// KTC_ISA as the instruction set and its header included before.
 #include <sys/wait.h>
 #include <unistd.h>
 

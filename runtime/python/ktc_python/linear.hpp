@@ -1,0 +1,40 @@
+// `ktc::LinearKernel` as a Python class, and one function per entry that makes it. A call releases the GIL.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+#include "ktc/linear.hpp"
+#include "ktc_python/address.hpp"
+
+namespace ktc_python::linear {
+
+namespace py = pybind11;
+using Entry = ktc::LinearEntry;
+
+inline void forward(const ktc::LinearKernel& kernel, ktc::Engine& engine, Address x, Address weight, Address bias,
+                    Address out, std::int64_t rows, std::int64_t inputs, std::int64_t outputs) {
+  const py::gil_scoped_release release;
+  kernel.forward(engine, {.x = at(x),
+                          .weight = at(weight),
+                          .bias = at(bias),
+                          .out = at(out),
+                          .rows = rows,
+                          .inputs = inputs,
+                          .outputs = outputs});
+}
+
+inline void add_class(py::module_& library) {
+  py::class_<ktc::LinearKernel>(library, "LinearKernel", py::module_local()).def("forward", &forward);
+}
+
+}  // namespace ktc_python::linear
+
+namespace ktc_python {
+
+inline void expose(pybind11::module_& library, const linear::Entry& entry) {
+  library.def(entry.name, entry.make);
+}
+
+}  // namespace ktc_python
