@@ -19,14 +19,12 @@ class InstructionSet:
     """One instruction set.
 
     `cpu` names the CPU flags it needs, as Linux spells them, and `compiler` the flags of its translation units.
-    `group_rows` is `kMaxRows` of its header, the rows of one call of the micro-kernel. `dtypes` are what its kernels
-    compute in; with more than one, the C++ type is a template over the element.
+    `dtypes` are what its kernels compute in; with more than one, the C++ type is a template over the element.
     """
 
     name: Isa
     cpu: frozenset[str]
     compiler: tuple[str, ...]
-    group_rows: int
     dtypes: tuple[Dtype, ...] = ("bf16",)
     bf16_products: bool = False  # multiplies bf16 without widening it
     tiles: bool = False  # blocked products in tile registers, which the operating system must grant
@@ -48,11 +46,11 @@ _AMX: Final = (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 # The slowest first; each implies those before it.
 _ROWS: Final = (
-    InstructionSet("scalar", frozenset(), (), 4, dtypes=("bf16", "fp32", "fp64")),
-    InstructionSet("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma"), 4),
-    InstructionSet("avx512", _AVX512_CPU, _AVX512, 12),
-    InstructionSet("avx512_bf16", _BF16_CPU, _BF16, 12, bf16_products=True),
-    InstructionSet("amx", _AMX_CPU, _AMX, 32, bf16_products=True, tiles=True, linear=False),
+    InstructionSet("scalar", frozenset(), (), dtypes=("bf16", "fp32", "fp64")),
+    InstructionSet("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
+    InstructionSet("avx512", _AVX512_CPU, _AVX512),
+    InstructionSet("avx512_bf16", _BF16_CPU, _BF16, bf16_products=True),
+    InstructionSet("amx", _AMX_CPU, _AMX, bf16_products=True, tiles=True, linear=False),
 )
 INSTRUCTION_SETS: Final[Mapping[Isa, InstructionSet]] = {row.name: row for row in _ROWS}
 PREFERENCE: Final[tuple[Isa, ...]] = tuple(reversed(INSTRUCTION_SETS))

@@ -11,8 +11,8 @@ from ktc.capture import CapturedModel
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.packed_size import slots_of
 from ktc.plan.types import BlockRewrite, Claim, LoraPlan, NodeAction, Placement, PlannedOnly, Reason
+from ktc.plan.working_memory import slots_of
 
 
 def explain(

@@ -18,9 +18,9 @@ from ktc.host import Host
 from ktc.plan.activations import Adapter, Footprint, footprint
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import thread_count
-from ktc.plan.packed_size import Slots, slots_of
 from ktc.plan.placement import device_of
 from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, Point, Workload
+from ktc.plan.working_memory import Slots, slots_of
 
 DEFAULT_LENGTH = 2048
 TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing", "infer"

@@ -19,10 +19,11 @@ from ktc.experts.autograd_op import native_factors
 from ktc.experts.lora import ExpertsLora, Lora
 from ktc.experts.packed import PackedExperts
 from ktc.plan.kernel_spec import KernelSpec, WeightFormat
-from ktc.plan.packed_size import packed_bytes, slots_of
+from ktc.plan.packed_size import packed_bytes
+from ktc.plan.working_memory import slots_of
 
-REGIONS = 32 * 64  # of a call, each rounded up to 64 bytes
-TOKENS = 45
+TOKENS = 192
+SIZES = {"hidden": 512, "intermediate": 352, "num_experts": 8, "top_k": 4}
 
 
 def reserved_by(call: Callable[[], object], workspace: Callable[[], int]) -> int:
@@ -44,11 +45,11 @@ def reserved_by(call: Callable[[], object], workspace: Callable[[], int]) -> int
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[-1]])
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_plan_counts_what_a_call_reserves(
+def test_a_plan_bounds_what_a_call_reserves(
     load: Load, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int], threads: int, form: str, keep: bool
 ) -> None:
     monkeypatch.setattr(host, "usable_threads", lambda: 8)
-    layer = random_layer(200, 150, 6, 3, TOKENS, form=form)
+    layer = random_layer(*SIZES.values(), TOKENS, form=form)
     spec = spec_of(ISAS[0], form=form)
     experts = load(layer, spec, threads=threads)._experts
     assert experts is not None
@@ -63,9 +64,9 @@ def test_quantised_weights_take_scratch_of_their_own(
     monkeypatch.setattr(host, "usable_threads", lambda: 8)
     spec = spec_of(ISAS[0], codes=codes)
     library = build(render([spec], {spec: "tests/experts/test_workspace.py:1:1"}), host.detect(), tmp_path)
-    layer = random_layer(192, 160, 6, 3, TOKENS)
+    layer = random_layer(*SIZES.values(), TOKENS)
     for threads in (1, 3):
-        experts = PackedExperts(library.kernel(spec.entry), threads, 6, 192, 160, 3)
+        experts = PackedExperts(library.kernel(spec.entry), threads, 8, 512, 352, 4)
         for ranks in ((0, 0), (8, 5)):
             for keep in (True, False):
                 compare(experts, layer, spec, ranks, threads, keep)
@@ -74,7 +75,7 @@ def test_quantised_weights_take_scratch_of_their_own(
 def compare(
     experts: PackedExperts, layer: Layer, spec: KernelSpec, ranks: tuple[int, int], threads: int, keep: bool
 ) -> None:
-    sized = replace(spec, hidden=layer.hidden, intermediate=layer.intermediate, num_experts=6, top_k=3)
+    sized = replace(spec, **SIZES)
     slots = slots_of(sized, keep=keep, ranks=ranks, threads=threads)
     x, index, weights = layer.x.bfloat16(), layer.index, layer.weights.float()
     read, trained = (
@@ -91,15 +92,15 @@ def compare(
 
     for call, is_backward in ((forward, False), (backward, True)):
         found = reserved_by(call, lambda: experts._engine.workspace_bytes)
-        assert 0 <= found - slots.workspace(TOKENS, backward=is_backward) < REGIONS
+        assert found <= slots.workspace(TOKENS, backward=is_backward) <= 1.25 * found
     assert packed_bytes(sized) == experts.nbytes
 
 
 def lora_of(ranks: tuple[int, int], layer: Layer) -> ExpertsLora:
     def lora(rank: int, inputs: int, outputs: int) -> Lora | None:
         factor: Callable[..., Tensor] = torch.zeros
-        b = factor(outputs, rank, 6).permute(2, 0, 1)  # as PEFT stores it
-        return Lora(factor(6, rank, inputs), b, 1.0) if rank else None
+        b = factor(outputs, rank, 8).permute(2, 0, 1)  # as PEFT stores it
+        return Lora(factor(8, rank, inputs), b, 1.0) if rank else None
 
     hidden, inner = layer.hidden, layer.intermediate
     return ExpertsLora(lora(ranks[0], hidden, inner * (1 + layer.form.gated)), lora(ranks[1], inner, hidden))

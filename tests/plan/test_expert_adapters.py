@@ -16,8 +16,8 @@ from ktc.capture import CapturedModel, ModelSource, capture
 from ktc.diagnostics import InputRefused
 from ktc.link.adapter import adapter_json
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.packed_size import slots_of
 from ktc.plan.types import Plan
+from ktc.plan.working_memory import slots_of
 
 MOE = 'import "std/moe.ktr"\n'
 

@@ -11,7 +11,6 @@
 #include "ktc/moe_layer.hpp"
 #include "ktc/moe_sweep.hpp"
 #include "ktc/thread_pool.hpp"
-#include "ktc/workspace.hpp"
 
 namespace ktc {
 
@@ -40,8 +39,8 @@ class ElementProducts {
   PanelQueues<Isa> first_queues() const { return {routing_, layer_.first_set(), threads_, layer_.nodes}; }
   PanelQueues<Isa> down_queues() const { return {routing_, layer_.down_set(), threads_, layer_.nodes}; }
 
-  static constexpr std::size_t bytes() { return 0; }
-  void take(Workspace&) {}
+  template <class Visit>
+  void regions(const Visit&) {}
 
   void read_hidden(Worker, Range groups, const Tokens& hidden_TH, Element* hidden_S) const {
     gather_slots<Isa>(routing_, hidden_TH, layer_.shape.padded_hidden(), groups, hidden_S);

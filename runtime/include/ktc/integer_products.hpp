@@ -83,25 +83,25 @@ class IntegerProducts {
         first_(layer.format.first_places(packed), layer.format.first_contraction()),
         down_(layer.format.down_places(packed), layer.format.down_contraction()),
         tokens_(routing.num_slots() / layer.shape.top_k()),
-        slots_(routing.num_slots()),
-        threads_(threads) {}
+        threads_(threads),
+        codes_T_(tokens_ * first_.contraction()),
+        scale_T_(tokens_),
+        codes_S_(routing.num_slots() * row_size()),
+        scale_S_(routing.num_slots()),
+        rows_W_(kRowsSize * down_.contraction() * threads),
+        tile_W_(kTile * threads) {}
 
   PanelQueues<Isa> first_queues() const { return queues(layer_.first_set(), first_); }
   PanelQueues<Isa> down_queues() const { return queues(layer_.down_set(), down_); }
 
-  std::size_t bytes() const {
-    return Workspace::bytes<Code>(tokens_ * first_.contraction()) + Workspace::bytes<float>(tokens_) +
-           Workspace::bytes<Code>(slots_ * row_size()) + Workspace::bytes<float>(slots_) +
-           Workspace::bytes<Code>(kRowsSize * down_.contraction() * threads_) +
-           Workspace::bytes<Accumulator>(kTile * threads_);
-  }
-  void take(Workspace& workspace) {
-    codes_T_ = workspace.take<Code>(tokens_ * first_.contraction());
-    scale_T_ = workspace.take<float>(tokens_);
-    codes_S_ = workspace.take<Code>(slots_ * row_size());
-    scale_S_ = workspace.take<float>(slots_);
-    rows_W_ = workspace.take<Code>(kRowsSize * down_.contraction() * threads_);
-    tile_W_ = workspace.take<Accumulator>(kTile * threads_);
+  template <class Visit>
+  void regions(const Visit& visit) {
+    visit(codes_T_);
+    visit(scale_T_);
+    visit(codes_S_);
+    visit(scale_S_);
+    visit(rows_W_);
+    visit(tile_W_);
   }
 
   // `hidden_S`, the elements themselves, is written where it is not null: LoRA reads them.
@@ -109,31 +109,32 @@ class IntegerProducts {
     const std::int64_t contraction = first_.contraction();
     const Range tokens = Range::share(tokens_, worker.index, worker.count);
     for (std::int64_t token = tokens.begin; token < tokens.end; ++token) {
-      scale_T_[token] = quantise_row<Lanes>(hidden_TH.row(token), hidden_TH.columns, codes_T_ + token * contraction);
+      scale_T_.data()[token] =
+          quantise_row<Lanes>(hidden_TH.row(token), hidden_TH.columns, codes_T_.data() + token * contraction);
     }
     if (hidden_S != nullptr) {
       gather_slots<typename Layer::Isa>(routing_, hidden_TH, layer_.shape.padded_hidden(), groups, hidden_S);
     }
     worker.barrier.arrive_and_wait();
-    const MatrixView<const Code> codes_TH(codes_T_, tokens_, hidden_TH.columns, contraction);
-    gather_slots<Isa>(routing_, codes_TH, contraction, groups, codes_S_);
-    for_slots(groups, [&](std::int64_t slot) { scale_S_[slot] = scale_T_[routing_.token(slot)]; });
+    const MatrixView<const Code> codes_TH(codes_T_.data(), tokens_, hidden_TH.columns, contraction);
+    gather_slots<Isa>(routing_, codes_TH, contraction, groups, codes_S_.data());
+    for_slots(groups, [&](std::int64_t slot) { scale_S_.data()[slot] = scale_T_.data()[routing_.token(slot)]; });
   }
 
   // `activated_S` are plain rows of Ip elements, `packed_S` the same ones packed, if LoRA reads them.
   void read_activated(Worker worker, Range groups, const Element* activated_S, Element* packed_S) const {
     const std::int64_t padded = layer_.shape.padded_intermediate();
     const std::int64_t contraction = down_.contraction();
-    Code* own_rows = rows_W_ + worker.index * kRowsSize * contraction;
+    Code* own_rows = rows_W_.data() + worker.index * kRowsSize * contraction;
     for (std::int64_t index = groups.begin; index < groups.end; ++index) {
       const SlotGroup& group = routing_.groups()[static_cast<std::size_t>(index)];
       for (int row = 0; row < group.rows; ++row) {
         const std::int64_t slot = group.first_slot + row;
-        scale_S_[slot] = quantise_row<Lanes>(activated_S + slot * padded, padded, own_rows + row * contraction);
+        scale_S_.data()[slot] = quantise_row<Lanes>(activated_S + slot * padded, padded, own_rows + row * contraction);
       }
       pack_group<Isa>(
           group, [&](std::int64_t slot) { return own_rows + (slot - group.first_slot) * contraction; }, padded,
-          contraction, codes_S_);
+          contraction, codes_S_.data());
       if (packed_S == nullptr) continue;
       pack_group<typename Layer::Isa>(
           group, [&](std::int64_t slot) { return activated_S + slot * padded; }, padded, padded, packed_S);
@@ -175,8 +176,8 @@ class IntegerProducts {
   template <class Epilogue>
   void multiply(int worker, PanelQueue& queue, const Panels& panels, Scratch scratch, const Epilogue& epilogue) const {
     auto* sums = reinterpret_cast<std::int32_t*>(scratch.sums);
-    sweep<Isa>(routing_, queue, panels, codes_S_, sums,
-               ScaledSums<Layer, Epilogue>(panels, scale_S_, tile_W_ + worker * kTile, epilogue));
+    sweep<Isa>(routing_, queue, panels, codes_S_.data(), sums,
+               ScaledSums<Layer, Epilogue>(panels, scale_S_.data(), tile_W_.data() + worker * kTile, epilogue));
   }
 
   const Layer& layer_;
@@ -184,14 +185,13 @@ class IntegerProducts {
   Panels first_;
   Panels down_;
   std::int64_t tokens_;
-  std::int64_t slots_;
   int threads_;
-  Code* codes_T_ = nullptr;
-  float* scale_T_ = nullptr;
-  Code* codes_S_ = nullptr;
-  float* scale_S_ = nullptr;
-  Code* rows_W_ = nullptr;
-  Accumulator* tile_W_ = nullptr;
+  Region<Code> codes_T_;
+  Region<float> scale_T_;
+  Region<Code> codes_S_;
+  Region<float> scale_S_;
+  Region<Code> rows_W_;
+  Region<Accumulator> tile_W_;
 };
 
 }  // namespace ktc

@@ -80,10 +80,10 @@ class Linear final : public LinearKernel {
   void forward(Engine& engine, const LinearArguments& arguments) const override {
     const std::int64_t padded = (arguments.inputs + kHalfPanel - 1) / kHalfPanel * kHalfPanel;
     engine.exclusively([&](const Team& team, Workspace& workspace) {
-      workspace.reserve(Workspace::bytes<float>(arguments.rows * padded));
-      float* x = workspace.take<float>(arguments.rows * padded);
-      widen_rows(arguments, x, padded);
-      const Product product{arguments, x, padded};
+      Region<float> x(arguments.rows * padded);
+      workspace.lay_out(x);
+      widen_rows(arguments, x.data(), padded);
+      const Product product{arguments, x.data(), padded};
       std::atomic<std::int64_t> next{0};
       team.run([&](const Worker&) {
         for (;;) {

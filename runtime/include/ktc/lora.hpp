@@ -62,46 +62,43 @@ class LoraProduct {
   std::int64_t halves_per_panel() const { return 2 / parts_; }
 
   const Accumulator* a(std::int64_t expert) const { return a_ + expert * a_size(); }
-  const Accumulator* b(std::int64_t expert) const { return b_ + expert * b_size(); }
+  const Accumulator* b(std::int64_t expert) const { return (copies_b() ? copied_b_.data() : b_) + expert * b_size(); }
   Accumulator* grad_a(std::int64_t expert) const { return grad_a_ + expert * a_size(); }
-  Accumulator* grad_b(std::int64_t expert) const { return grad_b_ + expert * b_size(); }
+  Accumulator* grad_b(std::int64_t expert) const {
+    return (copies_grad_b() ? copied_grad_b_.data() : grad_b_) + expert * b_size();
+  }
 
   // B and its gradient expert after expert, where they are stored otherwise: a panel reads a stretch of one expert's,
-  // and PEFT has those of all experts side by side. Take them before anything is computed.
-  std::size_t bytes() const {
-    return Workspace::bytes<Accumulator>(copy_size(stored_b_.values != nullptr)) +
-           Workspace::bytes<Accumulator>(copy_size(stored_grad_b_.values != nullptr));
-  }
-  void take(Workspace& workspace) {
-    auto* b = workspace.take<Accumulator>(copy_size(stored_b_.values != nullptr));
-    auto* grad_b = workspace.take<Accumulator>(copy_size(stored_grad_b_.values != nullptr));
-    if (stored_b_.values != nullptr) b_ = copied_b_ = b;
-    if (stored_grad_b_.values != nullptr) grad_b_ = grad_b;
+  // and PEFT has those of all experts side by side.
+  template <class Visit>
+  void regions(const Visit& visit) {
+    visit(copied_b_);
+    visit(copied_grad_b_);
   }
   // A worker's share of the factors of experts with tokens, and zeros for their gradients.
   void read(const Routing& routing, Worker worker) const {
     const Range share = Range::share(b_size(), worker.index, worker.count);
-    if (stored_b_.values != nullptr) {
-      in_stretches(routing, share, stored_b_.strides,
+    if (copies_b()) {
+      in_stretches(routing, share, b_strides_,
                    [&](std::int64_t expert, std::int64_t index, const std::int64_t* offsets, std::int64_t count) {
-                     const Accumulator* source = stored_b_.values + expert * stored_b_.strides.expert;
-                     Accumulator* target = copied_b_ + expert * b_size() + index;
+                     const Accumulator* source = b_ + expert * b_strides_.expert;
+                     Accumulator* target = copied_b_.data() + expert * b_size() + index;
                      for (std::int64_t i = 0; i < count; ++i) target[i] = source[offsets[i]];
                    });
     }
-    if (stored_grad_b_.values == nullptr) return;
+    if (!copies_grad_b()) return;
     for (const ActiveExpert& active : routing.active_experts()) {
       std::fill(grad_b(active.expert) + share.begin, grad_b(active.expert) + share.end, Accumulator{});
     }
   }
   // A worker's share of the finished gradients, to where the caller wants them.
   void write(const Routing& routing, Worker worker) const {
-    if (stored_grad_b_.values == nullptr) return;
+    if (!copies_grad_b()) return;
     const Range share = Range::share(b_size(), worker.index, worker.count);
-    in_stretches(routing, share, stored_grad_b_.strides,
+    in_stretches(routing, share, grad_b_strides_,
                  [&](std::int64_t expert, std::int64_t index, const std::int64_t* offsets, std::int64_t count) {
                    const Accumulator* source = grad_b(expert) + index;
-                   Accumulator* target = stored_grad_b_.values + expert * stored_grad_b_.strides.expert;
+                   Accumulator* target = grad_b_ + expert * grad_b_strides_.expert;
                    for (std::int64_t i = 0; i < count; ++i) target[offsets[i]] = source[i];
                  });
   }
@@ -122,6 +119,8 @@ class LoraProduct {
         b_(static_cast<const Accumulator*>(factors.b)),
         grad_a_(static_cast<Accumulator*>(factors.grad_a)),
         grad_b_(static_cast<Accumulator*>(factors.grad_b)),
+        b_strides_(factors.b_strides),
+        grad_b_strides_(factors.grad_b_strides),
         rank_(factors.rank),
         scale_(static_cast<Accumulator>(factors.scale)),
         num_experts_(num_experts),
@@ -129,25 +128,19 @@ class LoraProduct {
         size_(size),
         parts_(parts),
         part_stride_(part_stride),
-        row_stride_(row_stride) {
-    if (rank_ > 0 && b_ != nullptr && !expert_major(factors.b_strides)) stored_b_ = {b_, factors.b_strides};
-    if (rank_ > 0 && grad_b_ != nullptr && !expert_major(factors.grad_b_strides)) {
-      stored_grad_b_ = {grad_b_, factors.grad_b_strides};
-    }
-  }
+        row_stride_(row_stride),
+        copied_b_(copy_size(b_, b_strides_)),
+        copied_grad_b_(copy_size(grad_b_, grad_b_strides_)) {}
 
-  // Values of all experts as a caller stores them; null where they lie expert after expert already.
-  template <class T>
-  struct Stored {
-    T* values = nullptr;
-    FactorStrides strides = {};
-  };
-
+  bool copies_b() const { return copied_b_.count() > 0; }
+  bool copies_grad_b() const { return copied_grad_b_.count() > 0; }
   bool expert_major(const FactorStrides& strides) const {
     const bool unset = strides.expert == 0 && strides.output == 0 && strides.rank == 0;
     return unset || (strides.expert == b_size() && strides.output == rank_ && strides.rank == 1);
   }
-  std::int64_t copy_size(bool stored) const { return stored ? num_experts_ * b_size() : 0; }
+  std::int64_t copy_size(const Accumulator* values, const FactorStrides& strides) const {
+    return values == nullptr || expert_major(strides) ? 0 : num_experts_ * b_size();
+  }
 
   // Calls `move(expert, index, offsets, count)` for stretches of an expert's factors: `count` of them from `index` on,
   // which are stored at `offsets` from the expert's first. Experts take turns at each stretch: stored values of
@@ -171,9 +164,8 @@ class LoraProduct {
   const Accumulator* b_;
   Accumulator* grad_a_;
   Accumulator* grad_b_;
-  Stored<const Accumulator> stored_b_;
-  Stored<Accumulator> stored_grad_b_;
-  Accumulator* copied_b_ = nullptr;
+  FactorStrides b_strides_;
+  FactorStrides grad_b_strides_;
   std::int64_t rank_;
   Accumulator scale_;
   std::int64_t num_experts_;
@@ -182,6 +174,8 @@ class LoraProduct {
   std::int64_t parts_;
   std::int64_t part_stride_;
   std::int64_t row_stride_;
+  Region<Accumulator> copied_b_;
+  Region<Accumulator> copied_grad_b_;
 };
 
 // Panels of factors, packed anew for each expert: what an optimiser changes at every step is not worth keeping packed.

@@ -27,34 +27,29 @@ class LoraBackward {
         first_(Product::of_first(layer, arguments.lora_first)),
         down_(Product::of_down(layer, arguments.lora_down)),
         scratch_(layer, first_, down_, threads),
-        saved_(arguments.saved),
-        slots_(routing.num_slots()) {}
+        u_first_packed_S_(arguments.saved == nullptr ? packed_size(first_) : 0),
+        u_first_S_(arguments.saved == nullptr ? rows_size(first_) : 0),
+        v_first_packed_S_(packed_size(first_)),
+        v_first_S_(rows_size(first_)),
+        v_down_packed_S_(packed_size(down_)),
+        v_down_S_(rows_size(down_)),
+        u_down_S_(rows_size(down_)) {
+    if (arguments.saved == nullptr) return;
+    const SavedSlots<Layer> saved(layer_, const_cast<void*>(arguments.saved), routing.num_slots(), first_.rank());
+    saved_u_first_S_ = saved.first_rows_S;
+    saved_u_down_S_ = saved.down_rows_S;
+  }
 
   bool first() const { return first_.active(); }
   bool down() const { return down_.active(); }
 
-  std::size_t bytes() const {
-    const std::int64_t u_first = saved_ == nullptr ? packed_size(first_) : 0;
-    const std::int64_t u_rows = saved_ == nullptr ? rows_size(first_) : 0;
-    return Workspace::bytes<Element>(u_first) + Workspace::bytes<Accumulator>(u_rows) +
-           Workspace::bytes<Element>(packed_size(first_)) + Workspace::bytes<Accumulator>(rows_size(first_)) +
-           Workspace::bytes<Element>(packed_size(down_)) + 2 * Workspace::bytes<Accumulator>(rows_size(down_)) +
-           scratch_.bytes() + first_.bytes() + down_.bytes();
-  }
-  void take(Workspace& workspace) {
-    const bool recompute = saved_ == nullptr;
-    u_first_ = {workspace.take<Element>(recompute ? packed_size(first_) : 0),
-                workspace.take<Accumulator>(recompute ? rows_size(first_) : 0)};
-    v_first_ = {workspace.take<Element>(packed_size(first_)), workspace.take<Accumulator>(rows_size(first_))};
-    v_down_ = {workspace.take<Element>(packed_size(down_)), workspace.take<Accumulator>(rows_size(down_))};
-    u_down_ = {nullptr, workspace.take<Accumulator>(rows_size(down_))};
-    scratch_.take(workspace);
-    first_.take(workspace);
-    down_.take(workspace);
-    if (recompute) return;
-    const SavedSlots<Layer> saved(layer_, const_cast<void*>(saved_), slots_, first_.rank());
-    u_first_.rows_S = saved.first_rows_S;
-    saved_u_down_S_ = saved.down_rows_S;
+  template <class Visit>
+  void regions(const Visit& visit) {
+    for (Region<Element>* packed : {&u_first_packed_S_, &v_first_packed_S_, &v_down_packed_S_}) visit(*packed);
+    for (Region<Accumulator>* rows : {&u_first_S_, &v_first_S_, &v_down_S_, &u_down_S_}) visit(*rows);
+    scratch_.regions(visit);
+    first_.regions(visit);
+    down_.regions(visit);
   }
 
   // Before and after everything else, with a barrier between.
@@ -70,49 +65,56 @@ class LoraBackward {
   // Where gate and up are computed again: u of the first product from its packed inputs, that of down likewise.
   void recompute_first(int worker, Range groups, const Element* hidden_S) const {
     to_low_rank(first_, routing_, groups, hidden_S, layer_.shape.padded_hidden(), Panels::ranks_of_a,
-                scratch_.low_rank(worker), u_first_);
+                scratch_.low_rank(worker), u_first());
   }
   void recompute_down(int worker, Range groups, const Element* activated_S) const {
     to_low_rank(down_, routing_, groups, activated_S, layer_.shape.padded_intermediate(), Panels::ranks_of_a,
-                scratch_.low_rank(worker), u_down_);
+                scratch_.low_rank(worker), u_down());
   }
   template <class Inner>
   auto around_first(int worker, const Inner& inner) const {
-    return WithLora(first_, u_first_, Panels::outputs_of_b, scratch_.factors(worker), inner);
+    return WithLora(first_, u_first(), Panels::outputs_of_b, scratch_.factors(worker), inner);
   }
 
   // v of down from the packed gradient of the output. Rows get their routing weight: gradients are made of them.
   void begin_down(int worker, Range groups, const Element* grad_out_S, const Accumulator* weight_S) const {
     to_low_rank(down_, routing_, groups, grad_out_S, layer_.shape.padded_hidden(), Panels::ranks_of_b,
-                scratch_.low_rank(worker), v_down_);
-    weigh(groups, v_down_.rows_S, weight_S, v_down_.rows_S);
-    weigh(groups, saved_ == nullptr ? u_down_.rows_S : saved_u_down_S_, weight_S, u_down_.rows_S);
+                scratch_.low_rank(worker), v_down());
+    weigh(groups, v_down_S_.data(), weight_S, v_down_S_.data());
+    weigh(groups, saved_u_down_S_ == nullptr ? u_down_S_.data() : saved_u_down_S_, weight_S, u_down_S_.data());
   }
   // Around the epilogue of the product with W_down^T, which adds to `column_gradients`.
   template <class Inner>
   auto around_down(int worker, const Inner& inner) const {
-    return WithLora(down_, v_down_, Panels::inputs_of_a, scratch_.factors(worker), inner);
+    return WithLora(down_, v_down(), Panels::inputs_of_a, scratch_.factors(worker), inner);
   }
   LoraColumnGradients<Layer> column_gradients(int worker) const {
-    return {first_, u_first_, down_, v_down_, scratch_.sums(worker)};
+    return {first_, u_first(), down_, v_down(), scratch_.sums(worker)};
   }
 
   // v of the first product from the packed gradients of gate and up, which carry the routing weight.
   void begin_hidden(int worker, Range groups, const Element* d_first_S) const {
     to_low_rank(first_, routing_, groups, d_first_S, layer_.first_size(), Panels::ranks_of_b, scratch_.low_rank(worker),
-                v_first_);
+                v_first());
   }
   // Around the epilogue of the product with the first weights transposed.
   template <class Inner>
   auto around_hidden(int worker, const Tokens& hidden_TH, const Tokens& grad_out_TH, const Inner& inner) const {
-    const LoraHiddenGradients<Layer, Inner> gradients(first_, v_first_, down_, u_down_, routing_, hidden_TH,
+    const LoraHiddenGradients<Layer, Inner> gradients(first_, v_first(), down_, u_down(), routing_, hidden_TH,
                                                       grad_out_TH, scratch_.sums(worker), inner);
-    return WithLora(first_, v_first_, Panels::inputs_of_a, scratch_.factors(worker), gradients);
+    return WithLora(first_, v_first(), Panels::inputs_of_a, scratch_.factors(worker), gradients);
   }
 
  private:
-  std::int64_t packed_size(const Product& product) const { return slots_ * product.packed_rank(); }
-  std::int64_t rows_size(const Product& product) const { return slots_ * product.row_rank(); }
+  std::int64_t packed_size(const Product& product) const { return routing_.num_slots() * product.packed_rank(); }
+  std::int64_t rows_size(const Product& product) const { return routing_.num_slots() * product.row_rank(); }
+
+  Values u_first() const {
+    return {u_first_packed_S_.data(), saved_u_first_S_ == nullptr ? u_first_S_.data() : saved_u_first_S_};
+  }
+  Values v_first() const { return {v_first_packed_S_.data(), v_first_S_.data()}; }
+  Values v_down() const { return {v_down_packed_S_.data(), v_down_S_.data()}; }
+  Values u_down() const { return {nullptr, u_down_S_.data()}; }
 
   // Rows of down's values, times the routing weight of their slot.
   void weigh(Range groups, const Accumulator* rows_S, const Accumulator* weight_S, Accumulator* target_S) const {
@@ -130,12 +132,15 @@ class LoraBackward {
   Product first_;
   Product down_;
   LoraScratch<Layer> scratch_;
-  const void* saved_;
-  std::int64_t slots_;
-  Values u_first_{};
-  Values v_first_{};
-  Values v_down_{};
-  Values u_down_{};
+  Region<Element> u_first_packed_S_;
+  Region<Accumulator> u_first_S_;
+  Region<Element> v_first_packed_S_;
+  Region<Accumulator> v_first_S_;
+  Region<Element> v_down_packed_S_;
+  Region<Accumulator> v_down_S_;
+  Region<Accumulator> u_down_S_;
+  // What forward kept of u; null where it is computed again.
+  Accumulator* saved_u_first_S_ = nullptr;
   const Accumulator* saved_u_down_S_ = nullptr;
 };
 

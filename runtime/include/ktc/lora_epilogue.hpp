@@ -27,21 +27,19 @@ class LoraScratch {
                        kPanelWidth),
         factors_size_(std::max(first.packed_rank(), down.packed_rank()) * kPanelWidth),
         sums_size_(std::max(first.row_rank(), down.row_rank()) * kHalfPanel * kHalves),
-        threads_(first.active() || down.active() ? threads : 0) {}
+        elements_W_((low_rank_size_ + factors_size_) * (first.active() || down.active() ? threads : 0)),
+        sums_W_(sums_size_ * threads) {}
 
-  std::size_t bytes() const {
-    return Workspace::bytes<Element>((low_rank_size_ + factors_size_) * threads_) +
-           Workspace::bytes<Accumulator>(sums_size_ * threads_);
-  }
-  void take(Workspace& workspace) {
-    elements_ = workspace.take<Element>((low_rank_size_ + factors_size_) * threads_);
-    sums_ = workspace.take<Accumulator>(sums_size_ * threads_);
+  template <class Visit>
+  void regions(const Visit& visit) {
+    visit(elements_W_);
+    visit(sums_W_);
   }
 
   // A panel of factors that makes low-rank values, and one that makes outputs of them.
-  Element* low_rank(int worker) const { return elements_ + worker * (low_rank_size_ + factors_size_); }
+  Element* low_rank(int worker) const { return elements_W_.data() + worker * (low_rank_size_ + factors_size_); }
   Element* factors(int worker) const { return low_rank(worker) + low_rank_size_; }
-  Accumulator* sums(int worker) const { return sums_ + worker * sums_size_; }
+  Accumulator* sums(int worker) const { return sums_W_.data() + worker * sums_size_; }
 
  private:
   static constexpr std::int64_t kHalves = 6;  // of a panel: one gradient of A and at most two of B
@@ -49,9 +47,8 @@ class LoraScratch {
   std::int64_t low_rank_size_;
   std::int64_t factors_size_;
   std::int64_t sums_size_;
-  std::int64_t threads_;
-  Element* elements_ = nullptr;
-  Accumulator* sums_ = nullptr;
+  Region<Element> elements_W_;
+  Region<Accumulator> sums_W_;
 };
 
 // Adds `values` times the panel that `pack(product, expert, panel, scratch)` makes to each tile, then calls `inner`.

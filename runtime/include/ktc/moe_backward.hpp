@@ -169,10 +169,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
   const std::int64_t slots = routing.num_slots();
   const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
   const std::int64_t num_i_panels = shape.padded_intermediate() / kPanelWidth;
-  const std::int64_t num_weight_parts = WeightGradients<Layer>::num_parts(layer);
-  const std::int64_t hidden_size = slots * shape.padded_hidden();
   const std::int64_t first_size = slots * layer.first_size();
-  const std::int64_t sums_size = TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden());
   const std::int64_t scratch_size = std::max(layer.panel_scratch(), layer.transposed_scratch());
   const MatrixView grad_out_TH(static_cast<const Element*>(arguments.grad_out), arguments.tokens, shape.hidden());
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
@@ -183,54 +180,52 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
 
   engine.exclusively([&](const Team& team, Workspace& workspace) {
     LoraBackward<Layer> lora(layer, routing, arguments, team.threads());
-    ForwardProducts<Layer> products(layer, routing, arguments.packed, team.threads());
-    workspace.reserve((recompute ? products.bytes() : 0) + Workspace::bytes<Element>(hidden_size) +
-                      Workspace::bytes<Element>(first_size) + Workspace::bytes<Accumulator>(sums_size) +
-                      Workspace::bytes<Accumulator>(slots) + Workspace::bytes<Accumulator>(slots * num_weight_parts) +
-                      Workspace::bytes<Element>(recompute ? first_size : 0) +
-                      Workspace::bytes<Element>(scratch_size * team.threads()) +
-                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * team.threads()) + lora.bytes());
-    auto* packed_TH = workspace.take<Element>(hidden_size);  // hidden states where recomputed, then dY
-    auto* d_first_S = workspace.take<Element>(first_size);
-    const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
-    auto* weight_S = workspace.take<Accumulator>(slots);
-    const WeightGradients<Layer> weight_gradients(workspace.take<Accumulator>(slots * num_weight_parts),
-                                                  num_weight_parts);
-    auto* recomputed_S = workspace.take<Element>(recompute ? first_size : 0);
-    auto* scratch = workspace.take<Element>(scratch_size * team.threads());
-    auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * team.threads());
-    lora.take(workspace);
-    if (recompute) products.take(workspace);
+    std::optional<ForwardProducts<Layer>> products;
+    if (recompute) products.emplace(layer, routing, arguments.packed, team.threads());
+    Region<Element> packed(slots * shape.padded_hidden());  // hidden states where recomputed, then dY
+    Region<Element> d_first(first_size), recomputed(recompute ? first_size : 0);
+    Region<Accumulator> token_sums(TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden())), weights(slots);
+    Region<Accumulator> weight_parts(slots * WeightGradients<Layer>::num_parts(layer));
+    Region<Element> scratch_W(scratch_size * team.threads());
+    Region<Accumulator> sums_at_hand_W(sums_at_hand<Isa>() * team.threads());
+    workspace.lay_out(packed, d_first, token_sums, weights, weight_parts, recomputed, scratch_W, sums_at_hand_W, lora,
+                      products);
+    Element* packed_S = packed.data();
+    Element* d_first_S = d_first.data();
+    Element* recomputed_S = recomputed.data();
+    Accumulator* weight_S = weights.data();
+    const TokenSums<Layer> sums(token_sums.data(), shape.padded_hidden());
+    const WeightGradients<Layer> weight_gradients(weight_parts.data(), WeightGradients<Layer>::num_parts(layer));
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
     const Element* saved_S = recompute ? recomputed_S : static_cast<const Element*>(arguments.saved);
 
     std::optional<PanelQueues<typename ForwardProducts<Layer>::Isa>> first_queues;
-    if (recompute) first_queues.emplace(products.first_queues());
+    if (recompute) first_queues.emplace(products->first_queues());
     const PanelQueues<Isa> activated_queue(routing, {num_i_panels, shape.padded_hidden(), PanelTurns::kNone},
                                            team.threads());
     const PanelQueues<Isa> hidden_queue(
         routing, {layer.format.num_down_panels(), layer.first_size(), PanelTurns::kByExpert}, team.threads());
     team.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
-      Accumulator* at_hand = sums_at_hand_W + worker.index * sums_at_hand<Isa>();
-      Element* own_scratch = scratch + worker.index * scratch_size;
+      Accumulator* at_hand = sums_at_hand_W.data() + worker.index * sums_at_hand<Isa>();
+      Element* own_scratch = scratch_W.data() + worker.index * scratch_size;
       lora.read_factors(worker);
       if (lora.down() && !recompute) worker.barrier.arrive_and_wait();
       if (recompute) {
         const bool reads_elements = !ForwardProducts<Layer>::kPacksRows || lora.first();
-        products.read_hidden(worker, share(num_groups), hidden_TH, reads_elements ? packed_TH : nullptr);
-        if (lora.first()) lora.recompute_first(worker.index, share(num_groups), packed_TH);
+        products->read_hidden(worker, share(num_groups), hidden_TH, reads_elements ? packed_S : nullptr);
+        if (lora.first()) lora.recompute_first(worker.index, share(num_groups), packed_S);
         worker.barrier.arrive_and_wait();
         auto* activated_S = lora.down() ? d_first_S : nullptr;  // there is room: gradients come later
-        products.first(
-            worker.index, first_queues->of(worker.index), packed_TH, {at_hand, own_scratch},
+        products->first(
+            worker.index, first_queues->of(worker.index), packed_S, {at_hand, own_scratch},
             lora.around_first(worker.index, FirstEpilogue<Layer>(layer, arguments.packed, activated_S, recomputed_S)));
         worker.barrier.arrive_and_wait();
         if (lora.down()) lora.recompute_down(worker.index, share(num_groups), activated_S);
       }
-      gather_slots<Isa>(routing, grad_out_TH, shape.padded_hidden(), share(num_groups), packed_TH);
+      gather_slots<Isa>(routing, grad_out_TH, shape.padded_hidden(), share(num_groups), packed_S);
       sums.clear(share(arguments.tokens));
-      if (lora.down()) lora.begin_down(worker.index, share(num_groups), packed_TH, weight_S);
+      if (lora.down()) lora.begin_down(worker.index, share(num_groups), packed_S, weight_S);
       if constexpr (Layer::kBiased) {
         add_bias_to_weight_gradients(layer, arguments.packed, routing, share(num_groups), grad_out_TH,
                                      weight_gradients);
@@ -238,7 +233,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       worker.barrier.arrive_and_wait();
 
       sweep<Isa>(routing, activated_queue.of(worker.index), layer.transposed_down_panels(arguments.packed, own_scratch),
-                 packed_TH, at_hand,
+                 packed_S, at_hand,
                  lora.around_down(worker.index,
                                   ActivationGradient<Layer>(layer, saved_S, weight_S, d_first_S, weight_gradients,
                                                             lora.column_gradients(worker.index))));

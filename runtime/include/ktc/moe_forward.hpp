@@ -30,8 +30,6 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
 
   const std::int64_t slots = routing.num_slots();
   const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
-  const std::int64_t activated_size = slots * shape.padded_intermediate();
-  const std::int64_t sums_size = TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden());
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
   const MatrixView out_TH(static_cast<Element*>(arguments.out), arguments.tokens, shape.hidden());
   const auto* weight = static_cast<const Accumulator*>(arguments.top_k_weights);
@@ -39,32 +37,26 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   auto lora_down = LoraProduct<Layer>::of_down(layer, arguments.lora_down);
   // Products that pack rows of their own leave those of elements to LoRA, if there is any.
   const std::int64_t hidden_size = Products::kPacksRows && !lora_first.active() ? 0 : slots * shape.padded_hidden();
-  const std::int64_t repacked_size = Products::kPacksRows && lora_down.active() ? activated_size : 0;
+  const std::int64_t repacked_size =
+      Products::kPacksRows && lora_down.active() ? slots * shape.padded_intermediate() : 0;
 
   engine.exclusively([&](const Team& team, Workspace& workspace) {
     LoraScratch<Layer> lora_scratch(layer, lora_first, lora_down, team.threads());
     Products products(layer, routing, arguments.packed, team.threads());
-    workspace.reserve(Workspace::bytes<Element>(hidden_size) + Workspace::bytes<Element>(activated_size) +
-                      Workspace::bytes<Element>(repacked_size) + products.bytes() +
-                      Workspace::bytes<Accumulator>(sums_size) + Workspace::bytes<Accumulator>(slots) +
-                      Workspace::bytes<Accumulator>(sums_at_hand<Isa>() * team.threads()) +
-                      Workspace::bytes<Element>(layer.panel_scratch() * team.threads()) +
-                      Workspace::bytes<Element>(slots * lora_first.packed_rank()) +
-                      Workspace::bytes<Element>(slots * lora_down.packed_rank()) + lora_scratch.bytes() +
-                      lora_first.bytes() + lora_down.bytes());
-    auto* hidden_S = hidden_size == 0 ? nullptr : workspace.take<Element>(hidden_size);
-    auto* activated_S = workspace.take<Element>(activated_size);
-    auto* repacked_S = repacked_size == 0 ? nullptr : workspace.take<Element>(repacked_size);
-    products.take(workspace);
-    const TokenSums<Layer> sums(workspace.take<Accumulator>(sums_size), shape.padded_hidden());
-    auto* weight_S = workspace.take<Accumulator>(slots);
-    auto* sums_at_hand_W = workspace.take<Accumulator>(sums_at_hand<Isa>() * team.threads());
-    auto* scratch_W = workspace.take<Element>(layer.panel_scratch() * team.threads());
-    LowRank<Layer> first_values{workspace.take<Element>(slots * lora_first.packed_rank()), nullptr};
-    LowRank<Layer> down_values{workspace.take<Element>(slots * lora_down.packed_rank()), nullptr};
-    lora_scratch.take(workspace);
-    lora_first.take(workspace);
-    lora_down.take(workspace);
+    Region<Element> hidden(hidden_size), activated(slots * shape.padded_intermediate()), repacked(repacked_size);
+    Region<Accumulator> token_sums(TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden())), weights(slots);
+    Region<Accumulator> sums_at_hand_W(sums_at_hand<Isa>() * team.threads());
+    Region<Element> scratch_W(layer.panel_scratch() * team.threads());
+    Region<Element> low_rank_first(slots * lora_first.packed_rank()), low_rank_down(slots * lora_down.packed_rank());
+    workspace.lay_out(hidden, activated, repacked, products, token_sums, weights, sums_at_hand_W, scratch_W,
+                      low_rank_first, low_rank_down, lora_scratch, lora_first, lora_down);
+    Element* hidden_S = hidden.data_or_null();
+    Element* activated_S = activated.data();
+    Element* repacked_S = repacked.data_or_null();
+    Accumulator* weight_S = weights.data();
+    const TokenSums<Layer> sums(token_sums.data(), shape.padded_hidden());
+    LowRank<Layer> first_values{low_rank_first.data(), nullptr};
+    LowRank<Layer> down_values{low_rank_down.data(), nullptr};
     for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
 
     Element* saved_S = nullptr;
@@ -80,8 +72,8 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
     const auto down_queues = products.down_queues();
     team.run([&](Worker worker) {
       const auto share = [&](std::int64_t size) { return Range::share(size, worker.index, worker.count); };
-      const SweepScratch<Layer> scratch{sums_at_hand_W + worker.index * sums_at_hand<Isa>(),
-                                        scratch_W + worker.index * layer.panel_scratch()};
+      const SweepScratch<Layer> scratch{sums_at_hand_W.data() + worker.index * sums_at_hand<Isa>(),
+                                        scratch_W.data() + worker.index * layer.panel_scratch()};
       products.read_hidden(worker, share(num_groups), hidden_TH, hidden_S);
       lora_first.read(routing, worker);
       lora_down.read(routing, worker);

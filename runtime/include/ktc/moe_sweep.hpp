@@ -199,11 +199,19 @@ class SweepWindow {
   std::size_t known_ = 1;
 };
 
-// Sums that a worker of `sweep` keeps at hand, in accumulators.
+// Sums that a worker of `sweep` keeps at hand, in accumulators. The plan counts on the bounds
+// (ktc/plan/working_memory.py).
 template <class Isa>
 constexpr std::int64_t sums_at_hand() {
-  if constexpr (Isa::kBlocked) return Isa::kBlocking.panels * Isa::kBlocking.groups * Isa::kMaxRows * kPanelWidth;
-  return Isa::kMaxRows * kPanelWidth;
+  constexpr std::int64_t kBytes = sizeof(typename Isa::Accumulator);
+  constexpr std::int64_t kTile = Isa::kMaxRows * kPanelWidth;
+  if constexpr (Isa::kBlocked) {
+    constexpr std::int64_t kBlock = Isa::kBlocking.panels * Isa::kBlocking.groups * kTile;
+    static_assert(kBlock * kBytes <= 1 << 20);
+    return kBlock;
+  }
+  static_assert(kTile * kBytes <= 1 << 14);
+  return kTile;
 }
 
 // For every active expert and each panel that this worker takes from the queue: multiply all slots and call

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <new>
+#include <optional>
 #include <utility>
 
 namespace ktc {
@@ -58,7 +59,25 @@ class HugePages {
   std::size_t mapped_ = 0;
 };
 
-// Regions of one call. Ask for the sum of `Workspace::bytes<T>(n)` first, then take them one after the other.
+// One array of a call's scratch memory: how many values of which type. `Workspace::lay_out` gives it its address.
+template <class T>
+class Region {
+ public:
+  explicit Region(std::int64_t count = 0) : count_(count) {}
+
+  std::int64_t count() const { return count_; }
+  // Contents are whatever the last call left.
+  T* data() const { return data_; }
+  T* data_or_null() const { return count_ == 0 ? nullptr : data_; }
+
+ private:
+  friend class Workspace;
+
+  std::int64_t count_;
+  T* data_ = nullptr;
+};
+
+// The block that holds the regions of one call.
 //
 // The block stays for the next call. It gives memory back when it has been much too large for a while: after
 // `kPatience` calls in a row that took less than a quarter of it, it shrinks to the largest of these. So a long prompt
@@ -68,13 +87,45 @@ class Workspace {
   static constexpr int kPatience = 256;
   static constexpr std::size_t kSmall = 8 * kHugePage;  // not worth giving back
 
-  template <class T>
-  static constexpr std::size_t bytes(std::int64_t count) {
-    return (static_cast<std::size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment + kGap;
+  // Gives every region an address. A part is a region, or has `regions(visit)`, which calls `visit` with each of its
+  // own; an empty `std::optional` has none. Addresses of an earlier call are invalid from here on.
+  template <class... Parts>
+  void lay_out(Parts&... parts) {
+    std::size_t total = 0;
+    (visit_regions(parts, [&](const auto& region) { total += bytes(region); }), ...);
+    reserve(total);
+    std::byte* next = pages_.data();
+    const auto place = [&]<class T>(Region<T>& region) {
+      region.data_ = reinterpret_cast<T*>(next);
+      next += bytes(region);
+#if defined(__SANITIZE_ADDRESS__)
+      ASAN_UNPOISON_MEMORY_REGION(region.data_, static_cast<std::size_t>(region.count_) * sizeof(T));
+#endif
+    };
+    (visit_regions(parts, place), ...);
   }
 
-  // Of the block, whether the last call took them or not.
+  // Of the block, whether the last call used them or not.
   std::size_t size() const { return pages_.size(); }
+
+ private:
+  template <class T>
+  static constexpr std::size_t bytes(const Region<T>& region) {
+    return (static_cast<std::size_t>(region.count_) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment + kGap;
+  }
+
+  template <class T, class Visit>
+  static void visit_regions(Region<T>& region, const Visit& visit) {
+    visit(region);
+  }
+  template <class Part, class Visit>
+  static void visit_regions(std::optional<Part>& part, const Visit& visit) {
+    if (part) visit_regions(*part, visit);
+  }
+  template <class Part, class Visit>
+  static void visit_regions(Part& part, const Visit& visit) {
+    part.regions(visit);
+  }
 
   void reserve(std::size_t total) {
     if (total > pages_.size()) {
@@ -85,24 +136,11 @@ class Workspace {
       largest_ = std::max(small_calls_ == 0 ? 0 : largest_, total);
       if (++small_calls_ == kPatience) replace(largest_);
     }
-    used_ = 0;
 #if defined(__SANITIZE_ADDRESS__)
     ASAN_POISON_MEMORY_REGION(pages_.data(), pages_.size());
 #endif
   }
 
-  // Contents are whatever the last call left.
-  template <class T>
-  T* take(std::int64_t count) {
-    std::byte* region = pages_.data() + used_;
-    used_ += bytes<T>(count);
-#if defined(__SANITIZE_ADDRESS__)
-    ASAN_UNPOISON_MEMORY_REGION(region, static_cast<std::size_t>(count) * sizeof(T));
-#endif
-    return reinterpret_cast<T*>(region);
-  }
-
- private:
   void replace(std::size_t total) {
 #if defined(__SANITIZE_ADDRESS__)
     ASAN_UNPOISON_MEMORY_REGION(pages_.data(), pages_.size());
@@ -114,12 +152,11 @@ class Workspace {
 
   static constexpr std::size_t kAlignment = 64;
 #if defined(__SANITIZE_ADDRESS__)
-  static constexpr std::size_t kGap = kAlignment;  // so that who leaves a region is seen
+  static constexpr std::size_t kGap = kAlignment;  // an access beyond a region is seen
 #else
   static constexpr std::size_t kGap = 0;
 #endif
   HugePages pages_;
-  std::size_t used_ = 0;
   std::size_t largest_ = 0;  // of the small calls
   int small_calls_ = 0;
 };

@@ -1,0 +1,157 @@
+"""What the routed experts of one layer need beside their packed weights, in bytes.
+
+In: a kernel's spec. Out: what forward saves for backward, exactly, and an upper bound of the workspace of a call. How
+kernels lay out that workspace is declared in `runtime/include/ktc` alone. Tests compare the bound with what an engine
+reserves: it is never less, and at most a quarter more in a layer of ordinary size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ktc.isa import INSTRUCTION_SETS
+from ktc.plan.kernel_spec import BLOCKS, CODES, KernelSpec
+from ktc.plan.packed_size import PANEL, padded
+
+_RANK_UNIT: Final = 8  # saved low-rank rows are padded to it
+_ITEM: Final = {"bf16": 2, "fp32": 4, "fp64": 8}
+_INDEX: Final = 8
+# What one thread's sums take at most, with tiles and without; `sums_at_hand` of moe_sweep.hpp asserts it.
+_TILED_SUMS: Final = 1 << 20
+_SUMS: Final = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Bytes beside the weights. `saved` is per token, for backward; the workspace is one for all layers.
+
+    `_around` are copies of hidden states on the host. The pairs are bounds for forward and for backward: per token, and
+    for all threads together.
+    """
+
+    saved: int
+    _around: int
+    _per_token: tuple[int, int]
+    _scratch: tuple[int, int]
+
+    def forward(self, tokens: int) -> int:
+        """Workspace and copies of the hidden states on the host, of a forward without gradients."""
+        return tokens * self._around + self.workspace(tokens, backward=False)
+
+    def backward(self, tokens: int) -> int:
+        """The same of a backward."""
+        return 2 * tokens * self._around + self.workspace(tokens, backward=True)
+
+    def workspace(self, tokens: int, *, backward: bool) -> int:
+        """An upper bound of what the kernel reserves for a call."""
+        return tokens * self._per_token[backward] + self._scratch[backward]
+
+
+def slots_of(spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), threads: int = 1) -> Slots:
+    """Bytes of a layer that keeps gate and up for backward, or else its input, from which it computes them again.
+
+    `ranks` are those of LoRA on the first product and on down (0: none). Its gradients read the input too, and the
+    low-rank values of each slot.
+    """
+    sizes = _Sizes.of(spec)
+    factors = _factors(spec, ranks)
+    return Slots(
+        saved=_saved(spec, sizes, ranks, keep=keep),
+        _around=2 * sizes.hidden * sizes.item,  # what comes in and what goes out
+        _per_token=(
+            _forward(spec, sizes, ranks),
+            _backward(spec, sizes, ranks, keep=keep),
+        ),
+        _scratch=(
+            threads * _thread(spec, sizes, ranks, panels=_is_decoded(spec), quantises=True) + factors,
+            threads * _thread(spec, sizes, ranks, panels=2, quantises=not keep) + 2 * factors,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Widths, padded, and bytes of an element and of a sum. `outputs` are those of the first product."""
+
+    top_k: int
+    hidden: int
+    inter: int
+    outputs: int
+    item: int
+    total: int
+
+    @classmethod
+    def of(cls, spec: KernelSpec) -> _Sizes:
+        inter = padded(spec.intermediate or 0)
+        total = 8 if spec.dtype == "fp64" else 4  # never less than fp32
+        outputs = (1 + spec.gated) * inter
+        return cls(spec.top_k or 0, padded(spec.hidden or 0), inter, outputs, _ITEM[spec.dtype], total)
+
+
+def _saved(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
+    """Bytes per token: gate, up and low-rank rows of each slot, or the input; and the routing."""
+    rows = sum(-(-rank // _RANK_UNIT) * _RANK_UNIT for rank in ranks)
+    kept = sizes.top_k * (sizes.outputs * sizes.item + rows * sizes.total) if keep else 0
+    needs_input = not keep or any(ranks)
+    return kept + needs_input * (spec.hidden or 0) * sizes.item + sizes.top_k * (_INDEX + sizes.total)
+
+
+def _forward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
+    """Workspace per token: rows that each product reads, and the sums over experts."""
+    reads_elements = not _quantises(spec) or ranks[0] > 0
+    slot = reads_elements * sizes.hidden * sizes.item + sizes.inter * sizes.item + sizes.total
+    return _token(spec, sizes) + sizes.top_k * (slot + _low_rank(sizes, ranks) + _quantised(spec, sizes, ranks))
+
+
+def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
+    """The same of backward: gradients of the output, of gate and up, and of the routing weight, in parts."""
+    gate_up = sizes.outputs * sizes.item * (1 if keep else 2)
+    weight_parts = (sizes.inter // PANEL + 2) * sizes.total
+    slot = sizes.hidden * sizes.item + gate_up + weight_parts + 2 * _low_rank(sizes, ranks)
+    again = 0 if keep else _quantised(spec, sizes, ranks)
+    return _token(spec, sizes) + sizes.top_k * (slot + again)
+
+
+def _token(spec: KernelSpec, sizes: _Sizes) -> int:
+    """Its sums, and its hidden state in integers."""
+    return (sizes.hidden + PANEL) * sizes.total + _quantises(spec) * (sizes.hidden + 2 * PANEL)
+
+
+def _low_rank(sizes: _Sizes, ranks: tuple[int, int]) -> int:
+    """The low-rank values of a slot, as elements and as sums."""
+    return sum(padded(rank) for rank in ranks) * (sizes.item + sizes.total)
+
+
+def _quantised(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
+    """The rows of a slot in integers, and the elements that LoRA on down reads beside them."""
+    if not _quantises(spec):
+        return 0
+    return max(sizes.hidden, sizes.inter) + 2 * PANEL + (sizes.inter * sizes.item if ranks[1] else 0)
+
+
+def _factors(spec: KernelSpec, ranks: tuple[int, int]) -> int:
+    """B of both products expert after expert, which PEFT stores otherwise; backward has gradients of the same size."""
+    hidden, inter = spec.hidden or 0, spec.intermediate or 0
+    values = ranks[0] * (1 + spec.gated) * inter + ranks[1] * hidden
+    return (spec.num_experts or 0) * values * _Sizes.of(spec).total
+
+
+def _thread(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, panels: int, quantises: bool) -> int:
+    """One thread's: sums, panels of weights decoded or transposed, a panel of LoRA's factors with three of their
+    gradients (A, and B of gate and of up), and a group's rows before they become integers."""
+    width = max(sizes.hidden, sizes.outputs) * PANEL * sizes.item
+    rank = padded(max(ranks))
+    low_rank = width + rank * PANEL * (sizes.item + 3 * sizes.total) if rank else 0
+    rows = PANEL * (sizes.inter + 2 * PANEL) if quantises and _quantises(spec) else 0
+    sums = _TILED_SUMS if INSTRUCTION_SETS[spec.isa].tiles else _SUMS
+    return sums + panels * width + low_rank + rows
+
+
+def _is_decoded(spec: KernelSpec) -> bool:
+    return any(name in CODES or name in BLOCKS for name in spec.formats)
+
+
+def _quantises(spec: KernelSpec) -> bool:
+    """Whether forward multiplies rows of integers."""
+    return spec.format_down == "int8"
