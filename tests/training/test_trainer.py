@@ -28,11 +28,11 @@ def out(compiled_twin: Callable[..., Path]) -> Path:
     return compiled_twin("tiny:qwen3_moe", "moe-lora")
 
 
-def adapted(out: Path, *, dropout: float = 0.0, seed: int = 0) -> PeftModel:
-    """The compiled model in fp32, with the adapter that its rules ask for."""
+def adapted(out: Path, *, dropout: float = 0.0, seed: int = 0, reference: bool = True) -> PeftModel:
+    """The compiled model, in fp32 or with its kernels, with the adapter of its rules."""
     config = read_lora_config(out)
     config.lora_dropout = dropout
-    model = ktc.load(out, reference=True)
+    model = ktc.load(out, reference=reference)
     torch.manual_seed(seed)
     found = get_peft_model(model, config)
     assert isinstance(found, PeftModel)
@@ -198,23 +198,32 @@ def test_options_of_the_trainer_give_its_losses(out: Path, tmp_path: Path, optio
     assert losses(other) == pytest.approx(losses(plain), abs=0.05 if "bf16" in options else 1e-6)
 
 
-def test_it_trains_the_generated_kernels_too(out: Path, tmp_path: Path) -> None:
-    model = get_peft_model(ktc.load(out), read_lora_config(out))
-    ours = trainer(model, tmp_path, max_steps=6, learning_rate=1e-2, lr_scheduler_type="constant")
-    ours.train()
-    assert losses(ours)[-1] < losses(ours)[0]
+def test_the_generated_kernels_train_as_the_reference_does(out: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+
+    def of(model: PeftModel) -> list[float]:
+        same = rows(model.config.vocab_size, count=2) * 4  # in every step, so that the loss falls
+        ours = KTrainer(model=model, args=settings(tmp_path, **options), train_dataset=same)
+        ours.train()
+        return losses(ours)
+
+    found = of(adapted(out, reference=False))
+    assert found == pytest.approx(of(adapted(out)), abs=0.05), "bf16 against fp32"
+    assert found[0] - found[-1] > 0.25, "a tolerance must be smaller than what is learned"
 
 
 # TRL
 
 
-def with_trl(base: str, out: Path, folder: Path, data: list[dict[str, Any]], **options: Any) -> KTrainer:
-    """Two steps of a trainer of TRL behind the mixin."""
+def with_trl(
+    base: str, out: Path, folder: Path, data: list[dict[str, Any]], made: type[Trainer] | None = None, **options: Any
+) -> KTrainer:
+    """Two steps of a trainer of TRL behind the mixin, or of the one that is given."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
     stock = getattr(trl, f"{base}Trainer")
-    made = KTSFTTrainer if base == "SFT" else type(f"KT{base}Trainer", (KTrainerMixin, stock), {})
+    made = made or (KTSFTTrainer if base == "SFT" else type(f"KT{base}Trainer", (KTrainerMixin, stock), {}))
     funcs = {name: options.pop(name) for name in ("reward_funcs",) if name in options}
     args = getattr(trl, f"{base}Config")(**{**vars_of(settings(folder, max_steps=2)), **options})
     ours = made(
@@ -248,7 +257,11 @@ def vars_of(args: TrainingArguments) -> dict[str, Any]:
 
 
 def test_sft_trains(out: Path, tmp_path: Path) -> None:
-    ours = with_trl("SFT", out, tmp_path, [{"prompt": "say it", "completion": " yes"}] * 8, max_length=32)
+    trl = pytest.importorskip("trl")
+    data = [{"prompt": "say it", "completion": " yes"}] * 8
+    ours = with_trl("SFT", out, tmp_path, data, max_length=32)
+    stock = with_trl("SFT", out, tmp_path, data, made=trl.SFTTrainer, max_length=32)
+    assert losses(ours) == losses(stock)
     assert losses(ours)[-1] < losses(ours)[0]
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import ktc
 from ktc.cli import app as cli
 from ktc.diagnostics import InputRefused
 from ktc.tune import run_folder
+from ktc.tune.tokenised import TokenisedData
 from ktc.tune.train import run, settings_for
 from ktc.tune.types import Place, TrainResult
 
@@ -59,11 +63,30 @@ def report_of(result: TrainResult) -> dict[str, Any]:
     return json.loads((result.output / "ktc_report.json").read_text())
 
 
-def test_the_loss_falls_also_of_held_out_data(done: TrainResult) -> None:
+def losses_of(model: nn.Module, data: TokenisedData) -> list[tuple[float, int]]:
+    """The summed loss and the number of learned tokens of each row."""
+    found: list[tuple[float, int]] = []
+    for ids, labels in zip(data.input_ids, map(torch.tensor, data.labels), strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0]
+        loss = functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+        found.append((float(loss), int((labels[1:] != -100).sum())))
+    return found
+
+
+def test_losses_are_those_of_the_stock_model_before_and_after(done: TrainResult, out: Path) -> None:
+    """A step has two of the three rows, whose order is the seed's."""
+    source = json.loads((out / "ktc.json").read_text())["model"]["folder"]
+    stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager").eval()
     losses = [each.loss for each in done.report.history if each.loss is not None]
     held_out = [each.eval_loss for each in done.report.history if each.eval_loss is not None]
     assert (len(losses), len(held_out)) == (4, 2)
-    assert losses[-1] < losses[0] - 0.1
+    pairs = combinations(losses_of(stock, done.data.train), 2)
+    first = [(one + other) / (tokens + more) for (one, tokens), (other, more) in pairs]
+    assert any(losses[0] == pytest.approx(each, abs=1e-4) for each in first), (losses[0], first)
+    assert done.data.held_out is not None
+    ((loss, tokens),) = losses_of(PeftModel.from_pretrained(stock, done.output).eval(), done.data.held_out)
+    assert held_out[-1] == pytest.approx(loss / tokens, abs=1e-4)
     assert held_out[-1] < held_out[0]
 
 
