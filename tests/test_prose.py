@@ -31,7 +31,7 @@ MARKDOWN_COLUMNS = 100
 BANNED = {
     # negation
     r"(?<!there )\b(is|are|was|were|be) no(?! (longer|more|less|better|worse|different)\b) ": "not, invalid, missing",
-    r"\b(that|which|who|what|it|they) (is|are|has|have) ((?-i:none)|nothing)\b": "is not, is missing, has no X",
+    r"\b(that|which|who|what) (is|are|has|have) ((?-i:none)|nothing)\b|\bit is (?-i:none)\b": "is not, is missing, has no X",
     r"\bnobody\b|\bno one\b": "not, unknown, or the passive",
     r"\bnothing but\b": "only",
     r"\band nothing else\b|\bnothing else (is|may|can|does)\b": "only",

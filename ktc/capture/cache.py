@@ -1,7 +1,7 @@
-"""What generation caches: the stock model's own cache, measured on meta tensors -> bytes per layer and token.
+"""The size of the generation cache: run the stock model's own cache on meta tensors -> bytes per layer and token.
 
-Measured and not computed from the config, so that latent, grouped, sliding and recurrent caches are all as large as the
-installed transformers makes them. A model whose cached forward does not run on meta tensors has no measure.
+The size is measured, not computed from the config: latent, grouped, sliding and recurrent caches have the sizes that
+the installed transformers gives them. A model whose cached forward does not run on meta tensors has no measurement.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ktc.capture.types import CacheLayer
 
-_LENGTHS = (8, 16)  # two points of a line: its slope is per token, its intercept per sequence
+_LENGTHS = (8, 16)  # two points of a line: the slope is per token, the intercept per sequence
 
 
 def measure_cache(model: PreTrainedModel) -> tuple[CacheLayer, ...] | None:
-    """What each layer of `model` (on meta, with its markers in place) caches of one sequence; None if it cannot say."""
+    """Return the cache size of each layer of `model` for one sequence, or None if it cannot be measured.
+
+    `model` is on meta, with its markers installed.
+    """
     try:
         short, long = (_cached(model, length) for length in _LENGTHS)
-    except Exception:  # noqa: BLE001 - foreign code; without the measure the plan says that it has none
+    except Exception:  # noqa: BLE001 - foreign code; without a measurement the plan says so
         return None
     layers: list[CacheLayer] = []
     for before, after in zip(short, long, strict=True):
@@ -39,7 +42,7 @@ def measure_cache(model: PreTrainedModel) -> tuple[CacheLayer, ...] | None:
 
 
 def _cached(model: PreTrainedModel, length: int) -> list[Any]:
-    """The layers of the cache after one sequence of `length` tokens."""
+    """Return the cache's layers after one sequence of `length` tokens."""
     cache = DynamicCache(config=model.config)
     tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""A loop over experts -> one `experts` node: in the graph of a block that ran `routed_anyhow`, out the normal form's.
+"""Replace a loop over experts by one `experts` node in the graph of a block that ran under `routed_anyhow`.
 
-No spelling of a loop is known here. What is looked for are four values between which everything happens: the result
-that all experts flow into, and the hidden states, expert numbers and weights that it comes from and from nothing else.
-The first three are where the data enters the loop; what lies between is replaced by `experts` of them. That this is
-what the loop computes is not shown here but by the proof, on the block's own code and data.
+The loop's spelling does not matter. The pass finds four values: the sum of the experts' results, and the hidden states,
+expert indices and weights that it depends on exclusively. The three inputs are the loop's entry; the nodes between
+them and the result are replaced by one `experts` node. The proof checks that the loop computes the same, on the block's
+own code and data.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CONSTANTS = "constants."  # where capture keeps tensors that are no weights
 
 
 class NoExperts(Exception):
-    """The graph has no region that `experts` can stand for; the words say what is missing."""
+    """The graph has no region that `experts` can replace; the message names the missing part."""
 
 
 def canonicalise(graph_module: fx.GraphModule, experts: ExpertList) -> None:
-    """Replaces the loop over `experts`, in place. Raises NoExperts."""
+    """Replace the loop over `experts`, in place. Raises NoExperts."""
     region = _region(graph_module, experts)
     graph, root = graph_module.graph, graph_module
     stacked = _stacks(experts, next(root.parameters()).dtype)
@@ -52,7 +52,7 @@ def canonicalise(graph_module: fx.GraphModule, experts: ExpertList) -> None:
 
 
 class _Region:
-    """The four values; the first three are none of the experts' results."""
+    """The four values; the first three do not depend on the experts' results."""
 
     def __init__(self, hidden: fx.Node, indices: fx.Node, weights: fx.Node, result: fx.Node) -> None:
         self.hidden, self.indices, self.weights, self.result = hidden, indices, weights, result
@@ -72,15 +72,15 @@ def _region(graph_module: fx.GraphModule, experts: ExpertList) -> _Region:
     found = (_cut(node, [n for n in nodes if n not in inside], tokens, experts) for node in through)
     region = next((region for region in found if region is not None), None)
     if region is None:
-        raise NoExperts(f"the code around `{experts.fqn}` does more with hidden states than to route and to weigh them")
+        raise NoExperts(f"the code around `{experts.fqn}` does more with hidden states than routing and weighting")
     cut = frozenset({region.hidden, region.indices, region.weights})
     if any(region.weights in _behind(node, cut) for marker in markers for node in tensor_inputs(marker)):
-        raise NoExperts(f"the routing weights go into the modules of `{experts.fqn}`, not onto their results")
+        raise NoExperts(f"the routing weights enter the modules of `{experts.fqn}` instead of scaling their results")
     return region
 
 
 def _cut(result: fx.Node, outside: Sequence[fx.Node], tokens: Sequence[Any], experts: ExpertList) -> _Region | None:
-    """The values that `result` comes from: the numbers as early as can be, the weights and hidden states as late."""
+    """Return the values that `result` depends on: the earliest indices, the latest weights and hidden states."""
     behind = _behind(result, stop=frozenset())
     before = [node for node in outside if node in behind and tensor_of(node) is not None]
     hidden = [node for node in before if _is_hidden(node, tokens, experts.hidden)]
@@ -98,7 +98,10 @@ def _cut(result: fx.Node, outside: Sequence[fx.Node], tokens: Sequence[Any], exp
 def _latest(
     choices: Sequence[fx.Node], result: fx.Node, known: set[fx.Node], others: Sequence[fx.Node]
 ) -> fx.Node | None:
-    """The last of `choices` that, with what is known of the cut and all that is left of it, separates the result."""
+    """Return the last of `choices` that separates the result, together with the known part of the cut.
+
+    The remaining candidates of the cut are included in the separation.
+    """
     for node in reversed(choices):
         if _separates(result, {node, *known, *others}, {node, *known}):
             return node
@@ -106,14 +109,14 @@ def _latest(
 
 
 def _separates(result: fx.Node, cut: set[fx.Node], needed: set[fx.Node]) -> bool:
-    """Whether `result` comes from the `cut` alone, and from each of the `needed`."""
+    """Return whether `result` depends on the `cut` alone, and on each of the `needed`."""
     behind = _behind(result, stop=frozenset(cut))
     others = (node for node in behind - cut if node.op in ("placeholder", "get_attr"))
     return needed <= behind and all(str(node.target).startswith(_CONSTANTS) for node in others)
 
 
 def _behind(node: fx.Node, stop: frozenset[fx.Node]) -> set[fx.Node]:
-    """The nodes that `node` comes from, itself included, down to those of `stop`; sizes carry no data."""
+    """Return the nodes that `node` depends on, itself included, down to those of `stop`; sizes carry no data."""
     seen, todo = set[fx.Node](), [node]
     while todo:
         node = todo.pop()
@@ -124,7 +127,7 @@ def _behind(node: fx.Node, stop: frozenset[fx.Node]) -> set[fx.Node]:
 
 
 def _reached(starts: Iterable[fx.Node], without: fx.Node | None = None) -> set[fx.Node]:
-    """The nodes that come from `starts`, these included, on ways that do not lead through `without`."""
+    """Return the nodes that depend on `starts`, these included, along paths that avoid `without`."""
     seen, todo = set[fx.Node](), list(starts)
     while todo:
         node = todo.pop()
@@ -140,12 +143,12 @@ def _all_pass(markers: Sequence[fx.Node], through: fx.Node, output: fx.Node) -> 
 
 def _tensor(node: fx.Node) -> Tensor:
     held = tensor_of(node)
-    assert held is not None, f"`{node.name}` holds no tensor"
+    assert held is not None, f"`{node.name}` has no tensor"
     return held
 
 
 def _is_hidden(node: fx.Node, tokens: Sequence[Any], width: int) -> bool:
-    """(T, H) or the shape of the block's input, floating."""
+    """Test for hidden states: (T, H) or the shape of the block's input, floating."""
     held = tensor_of(node)
     if held is None or not held.is_floating_point() or held.shape[-1:] != (width,):
         return False
@@ -153,7 +156,7 @@ def _is_hidden(node: fx.Node, tokens: Sequence[Any], width: int) -> bool:
 
 
 def _is_choice(node: fx.Node, tokens: Sequence[Any], count: int, *, floating: bool) -> bool:
-    """(T, K) with at most as many columns as there are experts, of numbers or of weights."""
+    """Test for routing: (T, K) with K at most the number of experts, of indices or of weights."""
     held = tensor_of(node)
     if held is None or held.dim() != 2 or held.is_floating_point() != floating or held.dtype == torch.bool:
         return False
@@ -169,7 +172,7 @@ def _product(sizes: Sequence[Any]) -> Any:
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two shapes are spelled the same; comparing symbols themselves would narrow them."""
+    """Return whether two shapes have the same text; comparing the symbols themselves would narrow them."""
     return [_spelled(size) for size in one] == [_spelled(size) for size in other]
 
 
@@ -216,7 +219,7 @@ def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _stacks(experts: ExpertList, dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """The experts' matrices as the stock layout of their form holds them, on meta."""
+    """Return the experts' matrices in the stock layout of their form, on meta."""
     form, sizes = parse_form(experts.form), (experts.count, experts.hidden, experts.intermediate)
     return {
         name: nn.Parameter(torch.empty(stock_shape(form, name, *sizes), dtype=dtype, device="meta"))
@@ -235,7 +238,7 @@ def _attach(root: nn.Module, fqn: str, tensor: nn.Parameter) -> None:
 
 
 def same_computation(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    """Whether two graphs in normal form do the same to the same tensors, whatever their nodes are called."""
+    """Return whether two graphs in normal form compute the same on the same tensors, ignoring node names."""
     return _rows(one) == _rows(other)
 
 

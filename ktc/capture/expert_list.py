@@ -1,8 +1,8 @@
-"""Experts that a block keeps as a list of modules: which lists those are, and what one of them computes.
+"""Experts that a block keeps as a list of modules: find such lists and determine what one expert computes.
 
-In: a block on meta tensors. Out: for each list of equal gated (or ungated) MLPs its form and the names of its matrices.
-One child is exported alone; its first linear layers, its last one and what stands between them are read from the graph,
-the activation by its values as everywhere. Lists of anything else are not experts.
+Input: a block on meta tensors. Output: for each list of equal gated (or ungated) MLPs its form and the names of its
+matrices. One child is exported alone. Its first linear layers, its last one and the code between them are read from
+the graph; the activation is identified by its values. Lists of other modules are not experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ktc.graph.typed import input_of, named_modules, nodes_in, nodes_of
 
 
 def candidates(block: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Every list of two or more equal modules in `block`, by its FQN there."""
+    """Return every list of two or more equal modules in `block`, with its FQN there."""
     return [
         (fqn, module)
         for fqn, module in named_modules(block)
@@ -35,7 +35,7 @@ def _children(modules: nn.ModuleList) -> list[nn.Module]:
 
 
 def _structure(module: nn.Module) -> object:
-    """Classes, plain settings and tensors: modules that agree in these compute the same but for values."""
+    """Return classes, plain settings and tensor shapes: modules with equal structure differ in values only."""
     settings = tuple(
         (name, type(m).__name__, *((k, v) for k, v in sorted(vars(m).items()) if isinstance(v, int | float | str)))
         for name, m in named_modules(module)
@@ -44,14 +44,14 @@ def _structure(module: nn.Module) -> object:
 
 
 def expert_list(fqn: str, modules: nn.ModuleList, hidden: int) -> ExpertList | None:
-    """What the modules of a list compute on hidden states of width `hidden`; None if they are no MLPs."""
+    """Return what the modules of a list compute on hidden states of width `hidden`; None if they are not MLPs."""
     child, sample = _children(modules)[0], torch.empty(BATCH * SEQUENCE, hidden, device="meta")
     first = next(child.parameters(), None)
     if first is None:
         return None
     try:
         graph = export_block(child, (sample.to(first.dtype),), {})
-    except Exception:  # noqa: BLE001 - export raises anything on a module of another kind, which is no expert then
+    except Exception:  # noqa: BLE001 - export raises on other kinds of modules, which are not experts
         return None
     mlp = _mlp(graph)
     return None if mlp is None else _read(fqn, len(modules), mlp)
@@ -59,7 +59,7 @@ def expert_list(fqn: str, modules: nn.ModuleList, hidden: int) -> ExpertList | N
 
 @dataclass(frozen=True, slots=True)
 class _Mlp:
-    """The linear nodes of one MLP: those that its input reaches, the one that its output leaves, all its nodes."""
+    """The nodes of one MLP: the linear layers after its input, the one before its output, and all nodes."""
 
     nodes: tuple[fx.Node, ...]
     first: tuple[fx.Node, ...]
@@ -107,7 +107,7 @@ def _read(fqn: str, count: int, mlp: _Mlp) -> ExpertList | None:
 
 
 def _between(mlp: _Mlp, order: tuple[fx.Node, ...]) -> Callable[[Tensor], Tensor]:
-    """What happens between the first linear layers and the last: from gate and up side by side to its input."""
+    """Return the function from gate and up, concatenated, to the input of the last linear layer."""
 
     def code(sample: Tensor) -> Tensor:
         pieces = [sample] if len(order) == 1 else list(sample.chunk(2, -1))
@@ -118,14 +118,14 @@ def _between(mlp: _Mlp, order: tuple[fx.Node, ...]) -> Callable[[Tensor], Tensor
 
 
 def _value(node: fx.Node, values: dict[fx.Node, object], sample: Tensor) -> object:
-    """The value of a node from those that are known; sizes come from the sample, casts are left out."""
+    """Return a node's value from the known values; sizes come from the sample, casts are skipped."""
     if node not in values:
         if node.op == "placeholder":
             values[node] = sample
         elif ops.name_of(node) == "cast":
             values[node] = _value(input_of(node, 0), values, sample)
         else:
-            assert node.op == "call_function" and callable(node.target), f"`{node.name}` is no call"
+            assert node.op == "call_function" and callable(node.target), f"`{node.name}` is not a call"
             args = fx.map_arg(node.args, lambda n: cast("Any", _value(n, values, sample)))
             kwargs = fx.map_arg(node.kwargs, lambda n: cast("Any", _value(n, values, sample)))
             values[node] = node.target(*cast("tuple[object, ...]", args), **cast("Mapping[str, object]", kwargs))

@@ -1,7 +1,7 @@
-"""One block -> one runnable graph: export on meta tensors with dynamic batch and sequence, parameters by FQN.
+"""Export one block to a runnable graph on meta tensors, with dynamic batch and sequence and parameters by FQN.
 
-In: a module and the arguments it was called with in a meta forward. Out: a functional ATen GraphModule whose
-placeholders are the block's tensor inputs and whose parameters are `get_attr` nodes at block-relative FQNs.
+Input: a module and the arguments of its call in a meta forward. Output: a functional ATen GraphModule. Its placeholders
+are the block's tensor inputs, its parameters `get_attr` nodes at block-relative FQNs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from ktc.capture.markers import semantic_function
 from ktc.graph.typed import nodes_in, owner_of
 
-# Two sizes that no model dimension shares by accident; their product is the number of tokens.
+# Two sizes that differ from all model dimensions; their product is the number of tokens.
 BATCH, SEQUENCE = 3, 7
-# Composite operators that stay whole, because they are operators of the normal form.
+# Composite operators that are not decomposed, since they are operators of the normal form.
 _KEEP = frozenset({
     "linear", "silu", "gelu", "softmax", "sigmoid", "rms_norm", "scaled_dot_product_attention", "topk", "split",
     "split_with_sizes", "chunk", "clamp", "clamp_min", "clamp_max", "one_hot", "embedding", "layer_norm", "masked_fill",
@@ -36,7 +36,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 class _TensorsOnly(nn.Module):
-    """The block behind a signature of tensors alone: export then meets no cache, keyword or tuple."""
+    """The block with a signature of tensors alone, so that export sees no cache, keyword or tuple."""
 
     def __init__(self, block: nn.Module, rebuild: Rebuild, around: Around, whole: bool) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ def export_block(
     block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     around: Around = nullcontext, *, whole: bool = False,
 ) -> fx.GraphModule:  # fmt: skip
-    """Exports `block` as called with `args` and `kwargs` (meta tensors), inside of `around`.
+    """Export `block` as called with `args` and `kwargs` (meta tensors), inside `around`.
 
-    The graph returns the hidden states alone, or with `whole` the tuple of tensors that the block returns. Raises what
-    torch.export raises.
+    The graph returns the hidden states, or with `whole` the tuple of tensors that the block returns. Raises the
+    exceptions of torch.export.
     """
     names, tensors, rebuild = flatten_call(args, kwargs)
     dynamic = tuple(
@@ -76,12 +76,12 @@ def export_block(
 
 
 def main_output(result: Tensor | tuple[Any, ...]) -> Tensor:
-    """The hidden states that a block returns: alone, or before its attention weights."""
+    """Return the hidden states of a block's result: the result itself, or the first element of a tuple."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[str], tuple[Tensor, ...], Rebuild]:
-    """The tensors of a call: their names as placeholders of the captured graph, they, and how to call with others."""
+    """Return the tensors of a call, their placeholder names, and a function that calls with other tensors."""
     named, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
     names = [_input_name(path) for path, leaf in named if isinstance(leaf, Tensor)]
     tensors = tuple(leaf for _, leaf in named if isinstance(leaf, Tensor))
@@ -96,7 +96,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
 
 
 def _input_name(path: tuple[Any, ...]) -> str:
-    """`hidden_states`, `position_embeddings_0`: the keyword an input came in, and its place in a tuple."""
+    """Return an input's name, such as `hidden_states` or `position_embeddings_0`: keyword and position in a tuple."""
     keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]]
     if keys and keys[0].isdigit():
         keys[0] = "hidden_states" if keys[0] == "0" else f"input_{keys[0]}"
@@ -105,7 +105,7 @@ def _input_name(path: tuple[Any, ...]) -> str:
 
 @cache
 def _decompositions() -> Mapping[Any, Any]:
-    """Torch's table without the operators of the normal form; it takes a tenth of a second to make."""
+    """Return Torch's table without the operators of the normal form; building it takes a tenth of a second."""
     table = torch.export.default_decompositions()
     for op in list(table):
         if op.name().split("::")[1].partition(".")[0] in _KEEP:  # "aten::softmax.int"
@@ -114,7 +114,7 @@ def _decompositions() -> Mapping[Any, Any]:
 
 
 def _lower(program: ExportedProgram, block: nn.Module, input_names: Sequence[str]) -> fx.GraphModule:
-    """An exported program as a GraphModule: parameters become attributes, checks go, markers become functions."""
+    """Convert an exported program: parameters become attributes, checks are removed, markers become functions."""
     signature = program.graph_signature
     held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     constants = dict(signature.inputs_to_lifted_tensor_constants)
@@ -127,7 +127,7 @@ def _lower(program: ExportedProgram, block: nn.Module, input_names: Sequence[str
         elif node.op == "placeholder" and node.name in constants:
             fqn = f"constants.{node.name}"
             constant = program.constants[constants[node.name]]
-            assert isinstance(constant, Tensor), f"the constant `{node.name}` is no tensor"
+            assert isinstance(constant, Tensor), f"the constant `{node.name}` is not a tensor"
             _attach(root, fqn, constant)
             copies[node] = graph.get_attr(fqn)
         elif node.op == "placeholder":
@@ -151,7 +151,7 @@ def _copy_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]
     if function is not None:
         copy.target = function
     elif copy.target is torch.ops.aten.view.default:
-        # Real strides may differ from those seen on meta; reshape is a view wherever a view is possible.
+        # Real strides may differ from those on meta; reshape returns a view wherever possible.
         copy.target = torch.ops.aten.reshape.default
     if str(copy.kwargs.get("device")) == "meta":
         copy.kwargs = {k: v for k, v in copy.kwargs.items() if k not in ("device", "pin_memory", "layout")}

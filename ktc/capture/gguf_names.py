@@ -1,8 +1,8 @@
-"""What the tensors of a model are called in a GGUF file, for the architectures whose files ktc reads.
+"""Tensor names in GGUF files, for the architectures that ktc reads.
 
-In: the model on meta and the file's architecture. Out: for each tensor of the model where its values come from. The
-names are the `gguf` package's; what converters change besides names is said here, architecture by architecture, and an
-architecture that is not here is refused (I122): its tensors might be permuted, split or shifted in ways unknown.
+Input: the model on meta and the file's architecture. Output: the source of each tensor of the model. The names are the
+`gguf` package's. Further conversions are listed per architecture. Refused (I122): an unlisted architecture, since its
+tensors may be permuted, split or shifted in unknown ways.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class GgufPlace:
-    """A tensor of the file, `name`, and what of `target` it fills; the fields are those of `WeightSource`."""
+    """A tensor of the file, `name`, and the part of `target` that it fills; the fields are those of `WeightSource`."""
 
     name: str
     target: str
@@ -39,13 +39,13 @@ class GgufPlace:
     viewed: tuple[int, ...] = ()
 
 
-Choices = tuple[tuple[GgufPlace, ...], ...]  # the ways to fill a tensor, of which the first that is there is taken
+Choices = tuple[tuple[GgufPlace, ...], ...]  # alternative ways to fill a tensor; the first available one is used
 
 
 def gguf_places(model: PreTrainedModel, architecture: str) -> Mapping[str, Choices]:
-    """By the tensors of `model` the names that may fill them; empty for one that the file's format has no name for.
+    """Return, for each tensor of `model`, the names that may fill it; empty if the format has no name for it.
 
-    Raises `InputRefused` (I122) for an architecture that is not read, or is that of another model.
+    Raises `InputRefused` (I122) for an unsupported architecture or one of another model.
     """
     kind = str(model.config.model_type)
     if kind not in ARCHITECTURES.get(architecture, ()):
@@ -73,7 +73,7 @@ def _not_read(architecture: str, kind: str) -> Diagnostic:
 
 
 class _Forms:
-    """The form of each experts module, read once for each class."""
+    """Return a function that reads the form of an experts module, once per class."""
 
     def __init__(self) -> None:
         self._by_class: dict[type[nn.Module], str] = {}
@@ -110,7 +110,7 @@ def _choices(
 
 
 def _experts(form: ExpertsForm, target: str, leaf: StockTensor, tensor: Tensor, layer: int) -> Iterator[GgufPlace]:
-    """Stacks of matrices (E, out, in), gate and up apart, in the model's layout."""
+    """Yield stacks of matrices (E, out, in), gate and up separate, in the model's layout."""
     biased = leaf.endswith("_bias")
     suffix, ending = ("bias", "_bias") if biased else ("weight", "")
     steps = (Step("transpose", (1, 2)),) if form.transposed and not biased else ()
@@ -133,7 +133,7 @@ def _steps(architecture: str, config: PreTrainedConfig, name: str) -> tuple[Step
 
 
 def _latent(config: PreTrainedConfig, target: str, layer: int) -> Iterator[GgufPlace]:
-    """`kv_b_proj` in two: of keys (heads, latent, n), each head transposed, and of values (heads, v, latent)."""
+    """Yield `kv_b_proj` in two parts: keys (heads, latent, n), each head transposed, and values (heads, v, latent)."""
     heads, keys, values, latent = (
         int(getattr(config, name)) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
     )

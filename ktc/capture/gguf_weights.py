@@ -1,8 +1,8 @@
-"""Which tensor of a GGUF file becomes which parameter: rows of `weights.json`, as `ktc.capture.weights` makes them.
+"""Map the tensors of a GGUF file to parameters: rows of `weights.json`, as `ktc.capture.weights` makes them.
 
-In: the model on meta and the file's index. Refused, all problems together: another architecture or other heads than
-config.json says, a tensor that is missing, of another shape or of a type that cannot be read, and one in a layer of the
-model that nothing asks for, since it may change what the others mean.
+Input: the model on meta and the file's index. Refused, with all problems together: a different architecture or number
+of heads than in config.json, a missing tensor, a wrong shape, an unreadable type, and an unused tensor in a layer of
+the model, since it may change the meaning of others.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ktc.diagnostics import Diagnostic, HostLacks, listing
 _COMPUTED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _FLOATS = ("bf16", "f16", "f32", "f64")
-# Settings of the architecture that shapes do not show, and what config.json calls them.
+# Settings of the architecture that shapes do not show, with their names in config.json.
 _SETTINGS: Mapping[str, str] = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "expert_used_count": "num_experts_per_tok",
 }
-_OLDEST_GGUF = (0, 19)  # the first to dequantise every type in `BLOCK_TYPES` but the unreadable
+_OLDEST_GGUF = (0, 19)  # first version that dequantises every readable type in `BLOCK_TYPES`
 _LATENT = "deepseek2"  # its files may count the heads of attention in latent space
 
 
 @dataclass(frozen=True, slots=True)
 class GgufMap:
-    """The rows in the order of the bytes, what is wrong, and what is told."""
+    """The rows in the order of the bytes, the problems, and the notes."""
 
     sources: tuple[WeightSource, ...]
     problems: tuple[Diagnostic, ...]
@@ -45,9 +45,9 @@ class GgufMap:
 
 
 def map_gguf(model: PreTrainedModel, index: CheckpointIndex) -> GgufMap:
-    """How the GGUF file behind `index` fills `model`.
+    """Return the rows by which the GGUF file behind `index` fills `model`.
 
-    Raises `InputRefused` (I122) for an architecture that is not read, `HostLacks` (H230) without the `gguf` package.
+    Raises `InputRefused` (I122) for an unsupported architecture, `HostLacks` (H230) without the `gguf` package.
     """
     assert index.gguf is not None, "only a GGUF file has settings"
     _require_gguf()
@@ -87,7 +87,7 @@ def _first_there(ways: Choices, index: CheckpointIndex) -> tuple[GgufPlace, ...]
 
 
 def _settle_tied(chosen: dict[str, tuple[GgufPlace, ...] | None], tied: Mapping[str, str]) -> Iterator[Diagnostic]:
-    """Of two tied tensors either may be in the file; where both are, the copy is not read."""
+    """Select the source of each pair of tied tensors: either may be in the file; with both, the copy is not read."""
     for copy, original in tied.items():
         places = chosen.get(copy)
         if places is None:
@@ -102,14 +102,14 @@ def _settle_tied(chosen: dict[str, tuple[GgufPlace, ...] | None], tied: Mapping[
 
 
 def _contradictions(index: CheckpointIndex, architecture: str, config: PreTrainedConfig) -> Iterator[Diagnostic]:
-    """What the file's settings and config.json say of the same thing."""
+    """Yield the contradictions between the file's settings and config.json."""
     for setting, field in _SETTINGS.items():
         name = f"{architecture}.{setting}"
         found, expected = (index.gguf or {}).get(name), getattr(config, field, None)
         if found is None or expected is None or (architecture == _LATENT and field == "num_key_value_heads"):
             continue
         if found != expected:
-            message = f"the GGUF file says `{name}` = {found!s:.40}, config.json `{field}` = {expected}"
+            message = f"the GGUF file has `{name}` = {found!s:.40}, config.json has `{field}` = {expected}"
             yield Diagnostic("I116", message, hint="use config.json of the model that was converted")
 
 
@@ -138,10 +138,10 @@ def _misfits(row: WeightSource, target: Tensor) -> Iterator[Diagnostic]:
         expected[row.span.dim] = row.span.length
     try:
         found: list[int] | None = list(row.loaded_shape)
-    except ValueError:  # a step that does not fit
+    except ValueError:  # an inapplicable step
         found = None
     if found != expected:
-        stored = f"which gives {found}, expected {expected}" if found and row.steps else f"expected {expected}"
+        stored = f"which yields {found}, expected {expected}" if found and row.steps else f"expected {expected}"
         message = f"tensor `{row.source_key}` in `{row.file}` has shape {list(row.shape)}, {stored}"
         yield Diagnostic("I116", message, hint="use config.json of the model that was converted")
     if row.dtype in UNREADABLE or (row.block is None and row.dtype not in _FLOATS):
@@ -161,7 +161,7 @@ def _missing(target: str, tensor: Tensor, ways: Choices) -> Diagnostic:
 def _others(
     index: CheckpointIndex, settled: Collection[str], named: Collection[str], layers: int
 ) -> tuple[list[str], list[str]]:
-    """The other tensors: those that the model's own layers should not have, and those to tell of."""
+    """Return the remaining tensors: those not allowed in the model's own layers, and those to report."""
     unknown: list[str] = []
     left: list[str] = []
     for name in index.tensors:
@@ -174,7 +174,7 @@ def _others(
 
 
 def _unknown(index: CheckpointIndex, name: str, architecture: str) -> Diagnostic:
-    message = f"tensor `{name}` in `{index.tensors[name].file}` is none that ktc knows in `{architecture}` files"
+    message = f"tensor `{name}` in `{index.tensors[name].file}` is unknown in `{architecture}` files"
     return Diagnostic("I122", message, hint="use config.json of the model that was converted, or its safetensors")
 
 

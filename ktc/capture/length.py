@@ -1,7 +1,7 @@
-"""Blocks that are too long to be worth a graph: scans and recurrences that Python unrolls into operator after operator.
+"""Blocks too long for a graph: scans and recurrences that Python unrolls into a long sequence of operators.
 
-In: a block and a call of it on meta tensors. Out: how it is left alone, or "". Export takes tens of milliseconds per
-operation; a block in which neither experts nor softmax attention run has nothing that a pattern looks for.
+Input: a block and a call of it on meta tensors. Output: the reason to leave it unchanged, or "". Export takes tens of
+milliseconds per operation. Patterns match nothing in a block without experts and softmax attention.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LONGEST = 100  # operations; a gated MLP has about 10, a group-limited router 60
-PLAIN = "neither experts nor softmax attention run in it"  # begins the words about such a block
+PLAIN = "neither experts nor softmax attention run in it"  # prefix of the reason for such a block
 
 
 class _Count(TorchDispatchMode):
-    """Counts what runs, and whether experts or a softmax are among it."""
+    """Count operations, and record whether experts or a softmax are among them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _Count(TorchDispatchMode):
 
 
 def left_alone(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why `block`, which runs on meta tensors, is not exported; "" if it is."""
+    """Return why `block`, which runs on meta tensors, is not exported; "" if it is."""
     with torch.no_grad(), _Count() as count:
         block(*args, **kwargs)
     if count.sought or count.operations <= LONGEST:

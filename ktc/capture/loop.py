@@ -1,8 +1,8 @@
-"""A block that loops over a list of experts -> its graph with one `experts` node, and what the list holds.
+"""Capture a block that loops over a list of experts: its graph with one `experts` node, and the list's contents.
 
-In: a block on meta tensors and how it was called. Out: the graph in normal form, returning all that the block returns,
-since it replaces the block's own code at run time. Refused, with the reason: a loop that is more than routing, a block
-that computes something else while it is trained, one that is called with more than hidden states.
+Input: a block on meta tensors and its call. Output: the graph in normal form. It returns everything that the block
+returns, since it replaces the block's own code at run time. Refused, with the reason: a loop that is more than routing,
+a block that computes something else in training, and one called with more than hidden states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from ktc.graph.typed import nodes_of
 def capture_loop(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[fx.GraphModule, ExpertList] | None:
-    """The graph and the experts; None for a block without a list of experts. Raises NoExperts, or as torch.export."""
+    """Return the graph and the experts, or None for a block without a list of experts.
+
+    Raises NoExperts and the exceptions of torch.export.
+    """
     lists = dict(candidates(block))
     leaves = pytree.tree_leaves((args, kwargs))
     if not lists or not isinstance(leaves[0], Tensor):
@@ -45,7 +48,7 @@ def capture_loop(
     finally:
         block.train(training)
     if not same_computation(graph, trained):
-        raise NoExperts("it computes something else while it is trained")
+        raise NoExperts("it computes something else in training mode")
     return graph, experts[0]
 
 
@@ -55,5 +58,5 @@ def _captured(
     graph = export_block(block, args, kwargs, lambda: routed_anyhow(modules), whole=True)
     canonicalise(graph, experts)
     if any(str(node.target).startswith("constants.") for node in nodes_of(graph) if node.op == "get_attr"):
-        raise NoExperts("it computes with a tensor that it makes itself")
+        raise NoExperts("it computes with a tensor that it creates itself")
     return normalise(graph)

@@ -1,7 +1,7 @@
 """The two cut points of capture: routed experts and the attention core become one marker node each.
 
-transformers lets both implementations be replaced by name; while a model is captured they are replaced by operators
-that export cannot look into. Registered without a mask function, so that no data-dependent mask code runs on meta.
+transformers selects both implementations by name. During capture they are replaced by operators that are opaque to
+export. They are registered without a mask function, so that no data-dependent mask code runs on meta.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ktc.capture.forms import form_of
 from ktc.graph import ops
 
 _NAME = "ktc_capture"  # of the operator library, and of our implementations in transformers' registers
-# Where a config keeps the names of its implementations; the public setters check names against what transformers ships.
+# Where a config keeps the names of its implementations; the public setters accept only names of transformers.
 _CHOICES = ("_experts_implementation_internal", "_attn_implementation_internal")
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "layer_idx"})
 
 
 _UNUSED = frozenset({"position_ids", "cache_position"})  # an attention core may be given them and does not use them
-# The model's own masks are absent while it is captured; blocks that compute with one are given one.
+# The model has no masks of its own during capture; blocks that compute with a mask are given one.
 _masks_are_given = ContextVar("masks_are_given", default=False)
 _marked_configs: ContextVar[tuple[PreTrainedConfig, ...]] = ContextVar("marked_configs", default=())
 
 
 class UnsupportedAttention(Exception):
-    """The attention of a block has a form that the `sdpa` operator does not express; the block stays as it is."""
+    """The `sdpa` operator does not express this form of attention; the block is left unchanged."""
 
 
 @cache
@@ -60,15 +60,18 @@ def _sdpa_on_meta(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
 
 
 def semantic_function(target: object) -> Any | None:
-    """The differentiable function that a marker stands for, None for every other target."""
+    """Return the differentiable function of a marker, None for every other target."""
     if target is torch.ops.ktc_capture.experts.default:
         return ops.experts
     return ops.sdpa if target is torch.ops.ktc_capture.sdpa.default else None
 
 
 class _CaptureExperts:
-    """The experts marker. A form is read at a module's first call, since export cannot run inside export, and once for
-    all modules with the same code: a deep model has one of them per layer, and to trace each is most of its capture."""
+    """The experts marker. A form is read at a module's first call, since export cannot run inside export.
+
+    It is read once for all modules with the same code: a deep model has one per layer, and tracing each would take
+    most of its capture.
+    """
 
     def __init__(self) -> None:
         self._forms: dict[nn.Module, str] = {}
@@ -91,8 +94,7 @@ class _CaptureExperts:
 
 
 def _code_of(module: nn.Module) -> object:
-    """What two modules have in common that compute alike but for their tensors: classes, plain settings, and the very
-    objects that they hold besides."""
+    """Return a key that is equal for modules that differ in tensors only: classes, plain settings, other objects."""
     held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
     settings = tuple(sorted((k, v if isinstance(v, int | float | str) else f"at {id(v)}") for k, v in held.items()))
     children = tuple((name, _code_of(child)) for name, child in module.named_children())
@@ -109,24 +111,24 @@ def _capture_attention(
     if attention_mask is not None and not _masks_are_given.get():
         raise UnsupportedAttention("attention that computes a mask of its own is not supported in this version")
     for name, given in more.items():
-        # Where a mask is given, it alone says what is attended to: indices speak to other kernels. Scores and sinks are
-        # part of the computation all the same.
+        # An explicit mask alone determines what is attended to: the indices are for other kernels. Scores and sinks
+        # remain part of the computation.
         counts = isinstance(given, Tensor) and (attention_mask is None or given.is_floating_point())
         if counts and name not in _UNUSED:
             raise UnsupportedAttention(f"attention whose core is given `{name}` is not supported in this version")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = -1 if sliding_window is None else int(sliding_window)
-    window = window if attention_mask is None else -1  # the mask says it
+    window = window if attention_mask is None else -1  # the mask includes the window
     operands = query, key, value, float(scale), causal, window, s_aux, attention_mask
     return torch.ops.ktc_capture.sdpa(*operands), None
 
 
 @contextmanager
 def masks_given() -> Generator[None]:
-    """While inside, blocks are called with an explicit mask, and what they make of it reaches the attention core.
+    """Call blocks with an explicit mask inside the context; the mask reaches the attention core.
 
-    Code that does so asks for the implementation by name, so that here the marker goes by the name `sdpa`.
+    Code that computes with a mask selects the implementation by name, so here the marker is registered as `sdpa`.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -142,7 +144,7 @@ def masks_given() -> Generator[None]:
 
 @contextmanager
 def marked(model: PreTrainedModel) -> Generator[None]:
-    """While inside, the experts and the attention of `model` run as markers."""
+    """Run the experts and the attention of `model` as markers inside the context."""
     from transformers.integrations.moe import ExpertsInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -160,7 +162,7 @@ def marked(model: PreTrainedModel) -> Generator[None]:
 
 @contextmanager
 def _chosen(configs: Sequence[PreTrainedConfig], choices: Mapping[str, str]) -> Generator[None]:
-    """While inside, the configs name other implementations."""
+    """Set the configs to other implementations inside the context."""
     before = [(config, choice, getattr(config, choice)) for config in configs for choice in choices]
     try:
         for config, choice, _ in before:

@@ -1,7 +1,7 @@
-"""The capture of a causal LM: its config alone -> module tree, distinct blocks as graphs, and where they stand.
+"""Capture of a causal LM: its config alone -> module tree, distinct blocks as graphs, and their sites.
 
-The model is built on meta tensors and run once there with every block's call recorded; each distinct block is then
-exported once. Two blocks are the same if their classes, tensors, settings and call signatures are.
+The model is built on meta tensors and run there once, with every block's call recorded. Each distinct block is then
+exported once. Two blocks are equal if their classes, tensors, settings and call signatures are.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ktc.graph.typed import named_modules, nodes_of
 
 
 def capture(source: ModelSource) -> CapturedModel:
-    """Captures the model that `source` names. No weight is read.
+    """Capture the model of `source`. No weight is read.
 
-    Raises InputRefused where transformers cannot build the model or it has no decoder layers.
+    Raises InputRefused if transformers cannot build the model or it has no decoder layers.
     """
     model = build_on_meta(source.config)
     _check_class(source, type(model))
@@ -60,7 +60,7 @@ def capture(source: ModelSource) -> CapturedModel:
 
 
 def _check_class(source: ModelSource, found: type[PreTrainedModel]) -> None:
-    """A compiled model finds its class by name, so that name must not stand for another one in transformers."""
+    """Check that transformers has no other class of that name, since a compiled model finds its class by name."""
     named = getattr(transformers, found.__name__, found)
     if source.folder is not None and not source.own_code and named is not found:
         message = f"`{found.__name__}` is of `{found.__module__}`, and transformers has another class of that name"
@@ -69,12 +69,12 @@ def _check_class(source: ModelSource, found: type[PreTrainedModel]) -> None:
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The stock model of `config` on meta tensors, in its own dtype, in eval mode."""
+    """Return the stock model of `config` on meta tensors, in its own dtype, in eval mode."""
     try:
         with torch.device("meta"):
             dtype = getattr(config, "dtype", None) or torch.float32
             model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=dtype))
-    except Exception as error:  # foreign model classes raise anything on a config that does not fit
+    except Exception as error:  # foreign model classes raise anything on an unsuitable config
         raise InputRefused(
             Diagnostic(
                 "I103",
@@ -87,7 +87,7 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The ModuleList that holds the most parameters: the stack of decoder layers, whatever it is called."""
+    """Return the ModuleList with the most parameters: the stack of decoder layers under any name."""
     lists = [(fqn, m) for fqn, m in named_modules(model) if isinstance(m, nn.ModuleList) and len(m) > 0]
     if not lists:
         raise InputRefused(
@@ -101,7 +101,7 @@ def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _blocks(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children that compute with children of their own; a list of such stands for its members."""
+    """Yield the children that have children of their own; for a list of such modules, its members."""
     for name, child in layer.named_children():
         if isinstance(child, nn.ModuleList):
             yield from ((f"{name}.{inner}", block) for inner, block in _blocks(child))
@@ -110,7 +110,7 @@ def _blocks(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _identity(block: nn.Module, call: Call, failure: str | None) -> object:
-    """What makes two blocks the same graph: classes, tensor shapes, plain settings, call signature."""
+    """Return the key of equal blocks: classes, tensor shapes, plain settings, call signature."""
     modules = tuple((name, type(m).__name__, _settings(m)) for name, m in named_modules(block))
     tensors = tuple((name, tuple(t.shape), t.dtype) for name, t in [*block.named_parameters(), *block.named_buffers()])
     leaves, spec = pytree.tree_flatten(call)
@@ -119,7 +119,7 @@ def _identity(block: nn.Module, call: Call, failure: str | None) -> object:
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """The plain attributes of a module that may change what it computes."""
+    """Return the plain attributes of a module, which may change its computation."""
     plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
     return tuple(sorted((name, value) for name, value in plain.items() if name not in ("layer_idx", "training")))
 
@@ -133,13 +133,13 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
         loop = capture_loop(block, *call)
         if loop is not None:
             return BlockGraph(key, name, loop[0], experts=loop[1])
-    except Exception as error:  # noqa: BLE001 - as below; a list of modules need not be a loop over experts
+    except Exception as error:  # noqa: BLE001 - as below; a list of modules is not always a loop over experts
         no_experts = str(error) if isinstance(error, NoExperts) else f"{type(error).__name__}: {first_line(error)}"
     try:
         if long := left_alone(block, *call):
             return BlockGraph(key, name, None, long)
         graph = normalise(export_block(block, *call))
-    except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and says why
+    except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and keeps the reason
         return BlockGraph(key, name, None, no_experts or f"{type(error).__name__}: {first_line(error)}")
     experts = [node for node in nodes_of(graph) if node.target is ops.experts]
     if any(node.meta.get("fqn") == "" for node in experts):
@@ -158,7 +158,7 @@ def _module_tree(model: nn.Module) -> tuple[ModuleInfo, ...]:
 
 
 def _tensors(fqn: str, module: nn.Module, stored: Collection[str]) -> Iterator[TensorInfo]:
-    """The parameters that the module holds itself, then those of its buffers that a state dict stores."""
+    """Yield the module's own parameters, then its own buffers that a state dict stores."""
     for name, parameter in module.named_parameters(recurse=False):
         yield _tensor_info(name, parameter, trainable=True)
     for name, buffer in module.named_buffers(recurse=False):

@@ -1,8 +1,8 @@
-"""Normal form: the spellings of one computation become one.
+"""Normal form: equivalent ways to write one computation become the same nodes.
 
-A tuple of passes over a block's graph, each leaving it runnable: slices written into an empty tensor become `cat`,
-RMSNorm and rotary embedding become single nodes, every node gets its operator name and shape. A change here changes
-what patterns see.
+A tuple of passes over a block's graph, each leaving it runnable. Slices written into an empty tensor become `cat`,
+RMSNorm and rotary embedding become single nodes, and every node gets its operator name and shape. A change here changes
+the input of all patterns.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ktc.graph import ops
 from ktc.graph.fold import fold
 from ktc.graph.typed import input_of, nodes_of, tensor_of
 
-_LAST = 1 << 62  # torch writes "to the end" as the largest int64
+_LAST = 1 << 62  # torch represents "to the end" as the largest int64
 
 
 def normalise(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Brings a captured graph into normal form, in place, and returns it."""
+    """Bring a captured graph into normal form, in place, and return it."""
     for to_normal_form in (_cat_from_copies, _fold_rms_norm, fold_rope, _describe):
         to_normal_form(graph_module)
         graph_module.graph.eliminate_dead_code()
@@ -35,7 +35,7 @@ def normalise(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 # cat -----------------------------------------------------------------------------------------------------------------
 def _cat_from_copies(graph_module: fx.GraphModule) -> None:
-    """`empty`, then one `slice_scatter` after another that fills it completely along one dimension -> `cat`."""
+    """Replace `empty` and a chain of `slice_scatter` that fills it along one dimension by `cat`."""
     graph = graph_module.graph
     for node in reversed(nodes_of(graph_module)):
         if ops.name_of(node) != "slice_scatter" or any(ops.name_of(u) == "slice_scatter" for u in node.users):
@@ -51,7 +51,7 @@ def _cat_from_copies(graph_module: fx.GraphModule) -> None:
 
 
 def _written_pieces(node: fx.Node) -> tuple[int, list[fx.Node]] | None:
-    """The dimension along which a chain of slices fills an empty tensor, and the values; None if it fills less."""
+    """Return the dimension along which a chain of slices fills an empty tensor, and the values; None if incomplete."""
     dims, pieces, target = set[int](), list[tuple[int, int, fx.Node]](), node
     while ops.name_of(target) == "slice_scatter":
         base, source = target.args[0], target.args[1]
@@ -74,13 +74,13 @@ def _written_pieces(node: fx.Node) -> tuple[int, list[fx.Node]] | None:
 
 
 def _copied(node: fx.Node) -> fx.Node:
-    """The value that `copy(slice, value)` writes."""
+    """Return the value written by `copy(slice, value)`."""
     return input_of(node, 1) if ops.name_of(node) == "copy" else node
 
 
 # rms_norm ------------------------------------------------------------------------------------------------------------
 def _fold_rms_norm(graph_module: fx.GraphModule) -> None:
-    """x * rsqrt(mean(x^2) + eps), casts around it, and the weight multiplied onto it."""
+    """Fold x * rsqrt(mean(x^2) + eps), the casts around it, and the multiplication by the weight."""
     for rsqrt in [n for n in nodes_of(graph_module) if ops.name_of(n) == "rsqrt"]:
         found = _rms_norm_region(rsqrt)
         if found is None:
@@ -90,7 +90,7 @@ def _fold_rms_norm(graph_module: fx.GraphModule) -> None:
 
 
 def _rms_norm_region(rsqrt: fx.Node) -> tuple[set[fx.Node], fx.Node, fx.Node, float] | None:
-    """The nodes of the norm around `rsqrt`, the value it normalises, its result, its epsilon; None if it is no norm."""
+    """Return the nodes of the norm around `rsqrt`, its input, its result and its epsilon; None if it is not a norm."""
     biased = rsqrt.args[0]
     if not isinstance(biased, fx.Node) or ops.name_of(biased) != "add" or not isinstance(biased.args[1], float):
         return None
@@ -127,7 +127,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _is_weight(node: object) -> bool:
-    """A parameter, seen through casts and `1 + weight`, each used here alone."""
+    """Return whether a node is a parameter, seen through casts and `1 + weight`, each with this use only."""
     if not isinstance(node, fx.Node):
         return False
     if node.op == "get_attr":
@@ -142,7 +142,7 @@ def _has_weight_operand(node: fx.Node, other: fx.Node) -> bool:
 
 # names and shapes ----------------------------------------------------------------------------------------------------
 def _describe(graph_module: fx.GraphModule) -> None:
-    """Writes operator, shape, dtype and FQN into every node's `meta`."""
+    """Write operator, shape, dtype and FQN into every node's `meta`."""
     symbols = _symbol_names(nodes_of(graph_module))
     for node in nodes_of(graph_module):
         node.meta.setdefault("op", ops.name_of(node))
@@ -160,7 +160,7 @@ def _describe(graph_module: fx.GraphModule) -> None:
 
 
 def _symbol_names(nodes: Iterable[fx.Node]) -> dict[str, str]:
-    """Symbols of the exported program by what they were traced with: b (batch), s (sequence), t (tokens)."""
+    """Map symbols of the exported program to the sizes they were traced with: b (batch), s (sequence), t (tokens)."""
     letters, names = {BATCH: "b", SEQUENCE: "s", BATCH * SEQUENCE: "t"}, dict[str, str]()
     for node in nodes:
         for size in ops.shape_of(node):
@@ -178,5 +178,5 @@ def _size(size: int | torch.SymInt, symbols: dict[str, str]) -> int | str:
 
 
 def _symbolic(size: torch.SymInt) -> Any:
-    """What torch holds of a symbolic size: `expr`, a sympy expression, and `hint`, the value it was traced with."""
+    """Return torch's record of a symbolic size: `expr`, a sympy expression, and `hint`, the traced value."""
     return cast("Any", size.node)

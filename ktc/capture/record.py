@@ -1,7 +1,7 @@
-"""One forward of a model on meta tensors: in the model and its blocks, out how each block was called.
+"""Run one forward of a model on meta tensors and record the call of every block.
 
-A block that cannot run without data is stood in for, so that the blocks after it are still seen; one that loops over a
-list of experts runs as if all of them were chosen. Refused: a model that does not run around its blocks.
+A block that cannot run without data has a placeholder result, so that later blocks still run. A block that loops over
+a list of experts runs as if all were chosen. Refused: a model whose code around the blocks does not run.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ktc.capture.markers import masks_given
 from ktc.capture.unrolled import routed_anyhow
 from ktc.diagnostics import Diagnostic, InputRefused
 
-# What torch says where code asks a meta tensor for its values.
+# Messages of torch when code reads the values of a meta tensor.
 _NO_DATA = ("nonzero", "no data", "on meta tensors", "data-dependent")
 _ELSEWHERE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dict[str, Call], dict[str, str]]:
-    """The arguments of every block, and of those that cannot run on meta, why. Raises InputRefused (I107)."""
-    # What a block returns that cannot run is unknown: hidden states, or a tuple that begins with them.
+    """Return the arguments of every block, and why some cannot run on meta. Raises InputRefused (I107)."""
+    # The result of a block that cannot run is unknown: hidden states, or a tuple that begins with them.
     error: Exception | None = None
     for returns_tuple in (_like_attention, _always, _never):
         calls, failed = dict[str, Call](), dict[str, str]()
@@ -48,7 +48,7 @@ def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dic
 
 
 def first_line(error: BaseException | None) -> str:
-    """What an exception of foreign code says, in a line."""
+    """Return the first line of a foreign exception's message."""
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
@@ -65,7 +65,7 @@ def _never(_: str) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Why a block does not run on meta: the line of its code that asks for data, else what was raised."""
+    """Return why a block does not run on meta: the line of its code that reads data, otherwise the exception."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_ELSEWHERE)]
     if own and any(words in str(error) for words in _NO_DATA):
@@ -85,7 +85,7 @@ def _run(
             calls.setdefault(fqn, (args, kwargs))
             try:
                 return _run_block(block, original, args, kwargs)
-            except Exception as error:  # noqa: BLE001 - whatever a foreign block raises makes it opaque, with its words
+            except Exception as error:  # noqa: BLE001 - a foreign block that raises is opaque, with the message
                 masked = _with_mask(model, args, kwargs)
                 if masked is not None:
                     with suppress(Exception), masks_given():
@@ -110,9 +110,9 @@ def _run(
 
 
 def _with_mask(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """The call with an explicit mask, where a block takes one and was given none: some attention computes with it.
+    """Return the call with an explicit mask, if a block takes one and received none: some attention computes with it.
 
-    Stock models make it of booleans for the sdpa kernel, and of scores for eager code where they have no other.
+    Stock models use a boolean mask for the sdpa kernel, and a mask of scores for eager code without another kernel.
     """
     if "attention_mask" not in kwargs or kwargs["attention_mask"] is not None:
         return None
@@ -123,7 +123,7 @@ def _with_mask(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _run_block(block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The block's result; where that asks for data and the block has lists, as if all of a list were chosen."""
+    """Return the block's result. If it reads data and the block has lists, run it as if all of a list were chosen."""
     try:
         return original(*args, **kwargs)
     except Exception:
@@ -131,6 +131,6 @@ def _run_block(block: nn.Module, original: Callable[..., Any], args: tuple[Any, 
             try:
                 with routed_anyhow(modules):
                     return original(*args, **kwargs)
-            except Exception:  # noqa: BLE001 - this list is not the one; the first error is told
+            except Exception:  # noqa: BLE001 - another list may be the right one; the first error is reported
                 continue
         raise

@@ -1,7 +1,7 @@
-"""Rotary embedding, whatever its spelling: the regions that mix a value with the position become one node each.
+"""Rotary embedding in any formulation: each region that mixes a value with the position becomes one node.
 
-No family's formula is known here. A region is found by what flows into it: through exactly one value from the hidden
-states, and something from the other inputs (cosines, sines, complex frequencies).
+The pass has no family's formula. A region is found by its inputs: exactly one value from the hidden states, and values
+from the other inputs (cosines, sines, complex frequencies).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DATA_INPUT = "hidden_states"
 
 
 def fold_rope(graph_module: fx.GraphModule) -> None:
-    """Between a projection and the core's q or k, the largest regions that mix one value with the position."""
+    """Fold, between a projection and the core's q or k, the largest regions that mix one value with the position."""
     data = _reach(graph_module, lambda node: node.name == DATA_INPUT)
     position = _reach(graph_module, lambda node: node.name != DATA_INPUT)
     mixed = data & position
@@ -30,7 +30,7 @@ def fold_rope(graph_module: fx.GraphModule) -> None:
 
 
 def _reach(graph_module: fx.GraphModule, starts: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Nodes that data flows to from the inputs and counters that `starts` picks; sizes carry no data."""
+    """Return the nodes that data reaches from the inputs and counters that `starts` picks; sizes carry no data."""
     reached: set[fx.Node] = set()
     for node in nodes_of(graph_module):
         counts = node.op == "placeholder" or ops.operator(node) == "arange"
@@ -54,7 +54,7 @@ def _fold_mixed(graph_module: fx.GraphModule, target: fx.Node, data: set[fx.Node
 def _single_value_region(
     graph_module: fx.GraphModule, target: fx.Node, data: set[fx.Node], mixed: set[fx.Node]
 ) -> tuple[set[fx.Node], fx.Node] | None:
-    """The region below `target` that depends on data through exactly one value, and that value, if there is one."""
+    """Return the region below `target` that depends on data through exactly one value, and that value, if any."""
     order = {node: i for i, node in enumerate(nodes_of(graph_module))}
     region, frontier, todo = set[fx.Node](), set[fx.Node](), [target]
     while todo:
@@ -67,8 +67,8 @@ def _single_value_region(
                 todo.append(source)
             elif source in data:
                 frontier.add(source)
-    # Grow upwards from the latest value until a single tensor is left that a pattern can name: the nearest value that
-    # all data passes through, and above it what only prepares the rotation (`view_as_complex`, a scale).
+    # Grow upwards from the latest value until one tensor is left that a pattern can name: the nearest value that all
+    # data passes through. The nodes above it only prepare the rotation (`view_as_complex`, a scale).
     while len(frontier) > 1 or any(_prepares(node, region) for node in frontier):
         latest = max(frontier, key=order.__getitem__)
         sources = [s for s in tensor_inputs(latest) if s in data]
@@ -86,7 +86,7 @@ def _single_value_region(
 
 
 def _prepares(node: fx.Node, region: set[fx.Node]) -> bool:
-    """Whether `node` is no value that a pattern names, but a step towards the rotation that only `region` uses."""
+    """Return whether `node` is a step towards the rotation used by `region` alone, and not a value of a pattern."""
     if tensor_of(node) is None:
         return True
     named = ops.operator(node) in ops.TRANSPARENT or ops.operator(node) in ("linear", "rms_norm", "getitem", "input")

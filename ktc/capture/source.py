@@ -1,6 +1,6 @@
-"""What the user's MODEL means: a folder, a hub id, `tiny:NAME`, or a model object -> `ModelSource`.
+"""Resolve the user's MODEL: a folder, a hub id, `tiny:NAME`, or a model object -> `ModelSource`.
 
-Reads config.json and the headers of the weights, never a weight. Refuses what is no model, each with its own words.
+Reads config.json and the headers of the weights, never a weight. Refuses anything that is not a model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MOST = {"layers": 10_000, "experts": 100_000}
 def open_model(
     model: str | Path | PreTrainedModel, fetch_weights: bool = True, *, trust_remote_code: bool = False
 ) -> ModelSource:
-    """Opens MODEL: its config, and the headers of the weights that are here.
+    """Open MODEL: its config, and the headers of the weights that are present locally.
 
-    From the hub only small files come without `fetch_weights`. A model object stands for the folder it was loaded from,
-    if that is here. Code in a local folder is run only with `trust_remote_code`. Raises InputRefused where MODEL is no
-    folder, has no usable config, is a model of its own code that nobody trusts, or its weights are damaged.
+    Only small files are fetched from the hub without `fetch_weights`. A model object refers to the folder it was loaded
+    from, if that is local. Code in a local folder runs only with `trust_remote_code`. Raises InputRefused if MODEL is
+    not a folder, has no usable config, has untrusted code of its own, or has damaged weights.
     """
     if isinstance(model, PreTrainedModel):
         name = str(model.name_or_path or "")
@@ -43,7 +43,7 @@ def open_model(
     elif Path(name).is_dir():
         folder = Path(name).resolve()
     else:
-        # An adapter of a hub model names the hub id as its base, not where this machine keeps its copy.
+        # An adapter of a hub model names the hub id as its base, not the local copy.
         folder = _from_hub(name, fetch_weights)
         return ModelSource(name, folder, _read_config(folder), _index(folder) if fetch_weights else None)
     file = remote_code.model_file(folder)
@@ -58,13 +58,13 @@ def open_model(
 
 
 def _is_stock(folder: Path) -> bool:
-    """Whether transformers has the model that config.json names, so that no code beside it is needed."""
+    """Return whether transformers has the model that config.json names, so that no code of the folder is needed."""
     content = cast("dict[str, Any]", read_json((folder / "config.json").read_bytes()))
     return content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _by_architecture(content) is not None
 
 
 def _untrusted(folder: Path, file: str) -> Diagnostic:
-    message = f"`{folder.name}` is a model of its own code (`{file}`), which ktc does not run unless you trust it"
+    message = f"`{folder.name}` is a model with code of its own (`{file}`), which ktc does not run unless you trust it"
     return Diagnostic("I108", message, hint=f"read `{folder / file}`, then add `--trust-remote-code`")
 
 
@@ -82,8 +82,8 @@ def _from_hub(name: str, fetch_weights: bool) -> Path:
         raise InputRefused(
             Diagnostic(
                 "I100",
-                f"MODEL `{name}` is no folder",
-                hint="put config.json and the tokenizer of the original beside the file, and give their folder"
+                f"MODEL `{name}` is not a folder",
+                hint="put config.json and the tokenizer of the original next to the file, and give their folder"
                 if name.endswith(".gguf") and Path(name).is_file()
                 else "give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`",
             )
@@ -95,7 +95,7 @@ def _from_hub(name: str, fetch_weights: bool) -> Path:
         raise InputRefused(
             Diagnostic(
                 "I101",
-                f"MODEL `{name}` is no folder here and could not be fetched from the hub ({type(error).__name__})",
+                f"MODEL `{name}` is not a local folder and could not be fetched from the hub ({type(error).__name__})",
                 hint="check the name and the network, or give the path of a downloaded folder",
             )
         ) from error
@@ -106,13 +106,13 @@ def _read_config(folder: Path) -> PreTrainedConfig:
     if not path.is_file():
         raise InputRefused(
             Diagnostic(
-                "I102", f"`{folder}` holds no config.json", hint="a model folder is what `save_pretrained` writes"
+                "I102", f"`{folder}` has no config.json", hint="a model folder is the output of `save_pretrained`"
             )
         )
     try:
         content: object = read_json(path.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError("the top level is no object")
+            raise ValueError("the top level is not an object")
         _check_sizes(folder.name, cast("dict[str, Any]", content))
         if known := _by_architecture(cast("dict[str, Any]", content)):
             return known
@@ -122,7 +122,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         )
     except InputRefused:
         raise
-    except Exception as error:  # foreign config classes raise anything on a config that is none
+    except Exception as error:  # foreign config classes raise anything on an invalid config
         words = (str(error).strip().splitlines() or [""])[0][:200] or type(error).__name__
         raise InputRefused(
             Diagnostic(
@@ -134,18 +134,20 @@ def _read_config(folder: Path) -> PreTrainedConfig:
 
 
 def _check_sizes(name: str, content: Mapping[str, Any]) -> None:
-    """Raises InputRefused (I103) for more layers or experts than any model has: building them would take hours."""
+    """Raise InputRefused (I103) for more layers or experts than any model has: building them would take hours."""
     parts = [content, *(cast("dict[str, Any]", part) for part in content.values() if isinstance(part, dict))]
     for field, value in (item for part in parts for item in part.items()):
         for what, most in _MOST.items():
             if what in field and isinstance(value, int | float) and value > most:
-                message = f"config.json of `{name}` says `{field:.40}` = {value!s:.20}, ktc takes {what} up to {most:,}"
+                message = f"config.json of `{name}` has `{field:.40}` = {value!s:.20}, ktc takes {what} up to {most:,}"
                 raise InputRefused(Diagnostic("I103", message, hint="check config.json against the model's own page"))
 
 
 def _by_architecture(content: dict[str, Any]) -> PreTrainedConfig | None:
-    """The config of a model whose `model_type` transformers does not know but whose class it has (Kimi-K2 names
-    `DeepseekV3ForCausalLM`); None where there is nothing to make up for."""
+    """Return the config of a model with a known class and an unknown `model_type`, otherwise None.
+
+    For example, Kimi-K2 names `DeepseekV3ForCausalLM`.
+    """
     if content.get("model_type") in CONFIG_MAPPING:
         return None
     classes = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}

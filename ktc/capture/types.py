@@ -1,4 +1,4 @@
-"""What capture produces: the module tree, one graph per distinct block, and where each graph stands in the model."""
+"""The results of capture: the module tree, one graph per distinct block, and the sites of each graph."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # whe
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model as the user named it. `folder` holds config.json; `index` is None where there are no weights."""
+    """A model as the user named it. `folder` holds config.json; `index` is None without weights."""
 
     name: str
     folder: Path | None
     config: PreTrainedConfig
     index: CheckpointIndex | None
-    own_code: bool = False  # the model's class is one of the folder's, not of transformers
+    own_code: bool = False  # the model's class is defined in the folder, not in transformers
     code: Mapping[str, str] = field(default_factory=dict[str, str])  # sha256 of the code files of such a model
 
 
@@ -40,12 +40,12 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    trainable: bool  # a parameter; buffers are not
+    trainable: bool  # True for parameters, False for buffers
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleInfo:
-    """One module of the model: its FQN, class, and the tensors it holds itself."""
+    """One module of the model: its FQN, class, and its own tensors."""
 
     fqn: str
     class_name: str
@@ -56,8 +56,8 @@ class ModuleInfo:
 class ExpertList:
     """Routed experts that the model keeps as a list of modules at `fqn` (relative to the block).
 
-    `form` spells what each computes; `parts` maps `gate`, `up` (or `gate_up`), `down` and their biases to the names of
-    the tensors in each expert. In the graph they are one stack at `fqn`, in the layout of the form.
+    `form` names the computation of each expert. `parts` maps `gate`, `up` (or `gate_up`), `down` and their biases to
+    the names of the tensors in each expert. In the graph they are one stack at `fqn`, in the layout of the form.
     """
 
     fqn: str
@@ -70,18 +70,18 @@ class ExpertList:
 
 @dataclass(frozen=True, slots=True)
 class BlockGraph:
-    """One distinct block. `graph` is in normal form, with block-relative FQNs; None where capture failed, with why."""
+    """One distinct block. `graph` is in normal form, with block-relative FQNs; None with a reason if capture failed."""
 
     key: str  # "mlp_1": the block's name in its layer and a number
     class_name: str
     graph: fx.GraphModule | None
     opaque: str = ""
-    experts: ExpertList | None = None  # where the graph replaced a loop over these
+    experts: ExpertList | None = None  # the list whose loop the graph replaces
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSite:
-    """A place in the model where a block stands."""
+    """One occurrence of a block in the model."""
 
     fqn: str
     layer: int
@@ -90,7 +90,7 @@ class BlockSite:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
-    """What a layer caches of one sequence: bytes per token (of at most `window` tokens, if set), and at any length."""
+    """A layer's cache for one sequence: bytes per token (of at most `window` tokens, if set), and a fixed size."""
 
     per_token: int
     fixed: int
@@ -99,44 +99,44 @@ class CacheLayer:
 
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
-    """A model without its weights: `sites` say which of the distinct `blocks` stands where."""
+    """A model without its weights: `sites` map each occurrence to one of the distinct `blocks`."""
 
     source: ModelSource
     model: PreTrainedModel  # on meta tensors: names, classes and shapes only
     modules: tuple[ModuleInfo, ...]
     blocks: tuple[BlockGraph, ...]
     sites: tuple[BlockSite, ...]
-    cache: tuple[CacheLayer, ...] | None = None  # by layer; None where the cached forward does not run on meta
+    cache: tuple[CacheLayer, ...] | None = None  # by layer; None if the cached forward does not run on meta
 
     def block(self, key: str) -> BlockGraph:
-        """The distinct block with this key, which must be one of the model's."""
+        """Return the distinct block with this key. The key must exist."""
         return next(b for b in self.blocks if b.key == key)
 
     def sites_of(self, key: str) -> tuple[BlockSite, ...]:
-        """Where the block `key` stands, in the order of the layers."""
+        """Return the sites of the block `key`, in the order of the layers."""
         return tuple(s for s in self.sites if s.block == key)
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The FQNs of the table of embeddings and of the head that makes logits, empty where there is none."""
+        """The FQNs of the token embedding and of the head that computes logits, empty if missing."""
         table, head = self.model.get_input_embeddings(), cast("object", self.model.get_output_embeddings())
         names = {id(module): fqn for fqn, module in named_modules(self.model)}
         return names.get(id(table), ""), names.get(id(head), "")
 
     @property
     def stored_format(self) -> str:
-        """In what a checkpoint of this model holds its experts, by the config alone: `fp8`, `int4`, else the dtype."""
+        """The format of the experts in a checkpoint of this model, by the config alone: `fp8`, `int4`, or the dtype."""
         found: object = getattr(self.source.config, "quantization_config", None)
         method = cast("dict[str, object]", found).get("quant_method") if isinstance(found, dict) else None
         return _QUANTISED.get(str(method), dtype_name(self.model.dtype))
 
     @property
     def stored_group(self) -> int:
-        """How many weights of a row share a scale in fp8, int4 or MXFP4, by the config alone; 0: it does not say."""
+        """The weights of a row per scale in fp8, int4 or MXFP4, by the config alone; 0 if unknown."""
         found: object = getattr(self.source.config, "quantization_config", None)
         settings = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
         if settings.get("quant_method") == "mxfp4":
-            return 32  # the only size that the format has
+            return 32  # the only size in this format
         match settings.get("weight_block_size"):
             case [int(), int() as columns]:
                 return columns
@@ -151,7 +151,7 @@ class CapturedModel:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that rules know as `model.*`."""
+        """The facts `model.*` of the rule language."""
         return {
             "type": self.source.config.model_type,
             "layers": len({s.layer for s in self.sites}),
@@ -161,7 +161,7 @@ class CapturedModel:
         }
 
     def _hidden(self) -> int:
-        """The width of the embedding where the config has another name for it; 0 where there is neither."""
+        """Return the embedding's width if the config has another name for it; 0 if there is no embedding."""
         width = getattr(self.source.config.get_text_config(), "hidden_size", None)
         if isinstance(width, int):
             return width
@@ -169,7 +169,7 @@ class CapturedModel:
         return int(table.shape[-1]) if table is not None else 0
 
     def _experts(self) -> int:
-        """The experts of a layer as the graphs have them, else as the config says."""
+        """Return the number of experts per layer from the graphs, otherwise from the config."""
         graphs = [block.graph for block in self.blocks if block.graph is not None]
         nodes = (node for graph in graphs for node in nodes_of(graph) if ops.operator(node) == "experts")
         seen = [int(ops.attributes(node)["num_experts"]) for node in nodes]
@@ -185,6 +185,6 @@ _DTYPES = {
 
 
 def dtype_name(dtype: object) -> str:
-    """`torch.bfloat16` -> `bf16`."""
+    """Return the short name of a dtype: `torch.bfloat16` -> `bf16`."""
     plain = str(dtype).removeprefix("torch.")
     return _DTYPES.get(plain, plain)

@@ -1,9 +1,9 @@
 """Loops over experts without data: inside `routed_anyhow` a block runs on meta tensors as if every expert were chosen.
 
-Which tokens an expert gets is data, and a loop in Python over the experts asks for it. Here each such question has an
-answer that depends on no data: a mask picks as many rows as it has places, every expert number occurs, an expert of a
-list is one marker. What runs this way has the dataflow of the loop and not its values; `canonical` reads the first.
-Everything else that asks for data raises as it does on meta tensors.
+The tokens of an expert are data, and a Python loop over the experts reads them. Here each such read has a result that
+is independent of data: a mask picks as many rows as it has elements, every expert index occurs, and an expert of a list
+is one marker. The run has the dataflow of the loop but not its values; `canonical` reads the dataflow. All other reads
+of data raise as they do on meta tensors.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SELF = frozenset({"item", "squeeze", "view", "reshape", "flatten", "long", "int
 
 @cache
 def markers() -> Any:
-    """The operators `picked(mask, dim)`, rows that a mask picks, and `expert(x, number)`, an expert's result."""
+    """Return the operators `picked(mask, dim)`, the rows of a mask, and `expert(x, number)`, an expert's result."""
     library = torch.library.Library(_NAME, "DEF")
     library.define("picked(Tensor mask, int dim) -> Tensor")
     library.define("expert(Tensor x, int number) -> Tensor")
     library.impl("picked", _picked_on_meta, "Meta")
     library.impl("expert", _expert_on_meta, "Meta")
     operators = getattr(torch.ops, _NAME)
-    operators.library = library  # it lives as long as its operators are asked for
+    operators.library = library  # keeps the library alive as long as its operators
     return operators
 
 
@@ -46,7 +46,7 @@ def _expert_on_meta(x: Tensor, number: int) -> Tensor:
 
 
 class _Number(int):
-    """A number that also takes what code does to a tensor of one element."""
+    """A number that also supports the methods of a tensor with one element."""
 
     def __getitem__(self, _: object) -> _Number:
         return self
@@ -58,7 +58,7 @@ class _Number(int):
 
 
 class _ExpertNumbers(list[_Number]):
-    """Every expert's number, in order, in place of a tensor of those that occur."""
+    """Every expert's index, in order, instead of a tensor of those that occur."""
 
     def __init__(self, count: int) -> None:
         super().__init__(map(_Number, range(count)))
@@ -70,7 +70,7 @@ class _ExpertNumbers(list[_Number]):
 
 
 class _NoData(TorchFunctionMode):
-    """Answers what a loop over `count` experts asks about data; everything else goes through."""
+    """Answer a loop's reads of data for `count` experts; pass all other operations through."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _NoData(TorchFunctionMode):
             if name == "bincount":
                 return first.new_zeros(self._count)
             if name in ("tolist", "numpy", "unbind", "__iter__") and self._counts_tokens(first):
-                counts = [_Number(sys.maxsize), *[_Number(0)] * (self._count - 1)]  # the first expert gets them all
+                counts = [_Number(sys.maxsize), *[_Number(0)] * (self._count - 1)]  # the first expert gets all tokens
                 return iter(counts) if name == "__iter__" else counts
             if name == "cpu":
                 return first
@@ -113,7 +113,7 @@ class _NoData(TorchFunctionMode):
         return tuple(markers().picked(mask, dim) for dim in range(mask.dim()))
 
     def _places(self, index: Any) -> Any:
-        """An index without masks: each becomes the places that it picks."""
+        """Return an index without masks: each becomes the positions that it picks."""
         parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
         if not any(_is_mask(part) for part in parts):
             return cast("Any", index)
@@ -126,7 +126,7 @@ def _is_mask(part: object) -> bool:
 
 @contextmanager
 def routed_anyhow(experts: nn.ModuleList) -> Generator[None]:
-    """While inside, a loop over `experts` runs without data, and each of them is one marker."""
+    """Run a loop over `experts` without data inside the context; each expert is one marker."""
     children = list(experts)
     for number, child in enumerate(children):
         child.forward = _marker(number)

@@ -1,8 +1,8 @@
-"""Which tensor of a checkpoint becomes which parameter: in the model on meta and an index, out one row per tensor.
+"""Map the tensors of a checkpoint to parameters: from the model on meta and an index to one row per tensor.
 
-Names follow transformers' own conversion mapping (per-expert names, fused names, renamed families); the data is not
-read and no conversion is run. Refused, all problems together: a parameter without a source, a wrong shape, codes
-without their scales, a conversion that no row can say. Tensors that nobody asks for are a warning.
+Names follow transformers' own conversion mapping (per-expert names, fused names, renamed families). No data is read and
+no conversion is run. Refused, with all problems together: a parameter without a source, a wrong shape, codes without
+scales, a conversion that no row can express. Unused tensors are a warning.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _MOST_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """How the checkpoint fills the model, and what in it stays unused."""
+    """The rows that fill the model, and the unused tensors."""
 
     sources: tuple[WeightSource, ...]
     warnings: tuple[Diagnostic, ...]
 
 
 def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
-    """The rows of `weights.json` for `model` (stock class, on meta) from its checkpoint, in the order of the bytes.
+    """Return the rows of `weights.json` for `model` (stock class, on meta) from its checkpoint, in order of the bytes.
 
-    Tied parameters are not demanded and non-persistent buffers are skipped: the loader ties and computes them.
+    Tied parameters are not required and non-persistent buffers are skipped: the loader ties and computes them.
     Raises `InputRefused` with every missing, misshapen or unconvertible tensor.
     """
     if index.gguf is not None:
@@ -81,16 +81,16 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
 
 
 def quantisation(model: PreTrainedModel) -> Mapping[str, Any] | None:
-    """`quantization_config` of config.json as plain values, `None` where the checkpoint has none."""
+    """Return `quantization_config` of config.json as plain values, `None` if missing."""
     configs = (model.config, model.config.get_text_config())
     found = next((c.quantization_config for c in configs if getattr(c, "quantization_config", None)), None)
     return cast("dict[str, Any] | None", found if found is None or isinstance(found, dict) else found.to_dict())
 
 
 def _tied(model: PreTrainedModel, present: Collection[str]) -> dict[str, str | None]:
-    """What fills in for the names whose values come from another parameter: `None`, nothing is read for them.
+    """Return the substitutes of tied names: the tensor read instead, or `None` if nothing is read.
 
-    A checkpoint may hold the one of two tied tensors that the model's code calls the copy; then it fills the other.
+    A checkpoint may hold only the tied tensor that the model's code calls the copy; it then fills the other.
     """
     pairs = cast("dict[str, str]", getattr(model, "all_tied_weights_keys", None) or {})
     tied: dict[str, str | None] = dict.fromkeys(pairs)
@@ -107,7 +107,7 @@ def _tied_beside(weight: StoredWeight, place: Place) -> Diagnostic:
 
 
 def _source(weight: StoredWeight, place: Place, target: Tensor) -> WeightSource:
-    """The row, its shapes yet unchecked."""
+    """Return the row, with its shapes unchecked."""
     entry, quantised, steps = weight.entry, weight.quantised, place.steps
     if quantised is not None and quantised.method == "mxfp4" and target.dim() == 3:
         steps = (*steps, Step("transpose", (1, 2)))  # stored (E, out, in), held (E, in, out)
@@ -131,7 +131,7 @@ def _source(weight: StoredWeight, place: Place, target: Tensor) -> WeightSource:
 
 
 def _with_columns(quantised: Quantised, columns: int) -> Quantised:
-    """Eight packed codes share a word: with one scale per row, only the model says how many of the last are weights."""
+    """Set the number of columns: eight packed codes share a word, and only the model defines how many are used."""
     held = quantised.shape[-1]
     per_row = quantised.method == "int4" and quantised.block[1] == held
     if not per_row or not held - 8 < columns <= held:
@@ -152,14 +152,14 @@ def _misfits(source: WeightSource, place: Place, target: Tensor, earlier: Weight
         yield Diagnostic("I116", message, hint=again)
     if target.is_floating_point() and source.quantised is None and source.dtype not in _FLOATS:
         message = f"tensor `{source.source_key}` is stored as {source.dtype}, expected one of {', '.join(_FLOATS)}"
-        yield Diagnostic("I117", message, hint="use the checkpoint that is not quantised")
+        yield Diagnostic("I117", message, hint="use the unquantised checkpoint")
 
 
 def _comparable(source: WeightSource, place: Place) -> list[int | None]:
-    """The shape of what the row gives; a dimension along which it is joined with others is open."""
+    """Return the shape that the row yields; a dimension along which rows are joined is open."""
     try:
         shape: list[int | None] = list(source.loaded_shape)
-    except ValueError:  # a step that does not fit: the shape as it is, which then differs
+    except ValueError:  # an inapplicable step: the stored shape, which then differs
         return [*source.shape, None]
     return _opened(shape, place)
 
@@ -184,7 +184,7 @@ def _expected_shape(source: WeightSource, target: tuple[int, ...]) -> tuple[int,
 def _joined(
     taken: Mapping[Place, WeightSource], targets: Mapping[str, Tensor]
 ) -> tuple[dict[Place, WeightSource], list[Diagnostic]]:
-    """The rows with their spans, one after the other in each target, and what does not add up."""
+    """Return the rows with their spans, consecutive in each target, and the problems of their sizes."""
     placed, problems, groups = dict(taken), list[Diagnostic](), dict[str, list[Place]]()
     for place in taken:
         if place.joined is not None:
@@ -241,7 +241,7 @@ def _described(tensor: Tensor) -> str:
 
 def _unread(index: CheckpointIndex) -> Iterable[Diagnostic]:
     if index.unread:
-        message = f"the weights are read from safetensors, and {listing(index.unread, 3)} beside them is not"
+        message = f"the weights are read from safetensors; {listing(index.unread, 3)} in the same folder is not read"
         hint = "to use the GGUF file, put it into a folder without safetensors, with config.json and the tokenizer"
         yield Diagnostic("I121", message, hint=hint, severity="warning")
 

@@ -1,6 +1,6 @@
-"""The census: every mixture-of-experts family of the installed transformers, taken through the compiler as a twin.
+"""The census: every mixture-of-experts family of the installed transformers, compiled as a twin.
 
-In: names of families, all that transformers has by default. Out: one `Family` per name, never an exception.
+Input: names of families, by default all of transformers. Output: one `Family` per name, never an exception.
 """
 
 from ktc.census.markdown import markdown

@@ -1,6 +1,6 @@
-"""What a block computes, in words: read from its captured graph, whether a pattern matched it or not.
+"""Describe a block's computation in words, from its captured graph, matched or not.
 
-In: graphs in normal form. Out: `sigmoid, + bias, grouped, top 4, renormalised, scaled`, `gated`, `mla`.
+Input: graphs in normal form. Output: `sigmoid, + bias, grouped, top 4, renormalised, scaled`, `gated`, `mla`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MIXERS = re.compile(r"attn|attention|mixer|mamba|ssm|conv|delta|recurrent|reten
 
 
 def experts_nodes(graph: fx.GraphModule) -> list[fx.Node]:
-    """The routed experts of a block."""
+    """Return the routed experts of a block."""
     return [node for node in nodes_of(graph) if ops.operator(node) == "experts"]
 
 
 def kind_of(graph: fx.GraphModule, name: str) -> Kind:
-    """What a captured block is; `name` is that of its class, which tells mixers of other kinds."""
+    """Return the kind of a captured block; `name` is its class name, which identifies other kinds of mixers."""
     operators = {ops.operator(node) for node in nodes_of(graph)}
     if "experts" in operators:
         return "experts"
@@ -37,12 +37,12 @@ def kind_of(graph: fx.GraphModule, name: str) -> Kind:
 
 
 def is_mixer(name: str) -> bool:
-    """Whether a block that could not be captured mixes positions, by the name of its class."""
+    """Return whether a block that could not be captured mixes positions, by its class name."""
     return _MIXERS.search(name) is not None
 
 
 def router_words(experts: fx.Node) -> str:
-    """How indices and weights of `experts` come from the hidden states."""
+    """Return how indices and weights of `experts` are computed from the hidden states."""
     hidden, *routing = _data_inputs(experts)[:3]
     region = _behind(routing) - _behind([hidden])
     found = {ops.operator(node) for node in region}
@@ -59,7 +59,7 @@ def router_words(experts: fx.Node) -> str:
 
 
 def shared_words(experts: fx.Node, beside: Sequence[str]) -> str:
-    """`none`, `plain` or `gated`; `beside` are the dense blocks of the same layer."""
+    """Return `none`, `plain` or `gated`; `beside` are the dense blocks of the same layer."""
     routing = _behind(_data_inputs(experts)[:3]) | {experts}
     joined = _ahead(experts)
     others = {source for node in joined for source in tensor_inputs(node)} - joined - {experts}
@@ -70,7 +70,7 @@ def shared_words(experts: fx.Node, beside: Sequence[str]) -> str:
 
 
 def attention_words(graph: fx.GraphModule, latent: bool) -> str:
-    """`gqa`, `mha` or `mqa` by the heads of the core, or `mla`; with a sliding window or sinks in brackets."""
+    """Return `gqa`, `mha` or `mqa` by the heads of the core, or `mla`; with a sliding window or sinks in brackets."""
     core = next(node for node in nodes_of(graph) if ops.operator(node) == "sdpa")
     heads, kv_heads = (int(ops.shape_of(operand)[1]) for operand in core.args[:2])
     kind = "mla" if latent else "mha" if heads == kv_heads else "mqa" if kv_heads == 1 else "gqa"
@@ -84,7 +84,7 @@ def _data_inputs(experts: fx.Node) -> list[fx.Node]:
 
 
 def _behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and everything that they are computed from."""
+    """Return the nodes and all their ancestors."""
     seen, waiting = set[fx.Node](), list(nodes)
     while waiting:
         node = waiting.pop()
@@ -95,7 +95,7 @@ def _behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _ahead(node: fx.Node) -> set[fx.Node]:
-    """Everything that is computed from `node`."""
+    """Return all descendants of `node`."""
     seen, waiting = set[fx.Node](), list(node.users)
     while waiting:
         user = waiting.pop()
@@ -106,7 +106,7 @@ def _ahead(node: fx.Node) -> set[fx.Node]:
 
 
 def _only_after(region: set[fx.Node], score: str, topks: list[fx.Node]) -> bool:
-    """Whether every `score` in `region` is computed from what a top-k chose."""
+    """Return whether every `score` in `region` is computed from the output of a top-k."""
     return all(_behind([node]) & set(topks) for node in region if ops.operator(node) == score)
 
 
@@ -127,7 +127,7 @@ def _divides_by_sum(node: fx.Node) -> bool:
 
 
 def _near(node: fx.Node, steps: int = 4) -> set[fx.Node]:
-    """The nodes up to `steps` before `node`: a sum, what keeps it from zero, and the layout around both."""
+    """Return the ancestors within `steps` of `node`: a sum, its lower bound, and the layout operators around both."""
     found = {node}
     for _ in range(steps):
         found |= {source for each in found for source in each.all_input_nodes}
@@ -135,7 +135,7 @@ def _near(node: fx.Node, steps: int = 4) -> set[fx.Node]:
 
 
 def _scales(node: fx.Node) -> bool:
-    """Whether `node` multiplies by a number or by a parameter."""
+    """Return whether `node` multiplies by a scalar or by a parameter."""
     scalar = any(isinstance(argument, int | float) for argument in node.args)
     return ops.operator(node) == "mul" and (scalar or any(_is_weight(source) for source in node.all_input_nodes))
 

@@ -1,6 +1,6 @@
-"""The census as a page: what was counted, one row per family, and what keeps the others from being matched or proven.
+"""The census as a Markdown page: totals, one row per family, and the reasons of families not matched or proven.
 
-In: a `Census` and the day it was taken. Out: Markdown.
+Input: a `Census` and its date. Output: Markdown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COLUMNS = (
 
 
 def markdown(census: Census, day: date) -> str:
-    """The page docs/census.md, which `ktc census --format markdown` prints."""
+    """Return the page docs/census.md, which `ktc census --format markdown` prints."""
     return "\n".join([*_head(census, day), *table(census.families), "", *_reasons(census), ""])
 
 
@@ -26,8 +26,8 @@ captured, matched by the bundled `moe-lora` program, rewritten, and compared in 
 
 * *Experts*: whether those of every layer are rewritten.
 * *Forward*, *gradient*: the worst relative error of outputs and of all gradients over all rewrites, attention included.
-* *Routing*: what the router computes; "own code" runs as it is, before the rewritten experts.
-* *Attention*: the pattern of each distinct block; what is linear, opaque or "own code" stays as it is.
+* *Routing*: the router's computation; "own code" runs unchanged, before the rewritten experts.
+* *Attention*: the pattern of each distinct block; linear, opaque or "own code" attention is unchanged.
 """
 
 
@@ -40,7 +40,7 @@ def _head(census: Census, day: date) -> Iterator[str]:
     yield ""
     yield _ABOUT
     if len(census.families) < census.asked:
-        yield f"**Interrupted: {census.asked} families were asked for.** "
+        yield f"**Interrupted: {census.asked} families were requested.** "
     yield (
         f"{counts['families']} families: {counts['matched']} with their experts rewritten, {counts['proven']} of them "
         f"proven,\n{counts['routing']} with the routing recognised, {counts['attention']} with all their softmax "
@@ -50,7 +50,7 @@ def _head(census: Census, day: date) -> Iterator[str]:
 
 
 def table(families: Sequence[Family]) -> Iterator[str]:
-    """The lines of the table, one family each."""
+    """Yield the lines of the table, one family each."""
     yield _line(COLUMNS)
     yield _line("---" for _ in COLUMNS)
     for family in families:
@@ -62,7 +62,7 @@ def _line(cells: Sequence[str] | Iterator[str]) -> str:
 
 
 def cells(family: Family) -> tuple[str, ...]:
-    """One row of the table, as `COLUMNS` says."""
+    """Return one row of the table, in the order of `COLUMNS`."""
     own = "" if family.routing == MATCHED else "own code: "
     return (
         family.family, "rewritten" if family.matched else family.experts.partition(":")[0],
@@ -90,7 +90,7 @@ def _reasons(census: Census) -> Iterator[str]:
     told = [family for family in census.families if family.reasons]
     if not told:
         return
-    yield "## What is left"
+    yield "## Families not matched or proven"
     yield ""
     for family in told:
         yield f"* **{family.family}**: " + "; ".join(_escaped(reason) for reason in family.reasons)

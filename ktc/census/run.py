@@ -1,6 +1,6 @@
-"""One family through the compiler: its default config shrunk to a twin, captured, matched, rewritten and proven.
+"""Take one family through the compiler: its default config shrunk to a twin, captured, matched, rewritten and proven.
 
-In: a `model_type` of transformers. Out: a `Family` that says how far it came; whatever raises becomes its reason. The
+Input: a `model_type` of transformers. Output: a `Family` with the stage reached; any exception becomes its reason. The
 twin is captured in fp32, so it is its own witness.
 """
 
@@ -29,7 +29,7 @@ from ktc.prove import Witness, prove_block, witness_of
 from ktc.rewrite import RewrittenBlock, rewrite
 
 RULES, SETTINGS = "moe-lora", {"format": "bf16"}
-# What is asked is whether ktc knows the family, not what this machine can run: a plain CPU with every instruction set.
+# The census tests whether ktc knows the family, not this machine: a plain CPU with every instruction set.
 HOST = Host(
     isas=("avx512_bf16", "avx512", "avx2", "scalar"), features=frozenset(), cores=2, threads=2, numa=1,
     memory=1 << 40, gpus=(), python_abi="", compiler=None,
@@ -40,20 +40,20 @@ LARGEST = 100_000_000  # parameters of a twin; more means that a size of this fa
 
 
 def examine(family: str) -> Family:
-    """Takes one family as far as it goes. Never raises but for an interrupt."""
+    """Take one family through all stages. Raises only KeyboardInterrupt."""
     started, row = time.perf_counter(), Family(family)
     try:
         for further in _steps(row):
             row = further
-    except Exception as error:  # noqa: BLE001 - one family's failure is its reason, whatever it is
-        told = any(reason in _words(error) for reason in row.reasons)  # the plan repeats what capture said
+    except Exception as error:  # noqa: BLE001 - any failure of one family is its reason
+        told = any(reason in _words(error) for reason in row.reasons)  # the plan repeats capture's reasons
         row = row if told else replace(row, reasons=(_words(error), *row.reasons))
     gc.collect()  # graphs and modules refer to each other
     return replace(row, seconds=time.perf_counter() - started)
 
 
 def _steps(row: Family) -> Iterator[Family]:
-    """The row after each stage: described, matched, proven."""
+    """Yield the row after each stage: described, matched, proven."""
     config = twin.shrink(twin.default_config(row.family))
     config.dtype = torch.float32
     captured = capture(ModelSource(row.family, None, config, None))
@@ -80,17 +80,17 @@ def _rewritten(captured: CapturedModel) -> tuple[Matches, Plan, Sequence[Rewritt
 
 
 def _refuse_large(captured: CapturedModel) -> None:
-    """The memory guard: the twin is on meta here, and what follows gives it weights."""
+    """Guard memory: the twin is on meta here, and the next stage allocates its weights."""
     sizes = {name: p.numel() for name, p in captured.model.named_parameters()}
     if sum(sizes.values()) > LARGEST:
         largest = max(sizes, key=lambda name: sizes[name])
         message = f"the shrunk witness has {sum(sizes.values()):,} parameters, most of them in `{largest}`"
-        raise ProofFailed(Diagnostic("P302", message, hint="`twin.shrink` does not know a size of this config"))
+        raise ProofFailed(Diagnostic("P302", message, hint="a size of this config is unknown to `twin.shrink`"))
 
 
 # verdicts ------------------------------------------------------------------------------------------------------------
 def _described(row: Family, captured: CapturedModel) -> Family:
-    """What the captured blocks compute, and the verdicts before any pattern is asked."""
+    """Return the descriptions of the captured blocks, and the verdicts before pattern matching."""
     graphs = [(block, block.graph) for block in captured.blocks if block.graph is not None]
     kinds = {block.key: describe.kind_of(graph, block.class_name) for block, graph in graphs}
     experts = [(block, node) for block, graph in graphs for node in describe.experts_nodes(graph)]
@@ -114,7 +114,7 @@ def _uncaptured(captured: CapturedModel) -> tuple[str, ...]:
 
 
 def _dense_beside(captured: CapturedModel, key: str, kinds: Mapping[str, str]) -> list[str]:
-    """The dense blocks that stand in the same layers as the block `key`."""
+    """Return the dense blocks in the same layers as the block `key`."""
     layers = {site.layer for site in captured.sites_of(key)}
     return [s.block for s in captured.sites if s.layer in layers and kinds.get(s.block) == "dense"]
 
@@ -127,7 +127,7 @@ def _judged(
     row: Family, captured: CapturedModel, matches: Matches, rewrites: Sequence[BlockRewrite],
     unavailable: Sequence[Diagnostic],
 ) -> Family:  # fmt: skip
-    """The verdicts on experts, routing and attention, with the reason for each that is not `matched`."""
+    """Return the verdicts on experts, routing and attention, with the reason for each that is not `matched`."""
     by_block: dict[str, list[Match]] = {}
     for found in matches.matches:
         by_block.setdefault(found.block, []).append(found)
@@ -161,12 +161,12 @@ def _experts_verdict(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) 
     if nodes:
         return MATCHED
     if captured.facts["experts"]:
-        return "opaque: no captured block holds an experts operator: the experts run as code of their own"
+        return "opaque: no captured block has an experts operator: the experts run as the model's own code"
     return NONE
 
 
 def _routing_verdict(captured: CapturedModel, by_block: Mapping[str, list[Match]], matches: Matches) -> str:
-    """Whether the pattern of a whole MoE block (role `moe`) found every block with experts."""
+    """Return whether the pattern of a whole MoE block (role `moe`) found every block with experts."""
     for block in captured.blocks:
         if block.graph is None or not describe.experts_nodes(block.graph):
             continue
@@ -178,7 +178,7 @@ def _routing_verdict(captured: CapturedModel, by_block: Mapping[str, list[Match]
 def _attention_verdict(
     captured: CapturedModel, by_block: Mapping[str, list[Match]], matches: Matches
 ) -> tuple[str, tuple[str, ...]]:
-    """The verdict over all softmax attention, and the kind of each distinct mixer in words."""
+    """Return the verdict over all softmax attention, and the kind of each distinct mixer in words."""
     verdict, kinds = NONE, list[str]()
     for block in captured.blocks:
         if block.graph is None:
@@ -217,12 +217,12 @@ def _nearest(block: BlockGraph, matches: Matches, roles: Collection[str]) -> str
 
 # proofs --------------------------------------------------------------------------------------------------------------
 def _proven(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> BlockProof:
-    """The proof of one rewrite; what keeps it from being measured is its failure."""
+    """Return the proof of one rewrite; an exception becomes its failure."""
     class_name = captured.block(block.rewrite.block).class_name
     part = "experts" if any(a.target == "cpu_moe" for a in block.rewrite.actions) else "attention"
     try:
         proof = prove_block(captured, block, witness)
-    except Exception as error:  # noqa: BLE001 - a block that does not run is a row, not the end of the census
+    except Exception as error:  # noqa: BLE001 - a failing block is a row; the census continues
         return BlockProof(part, block.rewrite.key, class_name, failure=_words(error))
     return BlockProof(part, block.rewrite.key, class_name, proof.forward, proof.gradients, proof.holds)
 
@@ -236,7 +236,7 @@ def _wrong_words(proof: BlockProof) -> str:
 
 
 def _words(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return an error's message in one line."""
     if isinstance(error, KtcError):
         first = error.diagnostics[0]
         return f"{first.code}: {first.message}" + f" ({first.hint})" * bool(first.hint)

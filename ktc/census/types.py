@@ -1,4 +1,4 @@
-"""What the census says of a family, as frozen values with plain JSON."""
+"""The census of a family, as frozen values with plain JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Part = Literal["experts", "attention"]
 
 @dataclass(frozen=True, slots=True)
 class BlockProof:
-    """The proof of one distinct rewrite. Errors are relative Frobenius; `failure` says why there are none."""
+    """The proof of one distinct rewrite. Errors are relative Frobenius norms; `failure` is set if there are none."""
 
     part: Part
     block: str
@@ -31,10 +31,10 @@ class BlockProof:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family. Each verdict is `matched`, `none` where the model has no such part, or `opaque: ` and the reason.
+    """One family. Each verdict is `matched`, `none` for a missing part, or `opaque: ` and the reason.
 
-    `router`, `shared_experts` and `attention_kinds` describe in words what the twin computes, matched or not.
-    `reasons` are what keeps the family from being matched and proven as a whole, the most important one first.
+    `router`, `shared_experts` and `attention_kinds` describe the twin's computation, matched or not. `reasons` list why
+    the family is not matched and proven as a whole, the most important one first.
     """
 
     family: str
@@ -57,7 +57,7 @@ class Family:
 
     @property
     def proven(self) -> bool:
-        """Whether something was rewritten and every rewrite computes what the original does."""
+        """Whether something was rewritten and every rewrite equals the original."""
         return bool(self.proofs) and all(proof.holds for proof in self.proofs)
 
     @property
@@ -81,11 +81,11 @@ class Family:
 
     @property
     def worst_gradient(self) -> float | None:
-        """The largest error of all gradients, None where none was measured."""
+        """The largest error of all gradients, None if none was measured."""
         return max(self.gradients.values(), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `proofs` has one row per distinct rewrite."""
+        """Return plain values; `proofs` has one row per distinct rewrite."""
         return {
             "family": self.family, "matched": self.matched, "proven": self.proven, "experts": self.experts,
             "routing": self.routing, "attention": self.attention, "router": self.router,
@@ -108,7 +108,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """The families that were examined, sorted, of `asked` in all, with the versions that they depend on."""
+    """The families that were examined, sorted, of `asked` in total, with the versions of the dependencies."""
 
     versions: Mapping[str, str]
     families: tuple[Family, ...]
@@ -116,11 +116,13 @@ class Census:
 
     @property
     def wrong(self) -> tuple[Family, ...]:
-        """The families with a rewrite that computes something else."""
+        """The families with a wrong rewrite."""
         return tuple(f for f in self.families if f.wrong)
 
     def counts(self) -> dict[str, int]:
-        """How many families are matched, matched and proven, have their routing or attention recognised, are wrong."""
+        """Return the numbers of families matched, proven, with recognised routing, with recognised attention, and
+        wrong.
+        """
         found = self.families
         return {
             "families": len(found),
@@ -132,7 +134,7 @@ class Census:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `ktc census --json` prints."""
+        """Return the object that `ktc census --json` prints."""
         return {
             "versions": dict(self.versions),
             "counts": self.counts(),
@@ -142,5 +144,5 @@ class Census:
 
 
 def _finite(number: float | None) -> float | str | None:
-    """JSON has no infinity and no NaN; both are written as words."""
+    """Convert infinity and NaN, which JSON lacks, to text."""
     return number if number is None or abs(number) < float("inf") else str(number)

@@ -1,6 +1,6 @@
-"""Checkpoint folders: what tensors they hold and where their bytes lie, from headers alone. No model names here.
+"""Checkpoint folders: their tensors and byte ranges, read from headers alone. No model names here.
 
-Reading values is `ktc.checkpoint.reader`, which needs torch; this package does not.
+Values are read by `ktc.checkpoint.reader`, which imports torch; this package does not.
 """
 
 from __future__ import annotations

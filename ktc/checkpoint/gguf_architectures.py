@@ -1,7 +1,7 @@
-"""The architectures of GGUF files that ktc knows, and what the `gguf` package calls a tensor of transformers in them.
+"""The architectures of GGUF files that ktc reads, and the `gguf` package's names for the tensors of transformers.
 
-Converters may change more than names: who reads or writes such files (`ktc.capture.gguf_names`,
-`ktc.adapters.gguf`) says what, architecture by architecture.
+Converters may change more than names. The modules that read or write such files (`ktc.capture.gguf_names`,
+`ktc.adapters.gguf`) list these changes per architecture.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-# Architectures of GGUF and the models of transformers that become one. All but `llama` and `deepseek2` only rename and
-# stack; `llama` orders the rows of q and k by pairs; `deepseek2` may split `kv_b_proj`.
+# Architectures of GGUF and the models of transformers that are converted to them. All but `llama` and `deepseek2` only
+# rename and stack; `llama` orders the rows of q and k by pairs; `deepseek2` may split `kv_b_proj`.
 ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "qwen2moe": ("qwen2_moe",),
     "qwen3moe": ("qwen3_moe",),
@@ -19,12 +19,12 @@ ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "llama": ("mixtral",),
     "deepseek2": ("deepseek_v2", "deepseek_v3"),
 }
-# Names of transformers that the package's table spells otherwise.
+# Names of transformers that differ in the package's table.
 _SPELLED = (("e_score_correction_bias", "e_score_correction.bias"), ("self_attn.sinks", "self_attn.sinks.weight"))
 
 
 def gguf_name_of(architecture: str, layers: int) -> Callable[[str], str | None]:
-    """From a tensor's name in transformers to its name in the file, `None` where there is none."""
+    """Return a function from a tensor's name in transformers to its name in the file, `None` if it has none."""
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
     table = cast("Mapping[Any, str]", MODEL_ARCH_NAMES)

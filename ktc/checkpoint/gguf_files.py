@@ -1,7 +1,7 @@
 """The GGUF files of a folder: one file or the shards of one -> their tensors and the settings of the first.
 
-Refused, with the files by their names: files of several models or formats side by side (I120), shards that are missing
-(I114) or belong to different sets (I120), a tensor in two shards, and what `ktc.checkpoint.gguf_header` refuses.
+Refused, with the file names: files of several models or formats in one folder (I120), missing shards (I114), shards of
+different sets (I120), a tensor in two shards, and everything that `ktc.checkpoint.gguf_header` refuses.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _MOST_MISSING = 5
 
 
 def gguf_files(folder: Path) -> tuple[str, ...]:
-    """The names of the GGUF files in `folder`, hidden ones left out."""
+    """Return the names of the GGUF files in `folder`, without hidden ones."""
     return tuple(sorted(path.name for path in folder.glob("*.gguf") if not path.name.startswith(".")))
 
 
 def read_gguf(folder: Path) -> tuple[dict[str, TensorEntry], Mapping[str, Setting]]:
-    """The tensors by name, in the order of files and bytes, and the settings. Raises `InputRefused`."""
+    """Return the tensors by name, in the order of files and bytes, and the settings. Raises `InputRefused`."""
     files = _one_model(folder, gguf_files(folder))
     headers: dict[str, GgufHeader] = {}
     problems: list[Diagnostic] = []
@@ -42,7 +42,7 @@ def read_gguf(folder: Path) -> tuple[dict[str, TensorEntry], Mapping[str, Settin
 
 
 def _one_model(folder: Path, files: Sequence[str]) -> Sequence[str]:
-    """The files of the one model in the folder, shards in their order."""
+    """Return the files of the one model in the folder, shards in order."""
     shards = {file: found for file in files if (found := _SHARD.fullmatch(file))}
     if len(files) == 1 and not shards:
         return files
@@ -54,7 +54,7 @@ def _one_model(folder: Path, files: Sequence[str]) -> Sequence[str]:
     numbers = {int(found[2]) for found in shards.values()}
     missing = [number for number in range(1, int(total) + 1) if number not in numbers]
     if numbers - set(range(1, int(total) + 1)):
-        raise InputRefused(_foreign(files[-1], f"is numbered beyond the {int(total)} shards that its name says"))
+        raise InputRefused(_foreign(files[-1], f"has a number beyond the {int(total)} shards of its name"))
     if missing:
         names = listing((f"{base}-{number:05d}-of-{total}.gguf" for number in missing), _MOST_MISSING)
         message = f"{len(missing)} of {int(total)} shards are missing from `{folder}`: {names}"
@@ -78,7 +78,7 @@ def _joined(files: Sequence[str], headers: Mapping[str, GgufHeader]) -> dict[str
 
 
 def _checked_settings(files: Sequence[str], headers: Mapping[str, GgufHeader]) -> Mapping[str, Setting]:
-    """The settings of the first file, when all files agree on what set they are of. Raises `InputRefused`."""
+    """Return the settings of the first file if all files belong to one set. Raises `InputRefused`."""
     problems: list[Diagnostic] = []
     first = headers[files[0]].settings
     tensors = sum(len(header.tensors) for header in headers.values())
@@ -88,7 +88,7 @@ def _checked_settings(files: Sequence[str], headers: Mapping[str, GgufHeader]) -
         for name, value in expected.items():
             found = headers[file].settings.get(name, value)
             if found != value and not (name == "split.count" and found == 0 and len(files) == 1):
-                problems.append(_foreign(file, f"says `{name}` = {found!s:.40} where {value} belongs"))
+                problems.append(_foreign(file, f"has `{name}` = {found!s:.40}, expected {value}"))
         kind = headers[file].settings.get("general.architecture", first.get("general.architecture"))
         if kind != first.get("general.architecture"):
             problems.append(_foreign(file, f"is of architecture `{kind!s:.64}`, the first shard is not"))
@@ -100,6 +100,6 @@ def _checked_settings(files: Sequence[str], headers: Mapping[str, GgufHeader]) -
         raise InputRefused(Diagnostic("I112", message, hint=f"download or copy `{files[0]}` again"))
     kind = first.get("general.type", "model")
     if kind != "model":
-        message = f"`{files[0]}` is no model but of the type `{kind!s:.40}`"
+        message = f"`{files[0]}` is not a model but has the type `{kind!s:.40}`"
         raise InputRefused(Diagnostic("I120", message, hint="name a folder with the GGUF file of a whole model"))
     return first

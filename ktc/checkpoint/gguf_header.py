@@ -1,8 +1,8 @@
-"""The header of one GGUF file: in a path, out its settings and its tensors with their byte ranges.
+"""The header of one GGUF file: input is a path, output its settings and its tensors with their byte ranges.
 
-Nothing the header says is believed: a count, a length, a type, a shape or an offset that does not fit the file is an
-error that names the file and the place. Sizes are whole numbers of any length, compared before anything is read or
-allocated; time and memory are bounded by `MAX_HEADER_BYTES`. The data is not read.
+The header is untrusted: a count, length, type, shape or offset that does not fit the file is an error that names the
+file and the position. Sizes are integers of any length, compared before anything is read or allocated. Time and memory
+are bounded by `MAX_HEADER_BYTES`. The data is not read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_SETTINGS, _MOST_TENSORS = 1 << 16, 1 << 20
 _LONGEST_KEY, _LONGEST_NAME, _LONGEST_KEPT = 65535, 63, 1024
 _ALIGNMENT: Final = 32
 _QUANTISATION_VERSION: Final = 2
-# Of the value types, by number: format for `struct`. 8 is a string, 9 an array.
+# Value types by number, with their `struct` formats. 8 is a string, 9 an array.
 _NUMBERS: Final[Mapping[int, str]] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -37,18 +37,21 @@ _BOOL, _STRING, _ARRAY, _UINT32 = 7, 8, 9, 4
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What one file says. `settings` has numbers and short strings; arrays and long texts are walked over."""
+    """The contents of one header. `settings` has numbers and short strings; arrays and long strings are skipped."""
 
     settings: Mapping[str, Setting]
     tensors: tuple[TensorEntry, ...]
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """The header of the file at `path`, tensors in the order of their bytes. Raises `HeaderRefused` or `OSError`."""
+    """Return the header of the file at `path`, tensors in order of their bytes.
+
+    Raises `HeaderRefused` or `OSError`.
+    """
     about = path.stat()
-    if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for who writes to it
+    if not stat.S_ISREG(about.st_mode):  # opening a pipe would wait for its writer
         hint = f"remove `{path.name}`, or copy the file itself"
-        raise HeaderRefused([Diagnostic("I112", f"`{path.name}` is no regular file", hint=hint)])
+        raise HeaderRefused([Diagnostic("I112", f"`{path.name}` is not a regular file", hint=hint)])
     size = about.st_size
     with path.open("rb") as file:
         cursor = _Cursor(file, path.name, size)
@@ -60,7 +63,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Cursor:
-    """Reads on, never past the end of the file or the largest header."""
+    """Read sequentially, never beyond the end of the file or the largest header."""
 
     def __init__(self, file: BinaryIO, name: str, size: int) -> None:
         self._file, self.name, self.size, self.place = file, name, size, 0
@@ -102,12 +105,12 @@ class _Cursor:
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """How many tensors and settings there are."""
+    """Return the numbers of tensors and settings."""
     if cursor.size < 24 or cursor.take(4) != _MAGIC:
-        cursor.refuse("is no GGUF file: it does not begin with `GGUF` and a header of 24 bytes")
+        cursor.refuse("is not a GGUF file: it does not begin with `GGUF` and a header of 24 bytes")
     version = cursor.whole("I")
     if version & 0xFFFF == 0 and version:
-        cursor.refuse("is a GGUF file for machines with the high byte first, which ktc does not read")
+        cursor.refuse("is a big-endian GGUF file, which ktc does not read")
     if version not in _VERSIONS:
         cursor.refuse(f"is GGUF of version {version}; ktc reads {' and '.join(map(str, _VERSIONS))}")
     tensors, settings = cursor.whole("Q"), cursor.whole("Q")
@@ -122,7 +125,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
 
 
 def _settings(cursor: _Cursor, count: int) -> tuple[dict[str, Setting], int]:
-    """The settings, and the alignment of tensors that they name."""
+    """Return the settings, and the alignment of tensors among them."""
     kept: dict[str, Setting] = {}
     seen: set[str] = set()
     alignment = _ALIGNMENT
@@ -148,7 +151,7 @@ def _settings(cursor: _Cursor, count: int) -> tuple[dict[str, Setting], int]:
 
 
 def _value(cursor: _Cursor, key: str, kind: int) -> Setting | None:
-    """The value of a setting, `None` for one that is not kept."""
+    """Return the value of a setting, `None` for one that is not kept."""
     place = cursor.place
     if kind == _ARRAY:
         _skip_array(cursor, key)
@@ -158,14 +161,14 @@ def _value(cursor: _Cursor, key: str, kind: int) -> Setting | None:
         try:
             return raw.decode() if len(raw) <= _LONGEST_KEPT else None
         except UnicodeDecodeError:
-            cursor.refuse(f"has a text in `{key:.80}` at byte {place} that is no UTF-8")
+            cursor.refuse(f"has a text in `{key:.80}` at byte {place} that is not UTF-8")
     if kind not in _NUMBERS:
         cursor.refuse(f"gives `{key:.80}` a value of unknown type {kind} at byte {place}")
     number = cursor.number(_NUMBERS[kind])
     if kind != _BOOL:
         return number
     if number > 1:
-        cursor.refuse(f"gives `{key:.80}` a truth value of {number} at byte {place}")
+        cursor.refuse(f"gives `{key:.80}` a boolean value of {number} at byte {place}")
     return bool(number)
 
 
@@ -203,7 +206,7 @@ def _tensor(cursor: _Cursor, alignment: int) -> _Described:
     try:
         name = raw.decode()
     except UnicodeDecodeError:
-        cursor.refuse(f"has a tensor whose name is no UTF-8 at byte {place}")
+        cursor.refuse(f"has a tensor whose name is not UTF-8 at byte {place}")
     if not name or not name.isprintable():
         cursor.refuse(f"has a tensor with no readable name at byte {place}")
     dims = cursor.whole("I")
@@ -219,14 +222,14 @@ def _tensor(cursor: _Cursor, alignment: int) -> _Described:
         rows = f" in blocks of {block.weights}" if block.weights > 1 else ""
         cursor.refuse(f"gives tensor `{name}` the sizes {list(sizes)}, which no tensor of {dtype}{rows} has")
     if offset % alignment:
-        cursor.refuse(f"puts tensor `{name}` at {offset}, which is no multiple of the alignment {alignment}")
+        cursor.refuse(f"puts tensor `{name}` at {offset}, which is not a multiple of the alignment {alignment}")
     return _Described(
         name, dtype, tuple(reversed(sizes)), offset, math.prod(sizes) // block.weights * block.bytes
     )  # fmt: skip
 
 
 def _placed(cursor: _Cursor, described: Sequence[_Described], begin: int, alignment: int) -> tuple[TensorEntry, ...]:
-    """The entries in the order of their bytes: one after the other but for the alignment, and inside the file."""
+    """Return the entries in order of their bytes: contiguous except for alignment, and inside the file."""
     seen: set[str] = set()
     position = 0
     entries: list[TensorEntry] = []

@@ -1,7 +1,7 @@
-"""The tensor types of GGUF files: by number their name, and how many weights share how many bytes.
+"""The tensor types of GGUF files: name by number, weights per block and bytes per block.
 
-Names are those of ggml in lower case; plain numbers go by the names that safetensors have here (`bf16`, `i32`). Numbers
-that ggml has given up are not in the table.
+Names are those of ggml in lower case. Plain numeric types have the names of safetensors in ktc (`bf16`, `i32`). Numbers
+that ggml no longer uses are not in the table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ktc.checkpoint.header import ITEM_SIZE
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type that stores `weights` neighbours of a row in `bytes`, their scales among them."""
+    """A type that stores `weights` neighbours of a row in `bytes`, including their scales."""
 
     weights: int
     bytes: int
@@ -49,7 +49,7 @@ _BLOCK_NUMBERS: Mapping[int, tuple[str, BlockType]] = {
     41: ("q1_0", BlockType(128, 18)),
 }
 BLOCK_TYPES: Mapping[str, BlockType] = dict(_BLOCK_NUMBERS.values())
-"""By the name that `TensorEntry.dtype` has. `mxfp4` is ggml's own layout, not that of safetensors."""
+"""By the name in `TensorEntry.dtype`. `mxfp4` is ggml's own layout, not that of safetensors."""
 
 TYPE_NAMES: Mapping[int, str] = {
     **{number: name for number, (name, _) in _BLOCK_NUMBERS.items()},
@@ -60,5 +60,5 @@ UNREADABLE = frozenset({"q8_1", "q8_k", "q1_0"})  # intermediate results of ggml
 
 
 def block_of(name: str) -> BlockType:
-    """The block of a type; a plain number is a block of its own."""
+    """Return the block of a type; a plain number is a block of one."""
     return BLOCK_TYPES.get(name) or BlockType(1, ITEM_SIZE[name])

@@ -1,7 +1,7 @@
-"""Values of GGUF's block types: a row's weights, or one expert's, dequantised a band of rows at a time, or its blocks.
+"""Values of GGUF's block types: weights of a tensor or of one expert, dequantised in bands of rows, or the raw blocks.
 
-The `gguf` package says what blocks mean; it computes in fp32, and the result is rounded once. What it is given was
-checked before: whole blocks of a type that it knows.
+The `gguf` package defines the blocks. It computes in fp32, and the result is rounded once. The input has been checked:
+whole blocks of a known type.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ktc.checkpoint.gguf_types import BLOCK_TYPES
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.reader import TensorReader
 
-_BAND: Final = 1 << 20  # weights that are dequantised at once: some types need forty bytes for each meanwhile
-# Of the types that kernels multiply: where a block has its fp16 scales.
+_BAND: Final = 1 << 20  # weights dequantised per step: some types use forty bytes of temporary memory for each
+# Position of the fp16 scales in a block, for the types that kernels multiply.
 _SCALES: Final[Mapping[str, tuple[int, ...]]] = {
     "q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
 }  # fmt: skip
-_LARGE_EXPONENT: Final = 251  # from here on 12 times the scale of an MXFP4 block is beyond fp32
+_LARGE_EXPONENT: Final = 251  # from here on, 12 times the scale of an MXFP4 block exceeds fp32
 
 
 def read_dequantised(reader: TensorReader, entry: TensorEntry, expert: int | None, dtype: torch.dtype) -> Tensor:
-    """The whole tensor, or the matrix of one expert of a stack, rounded to `dtype`."""
+    """Return the whole tensor, or the matrix of one expert of a stack, rounded to `dtype`."""
     shape = entry.shape if expert is None else entry.shape[1:]
     out = torch.empty(shape, dtype=dtype)
     rows = out.view(-1, shape[-1])
@@ -40,13 +40,13 @@ def read_dequantised(reader: TensorReader, entry: TensorEntry, expert: int | Non
 
 
 def read_blocks(reader: TensorReader, entry: TensorEntry, expert: int | None) -> Tensor:
-    """The bytes of the whole tensor or of one expert's matrix: (rows, bytes of a row)."""
+    """Return the bytes of the whole tensor or of one expert's matrix: (rows, bytes of a row)."""
     whole = _as_bytes(entry)
     return reader.read(whole, _rows_of(entry, whole, expert))
 
 
 def dequantised(blocks: Tensor, type_name: str) -> Tensor:
-    """fp32 weights (rows, columns) of uint8 blocks (rows, bytes of a row)."""
+    """Return fp32 weights (rows, columns) of uint8 blocks (rows, bytes of a row)."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -56,9 +56,9 @@ def dequantised(blocks: Tensor, type_name: str) -> Tensor:
 
 
 def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
-    """GGUF's blocks of the same weights: codes (rows, 16 per block) with the earlier weight low, exponents per block.
+    """Convert to GGUF's blocks: codes (rows, 16 per block) with the earlier weight low, and exponents per block.
 
-    A block begins with its exponent, and a byte holds the weights j and j + 16.
+    A GGUF block begins with its exponent, and a byte holds the weights j and j + 16.
     """
     rows, groups = scales.shape
     pairs = codes.view(rows, groups, 16)
@@ -68,7 +68,7 @@ def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def are_finite(blocks: Tensor, type_name: str) -> bool:
-    """Whether no weight is infinite or no number: told from the scales of the types that kernels multiply."""
+    """Return whether no weight is infinite or NaN, determined from the scales of the types that kernels multiply."""
     each = blocks.view(-1, BLOCK_TYPES[type_name].bytes)
     if type_name not in _SCALES:
         doubtful = each[each[:, 0] >= _LARGE_EXPONENT] if type_name == "mxfp4" else each

@@ -1,7 +1,7 @@
-"""The header of one safetensors file: in a path, out its tensors with their byte ranges.
+"""The header of one safetensors file: input is a path, output its tensors with their byte ranges.
 
-Nothing the header says is believed: a length, a shape or an offset that does not fit the file is an error that names
-the file and the tensor. The data is not read.
+The header is untrusted: a length, shape or offset that does not fit the file is an error that names the file and the
+tensor. The data is not read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TensorEntry:
 
 
 class HeaderRefused(Exception):
-    """The file is no whole safetensors file. Carries what is wrong, for the report on all files together."""
+    """The file is not a complete safetensors file. Carries the problems, for the report on all files together."""
 
     def __init__(self, diagnostics: Sequence[Diagnostic]) -> None:
         self.diagnostics = tuple(diagnostics)
@@ -61,7 +61,7 @@ class HeaderRefused(Exception):
 
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
-    """The tensors of the file at `path`, in the order of their bytes. Raises `HeaderRefused` or `OSError`."""
+    """Return the tensors of the file at `path`, in order of their bytes. Raises `HeaderRefused` or `OSError`."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(_LENGTH_BYTES)
@@ -93,16 +93,16 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise ValueError(f"`{key}` is there twice")
+                raise ValueError(f"`{key}` appears twice")
             found[key] = value
         return found
 
     try:
         header = read_json(text, unique)
     except ValueError as error:
-        raise _refused(path, f"has a header that is no JSON: {error}") from error
+        raise _refused(path, f"has a header that is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise _refused(path, "has a header that is no JSON object")
+        raise _refused(path, "has a header that is not a JSON object")
     header = cast("dict[str, Any]", header)
     header.pop("__metadata__", None)
     return header
@@ -127,11 +127,11 @@ def _entry(path: Path, name: str, description: object, data_begin: int) -> Tenso
     fields = cast("dict[str, Any]", description)
     dtype = _DTYPES.get(str(fields.get("dtype")))
     if dtype is None:
-        raise ValueError(f"dtype `{fields.get('dtype')}` is none of {', '.join(_DTYPES)}")
+        raise ValueError(f"dtype `{fields.get('dtype')}` is not one of {', '.join(_DTYPES)}")
     shape = _whole_numbers(fields.get("shape"), "shape")
     offsets = _whole_numbers(fields.get("data_offsets"), "data_offsets")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"data_offsets {list(offsets)} are no range")
+        raise ValueError(f"data_offsets {list(offsets)} are not a range")
     needed = math.prod(shape) * ITEM_SIZE[dtype]
     if offsets[1] - offsets[0] != needed:
         raise ValueError(
@@ -143,12 +143,12 @@ def _entry(path: Path, name: str, description: object, data_begin: int) -> Tenso
 def _whole_numbers(value: object, what: str) -> tuple[int, ...]:
     numbers = cast("list[object]", value) if isinstance(value, list) else [None]
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-        raise ValueError(f"`{what}` must be a list of whole numbers, found {value!s:.80}")
+        raise ValueError(f"`{what}` must be a list of integers, found {value!s:.80}")
     return tuple(cast("list[int]", numbers))
 
 
 def _check_layout(path: Path, entries: Sequence[TensorEntry], data_begin: int, size: int) -> None:
-    """The tensors must lie one after the other, without overlap or hole, and end where the file ends."""
+    """Check that the tensors are contiguous, without overlap or hole, and end at the end of the file."""
     position = data_begin
     for entry in entries:
         if entry.end > size:

@@ -1,9 +1,9 @@
-"""The index of a checkpoint folder: in a folder, out every tensor's name, dtype, shape, file and byte range.
+"""The index of a checkpoint folder: every tensor's name, dtype, shape, file and byte range.
 
-Reads the headers of `model.safetensors` or of the shards that `model.safetensors.index.json` names, never the data.
-Where there is neither, those of the folder's GGUF file or its shards (`ktc.checkpoint.gguf_files`).
-Refused, all problems of all files together: no weights, pickled weights, a broken or truncated shard, a missing shard,
-a tensor that its shard lacks, a file name that leaves the folder.
+Reads the headers of `model.safetensors` or of the shards in `model.safetensors.index.json`, never the data. Without
+these, reads the folder's GGUF file or its shards (`ktc.checkpoint.gguf_files`).
+Refused, with all problems of all files together: no weights, pickled weights, a broken or truncated shard, a missing
+shard, a tensor missing from its shard, a file name outside the folder.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
-    """The tensors of a checkpoint by name, in the order of files and bytes. Paths are `folder / entry.file`.
+    """The tensors of a checkpoint by name, in order of files and bytes. Paths are `folder / entry.file`.
 
-    `gguf` has the settings of a GGUF file, whose tensors go by names of its own. `unread` names GGUF files beside the
-    safetensors that were read.
+    `gguf` has the settings of a GGUF file, whose tensors have GGUF names. `unread` lists GGUF files in the folder of
+    the safetensors that were read.
     """
 
     folder: Path
@@ -47,13 +47,13 @@ class CheckpointIndex:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether `folder` holds weights of any kind, so that a config alone can be told from a checkpoint."""
+    """Return whether `folder` holds weights of any kind, which distinguishes a checkpoint from a config alone."""
     patterns = ("*.safetensors", INDEX_FILE, "*.gguf", *_PICKLES)
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
 def open_index(folder: Path) -> CheckpointIndex:
-    """The index of the checkpoint in `folder`. Raises `InputRefused` with every problem found."""
+    """Return the index of the checkpoint in `folder`. Raises `InputRefused` with every problem found."""
     weight_map = _read_weight_map(folder) if (folder / INDEX_FILE).is_file() else None
     beside = gguf_files(folder)
     if weight_map is None and not (folder / SINGLE_FILE).is_file():
@@ -75,12 +75,10 @@ def _nothing_to_read(folder: Path) -> Diagnostic:
         return Diagnostic(
             "I111",
             f"`{folder}` holds pickled weights (`{pickled[0]}`), which run code when they are read",
-            hint="write it anew as safetensors: load it with transformers where you trust it, then `save_pretrained`",
+            hint="write it again as safetensors: load it with transformers where you trust it, then `save_pretrained`",
         )
     found = sorted(path.name for path in folder.glob("*.safetensors"))
-    hint = (
-        f"`{INDEX_FILE}` is missing beside `{found[0]}`" if found else "name a folder that holds the whole checkpoint"
-    )
+    hint = f"`{INDEX_FILE}` is missing for `{found[0]}`" if found else "name a folder that holds the whole checkpoint"
     message = f"`{folder}` holds neither `{SINGLE_FILE}` nor `{INDEX_FILE}` nor a GGUF file"
     return Diagnostic("I111", message, hint=hint)
 
@@ -89,7 +87,7 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
     try:
         content: Any = read_json((folder / INDEX_FILE).read_bytes())
     except ValueError as error:
-        raise InputRefused(_bad_index(f"is no JSON: {error}")) from error
+        raise InputRefused(_bad_index(f"is not JSON: {error}")) from error
     weight_map = cast("dict[str, Any]", content).get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputRefused(_bad_index("has no `weight_map` object"))
@@ -97,7 +95,7 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
     bad = {str(file)[:100] for file in weight_map.values() if not _is_shard_name(file)}
     if bad:
         raise InputRefused(
-            *(_bad_index(f"names the shard `{file}`, which is no plain file name beside it") for file in sorted(bad))
+            *(_bad_index(f"names the shard `{file}`, which is not a plain file name") for file in sorted(bad))
         )
     return weight_map
 
@@ -116,7 +114,7 @@ def _is_shard_name(file: object) -> bool:
 
 
 def _read_headers(folder: Path, files: list[str]) -> tuple[dict[str, tuple[TensorEntry, ...]], list[Diagnostic]]:
-    """The entries of each file that can be read, and what is wrong with the others."""
+    """Return the entries of each readable file, and the problems of the others."""
     by_file: dict[str, tuple[TensorEntry, ...]] = {}
     problems: list[Diagnostic] = []
     for file in files:
@@ -146,7 +144,7 @@ def _missing_tensors(weight_map: Mapping[str, str], by_file: Mapping[str, tuple[
 
 
 def _merge(weight_map: Mapping[str, str], by_file: Mapping[str, tuple[TensorEntry, ...]]) -> dict[str, TensorEntry]:
-    """All tensors of all files; where two files hold the same name, the index decides."""
+    """Return all tensors of all files; for a name in two files, the index decides."""
     merged: dict[str, TensorEntry] = {}
     for file, entries in by_file.items():
         for entry in entries:

@@ -1,7 +1,7 @@
-"""Which modules a list of names in `quantization_config` means.
+"""Match modules against a list of names in `quantization_config`.
 
-In: names, and patterns that begin with `re:`, as compressed-tensors writes them. Out: whether a module is among them.
-Patterns come from untrusted files, so none reaches an engine of regular expressions: read are literals, `.`, `.*`,
+Input: names, and patterns that begin with `re:`, as compressed-tensors writes them. Output: whether a module matches.
+Patterns come from untrusted files, so no regular-expression engine runs them. Supported are literals, `.`, `.*`,
 `\\d+`, `^`, `$`, `\\.` and `(one|other)`; anything else is refused (`UnreadablePattern`). Time is linear in the name.
 """
 
@@ -22,7 +22,7 @@ _Kind = Literal["rest", "any", "digits", "start", "end", "choice", "word"]
 
 
 class UnreadablePattern(Exception):
-    """A pattern of another form than those that are read; carries the words."""
+    """An unsupported pattern; carries the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +39,20 @@ class _Pattern:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """Modules by their whole names and by patterns that their names begin with."""
+    """Modules by full name and by patterns that match the start of their names."""
 
     exact: frozenset[str] = frozenset()
     patterns: tuple[_Pattern, ...] = ()
 
     def entry_for(self, module: str) -> str | None:
-        """The entry of the list that means `module`, as it is written there."""
+        """Return the list's entry that matches `module`, as written there."""
         if module in self.exact:
             return module
         return next((pattern.text for pattern in self.patterns if _begins(pattern.pieces, module)), None)
 
 
 def read_names(entries: Iterable[str]) -> ModuleNames:
-    """The names of a list. Raises `UnreadablePattern` at the first pattern that cannot be read."""
+    """Return the names of a list. Raises `UnreadablePattern` at the first unsupported pattern."""
     exact: list[str] = []
     patterns: list[_Pattern] = []
     for entry in entries:
@@ -83,7 +83,7 @@ def _pieces(pattern: str) -> Iterator[_Piece]:
 
 
 def _begins(pieces: Iterable[_Piece], name: str) -> bool:
-    """Whether the pieces, one after the other, match from the start of `name`."""
+    """Return whether the sequence of pieces matches from the start of `name`."""
     ends: Collection[int] = (0,)
     for piece in pieces:
         ends = _after(piece, name, ends)
@@ -93,7 +93,7 @@ def _begins(pieces: Iterable[_Piece], name: str) -> bool:
 
 
 def _after(piece: _Piece, name: str, starts: Collection[int]) -> Collection[int]:
-    """Every place at which the piece can end, when it can begin at any of `starts`."""
+    """Return every position at which the piece can end if it begins at one of `starts`."""
     match piece.kind:
         case "rest":
             return range(min(starts), len(name) + 1)
@@ -121,7 +121,7 @@ def _ends_of_word(word: str, name: str, starts: Collection[int]) -> Iterator[int
     if not isinstance(starts, range):
         yield from (start + len(word) for start in starts if name.startswith(word, start))
         return
-    place = name.find(word, starts.start)  # a range is what `.*` leaves: every place up to the end
+    place = name.find(word, starts.start)  # after `.*` the positions are a range up to the end
     while place >= 0:
         yield place + len(word)
         place = name.find(word, place + 1)

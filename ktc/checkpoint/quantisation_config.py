@@ -1,8 +1,9 @@
-"""`quantization_config` of config.json, decoded once: what was quantised, and in which blocks.
+"""`quantization_config` of config.json, decoded once: quantised modules and their blocks.
 
-In: the plain values of an untrusted file. Out: a frozen `QuantisationConfig`. Refused, all problems together, each
-naming its field (I117): values of another type (a bool is no number), sizes below 1, settings that contradict each
-other, patterns that `ktc.checkpoint.module_names` does not read. Keys that say nothing of stored weights are not read.
+Input: the plain values of an untrusted file. Output: a frozen `QuantisationConfig`. Refused, with all problems
+together, each with its field (I117): values of a wrong type (a bool is not a number), sizes below 1, contradicting
+settings, and patterns that `ktc.checkpoint.module_names` does not support. Keys without effect on stored weights are
+not read.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from ktc.checkpoint.module_names import ModuleNames, UnreadablePattern, read_nam
 from ktc.decode import Undecodable, decode
 from ktc.diagnostics import Diagnostic
 
-HINT = "use the checkpoint that is not quantised, or one with FP8 blocks, packed INT4 or MXFP4"
+HINT = "use the unquantised checkpoint, or one with FP8 blocks, packed INT4 or MXFP4"
 _READ = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4")  # the quantisation methods that ktc reads
 _ROOT = "quantization_config"
-_MOST = 1000  # groups, and patterns in all: each is compared with each module
+_MOST = 1000  # groups, and patterns in total: each is compared with each module
 _Settings = TypeVar("_Settings", "_Fields", "_GroupFields", "WeightSettings")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSettings:
-    """How compressed-tensors stores the weights of a group, by the names and defaults of its format."""
+    """The storage of a group's weights, with the names and defaults of compressed-tensors."""
 
     num_bits: int = 8
     type: Literal["int", "float"] = "int"
@@ -35,7 +36,7 @@ class WeightSettings:
     actorder: str | bool | None = None
 
     def block(self, rows: int, columns: int) -> tuple[int, int] | None:
-        """The rows and columns that share a scale in a matrix of this size, `None` where the settings do not say."""
+        """Return the rows and columns that share a scale in a matrix of this size, `None` if undefined."""
         if self.block_structure is not None:
             return self.block_structure
         if self.group_size is not None:
@@ -45,7 +46,7 @@ class WeightSettings:
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """Modules stored alike: those named, or with `classes` every one. Without `weights` they are not quantised."""
+    """Modules stored alike: those named, or with `classes` all. Without `weights` they are not quantised."""
 
     names: ModuleNames
     classes: bool
@@ -54,7 +55,7 @@ class WeightGroup:
 
 @dataclass(frozen=True, slots=True)
 class QuantisationConfig:
-    """What config.json says of quantised weights; all fields are empty where it says nothing."""
+    """The quantisation of a checkpoint from config.json; without `quantization_config` all fields are empty."""
 
     method: str | None = None
     block_size: tuple[int, int] | None = None
@@ -62,7 +63,7 @@ class QuantisationConfig:
     ignored: ModuleNames = field(default_factory=ModuleNames)
 
     def group_of(self, module: str) -> WeightGroup | None:
-        """The group that names `module`; one that names a class, as `Linear`, stands for all that no other names."""
+        """Return the group that names `module`; a group that names a class, such as `Linear`, applies to all others."""
         named = (group for group in self.groups if group.names.entry_for(module) is not None)
         return next(named, None) or next((group for group in self.groups if group.classes), None)
 
@@ -81,7 +82,7 @@ class _GroupFields:
 
 
 def read_config(config: Mapping[str, Any] | None) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]]:
-    """The decoded block, `None` being that of a checkpoint that is not quantised, and every problem in it (I117)."""
+    """Return the decoded config (`None`: not quantised) and every problem in it (I117)."""
     if config is None:
         return QuantisationConfig(), ()
     method: object = config.get("quant_method")
@@ -110,10 +111,10 @@ def _problem(message: str) -> Diagnostic:
 
 
 def _fields(raw: object, wanted: type[_Settings], place: str, problems: list[str]) -> _Settings:
-    """The fields of `wanted` that `raw` has, each decoded alone: the wrong ones are told and keep their defaults."""
+    """Return the fields of `wanted` in `raw`, each decoded alone; an invalid one is reported and keeps its default."""
     read = wanted()
     if not isinstance(raw, Mapping):
-        problems.append(f"`{place}` in config.json is no object but {type(raw).__name__}")
+        problems.append(f"`{place}` in config.json is not an object but {type(raw).__name__}")
         return read
     values = cast("Mapping[str, Any]", raw)
     names = [each.name for each in fields(wanted)]

@@ -1,9 +1,9 @@
-"""Which tensors of a checkpoint are weights, and which only say how codes become weights.
+"""Separate a checkpoint's weights from the tensors that describe their quantisation.
 
-In: the index and `quantization_config` of config.json. Out: one `StoredWeight` per weight, by the name it has where
-nothing is quantised. Known are FP8 (`weight` + `weight_scale_inv`), compressed-tensors' packed INT4 (`weight_packed` +
-`weight_scale`) and MXFP4 (`_blocks` + `_scales`). Refused (I117): codes without scales, scales of another shape than
-the config's blocks, other methods and bit widths, tensors that the config says are not quantised, and a config that
+Input: the index and `quantization_config` of config.json. Output: one `StoredWeight` per weight, by the name of the
+unquantised weight. Supported: FP8 (`weight` + `weight_scale_inv`), compressed-tensors' packed INT4 (`weight_packed` +
+`weight_scale`) and MXFP4 (`_blocks` + `_scales`). Refused (I117): codes without scales, scales that do not fit the
+config's blocks, other methods and bit widths, tensors that the config excludes from quantisation, and a config that
 `ktc.checkpoint.quantisation_config` refuses.
 """
 
@@ -24,7 +24,7 @@ _CODES = ("fp8", "fp8_e5m2")
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """One weight: `entry` holds its values, or its codes where it is `quantised`."""
+    """One weight: `entry` holds its values, or its codes if it is `quantised`."""
 
     name: str
     entry: TensorEntry
@@ -37,13 +37,13 @@ class StoredWeight:
 
 
 class _Refused(Exception):
-    """A tensor that cannot be read as the config says; carries the words."""
+    """A tensor that contradicts the config; carries the message."""
 
 
 def stored_weights(
     tensors: Mapping[str, TensorEntry], config: Mapping[str, Any] | None
 ) -> tuple[tuple[StoredWeight, ...], tuple[Diagnostic, ...]]:
-    """The weights in the order of their bytes, and what is wrong with the others."""
+    """Return the weights in order of their bytes, and the problems of the others."""
     settings, broken = read_config(config)
     if broken:
         return (), broken
@@ -61,7 +61,7 @@ def stored_weights(
 
 
 def _companions(entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> Iterable[str]:
-    """The tensors beside `entry` that belong to it and are no weights."""
+    """Return the tensors that belong to `entry` and are not weights."""
     if entry.name.endswith(".weight_packed"):
         stem = entry.name.removesuffix("_packed")
         return [name for suffix in ("_scale", "_shape", "_zero_point") if (name := stem + suffix) in tensors]
@@ -100,7 +100,7 @@ def _fp8(entry: TensorEntry, tensors: Mapping[str, TensorEntry], config: Quantis
 
 
 def _fits(found: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-    """Scales of one block per row or per matrix may leave out the dimensions of size 1."""
+    """Return whether scales fit; those of one block per row or per matrix may omit dimensions of size 1."""
     expected = scale_shape(shape, block)
     return found == expected or (
         expected[-1] == 1
@@ -118,12 +118,12 @@ def _blocks(block: tuple[int, int]) -> str:
 
 
 def _fp8_block(entry: TensorEntry, config: QuantisationConfig) -> tuple[int, int] | None:
-    """The block that the config names for `entry`, `None` where it names none."""
+    """Return the block that the config names for `entry`, `None` if it names none."""
     if config.method != "compressed-tensors":
         return config.block_size
     settings = _settings_of(entry.name.removesuffix(".weight"), config)
     if (settings.num_bits, settings.type) != (8, "float"):
-        raise _Refused(f"is fp8, but `quantization_config` says {settings.type} of {settings.num_bits} bits")
+        raise _Refused(f"is fp8, but `quantization_config` has {settings.type} of {settings.num_bits} bits")
     return settings.block(*entry.shape[-2:])
 
 

@@ -1,7 +1,7 @@
-"""Values of a checkpoint's tensors, one tensor or one run of its rows at a time, into memory of their own.
+"""Read values of a checkpoint's tensors into memory, one tensor or one range of its rows at a time.
 
-Plain positioned reads rather than a memory map: what is resident is what was asked for, and a shard that was cut short
-after its header was read is an error with a name instead of a bus error.
+Positioned reads are used instead of a memory map: only requested data is resident, and a shard that was truncated after
+its header was read is an error with a name instead of a bus error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGEST_READ = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
 class TensorReader:
-    """Reads tensors of one checkpoint folder; holds one file open. Use it as a context manager."""
+    """Read tensors of one checkpoint folder; holds one file open. Use it as a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,9 +52,9 @@ class TensorReader:
         self._close()
 
     def read(self, entry: TensorEntry, rows: slice | None = None) -> Tensor:
-        """The tensor, or the `rows` of its first dimension (no step), in its own dtype on the CPU.
+        """Return the tensor, or the `rows` of its first dimension (no step), in its own dtype on the CPU.
 
-        Raises `InputRefused` where the file ends before the tensor does or cannot be read.
+        Raises `InputRefused` if the file is truncated or unreadable.
         """
         first, count = 0, entry.shape[0] if entry.shape else 1
         if rows is not None:

@@ -1,7 +1,7 @@
-"""`WeightSource`: how one tensor of a checkpoint reaches its place in the model; `weights.json` is a list of them.
+"""`WeightSource`: how one tensor of a checkpoint becomes part of the model; `weights.json` is a list of them.
 
-Capture makes them, link writes them, the loader follows them: it needs no naming scheme of any model family.
-A row is data only: the changes of layout it asks for are named here, and `ktc.checkpoint.values` carries them out.
+Capture creates the rows, link writes them, the loader applies them without knowledge of any model family's names. A row
+is data only: it names changes of layout, which `ktc.checkpoint.values` performs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _WEIGHTS_PER_ITEM: dict[Method, int] = {"fp8": 1, "int4": 8, "mxfp4": 2}  # of t
 class Step:
     """One change of a tensor's layout; `dims` count from the first dimension of the whole tensor.
 
-    `transpose` swaps two dimensions; `deinterleave` puts what stands at even places of one before what stands at odd;
-    `deinterleave_runs` does so in each of several runs, whose number is its second argument, as of a head each.
-    `unsqueeze` puts a dimension of size 1 in front of one.
+    `transpose` swaps two dimensions. `deinterleave` moves the even elements of a dimension before the odd ones.
+    `deinterleave_runs` does so in each of several runs, for example one per head; their number is its second argument.
+    `unsqueeze` inserts a dimension of size 1 before the given one.
     """
 
     operation: Operation
@@ -52,11 +52,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """How stored codes are weights of `shape`: a scale stands for `block` rows and columns of the last two dimensions.
+    """The encoding of weights of `shape`: one scale per `block` of rows and columns of the last two dimensions.
 
-    `fp8`: `code * scale` in fp32. `int4`: eight codes per int32, lowest bits first, offset by 8, and
-    `(code - zero) * scale` in the scale's dtype; zero points are packed the same way along the rows. `mxfp4`: two E2M1
-    codes per byte, the low one first; scales are exponents of two with a bias of 127.
+    `fp8`: `code * scale` in fp32. `int4`: eight codes per int32, lowest bits first, offset by 8, and `(code - zero) *
+    scale` in the scale's dtype; zero points are packed in the same way along the rows. `mxfp4`: two E2M1 codes per
+    byte, the low one first; scales are exponents of two with a bias of 127.
     """
 
     method: Method
@@ -74,7 +74,7 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The run of the target's dimension `dim` that a tensor fills, where several tensors fill one parameter."""
+    """The range of the target's dimension `dim` that a tensor fills, if several tensors fill one parameter."""
 
     dim: int
     start: int
@@ -83,15 +83,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """One tensor of the checkpoint and where it goes.
+    """One tensor of the checkpoint and its destination.
 
     `copy` takes the whole tensor: to the parameter or buffer `target` (or a span of it), or, with `expert` and `part`,
-    to that expert's matrix of the 3-D `target`. `per_expert` takes a stacked tensor `(E, ...)` apart, one expert at a
-    time; its part names what the stock tensor holds, whose layout the target's module knows. `dtype` and `shape` are
-    those in the checkpoint; `steps` are done after the codes of a quantised tensor became weights. A `span` takes every
-    `stride`-th place of its dimension; `viewed` is the shape that it speaks of where that is not the target's own. With
-    a span, `per_expert` takes a stack of gate or up alone, which are one tensor in the model.
-    A `dtype` among `BLOCK_TYPES` is one of GGUF's: blocks of codes that carry their scales with them.
+    to that expert's matrix of the 3-D `target`. `per_expert` splits a stacked tensor `(E, ...)`, one expert at a time;
+    its part names the contents of the stock tensor, whose layout the target's module defines. `dtype` and `shape` are
+    those in the checkpoint; `steps` are applied after dequantisation. A `span` covers every `stride`-th element of its
+    dimension; `viewed` is the shape it refers to if that is not the target's own. With a span, `per_expert` takes a
+    stack of gate or up alone, which are one tensor in the model. A `dtype` in `BLOCK_TYPES` is one of GGUF's: blocks of
+    codes that include their scales.
     """
 
     target: str
@@ -110,18 +110,18 @@ class WeightSource:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the stored bytes are, as they lie there, the whole target."""
+        """Whether the stored bytes are the whole target, unchanged."""
         plain = replace(self, expert=None, part=None, transform="copy", steps=(), span=None, quantised=None, viewed=())
         return self == plain and self.block is None
 
     @property
     def block(self) -> BlockType | None:
-        """The block of a GGUF type whose bytes are no numbers."""
+        """The block of a GGUF type whose bytes are not plain numbers."""
         return BLOCK_TYPES.get(self.dtype) if self.quantised is None else None
 
     @property
     def parts(self) -> tuple[Stored, ...]:
-        """Every stored tensor that this row reads."""
+        """The stored tensors that this row reads."""
         own = Stored(self.source_key, self.dtype, self.shape)
         if self.quantised is None:
             return (own,)
@@ -130,7 +130,7 @@ class WeightSource:
 
     @property
     def plain_codes(self) -> tuple[Method, int] | None:
-        """The method and group size of codes that can be kept as they are: a scale per run of a row, no zero."""
+        """The method and group size of codes that can be kept as stored: a scale per range of a row, no zero point."""
         found = self.quantised
         if found is None or found.zero_point is not None or self.steps or self.span is not None:
             return None
@@ -141,9 +141,10 @@ class WeightSource:
 
     @property
     def plain_blocks(self) -> str | None:
-        """The type of blocks that can be kept as they are: GGUF's own, or MXFP4, whose bytes are only in another order.
+        """The type of blocks that can be kept as stored: GGUF's own, or MXFP4, whose bytes are only reordered.
 
-        A block is a run of a row of a matrix (out, in): such matrices may be transposed, but not the blocks themselves.
+        A block is a range of a row of a matrix (out, in). Such matrices may be transposed, but not the blocks
+        themselves.
         """
         turned = (Step("transpose", (1, 2)),)
         if self.transform != "per_expert" or len(self.shape) < 3 or self.steps not in ((), turned):
@@ -155,24 +156,24 @@ class WeightSource:
 
     @property
     def kept_as(self) -> tuple[str, int] | None:
-        """The format of kernels that could multiply this as it is stored, and how many weights are a group or block."""
+        """The weight format of kernels that can multiply the stored data, and the weights per group or block."""
         blocks = self.plain_blocks
         return self.plain_codes or ((blocks, BLOCK_TYPES[blocks].weights) if blocks else None)
 
     @property
     def format(self) -> str:
-        """What the checkpoint stores, in words: `bf16`, `fp8 128x128`, `int4 in groups of 32`."""
+        """The stored format as text: `bf16`, `fp8 128x128`, `int4 in groups of 32`."""
         return self.dtype if self.quantised is None else str(self.quantised)
 
     @property
     def loaded_shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor once it is dequantised and its steps are done."""
+        """The shape of the whole tensor after dequantisation and all steps."""
         shape = self.shape if self.quantised is None else self.quantised.shape
         return shape_after(self.steps, shape)
 
 
 def shape_after(steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor of `shape` after `steps`. Raises `ValueError` for a step that does not fit it."""
+    """Return the shape of a tensor of `shape` after `steps`. Raises `ValueError` for an inapplicable step."""
     for step in steps:
         shape = _shape_after_step(step, shape)
     return shape
@@ -193,13 +194,13 @@ def _shape_after_step(step: Step, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """The shape that the scales of a weight have; the last block of a row or column may be cut short."""
+    """Return the shape of a weight's scales; the last block of a row or column may be incomplete."""
     *stack, rows, columns = shape
     return (*stack, -(-rows // block[0]), -(-columns // block[1]))
 
 
 def write_sources(sources: Sequence[WeightSource]) -> str:
-    """The text of `weights.json`: a JSON array with one row per line, without the fields that say nothing."""
+    """Return the text of `weights.json`: a JSON array with one row per line, without fields that have defaults."""
     return "[\n" + ",\n".join(json.dumps(_row(source)) for source in sources) + "\n]\n"
 
 
@@ -216,7 +217,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def read_sources(text: str | bytes) -> tuple[WeightSource, ...]:
-    """The rows of a `weights.json`. Raises `ValueError` where a row is not one."""
+    """Return the rows of a `weights.json`. Raises `ValueError` for an invalid row."""
     rows: object = read_json(text)
     if not isinstance(rows, list):
         raise ValueError("expected a JSON array")
@@ -235,21 +236,21 @@ def _read_source(row: object) -> WeightSource:
 
 
 def _check(source: WeightSource) -> None:
-    """A row that was read from a file must be one that capture could have written."""
+    """Check that a row from a file is one that capture could have written. Raises `ValueError`."""
     if "/" in source.file or source.file.startswith("."):
         raise ValueError("an unknown file")
     for stored in source.parts:
         known = stored.dtype in ITEM_SIZE or (stored.dtype in BLOCK_TYPES and source.quantised is None)
         if not known or not _is_shape(stored.shape):
-            raise ValueError("an unknown dtype, or sizes that no tensor has")
+            raise ValueError("an unknown dtype, or invalid sizes")
     _check_blocks(source)
     if source.expert is not None and not 0 <= source.expert < _MOST_EXPERTS:
-        raise ValueError("an expert that no model has")
+        raise ValueError("an invalid expert number")
     stacked = source.transform == "per_expert" and source.expert is None and source.part is not None
     whole = source.transform == "copy" and (source.expert is None) == (source.part is None)
     halves = source.span is not None and source.span.dim >= 1 and source.quantised is None
     if not (stacked and len(source.shape) >= 2 and (source.span is None or halves)) and not whole:
-        raise ValueError("a transform, expert and part that do not belong together")
+        raise ValueError("an inconsistent combination of transform, expert and part")
     if stacked and any(0 in step.dims for step in source.steps):
         raise ValueError("a step that mixes experts")
     if source.span is not None and min(source.span.dim, source.span.start, source.span.length) < 0:
@@ -259,15 +260,15 @@ def _check(source: WeightSource) -> None:
     if source.span is None and (source.stride != 1 or source.viewed):
         raise ValueError("a stride or a view without a span")
     if source.stride < 1 or not _is_shape(source.viewed):
-        raise ValueError("a stride or a view that no tensor has")
+        raise ValueError("an invalid stride or view")
     if source.quantised is not None:
         _check_quantised(source, source.quantised)
-    _ = source.loaded_shape  # every step fits the shape before it
+    _ = source.loaded_shape  # raises if a step does not fit
 
 
 def _check_blocks(source: WeightSource) -> None:
     if source.block is not None and (not source.shape or source.shape[-1] % source.block.weights):
-        raise ValueError(f"rows of {list(source.shape)[-1:]} that are no blocks of {source.dtype}")
+        raise ValueError(f"rows of {list(source.shape)[-1:]} that are not blocks of {source.dtype}")
 
 
 def _is_shape(sizes: Sequence[int]) -> bool:
@@ -281,7 +282,7 @@ def _check_quantised(source: WeightSource, quantised: Quantised) -> None:
     per_item = _WEIGHTS_PER_ITEM[quantised.method]
     columns = -(-quantised.shape[-1] // per_item)
     if math.prod(source.shape) != math.prod(quantised.shape[:-1]) * columns:
-        raise ValueError(f"codes of {list(source.shape)} are no weights of {list(quantised.shape)}")
+        raise ValueError(f"codes of {list(source.shape)} are not weights of {list(quantised.shape)}")
     scales = scale_shape(quantised.shape, quantised.block)
     if math.prod(quantised.scale.shape) != math.prod(scales):
         raise ValueError(f"scales of {list(quantised.scale.shape)} where {list(scales)} are needed")

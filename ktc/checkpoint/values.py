@@ -1,7 +1,7 @@
-"""The values that a row of `weights.json` stands for: read, dequantised, laid out as the stock model holds them.
+"""Load the values of a row of `weights.json`: read, dequantise, and convert to the stock model's layout.
 
-Codes are dequantised a band of rows at a time, so that beside the result only a few megabytes are held. In: a reader,
-the index and a row. Out: the weight, or the slice of one expert. What does not fit was refused before.
+Codes are dequantised in bands of rows, so that only a few megabytes are held in addition to the result. Input: a
+reader, the index and a row. Output: the weight, or the slice of one expert. Rows have been checked before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ktc.checkpoint.index import CheckpointIndex
 from ktc.checkpoint.reader import TensorReader
 from ktc.checkpoint.source import Method, Operation, Quantised, Step, WeightSource
 
-_BAND = 1 << 22  # weights that are dequantised at once: 16 MB as fp32
+_BAND = 1 << 22  # weights dequantised per step: 16 MB as fp32
 Binary = Callable[[Tensor, Tensor], Tensor]
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -27,9 +27,9 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def read_weight(
     reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """The tensor of `source`, or of a stacked one the slice of `expert`, with its steps done, on the CPU.
+    """Return the tensor of `source`, or the slice of `expert` of a stacked one, with its steps applied, on the CPU.
 
-    A plain tensor keeps the dtype it is stored in; one of codes is rounded to `dtype`, once.
+    A plain tensor keeps its stored dtype; dequantised values are rounded to `dtype`, once.
     """
     stacked = source.transform == "per_expert" and expert is not None
     if source.block is not None:
@@ -48,7 +48,7 @@ def read_weight(
 def read_codes(
     reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes (rows, columns) and scales (rows, groups), fp32, of a source that has `plain_codes`.
+    """Return codes (rows, columns) and scales (rows, groups), fp32, of a source that has `plain_codes`.
 
     Codes of int4 are int8; of fp8 they are bytes.
     """
@@ -65,9 +65,9 @@ def read_codes(
 
 
 def read_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None) -> Tensor:
-    """The blocks (rows, bytes of a row) of a source that has `plain_blocks`, in GGUF's layout: of one expert, or all.
+    """Return the blocks (rows, bytes of a row) of a source with `plain_blocks`, in GGUF's layout, of one expert or all.
 
-    Rows are outputs, whatever the steps say.
+    Rows are outputs for any steps.
     """
     entry = index.tensors[source.source_key]
     if source.quantised is None:
@@ -89,7 +89,7 @@ def _dequantised(
     expert: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The whole weight, or (rows, columns) of one expert."""
+    """Return the whole weight, or (rows, columns) of one expert."""
     *stack, rows, columns = quantised.shape
     scale_rows = -(-rows // quantised.block[0])
     codes = _as_rows(index.tensors[source.source_key], math.prod(stack) * rows)
@@ -113,7 +113,7 @@ def _dequantised(
 
 
 def _as_rows(entry: TensorEntry, rows: int) -> TensorEntry:
-    """The same bytes as a matrix: stacked matrices one below the other, the blocks of a row side by side."""
+    """Return the same bytes as a matrix: stacked matrices concatenated by rows, the blocks of a row concatenated."""
     return replace(entry, shape=(rows, math.prod(entry.shape) // rows))
 
 
@@ -122,7 +122,7 @@ def _shifted(run: slice, by: int) -> slice:
 
 
 def _zero_points(reader: TensorReader, index: CheckpointIndex, quantised: Quantised) -> Tensor | None:
-    """(rows, groups) of int8; eight rows share a word."""
+    """Return zero points (rows, groups) as int8; eight rows share a word."""
     if quantised.zero_point is None:
         return None
     words = reader.read(index.tensors[quantised.zero_point.key])
@@ -130,7 +130,7 @@ def _zero_points(reader: TensorReader, index: CheckpointIndex, quantised: Quanti
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """The unsigned 4-bit codes of a row's bytes, lowest bits first, as int8."""
+    """Return the unsigned 4-bit codes of a row's bytes, lowest bits first, as int8."""
     packed = words.view(torch.uint8)
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).view(torch.int8).view(packed.shape[0], -1)
 
@@ -140,21 +140,21 @@ def _fp8(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, 
 
 
 def _fp8_values(codes: Tensor) -> Tensor:
-    """fp32 of E4M3: its bits, moved to where bf16 has them, are the value times 2^-120.
+    """Return fp32 values of E4M3 codes: their bits, shifted to bf16's positions, are the value times 2^-120.
 
-    PyTorch's own cast runs at 0.25 billion per second and core, this at 1.2.
+    PyTorch's own cast runs at 0.25 billion values per second and core, this at 1.2.
     """
     if codes.dtype != torch.float8_e4m3fn:
         return codes.float()
     bits = codes.view(torch.int8).to(torch.int16)
     magnitude = bits & 0x7F
-    if magnitude.numel() and int(magnitude.max()) == 0x7F:  # NaN, which has no neighbour in bf16
+    if magnitude.numel() and int(magnitude.max()) == 0x7F:  # NaN, which this shift does not convert to bf16
         return codes.float()
     return magnitude.bitwise_left_shift_(4).bitwise_or_(bits & -0x8000).view(torch.bfloat16).float().mul_(2.0**120)
 
 
 def _scale_values(scales: Tensor) -> Tensor:
-    """fp32 of scales; bytes are exponents of two."""
+    """Return scales as fp32; bytes are exponents of two."""
     if scales.dtype != torch.uint8:
         return scales.float()
     return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
@@ -173,13 +173,13 @@ def _mxfp4(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int
 
 
 def _scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Each block of `values` times its scale, in the dtype of both; the last rows and columns may be cut short."""
+    """Return each block of `values` times its scale, in their dtype; the last rows and columns may be incomplete."""
     of_row = scales.repeat_interleave(block[0], 0)[: len(values)] if block[0] > 1 else scales
     return _by_group(torch.mul, values, of_row, block[1])
 
 
 def _by_group(operation: Binary, values: Tensor, of_group: Tensor, size: int) -> Tensor:
-    """`operation` on each run of `size` columns of `values` and the column of `of_group` that belongs to it."""
+    """Apply `operation` to each range of `size` columns of `values` and the corresponding column of `of_group`."""
     whole = values.shape[1] // size
     parts: list[Tensor] = []
     if whole:
@@ -194,7 +194,7 @@ _METHODS: dict[Method, Callable[..., Tensor]] = {"fp8": _fp8, "int4": _int4, "mx
 
 
 def _laid_out(tensor: Tensor, steps: Sequence[Step], taken: int) -> Tensor:
-    """`steps` done on a tensor of which `taken` leading dimensions were taken away."""
+    """Apply `steps` to a tensor from which `taken` leading dimensions were removed."""
     for step in steps:
         runs = step.dims[1:] if step.operation == "deinterleave_runs" else ()
         dims = step.dims[: len(step.dims) - len(runs)]

@@ -1,1 +1,1 @@
-"""`ktc eval`: metrics of generated answers and multiple choice, base beside tuned."""
+"""`ktc eval`: metrics of generated answers and multiple choice, for the base and the tuned model."""

@@ -1,7 +1,7 @@
-"""A base and its tuned model side by side: each metric of both, the difference, and how sure it is.
+"""A base and its tuned model side by side: each metric of both, the difference, and its confidence interval.
 
-In: the metrics of both, over the same samples. Out: frozen `Line`s. The interval of a difference is a paired bootstrap
-(Efron and Tibshirani 1993, chapter 13): samples are drawn anew with replacement, the same ones for both models.
+Input: the metrics of both, over the same samples. Output: frozen `Line`s. The interval of a difference is a paired
+bootstrap (Efron and Tibshirani 1993, chapter 13): samples are resampled with replacement, the same for both models.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from ktc.evaluate.metrics import Metric
 
 RESAMPLES = 1000
-_OUTER = (2.5, 97.5)  # percent: what 95 of 100 intervals leave out on each side
+_OUTER = (2.5, 97.5)  # percentiles outside a 95 % interval
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One metric in percent. Without a tuned model only `base` is there; `interval` covers 95 % of the resamples."""
+    """One metric in percent. Without a tuned model only `base` is set; `interval` covers 95 % of the resamples."""
 
     name: str
     base: float
@@ -27,7 +27,7 @@ class Line:
 
 
 def compare(base: Sequence[Metric], tuned: Sequence[Metric] | None, seed: int) -> tuple[Line, ...]:
-    """Metric by metric; both have the same ones, over the same samples."""
+    """Compare metric by metric; both have the same metrics, over the same samples."""
     if tuned is None:
         return tuple(Line(metric.name, metric.value) for metric in base)
     return tuple(_line(before, after, seed) for before, after in zip(base, tuned, strict=True))

@@ -1,7 +1,7 @@
-"""What a model is evaluated on: prompts with a reference, in the formats that `ktc train` reads, or multiple choice.
+"""Evaluation data: prompts with a reference, in the formats that `ktc train` reads, or multiple choice.
 
-In: a file. Out: frozen `Item`s or `Question`s with their lines. Refused, all rows of a file together: what `ktc train`
-refuses (T5xx), text without a question and an answer (V801), and questions that cannot be answered (V802).
+Input: a file. Output: frozen `Item`s or `Question`s with their lines. Refused, with all rows of a file together: data
+that `ktc train` refuses (T5xx), text without a question and an answer (V801), and invalid questions (V802).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LETTERS = string.ascii_uppercase
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What is asked and the answer that is wanted; `raw` texts stay outside of any chat template."""
+    """A prompt and its reference answer; `raw` texts are used without a chat template."""
 
     place: Span
     asked: str | tuple[Message, ...]
@@ -34,7 +34,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Options are lettered from A on; `answer` is the letter of the right one."""
+    """Options have letters from A on; `answer` is the letter of the right one."""
 
     place: Span
     text: str
@@ -47,7 +47,7 @@ class Question:
 
 
 def read_items(path: Path, form: Format = "auto", limit: int | None = None) -> tuple[Item, ...]:
-    """The rows as prompts with references: the last answer of each is the reference. Raises InputRefused."""
+    """Return the rows as prompts with references: the last answer of each is the reference. Raises InputRefused."""
     data = read_training_data(path, form)
     if data.format == "text":
         message = f"`{path}` is text without questions and answers"
@@ -66,7 +66,7 @@ def _item(file: str, example: Example) -> Item:
 
 
 def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]:
-    """The rows of a JSONL file of multiple choice. Raises InputRefused (V802; G705 for what cannot be read)."""
+    """Return the rows of a JSONL file of multiple choice. Raises InputRefused (V802; G705 for an unreadable file)."""
     found, faults = list[Question](), list[Diagnostic]()
     for number, line in enumerate(read_text(path, unreadable="G705", not_utf8="G705").split("\n"), start=1):
         if not line.strip():
@@ -76,28 +76,28 @@ def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]
             found.append(_question(read_json(line), place))
         except ValueError as error:
             hint = 'like {"question": "2 + 2?", "options": ["3", "4"], "answer": "B"}'
-            faults.append(Diagnostic("V802", f"no question of multiple choice: {error}", place, hint=hint))
+            faults.append(Diagnostic("V802", f"not a valid multiple-choice question: {error}", place, hint=hint))
     if faults:
         raise InputRefused(*bounded(faults))
     if not found:
-        raise InputRefused(Diagnostic("V802", f"`{path}` holds no questions"))
+        raise InputRefused(Diagnostic("V802", f"`{path}` has no questions"))
     return tuple(found[:limit])
 
 
 def _question(value: object, place: Span) -> Question:
-    """Raises ValueError with what is wrong."""
+    """Decode one row. Raises ValueError with the fault."""
     fields: Mapping[str, Any] = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     missing = [name for name in ("question", "options", "answer") if name not in fields]
     if missing:
         raise ValueError(f"the row lacks {', '.join(f'`{name}`' for name in missing)}")
     text, options = fields["question"], _options(fields["options"])
     if not isinstance(text, str) or not text.strip():
-        raise ValueError("`question` is no text, or empty")
+        raise ValueError("`question` is not a text, or empty")
     return Question(place, text, options, _letter(fields["answer"], options))
 
 
 def _options(value: object) -> tuple[str, ...]:
-    """A list of texts, or an object whose keys are A, B, C and so on."""
+    """Return the options from a list of texts, or from an object with the keys A, B, C and so on."""
     if isinstance(value, dict):
         lettered = cast("dict[str, object]", value)
         if list(lettered) != list(LETTERS[: len(lettered)]):
@@ -107,14 +107,14 @@ def _options(value: object) -> tuple[str, ...]:
         listed = cast("list[object]", value) if isinstance(value, list) else []
     texts = [each for each in listed if isinstance(each, str) and each.strip()]
     if len(texts) != len(listed) or not 2 <= len(texts) <= len(LETTERS):
-        raise ValueError(f"`options` is a list of 2 to {len(LETTERS)} texts")
+        raise ValueError(f"`options` must be a list of 2 to {len(LETTERS)} texts")
     if len(set(texts)) != len(texts):
-        raise ValueError("two of the `options` are the same")
+        raise ValueError("two of the `options` are equal")
     return tuple(texts)
 
 
 def _letter(value: object, options: tuple[str, ...]) -> str:
-    """A letter, a number from 0, or the text of an option."""
+    """Return the letter of an answer: a letter, a number from 0, or the text of an option."""
     letters = LETTERS[: len(options)]
     if type(value) is int and 0 <= value < len(options):
         return letters[value]
@@ -122,4 +122,4 @@ def _letter(value: object, options: tuple[str, ...]) -> str:
         return value.strip().upper()
     if isinstance(value, str) and value in options:
         return letters[options.index(value)]
-    raise ValueError(f"`answer` is none of the options: a letter up to {letters[-1]}, a number from 0, or its text")
+    raise ValueError(f"`answer` must be an option: a letter up to {letters[-1]}, a number from 0, or its text")

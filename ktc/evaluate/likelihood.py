@@ -1,6 +1,6 @@
-"""How likely a model finds given continuations: what multiple choice ranks by, and what token accuracy counts.
+"""Log likelihoods of given continuations: the ranking of multiple choice, and token accuracy.
 
-In: token ids of prompts and their continuations. Out: a frozen `Likelihood` per pair. Nothing is generated.
+Input: token ids of prompts and their continuations. Output: a frozen `Likelihood` per pair. Nothing is generated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """`log` is the natural logarithm of the continuation's probability; `hits` of its `tokens` were the likeliest."""
+    """`log` is the natural log probability of the continuation; `hits` of its `tokens` were the most probable."""
 
     log: float
     hits: int
@@ -24,7 +24,7 @@ class Likelihood:
 
 
 def likelihoods(opened: LanguageModel, pairs: Sequence[Pair], batch_size: int) -> list[Likelihood]:
-    """Of each continuation behind its prompt, by forward passes over `batch_size` of them."""
+    """Return the likelihood of each continuation after its prompt, by forward passes over `batch_size` of them."""
     found: list[Likelihood] = []
     for start in range(0, len(pairs), batch_size):
         found += _of_batch(opened, pairs[start : start + batch_size])
@@ -32,7 +32,7 @@ def likelihoods(opened: LanguageModel, pairs: Sequence[Pair], batch_size: int) -
 
 
 def _of_batch(opened: LanguageModel, pairs: Sequence[Pair]) -> list[Likelihood]:
-    """Rows end with padding, which no token before it sees. Logits are made from the first continuation on."""
+    """Return the likelihoods of one batch, right-padded. Logits are computed from the first continuation on."""
     import torch
 
     rows = [[*prompt, *continuation] for prompt, continuation in pairs]
@@ -57,7 +57,7 @@ def _of_batch(opened: LanguageModel, pairs: Sequence[Pair]) -> list[Likelihood]:
 
 
 def _likelihood(logits: Any, continuation: Sequence[int]) -> Likelihood:
-    """`logits` [tokens, vocabulary], each row before its token of the continuation."""
+    """Return one likelihood; `logits` [tokens, vocabulary], each row before its token of the continuation."""
     import torch
 
     wanted = torch.tensor(list(continuation), device=logits.device)

@@ -1,8 +1,8 @@
-"""How answers are scored against references: three definitions of BLEU and ROUGE, told apart because their numbers are.
+"""Scores of answers against references: three definitions of BLEU and ROUGE, kept apart since their numbers differ.
 
-In: predictions and references, as many of one as of the other. Out: frozen `Metric`s that keep what each sample adds,
-so that a mean, a corpus score and their resamples come from one place. Nothing is downloaded: every library that is
-used here carries its data with it. Refused: a missing library (H230).
+Input: predictions and the same number of references. Output: frozen `Metric`s with the contribution of each sample, so
+that a mean, a corpus score and their resamples are computed in the same way. Nothing is downloaded: every library used
+here includes its data. Refused: a missing library (H230).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CJK = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]")  # s
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`statistics` [samples, k] sums over samples to what `score(sum, samples)` makes a number of, in percent."""
+    """`statistics` [samples, k] are summed over samples; `score(sum, samples)` converts the sum to percent."""
 
     name: str
     statistics: Statistics
@@ -45,7 +45,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """One way to score: `text` says how, `packages` by which libraries, `measure` does it."""
+    """One definition: `text` describes it, `packages` are its libraries, `measure` computes it."""
 
     name: DefinitionName
     text: str
@@ -53,12 +53,12 @@ class Definition:
     measure: Callable[[Sequence[str], Sequence[str]], tuple[Metric, ...]]
 
     def versions(self) -> dict[str, str]:
-        """The installed version of each library that makes these numbers."""
+        """Return the installed version of each library used."""
         return {name: versions.installed(name) or "missing" for name in self.packages}
 
 
 def definition(name: DefinitionName) -> Definition:
-    """The definition of that name. Raises `HostLacks` (H230) where a library of it is not installed."""
+    """Return the definition with this name. Raises `HostLacks` (H230) if one of its libraries is not installed."""
     found = _DEFINITIONS[name]
     missing = [package for package in found.packages if versions.installed(package) is None]
     if missing:
@@ -68,7 +68,7 @@ def definition(name: DefinitionName) -> Definition:
 
 
 def mean_metric(name: str, values: Sequence[float]) -> Metric:
-    """The mean over samples of numbers in percent."""
+    """Return the mean over samples of percentages."""
     import numpy as np
 
     return Metric(name, np.asarray(values, dtype=np.float64).reshape(-1, 1), _mean)
@@ -93,7 +93,7 @@ def _measure_lf(predictions: Sequence[str], references: Sequence[str]) -> tuple[
     cut = _jieba()
     words = [(cut(p), cut(r)) for p, r in zip(predictions, references, strict=True)]
     bleus = [_sentence_bleus(list(p), list(r))[3] for p, r in zip(predictions, references, strict=True)]
-    # LLaMA-Factory rounds each sample before it averages.
+    # LLaMA-Factory rounds each sample before averaging.
     return (mean_metric("bleu-4", [round(b, 4) for b in bleus]), *_rouge_chinese(words, digits=4))
 
 
@@ -102,7 +102,7 @@ def _has_words(*texts: Sequence[str]) -> bool:
 
 
 def _sentence_bleus(prediction: Sequence[str], reference: Sequence[str]) -> list[float]:
-    """BLEU-1 to BLEU-4 of one sample in percent, smoothed by nltk's method 3."""
+    """Return BLEU-1 to BLEU-4 of one sample in percent, smoothed by nltk's method 3."""
     nltk: Any = importlib.import_module("nltk.translate.bleu_score")
     smooth = nltk.SmoothingFunction().method3
     scores = (nltk.sentence_bleu([reference], prediction, (1 / n,) * n, smooth) for n in _ORDERS)
@@ -110,7 +110,7 @@ def _sentence_bleus(prediction: Sequence[str], reference: Sequence[str]) -> list
 
 
 def _rouge_chinese(words: Sequence[tuple[list[str], list[str]]], digits: int | None = None) -> tuple[Metric, ...]:
-    """F of rouge_chinese over words, a mean over samples."""
+    """Return F of rouge_chinese over words, a mean over samples."""
     from rouge_chinese import Rouge
 
     scorer: Any = Rouge()
@@ -127,7 +127,7 @@ def _rouge_chinese(words: Sequence[tuple[list[str], list[str]]], digits: int | N
 
 @cache
 def _jieba() -> Callable[[str], list[str]]:
-    """jieba's words, spaces among them. Its index lies in our cache, not in a folder that everybody may write to."""
+    """Return jieba's tokenizer, which keeps spaces. Its index is in ktc's cache, not in a world-writable folder."""
     import jieba
 
     jieba.setLogLevel(logging.CRITICAL)
@@ -148,7 +148,7 @@ def _measure_std(predictions: Sequence[str], references: Sequence[str]) -> tuple
 
 
 def _corpus_bleu(predictions: Sequence[str], references: Sequence[str], order: int, tokenizer: str) -> Metric:
-    """sacrebleu's BLEU of one order. A sample adds its matches and n-grams of each order and its two lengths."""
+    """Return sacrebleu's BLEU of one order. A sample adds its matches and n-grams of each order and its two lengths."""
     import numpy as np
     from sacrebleu.metrics.bleu import BLEU
 
@@ -169,7 +169,7 @@ def _corpus_bleu(predictions: Sequence[str], references: Sequence[str], order: i
 
 
 def _rouge_score(predictions: Sequence[str], references: Sequence[str], spaceless: bool) -> tuple[Metric, ...]:
-    """F of rouge-score: stemmed words, or jieba's words where its own tokenizer would drop every character."""
+    """Return F of rouge-score: stemmed words, or jieba's words where its own tokenizer drops every character."""
     from rouge_score.rouge_scorer import RougeScorer
 
     names = [name.replace("-", "").replace("l", "L") for name in _ROUGES]
@@ -184,7 +184,7 @@ def _rouge_score(predictions: Sequence[str], references: Sequence[str], spaceles
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """The interface that rouge-score asks of a tokenizer."""
+    """The tokenizer interface of rouge-score."""
 
     cut: Callable[[str], list[str]]
 

@@ -1,7 +1,7 @@
-"""Questions of multiple choice put to a model: by the letter it writes, or by the letter it finds likeliest.
+"""Multiple-choice questions: answered by the generated letter, or by the letter with the highest likelihood.
 
-In: `Question`s. Out: the letter chosen for each, "" where none was. Accuracy is the share of right letters; the share
-of the reference's tokens that a model would have written is another number, and is never called accuracy here.
+Input: `Question`s. Output: the letter chosen for each, "" for none. Accuracy is the share of right letters. Token
+accuracy, the share of reference tokens that the model ranks first, is a different number and never called accuracy.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ktc.generate.prompts import Prompt, render
 By = Literal["text", "logprob"]
 DEFINITIONS: dict[By, str] = {
     "text": "accuracy: the letter extracted from the generated text is the right one (exact match); no letter is wrong",
-    "logprob": "accuracy: of the letters, the right one has the highest log likelihood behind the prompt",
+    "logprob": "accuracy: of the letters, the right one has the highest log likelihood after the prompt",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The letter chosen ("": none), and by what: the text, or the log likelihood of each letter."""
+    """The letter chosen ("": none), and its basis: the text, or the log likelihood of each letter."""
 
     letter: str
     text: str = ""
@@ -34,7 +34,7 @@ class Choice:
 
 
 def ask(opened: LanguageModel, question: Question, *, system: str = "", raw: bool = False) -> Prompt:
-    """The question, its lettered options, and how to answer. Where there is no turn to answer in, it ends `Answer:`."""
+    """Return the prompt: the question, its lettered options, and the instruction. A raw prompt ends with `Answer:`."""
     options = "\n".join(f"{letter}. {text}" for letter, text in zip(question.letters, question.options, strict=True))
     plain = raw or not opened.has_template
     end = "Answer:" if plain else "Answer with the letter of the right option."
@@ -50,7 +50,7 @@ def choose(
     batch_size: int,
     progress: Callable[[int], None] | None = None,
 ) -> list[Choice]:
-    """One choice a question."""
+    """Return one choice per question."""
     if by == "text":
         found, _ = answer_all(opened, prompts, sampling, batch_size, progress)
         pairs = zip(questions, found, strict=True)
@@ -64,7 +64,7 @@ def choose(
 
 
 def _likeliest(opened: LanguageModel, question: Question, prompt: Prompt, batch_size: int) -> Choice:
-    """The first of the likeliest letters. Behind `Answer:` a letter follows a space."""
+    """Return the first of the most probable letters. After `Answer:` a letter follows a space."""
     space = " " if prompt.text.endswith("Answer:") else ""
     tokens = [opened.tokenizer(space + letter, add_special_tokens=False)["input_ids"] for letter in question.letters]
     found = likelihoods(opened, [(prompt.input_ids, each) for each in tokens], batch_size)
@@ -73,7 +73,7 @@ def _likeliest(opened: LanguageModel, question: Question, prompt: Prompt, batch_
 
 
 def extract(text: str, question: Question) -> str:
-    """The letter that an answer names, "" if none: `The answer is B`, `(B)`, `B.`, `B` alone, or the option's words."""
+    """Return the letter in an answer, "" if none: `The answer is B`, `(B)`, `B.`, `B` alone, or the option's text."""
     letters = question.letters
     patterns = (
         rf"(?i:\banswer\b(?:\s+is)?)[\s:=(*_`\"]*([{letters}])(?![A-Za-z'])",

@@ -1,7 +1,7 @@
-"""A compiled model evaluated, beside itself without its adapter: one load, two columns.
+"""Evaluate a compiled model with and without its adapter: one load, two columns.
 
-In: a `LanguageModel`, items or questions, and how to score. Out: a frozen `Evaluation` with the definition of its
-numbers, the versions of what made them, and every prediction. Nothing here needs a network.
+Input: a `LanguageModel`, items or questions, and a definition of scores. Output: a frozen `Evaluation` with the
+definition, the versions of the libraries used, and every prediction. No network access.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ktc.generate.prompts import Prompt, render, require_fit
 from ktc.text_files import bounded
 
 Progress = Callable[[str, int], None]
-"""Told what is running and how many samples of it are done."""
+"""Receives the running task and the number of samples done."""
 TOKEN_ACCURACY = (
-    "token accuracy: the share of a reference's tokens that are the likeliest behind the tokens before them, a mean "
+    "token accuracy: the share of a reference's tokens that are the most probable after the tokens before them, a mean "
     "over samples; nothing is generated"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`predictions` are rows for a JSONL file; `versions` names each library that made a number."""
+    """`predictions` are rows for a JSONL file; `versions` names each library used."""
 
     task: str
     definition: str
@@ -42,7 +42,7 @@ class Evaluation:
     predictions: tuple[dict[str, Any], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the predictions."""
+        """Return everything but the predictions."""
         return {
             "task": self.task,
             "definition": self.definition,
@@ -64,7 +64,7 @@ def evaluate_generation(
     token_accuracy: bool = False,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Answers to the items against their references. Raises InputRefused (G702, G703, G706)."""
+    """Score answers to the items against their references. Raises InputRefused (G702, G703, G706)."""
     prompts = _rendered(items, lambda item: render(opened, item.asked, system=system, raw=item.raw, place=item.place))
     require_fit(opened, prompts, sampling.max_new_tokens)
     references = [item.reference for item in items]
@@ -97,7 +97,7 @@ def evaluate_choices(
     raw: bool = False,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """The share of right letters. Raises InputRefused (G703, G706)."""
+    """Return the share of right letters. Raises InputRefused (G703, G706)."""
     prompts = _rendered(questions, lambda question: ask(opened, question, system=system, raw=raw))
     require_fit(opened, prompts, sampling.max_new_tokens)
 
@@ -119,7 +119,7 @@ def evaluate_choices(
 
 
 def _both(opened: LanguageModel, run: Callable[[str], Any]) -> tuple[Any, Any]:
-    """The run of the base and, where there is an adapter, that of the tuned model."""
+    """Return the result of the base and, with an adapter, that of the tuned model."""
     with without_adapter(opened):
         base = run("base" if opened.adapter else "model")
     return base, run("tuned") if opened.adapter else None
@@ -148,7 +148,7 @@ def _token_accuracy(
 
 
 def _columns(base: Any, tuned: Any, at: int) -> dict[str, Any]:
-    """The predictions of one sample: `prediction`, or `base` and `tuned`."""
+    """Return the predictions of one sample: `prediction`, or `base` and `tuned`."""
     names = {"prediction": base} if tuned is None else {"base": base, "tuned": tuned}
     return {name: _plain(run[0][at]) for name, run in names.items()}
 

@@ -39,7 +39,7 @@ class Explanation:
 
 @cache
 def explanations() -> dict[str, Explanation]:
-    """Every code with its explanation, in the order of the texts."""
+    """Return every code with its explanation, in the order of the texts."""
     found: dict[str, Explanation] = {}
     for path in sorted(_TEXTS.glob("*.md")):
         content = path.read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def explanations() -> dict[str, Explanation]:
 
 
 def explain(code: str) -> Explanation:
-    """The explanation of a code, in any case. Raises InputRefused (U020)."""
+    """Return the explanation of a code, in any case. Raises InputRefused (U020)."""
     known = explanations()
     if code.upper() in known:
         return known[code.upper()]

@@ -1,1 +1,1 @@
-"""Answers of a compiled model: prompts, batches, chat, an OpenAI-compatible server."""
+"""Text generation with a compiled model: prompts, batches, chat, an OpenAI-compatible server."""

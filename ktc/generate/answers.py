@@ -1,7 +1,7 @@
-"""Answers of a language model: token by token to a reader, or many at once.
+"""Answers of a language model: streamed token by token, or in batches.
 
-In: a `LanguageModel`, `Prompt`s and a `Sampling`. Out: frozen `Answer`s with what they took. Without a temperature the
-likeliest token is taken each time; with one, draws follow the seed.
+Input: a `LanguageModel`, `Prompt`s and a `Sampling`. Output: frozen `Answer`s with token counts and times. Without a
+temperature, decoding is greedy; with one, tokens are sampled from the seed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DEFAULT_NEW_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. `max_new_tokens` None: 256, or what the model's length leaves. `temperature` 0: greedily.
+    """Sampling settings. `max_new_tokens` None: 256, or the room left in the model's length. `temperature` 0: greedy.
 
-    `top_p` 1 and `top_k` 0 leave every token in the draw. A `stop` text ends an answer and is not part of it.
+    `top_p` 1 and `top_k` 0 exclude no token. A `stop` text ends an answer and is not part of it.
     """
 
     max_new_tokens: int | None = None
@@ -36,19 +36,19 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> None:
-        """Raises InputRefused (G707) for options that would change nothing, and for values that choose nothing."""
+        """Raise InputRefused (G707) for options without effect, and for invalid values."""
         if self.temperature == 0 and (self.top_p != 1 or self.top_k != 0):
-            message = "`--top-p` and `--top-k` choose among draws, and without a temperature nothing is drawn"
-            raise InputRefused(Diagnostic("G707", message, hint="add `--temperature 0.7`, or leave them out"))
+            message = "`--top-p` and `--top-k` apply to sampling, and without a temperature decoding is greedy"
+            raise InputRefused(Diagnostic("G707", message, hint="add `--temperature 0.7`, or remove them"))
         if not 0 < self.top_p <= 1:
-            raise InputRefused(Diagnostic("G707", f"`--top-p` is a share above 0 and up to 1, found {self.top_p:g}"))
+            raise InputRefused(Diagnostic("G707", f"`--top-p` must be above 0 and at most 1, found {self.top_p:g}"))
         if "" in self.stop:
-            raise InputRefused(Diagnostic("G707", "`--stop` is an empty text, at which every answer would end"))
+            raise InputRefused(Diagnostic("G707", "`--stop` is empty, so every answer would end immediately"))
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`num_tokens` counts what was generated, the token that ended it included."""
+    """`num_tokens` counts the generated tokens, including the one that ended the answer."""
 
     text: str
     num_tokens: int
@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What answers took: tokens read and made, seconds, and seconds until the first token where it was watched."""
+    """The cost of answers: tokens read and generated, seconds, and seconds until the first token if measured."""
 
     prompt_tokens: int
     new_tokens: int
@@ -75,7 +75,7 @@ class Pace:
 
 
 def set_seed(seed: int) -> None:
-    """Makes the draws that follow repeatable."""
+    """Seed all random number generators."""
     import transformers
 
     transformers.set_seed(seed)
@@ -88,7 +88,7 @@ def answer(
     on_text: Callable[[str], None] | None = None,
     interrupted: Event | None = None,
 ) -> tuple[Answer, Pace]:
-    """The answer to one prompt; `on_text` gets it piece by piece. Once `interrupted` is set, it ends where it is."""
+    """Return the answer to one prompt, passed piece by piece to `on_text`. Setting `interrupted` ends it early."""
     from ktc.generate.text_stream import TextStream
 
     started = time.perf_counter()
@@ -106,7 +106,7 @@ def answer_all(
     batch_size: int,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[list[Answer], Pace]:
-    """The answers in the prompts' order, `batch_size` at once; `progress` is told how many are done."""
+    """Return the answers in the prompts' order, in batches of `batch_size`; `progress` receives the number done."""
     started, found = time.perf_counter(), list[Answer]()
     room = require_fit(opened, prompts, sampling.max_new_tokens)
     for batch in batches(prompts, batch_size):
@@ -123,7 +123,7 @@ def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Pro
 
 
 def left_padded(opened: LanguageModel, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """`input_ids` and `attention_mask` [rows, longest], int64, on the input's device; short rows begin with padding."""
+    """Return `input_ids` and `attention_mask` [rows, longest], int64, on the input's device, left-padded."""
     import torch
 
     longest = max(len(row) for row in rows)
@@ -144,7 +144,7 @@ def _generate(
     streamer: Any = None,
     interrupted: Event | None = None,
 ) -> list[Answer]:
-    """`room`: the tokens behind the longest prompt of the whole file, so that batches do not change an answer."""
+    """Generate for one batch. `room` is the token limit for the whole file, so that batching does not change answers."""
     if room is None:
         room = require_fit(opened, prompts, sampling.max_new_tokens)
     inputs = left_padded(opened, [prompt.input_ids for prompt in prompts])
@@ -162,7 +162,7 @@ def _generate(
 
 
 def _config(opened: LanguageModel, sampling: Sampling, room: int | None) -> Any:
-    """The model's own generation config (its end tokens, its penalties) with our way to choose tokens."""
+    """Return the model's own generation config (its end tokens, its penalties) with the sampling settings."""
     config = copy.deepcopy(opened.model.generation_config)
     drawn = sampling.temperature > 0
     wanted = sampling.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
@@ -172,7 +172,7 @@ def _config(opened: LanguageModel, sampling: Sampling, room: int | None) -> Any:
         num_beams=1,
         temperature=sampling.temperature if drawn else 1.0,
         top_p=sampling.top_p,
-        top_k=sampling.top_k if drawn else 50,  # the library's default, with which it does not warn
+        top_k=sampling.top_k if drawn else 50,  # the library's default, which avoids its warning
         stop_strings=list(sampling.stop) or None,
         eos_token_id=sorted(opened.eos_ids) or None,
         pad_token_id=opened.pad_id,
@@ -181,7 +181,7 @@ def _config(opened: LanguageModel, sampling: Sampling, room: int | None) -> Any:
 
 
 def _on(interrupted: Event) -> Any:
-    """A criterion of transformers that ends all rows once the event is set."""
+    """Return a stopping criterion of transformers that ends all rows when the event is set."""
     import torch
 
     def criterion(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""A file of prompts answered: rows in, the same rows with an answer each out, in their order.
+"""Answer a file of prompts: the output has the same rows in the same order, each with an answer.
 
-In: the rows of a JSONL file. Out: JSONL text, every field of a row kept, and `generated`, `generated_tokens` and
-`finish` added. Refused, all rows together and before anything is generated: prompts that are too long (G703), or that
-the chat template does not take (G706).
+Input: the rows of a JSONL file. Output: JSONL text with every field of a row, and `generated`, `generated_tokens` and
+`finish`. Refused, with all rows together and before generation: prompts that are too long (G703), or that the chat
+template rejects (G706).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def answer_rows(
     batch_size: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], Pace]:
-    """Each row with its answer. Raises InputRefused (G702, G703, G706)."""
+    """Return each row with its answer. Raises InputRefused (G702, G703, G706)."""
     prompts, faults = list[Prompt](), list[Diagnostic]()
     for row in rows:
         try:
@@ -51,21 +51,21 @@ def answer_rows(
 
 
 def jsonl(rows: Sequence[dict[str, Any]]) -> str:
-    """One JSON object a line, letters of every script as they are; a row with half a character is escaped."""
+    """Return one JSON object per line, non-ASCII letters unescaped; a row with a lone surrogate is escaped."""
     lines = (json.dumps(row, ensure_ascii=False) for row in rows)
     written = (json.dumps(row) if has_lone_surrogate(line) else line for row, line in zip(rows, lines, strict=True))
     return "".join(line + "\n" for line in written)
 
 
 def require_writable(path: Path) -> None:
-    """Raises InputRefused (U003) for a file that could not be written after the work."""
+    """Raise InputRefused (U003) for a path that cannot be written, before the work."""
     reason = "it is a folder" if path.is_dir() else "" if path.absolute().parent.is_dir() else "there is no such folder"
     if reason:
         raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {reason}"))
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the rows whole. Raises InputRefused (U003)."""
+    """Write all rows atomically. Raises InputRefused (U003)."""
     try:
         write_whole(path, jsonl(rows))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""A conversation: what the user types, what the model answers, and the turns that both have behind them.
+"""A conversation between the user and the model, with its history.
 
-In: lines, as an iterator that ends when the user leaves. Out: the pace of each answer, through `say` the answers.
-`/reset` forgets the conversation, `/exit` ends it; an interrupt ends the answer that is being given.
+Input: lines, as an iterator that ends when the user leaves. Output: the pace of each answer; `say` receives the
+answers. `/reset` clears the history, `/exit` ends the conversation; an interrupt ends the current answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ktc.generate.answers import Pace, Sampling, answer
 from ktc.generate.language_model import LanguageModel
 from ktc.generate.prompts import Message, render
 
-COMMANDS = "/reset forgets what was said, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
+COMMANDS = "/reset clears the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
 
 def converse(
@@ -29,9 +29,9 @@ def converse(
     *,
     system: str = "",
 ) -> tuple[Pace, ...]:
-    """Answers line after line, each with all that was said before it, until the lines end or one is `/exit`.
+    """Answer line after line, each with the history, until the lines end or one is `/exit`.
 
-    `say` gets the pieces of answers, `tell` what is said about them. A turn that is refused is forgotten, and told.
+    `say` receives the pieces of answers, `tell` the notes. A refused turn is removed from the history and reported.
     """
     history, paces = list[Message](), list[Pace]()
     for line in lines:
@@ -40,7 +40,7 @@ def converse(
             break
         if said == "/reset":
             history.clear()
-            tell("the conversation begins anew")
+            tell("the conversation is cleared")
         elif said.startswith("/"):
             tell(f"there is no command `{said.split()[0]}`: {COMMANDS}")
         elif said:
@@ -57,7 +57,7 @@ def _turn(
     tell: Callable[[str | Diagnostic], None],
     system: str,
 ) -> list[Pace]:
-    """One question and its answer; both join the history, an interrupted answer as far as it went."""
+    """Answer one question and append both to the history; an interrupted answer is appended as far as it went."""
     asked = Message("user", said)
     try:
         prompt = render(opened, [*history, asked], system=system)
@@ -75,7 +75,7 @@ def _turn(
 
 @contextmanager
 def answers_stop() -> Generator[threading.Event]:
-    """Within it the first Ctrl-C sets the event, at which the answer ends with its token; a second one interrupts."""
+    """Set the event at the first Ctrl-C inside the context, which ends the answer; a second one interrupts."""
     stop = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:

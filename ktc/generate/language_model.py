@@ -1,7 +1,7 @@
-"""A compiled model ready to be asked: loaded once, with its tokenizer and, if one is named, an adapter on it.
+"""A compiled model ready for generation: loaded once, with its tokenizer and optionally an adapter.
 
-In: the folder OUT and what the user chose. Out: a frozen `LanguageModel`. Refused before anything is loaded: a model
-without a tokenizer, or with one of another model (G701), and an adapter that is none (A6xx).
+Input: the folder OUT and the user's choices. Output: a frozen `LanguageModel`. Refused before loading: a model without
+a tokenizer, or with the tokenizer of another model (G701), and an invalid adapter (A6xx).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOKENIZER = "tokenizer_config.json"
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """`model` is the compiled model, or a `PeftModel` around it; `max_length` the longest sequence that it knows."""
+    """`model` is the compiled model, or a `PeftModel` around it; `max_length` the model's maximum sequence length."""
 
     model: Any
     tokenizer: Any
@@ -33,7 +33,7 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its input goes."""
+        """The device of its input."""
         return self.model.get_input_embeddings().weight.device
 
     @property
@@ -42,7 +42,7 @@ class LanguageModel:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The tokens that end an answer: those of the generation config, else the tokenizer's."""
+        """The tokens that end an answer: those of the generation config, otherwise the tokenizer's."""
         found = self.model.generation_config.eos_token_id
         if found is None:
             found = self.tokenizer.eos_token_id
@@ -50,7 +50,7 @@ class LanguageModel:
 
     @property
     def pad_id(self) -> int:
-        """What fills shorter rows; it is masked, so that any token does where the tokenizer has none for it."""
+        """The padding token of shorter rows; it is masked, so any token works if the tokenizer has none."""
         found = self.tokenizer.pad_token_id
         return int(found) if found is not None else min(self.eos_ids, default=0)
 
@@ -63,10 +63,10 @@ def open_language_model(
     weights: Path | None = None,
     trust_remote_code: bool = False,
 ) -> LanguageModel:
-    """The compiled model in `out`, in evaluation mode. Raises what `ktc.load` and `attach` raise, and G701.
+    """Return the compiled model in `out`, in evaluation mode. Raises as `ktc.load` and `attach` do, and G701.
 
-    The tokenizer is the adapter's where its folder brings one (trainers save it there, with the template it was
-    trained by), else that of OUT.
+    The tokenizer is the adapter's if its folder has one (trainers save it there, with the template of the training),
+    otherwise that of OUT.
     """
     from ktc.adapters.adapter import attach, read_adapter
     from ktc.model.load import load
@@ -80,7 +80,7 @@ def open_language_model(
     model: Any = load(out, weights=weights, reference=reference, trust_remote_code=trust_remote_code)
     rows = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > rows:
-        message = f"the tokenizer has {len(tokenizer)} tokens and `{out.name}` knows {rows}"
+        message = f"the tokenizer has {len(tokenizer)} tokens, `{out.name}` has embeddings for {rows}"
         raise InputRefused(Diagnostic("G701", message, hint="use the tokenizer that the model was trained with"))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if adapter is not None:
@@ -92,7 +92,7 @@ def open_language_model(
 
 @contextmanager
 def without_adapter(opened: LanguageModel) -> Generator[None]:
-    """Within it the model answers as its base does; where there is no adapter, nothing changes."""
+    """Disable the adapter inside the context; without an adapter nothing changes."""
     if not opened.adapter:
         yield
         return

@@ -1,8 +1,8 @@
-"""What is asked of a model: text, or turns of a conversation, made into the tokens that it reads.
+"""Prompts: text or turns of a conversation, converted to tokens.
 
-In: a text, turns, or a JSONL file whose rows have `prompt` or `messages`. Out: frozen `Prompt`s. Refused: a prompt or
-a file without anything in it (G702), a prompt that is too long (G703), a file that cannot be read or is no UTF-8
-(G705), and rows that ask nothing, all of a file together (G706).
+Input: a text, turns, or a JSONL file whose rows have `prompt` or `messages`. Output: frozen `Prompt`s. Refused: an
+empty prompt or file (G702), a prompt that is too long (G703), a file that is unreadable or not UTF-8 (G705), and
+invalid rows, all of a file together (G706).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what the model reads, template and all; `place` is where it comes from."""
+    """`text` is the model's input, including the template; `place` is its origin."""
 
     text: str
     input_ids: tuple[int, ...]
@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a file: its place, its fields as they were, and what it asks: a text, or turns."""
+    """A row of a file: its place, its original fields, and its prompt: a text, or turns."""
 
     place: Span
     fields: Mapping[str, Any]
@@ -56,18 +56,18 @@ def render(
     raw: bool = False,
     place: Span | None = None,
 ) -> Prompt:
-    """The tokens of what is asked, up to where the answer begins. Raises InputRefused (G702).
+    """Return the tokens of a prompt, up to where the answer begins. Raises InputRefused (G702).
 
-    With a chat template, a text is a turn of the user. Without one, or `raw`, a text stays as it is and turns are
-    joined by line breaks, an answer ending with the end of the text: as `ktc train` writes them.
+    With a chat template, a text is a turn of the user. Without one, or with `raw`, a text is unchanged and turns are
+    joined by line breaks, an answer ending with the end of the text, as in `ktc train`.
     """
     turns = (Message("user", asked),) if isinstance(asked, str) else tuple(asked)
     if not any(turn.content.strip() for turn in turns):
-        raise InputRefused(Diagnostic("G702", "the prompt is empty", place, hint="ask something"))
+        raise InputRefused(Diagnostic("G702", "the prompt is empty", place, hint="write a prompt"))
     if system and turns[0].role != "system":
         turns = (Message("system", system), *turns)
     if any(has_lone_surrogate(turn.content) for turn in turns):
-        message = "the prompt has half of a character (`\\ud800` to `\\udfff` alone, or a byte that is no UTF-8)"
+        message = "the prompt has a lone surrogate (`\\ud800` to `\\udfff`) or a byte that is not UTF-8"
         raise InputRefused(Diagnostic("G706", message, place, hint="write it as UTF-8"))
     tokenizer = opened.tokenizer
     if opened.has_template and not raw:
@@ -79,9 +79,9 @@ def render(
 
 
 def require_fit(opened: LanguageModel, prompts: Sequence[Prompt], max_new_tokens: int | None) -> int | None:
-    """The tokens that are left behind the longest prompt, None for a model without a limit.
+    """Return the number of tokens left after the longest prompt, None for a model without a limit.
 
-    Raises InputRefused (G703) with every prompt behind which there is no room for `max_new_tokens` (None: for one).
+    Raises InputRefused (G703) with every prompt that leaves no room for `max_new_tokens` (None: for one).
     """
     limit = opened.max_length
     if limit is None or not prompts:
@@ -94,7 +94,7 @@ def require_fit(opened: LanguageModel, prompts: Sequence[Prompt], max_new_tokens
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """The rows of a JSONL file. Raises InputRefused (G702, G705, G706) with all that is wrong in it."""
+    """Return the rows of a JSONL file. Raises InputRefused (G702, G705, G706) with all faults."""
     rows, faults = list[Row](), list[Diagnostic]()
     for number, line in enumerate(read_text(path, unreadable="G705", not_utf8="G705").split("\n"), start=1):
         if not line.strip():
@@ -103,7 +103,7 @@ def read_rows(path: Path) -> tuple[Row, ...]:
         try:
             value: object = read_json(line)
         except ValueError as error:
-            faults.append(Diagnostic("G706", f"this is no JSON: {error}", place, hint="a row is one JSON object"))
+            faults.append(Diagnostic("G706", f"this is not JSON: {error}", place, hint="a row is one JSON object"))
             continue
         asked = _asked(value, place, faults)
         if asked is not None:
@@ -112,12 +112,12 @@ def read_rows(path: Path) -> tuple[Row, ...]:
         raise InputRefused(*bounded(faults))
     if not rows:
         hint = 'a row is a JSON object: {"prompt": "..."}'
-        raise InputRefused(Diagnostic("G702", f"`{path}` asks nothing", hint=hint))
+        raise InputRefused(Diagnostic("G702", f"`{path}` has no prompts", hint=hint))
     return tuple(rows)
 
 
 def _asked(value: object, place: Span, faults: list[Diagnostic]) -> str | tuple[Message, ...] | None:
-    """What a row asks; None, and a fault, where it asks nothing."""
+    """Return the prompt of a row; None, and a fault, if it has none."""
 
     def refuse(message: str, hint: str = "") -> None:
         faults.append(Diagnostic("G706", message, place, hint=hint))
@@ -132,7 +132,7 @@ def _asked(value: object, place: Span, faults: list[Diagnostic]) -> str | tuple[
         return refuse("a row has one of the fields `prompt` and `messages`", near)
     if "prompt" in fields:
         prompt: object = fields["prompt"]
-        return prompt if isinstance(prompt, str) and prompt.strip() else refuse("`prompt` is no text, or empty")
+        return prompt if isinstance(prompt, str) and prompt.strip() else refuse("`prompt` is not a text, or empty")
     return _messages(fields["messages"]) or refuse(
         "`messages` is a list of turns with `role` and `content`, the last not the assistant's",
         f"roles are {', '.join(ROLES)}",
@@ -158,9 +158,9 @@ def _templated(tokenizer: Any, turns: Sequence[Message], place: Span | None) -> 
     messages = [{"role": turn.role, "content": turn.content} for turn in turns]
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except (TemplateError, ValueError) as error:  # a template refuses roles that it does not know
-        message = f"the chat template does not take these turns: {error}"
-        raise InputRefused(Diagnostic("G706", message, place, hint="`--raw` asks without the template")) from error
+    except (TemplateError, ValueError) as error:  # a template refuses unknown roles
+        message = f"the chat template rejects these turns: {error}"
+        raise InputRefused(Diagnostic("G706", message, place, hint="`--raw` works without the template")) from error
 
 
 def _joined(tokenizer: Any, turns: Sequence[Message]) -> str:
@@ -172,5 +172,5 @@ def _too_long(prompt: Prompt, limit: int, wanted: int) -> Diagnostic:
     length = len(prompt.input_ids)
     message = f"the prompt has {length} tokens; with {wanted} to generate, the model's {limit} are not enough"
     room = limit - length
-    hint = f"`--max-new-tokens {room}` is what is left" if room > 0 else "shorten the prompt"
+    hint = f"`--max-new-tokens {room}` is the maximum" if room > 0 else "shorten the prompt"
     return Diagnostic("G703", message, prompt.place, hint=hint)

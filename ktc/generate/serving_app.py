@@ -1,8 +1,8 @@
-"""The server of transformers with one model in it, which is loaded already and compiled.
+"""The server of transformers with one model in it, already loaded and compiled.
 
-In: a `LanguageModel`. Out: the FastAPI application, cut down to the paths that such a model answers. A request that is
-too long, asks for what is not there or has a value of another type is refused with 400 or 422, never ignored.
-Requests wait for each other: one thread generates, and the seed of a request is set there.
+Input: a `LanguageModel`. Output: the FastAPI application, reduced to the paths that this model supports. A request that
+is too long, uses a missing feature or has a value of a wrong type is refused with 400 or 422, never ignored.
+Requests are serialised: one thread generates, and the seed of a request is set there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SEED = "seed_of_the_request"
 
 
 def serving_app(opened: LanguageModel) -> Any:
-    """The application; its other paths (loading models by name, audio) are taken out."""
+    """Return the application without its other paths (loading models by name, audio)."""
     build: Any = build_server
     manager, state = _OneModel(opened), _Generation(opened)
     handlers = {
@@ -45,14 +45,14 @@ def serving_app(opened: LanguageModel) -> Any:
         "systemone_handler": None,
         "generation_state": state,
     }
-    known = inspect.signature(build).parameters  # releases before 5.23 know fewer
+    known = inspect.signature(build).parameters  # releases before 5.23 have fewer
     app = build(manager, **{name: value for name, value in handlers.items() if name in known})
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in PATHS]
     return app
 
 
 class _OneModel(ModelManager):
-    """Whatever is asked for, there is one model; it stays loaded."""
+    """A model manager with the one loaded model under every name."""
 
     def __init__(self, opened: LanguageModel) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ class _OneModel(ModelManager):
         return [{"id": name, "object": "model", "created": self._since, "owned_by": "ktc"}]
 
     def shutdown(self) -> None:
-        """The model is not this manager's to unload."""
+        """Do nothing: this manager does not own the model."""
 
 
 class _Generation(GenerationState):
-    """One thread generates for every path."""
+    """One thread generates for all paths."""
 
     def __init__(self, opened: LanguageModel) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Generation(GenerationState):
 
 
 class _Queued(GenerateManager):
-    """`generate` for one request after the other, each with its seed and up to its stop texts."""
+    """`generate` for one request at a time, each with its seed and stop texts."""
 
     def __init__(self, opened: LanguageModel) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _Queued(GenerateManager):
         return HeldText(_stop_texts(gen_config)).add(text, complete=True), *rest
 
     def _require_fit(self, inputs: Any, config: Any) -> None:
-        """Refuses a prompt that leaves no room; asks for no more than the room that is left."""
+        """Refuse a prompt that leaves no room; limit the new tokens to the room left."""
         length, limit = int(inputs["input_ids"].shape[-1]), self._opened.max_length
         if length == 0:
             raise HTTPException(400, "the prompt is empty")
@@ -130,7 +130,7 @@ class _Queued(GenerateManager):
 
 @dataclass(frozen=True, slots=True)
 class _Seeded:
-    """`generate` with a seed set right before it, on the thread that generates."""
+    """`generate` with a seed set immediately before it, on the generating thread."""
 
     model: Any
     seed: int | None
@@ -142,7 +142,7 @@ class _Seeded:
 
 
 class _UntilStop:
-    """The queue of a stream whose text ends before a stop text. None ends it; what is no plain text passes through."""
+    """The queue of a stream whose text ends before a stop text. None ends it; other objects pass through."""
 
     def __init__(self, queue: asyncio.Queue[Any], stop: Sequence[str]) -> None:
         self._queue, self._held = queue, HeldText(stop)
@@ -186,7 +186,7 @@ def _are_texts(value: object) -> bool:
     return all(isinstance(text, str) and text for text in texts)
 
 
-# What a field may be; where it may be one thing only, anything else is not there.
+# Allowed values of a field; a single allowed value means that the feature is missing.
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "temperature": lambda v: _is_number(v) and v >= 0,
     "top_p": lambda v: _is_number(v) and 0 < v <= 1,
@@ -208,18 +208,18 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 class _Checked:
-    """Mixin before a handler: what a request says is looked at before anything is done with it."""
+    """Mixin before a handler: validates a request before any work."""
 
     model_manager: Any
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         wrong = [name for name, fits in _FIELDS.items() if body.get(name) is not None and not fits(body[name])]
         if wrong:
-            raise HTTPException(422, f"these fields have values that are not taken: {', '.join(wrong)}")
+            raise HTTPException(422, f"these fields have unsupported values: {', '.join(wrong)}")
         cast("Any", super())._validate_request(body)
 
     def _build_generation_config(self, body: dict[str, Any], *more: Any, **named: Any) -> Any:
-        """A temperature above 0 draws and one of 0 does not, whatever the model's own config says."""
+        """Return a config that samples for a temperature above 0 and not for 0, for any config of the model."""
         rest = {name: value for name, value in body.items() if name not in ("seed", "temperature")}
         config: Any = cast("Any", super())._build_generation_config(rest, *more, **named)
         temperature = body.get("temperature")
@@ -241,10 +241,10 @@ class _Chat(_Checked, ChatCompletionHandler):
         self._require_template()
         messages: Any = body.get("messages")
         if not (isinstance(messages, list) and messages):
-            raise HTTPException(422, "`messages` is a list of turns")
+            raise HTTPException(422, "`messages` must be a list of turns")
         for turn in cast("list[Any]", messages):
             if not (isinstance(turn, dict) and cast("dict[str, Any]", turn).get("role") in ROLES):
-                raise HTTPException(422, f"a turn has a `role` of {', '.join(ROLES)}, and `content`")
+                raise HTTPException(422, f"a turn must have a `role` of {', '.join(ROLES)}, and `content`")
 
 
 class _Completion(_Checked, CompletionHandler):
@@ -252,7 +252,7 @@ class _Completion(_Checked, CompletionHandler):
         super()._validate_request(body)
         prompt = body.get("prompt")
         if not (isinstance(prompt, str) and prompt):
-            raise HTTPException(422, "`prompt` is a text, and not empty")
+            raise HTTPException(422, "`prompt` must be a text, and not empty")
 
 
 class _Response(_Checked, ResponseHandler):
@@ -261,15 +261,15 @@ class _Response(_Checked, ResponseHandler):
         super()._validate_request(body)
         self._require_template()
         if not body.get("input"):
-            raise HTTPException(422, "`input` is a text or a list of turns, and not empty")
+            raise HTTPException(422, "`input` must be a text or a list of turns, and not empty")
         body.setdefault("stream", False)  # as OpenAI has it; the handler would stream
 
 
 def _require_usage() -> None:
-    """transformers fills in OpenAI's types as they were when it was released; a newer openai may ask for more."""
+    """Check that transformers can fill in OpenAI's response types; a newer openai may require more fields."""
     try:
         response.compute_usage(1, 1)
-    except ValueError as error:  # pydantic's
+    except ValueError as error:  # pydantic's ValidationError
         names = (f"{name} {versions.installed(name)}" for name in ("transformers", "openai"))
         pair = " cannot write a response of ".join(names)
         raise HTTPException(501, f"{pair}; use /v1/chat/completions, or another release of either") from error

@@ -1,6 +1,7 @@
-"""Text as its tokens come: transformers' `TextStreamer`, whose finished words go to a function, stop texts held back.
+"""Streamed text: transformers' `TextStreamer` passes finished words to a function and holds stop texts back.
 
-In: the tokenizer, the stop texts, the function. Out: a streamer for `generate`, which knows when the first token came.
+Input: the tokenizer, the stop texts, the function. Output: a streamer for `generate` that records the time of the first
+token.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from transformers import TextStreamer
 
 
 class HeldText:
-    """Text that grows, passed on up to a stop text, and never with the beginning of one that may still become whole."""
+    """Growing text, passed on up to a stop text and never with the beginning of a possible one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop, self._text, self._passed = tuple(stop), "", 0
 
     def add(self, text: str, *, complete: bool = False) -> str:
-        """What can be passed on now; with `complete` nothing follows."""
+        """Return the text that can be passed on now; with `complete` the text is final."""
         self._text += text
         start = self._passed
         self._passed = max(start, self._safe_length(complete))
@@ -34,7 +35,7 @@ class HeldText:
 
 
 class TextStream(TextStreamer):
-    """A streamer for one answer. `first_token` is when its first token came, by `time.perf_counter`."""
+    """A streamer for one answer. `first_token` is the time of its first token, by `time.perf_counter`."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -42,13 +43,13 @@ class TextStream(TextStreamer):
         self._held, self._on_text, self._prompted = HeldText(stop), on_text, False
 
     def put(self, value: Any) -> None:
-        """A prompt [1, length], then tokens [1]."""
+        """Receive a prompt [1, length], then tokens [1]."""
         if self._prompted and self.first_token is None:
             self.first_token = time.perf_counter()
         self._prompted = True
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Called with each piece of text that later tokens do not change."""
+        """Receive each piece of text that later tokens do not change."""
         if piece := self._held.add(text, complete=stream_end):
             self._on_text(piece)

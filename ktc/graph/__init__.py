@@ -1,1 +1,1 @@
-"""The contract of ktc's graphs over `torch.fx`: operators, shapes, verification, dumps and their difference."""
+"""The contract of ktc's graphs over `torch.fx`: operators, shapes, verification, folding."""

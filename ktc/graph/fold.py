@@ -1,6 +1,6 @@
-"""Folding: a region of a graph becomes one `call_module` node that keeps the region's own spelling inside.
+"""Folding: a region of a graph becomes one `call_module` node whose module holds the region's nodes.
 
-The folded node computes exactly what the region computed, so a graph stays runnable; patterns see one operator.
+The folded node computes the same as the region, so a graph stays runnable; patterns see one operator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ktc.graph.typed import nodes_of
 def fold(
     graph_module: fx.GraphModule, region: Iterable[fx.Node], result: fx.Node, first: fx.Node, name: str
 ) -> fx.Node:
-    """Replaces `region`, whose only value used outside is `result`, by one node `folded.<name>_<i>`.
+    """Replace `region`, whose only value used outside is `result`, by one node `folded.<name>_<i>`.
 
     The node's first argument is `first`; its other inputs follow in the order in which the region uses them.
     """
@@ -47,7 +47,7 @@ def fold(
 
 
 def _hold(graph_module: fx.GraphModule, region: fx.Graph, name: str) -> str:
-    """Puts `region` below `graph_module.folded` and returns where: `folded.rope_0`, the next one `folded.rope_1`."""
+    """Put `region` below `graph_module.folded` and return its path: `folded.rope_0`, the next one `folded.rope_1`."""
     if not hasattr(graph_module, "folded"):
         graph_module.add_submodule("folded", nn.Module())
     holder = graph_module.get_submodule("folded")
@@ -57,5 +57,5 @@ def _hold(graph_module: fx.GraphModule, region: fx.Graph, name: str) -> str:
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs of `node` that carry data: sizes computed from shapes are not among them."""
+    """Return the inputs of `node` that carry data, without sizes computed from shapes."""
     return [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), torch.Tensor | tuple | list)]

@@ -1,9 +1,9 @@
-"""The normal-form operators: what a captured node is called, which operands it has, which attributes.
+"""The normal-form operators: the name, operands and attributes of captured nodes.
 
-A block's graph stays runnable ATen; this table gives each node the one name that patterns, plans and dumps use
-(`node.meta["op"]`). Operands are the values a pattern names: parameters and layout arguments are not among them.
-The two semantic operators that capture inserts, `experts` and `sdpa`, are plain differentiable functions here, so a
-captured graph runs and back-propagates without any kernel.
+A block's graph stays runnable ATen. This table gives each node the one name that patterns, plans and dumps use
+(`node.meta["op"]`). Operands are the values that a pattern names, without parameters and layout arguments. The two
+semantic operators of capture, `experts` and `sdpa`, are plain differentiable functions here, so a captured graph runs
+and back-propagates without any kernel.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ktc.experts.form import parse_form
 from ktc.experts.reference import fused_moe_reference
 from ktc.graph.typed import input_of, nodes_in, tensor_of
 
-# Looked through by the matcher: they move, rename or cast a value without computing on it.
+# Transparent to the matcher: they move, rename or cast a value without computing on it.
 TRANSPARENT = frozenset({
     "reshape", "unsqueeze", "squeeze", "expand", "permute", "cast", "clone", "alias", "detach", "contiguous", "flatten",
     "unflatten", "repeat", "dropout",
 })  # fmt: skip
 COMMUTATIVE = frozenset({"add", "mul"})
-# What `from(t)` in a pattern does not look through.
+# Operators at which `from(t)` in a pattern stops.
 SEMANTIC = frozenset({"linear", "sdpa", "experts"})
-# What an operator must compute that no pattern names: an argument given otherwise is another operator.
+# Required arguments that no pattern names: with another value the node is another operator.
 PLAIN: dict[str, dict[str, Any]] = {
     "topk": {"largest": True}, "add": {"alpha": 1}, "sub": {"alpha": 1}, "div": {"rounding_mode": None},
 }  # fmt: skip
@@ -61,10 +61,11 @@ def experts(
     hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, form: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """All routed experts of one layer: hidden (T, H), indices (T, k) int64, weights (T, k) -> (T, H).
+    """Compute all routed experts of one layer: hidden (T, H), indices (T, k) int64, weights (T, k) -> (T, H).
 
     The expert tensors have the stock shapes of `form` (see `ExpertsForm`). The semantic node of capture; differentiable
-    in every floating-point argument."""
+    in every floating-point argument.
+    """
     return fused_moe_reference(hidden, indices, weights, gate_up, down, form, gate_up_bias, down_bias)
 
 
@@ -72,11 +73,11 @@ def sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int,
     sinks: Tensor | None = None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The attention core: query (b, h, s, d), key and value (b, h_kv, s, d) -> (b, s, h, d_v). `window` < 0: unlimited.
+    """Compute attention: query (b, h, s, d), key and value (b, h_kv, s, d) -> (b, s, h, d_v).
 
-    Positions attend to themselves and, if `causal`, to what stands before them, at most `window` positions back.
-    `sinks` (h,) are scores that take their share of every softmax and have no value. A `mask` (b, 1 or h, s, s), bool
-    or added to the scores, stands in the place of both.
+    Positions attend to themselves and, if `causal`, to earlier positions, at most `window` back; `window` < 0 is
+    unlimited. `sinks` (h,) are additional scores in every softmax, without a value. A `mask` (b, 1 or h, s, s), bool or
+    added to the scores, replaces `causal` and `window`.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -106,7 +107,7 @@ def _attend_with_sinks(
 
 
 def transfer(value: Tensor, device: str) -> Tensor:
-    """Moves `value` to `device`; the node that `place` inserts on an edge between two devices."""
+    """Move `value` to `device`; the node that `place` inserts on an edge between two devices."""
     return value.to(device)
 
 
@@ -116,7 +117,7 @@ def _aten_name(target: object) -> str | None:
 
 
 def name_of(node: fx.Node) -> str:
-    """The normal-form operator of a node that has none yet in its `meta`; a Python function gives its own name."""
+    """Return the normal-form operator of a node without one in its `meta`; for a Python function, its own name."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
@@ -137,13 +138,13 @@ def name_of(node: fx.Node) -> str:
 
 
 def operator(node: fx.Node) -> str:
-    """The normal-form operator of `node`."""
+    """Return the normal-form operator of `node`."""
     found = node.meta.get("op")
     return found if isinstance(found, str) else name_of(node)
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """The argument of an ATen call by its schema name, or `default` where it was not given."""
+    """Return the argument of an ATen call by its schema name, or `default` if it is missing."""
     if name in node.kwargs:
         return node.kwargs[name]
     schema = getattr(node.target, "_schema", None)
@@ -161,7 +162,7 @@ Operand = fx.Node | int | float
 
 
 def operands(node: fx.Node) -> tuple[Operand, ...]:
-    """The values a pattern sees as the operands of `node`: nodes, and scalars where the operator is arithmetic."""
+    """Return the operands of `node` as patterns see them: nodes, and scalars of arithmetic operators."""
     name = operator(node)
     if name == "cat":
         return tuple(nodes_in(node.args[0]))
@@ -176,9 +177,9 @@ def operands(node: fx.Node) -> tuple[Operand, ...]:
 
 
 def attributes(node: fx.Node) -> dict[str, int | float | bool | str]:
-    """The attributes of `node` that patterns and conditions may name. Widths are those of the meta tensors.
+    """Return the attributes of `node` for patterns and conditions. Widths are those of the meta tensors.
 
-    A rewritten node keeps those of the node it stands for in its `meta`.
+    A rewritten node keeps the attributes of its original node in its `meta`.
     """
     if "attributes" in node.meta:
         return dict(node.meta["attributes"])
@@ -187,13 +188,13 @@ def attributes(node: fx.Node) -> dict[str, int | float | bool | str]:
 
 
 def shape_of(value: object) -> tuple[Any, ...]:
-    """The (possibly symbolic) shape of a node's meta tensor, () where it has none."""
+    """Return the (possibly symbolic) shape of a node's meta tensor, () if it has none."""
     held = tensor_of(value) if isinstance(value, fx.Node) else None
     return () if held is None else tuple(held.shape)
 
 
 def works_along(node: fx.Node, wanted: object) -> bool:
-    """Whether the operator works along dimension `wanted` alone; -1 also fits one that names no dimension."""
+    """Return whether the operator works along dimension `wanted` alone; -1 also fits a node without a dimension."""
     dim = argument(node, "dim")
     dims: list[Any] = [*dim] if isinstance(dim, list | tuple) else [dim]
     first = nodes_in(node.args[0])[0] if operator(node) == "cat" else node.args[0]
@@ -212,7 +213,7 @@ def _experts_attributes(node: fx.Node) -> dict[str, Any]:
     form = parse_form(str(node.args[5]))
     count, *sizes = shape_of(node.args[4])
     hidden, intermediate = reversed(sizes) if form.transposed else sizes
-    # What rules compare `act` with; the form has every number.
+    # Values that rules compare `act` with; the form has every number.
     act = "swiglu_oai" if form.activation.up_offset else form.activation.function
     return {
         "num_experts": int(count), "hidden": int(hidden), "inter": int(intermediate), "act": act, "form": str(form),

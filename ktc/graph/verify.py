@@ -1,4 +1,4 @@
-"""The contract that a block's graph keeps after every pass. A broken one is a bug of the pass, never of the user."""
+"""The contract of a block's graph after every pass. A violation is a bug of the pass, never of the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ktc.graph.typed import nodes_of, owner_of, tensor_of
 
 
 def verify(graph: fx.GraphModule, after: str) -> None:
-    """Asserts that `graph` is well formed after the pass `after`.
+    """Assert that `graph` is well formed after the pass `after`.
 
     That is: fx's own lint, targets that resolve, an operator on every node, a shape on every tensor, one output.
     """

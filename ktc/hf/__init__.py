@@ -1,1 +1,1 @@
-"""What knows Hugging Face's names: tensor renames, model code of a checkpoint folder, tokenizers."""
+"""Code that depends on Hugging Face's names: tensor renames, model code of a checkpoint folder, tokenizers."""

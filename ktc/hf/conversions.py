@@ -1,7 +1,7 @@
-"""Where a checkpoint's tensor goes by its name alone: transformers' own conversion mapping, read and not run.
+"""The destination of a checkpoint's tensor by name: transformers' own conversion mapping, read but not run.
 
-In: the stock model on meta. Out: a function from a checkpoint name to a `Place`. Known are renamings, the stacking of
-experts, `Transpose`, `Interleave` and `Concatenate` of several tensors; any other chain is `Unmappable` by its name.
+Input: the stock model on meta. Output: a function from a checkpoint name to a `Place`. Supported are renamings, the
+stacking of experts, `Transpose`, `Interleave` and `Concatenate` of several tensors; other chains are `Unmappable`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ STACKED_PARTS: Mapping[str, Part] = {
     "up_proj_bias": "up_bias",
     "down_proj_bias": "down_bias",
 }
-"""What the stacked tensor of an experts module holds, by its own name."""
+"""The contents of the stacked tensor of an experts module, by its own name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor goes.
+    """The destination of a tensor.
 
-    `expert` and `part` say which slice of a stack of experts it is. `joined` is (dimension, which, of how many) where
-    several tensors are put side by side to make the target.
+    `expert` and `part` identify a slice of a stack of experts. `joined` is (dimension, index, number of parts) if
+    several tensors are concatenated to the target.
     """
 
     target: str
@@ -51,13 +51,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Unmappable:
-    """Why a name has no place."""
+    """The reason why a name has no destination."""
 
     reason: str
 
 
 def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str], Place | Unmappable]:
-    """From a checkpoint name to its place among `targets`, the model's state dict."""
+    """Return a function from a checkpoint name to its place among `targets`, the model's state dict."""
     mapping = get_model_conversion_mapping(model)
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
@@ -66,7 +66,7 @@ def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str]
 
     def place(name: str) -> Place | Unmappable:
         target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
-        if target not in targets and name in targets:  # a renaming that was meant for another file's names
+        if target not in targets and name in targets:  # a renaming for another file's names
             return Place(name)
         if pattern is None:
             return Place(target)
@@ -83,7 +83,7 @@ def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str]
 
 
 def _converted(converter: WeightConverter, which: int, target: str, number: int | None) -> Place | None:
-    """The place that a chain of operations gives to the `which`-th of its sources; `None` for an unknown chain."""
+    """Return the place of the `which`-th source of a chain of operations; `None` for an unknown chain."""
     chain = tuple(spelled(operation) for operation in converter.operations)
     sources, leaf = len(converter.source_patterns), target.rpartition(".")[2]
     if len(converter.target_patterns) != 1:
@@ -114,5 +114,5 @@ def _step(operation: ConversionOps) -> Step | None:
 
 
 def spelled(operation: ConversionOps) -> str:
-    """`Concatenate(1)`: the operation and its dimension."""
+    """Return the operation and its dimension, such as `Concatenate(1)`."""
     return f"{type(operation).__name__}({getattr(operation, 'dim', '')})"

@@ -1,7 +1,7 @@
-"""Code that a model folder brings along: which files, and the classes in it, once its user trusts it.
+"""Code in a model folder: its files, and, once the user trusts it, its classes.
 
-In: a model folder whose config.json has an `auto_map`. Out: names and digests of the files, without running one; the
-config and model classes, which runs them. Refused: code of another repository, code without a causal LM.
+Input: a model folder whose config.json has an `auto_map`. Output: names and digests of the files, without running them;
+the config and model classes, which runs them. Refused: code of another repository, code without a causal LM.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MODEL = "AutoModelForCausalLM"
 
 
 def code_files(folder: Path) -> dict[str, str]:
-    """The sha256 of every Python file in `folder` and below, by its path within.
+    """Return the sha256 of every Python file in `folder` and below, by its relative path.
 
-    Folders that are links are not entered. Raises `InputRefused` (I109) for a file that cannot be read.
+    Linked folders are not entered. Raises `InputRefused` (I109) for a file that cannot be read.
     """
     found: dict[str, str] = {}
     for path in sorted(folder.rglob("*.py")):
@@ -41,7 +41,7 @@ def code_files(folder: Path) -> dict[str, str]:
 
 
 def model_file(folder: Path) -> str | None:
-    """The file that `auto_map` names for causal LMs (`modeling_x.py`); None where there is none."""
+    """Return the file that `auto_map` names for causal LMs (`modeling_x.py`); None if there is none."""
     reference = _auto_map(folder).get(_MODEL)
     return None if not isinstance(reference, str) else _file(reference.split("--")[-1])
 
@@ -60,10 +60,10 @@ def _auto_map(folder: Path) -> Mapping[str, Any]:
 
 
 def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Runs the code in `folder`: the config (read from `config_folder`, if given) and the class of the model.
+    """Run the code in `folder`: the config (read from `config_folder`, if given) and the class of the model.
 
-    The config's class belongs to the model's alone, so that everything that builds a model from this config builds that
-    one. Raises `InputRefused` (I109) where the code cannot be used.
+    The config's class is registered for the model's class alone, so this config always builds this model. Raises
+    `InputRefused` (I109) if the code cannot be used.
     """
     references = _auto_map(folder)
     foreign = next((str(r) for r in references.values() if isinstance(r, str) and "--" in r), None)
@@ -73,7 +73,7 @@ def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTraine
     sealed = code_files(folder)
     for reference in (references.get(key) for key in (_MODEL, "AutoConfig")):
         if isinstance(reference, str) and _file(reference) not in sealed:
-            message = f"config.json of `{folder.name}` names code that is no file below it: `{reference:.100}`"
+            message = f"config.json of `{folder.name}` names code that is not a file below it: `{reference:.100}`"
             raise InputRefused(Diagnostic("I109", message, hint="copy its files into the folder, and name them there"))
     try:
         model_class = _class(references[_MODEL], folder, PreTrainedModel)
@@ -88,25 +88,25 @@ def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTraine
         words = (str(error).strip().splitlines() or [""])[0][:200]
         message = f"the code of `{folder.name}` cannot be used: {type(error).__name__}: {words}"
         raise InputRefused(
-            Diagnostic("I109", message, hint="try it with the transformers that it was written for")
+            Diagnostic("I109", message, hint="try it with the transformers version that it was written for")
         ) from error
     return config, model_class
 
 
 def config_class_of(model_class: type[PreTrainedModel]) -> type[PreTrainedConfig] | None:
-    """The class of the config of a model of its own code; None for a model of transformers."""
+    """Return the config class of a model with code of its own; None for a model of transformers."""
     return cast("type[PreTrainedConfig]", model_class.config_class) if is_own_code(model_class) else None
 
 
 def is_own_code(model_class: type[PreTrainedModel]) -> bool:
-    """Whether the class, or one that it is made from, came with a model folder."""
+    """Return whether the class, or one of its bases, is defined in a model folder."""
     return any(base.__module__.startswith("transformers_modules.") for base in model_class.__mro__)
 
 
 def _class(reference: str, folder: Path, wanted: type[Any]) -> Any:
     found = cast("object", get_class_from_dynamic_module(reference, str(folder), local_files_only=True))
     if not (isinstance(found, type) and issubclass(found, wanted)):
-        raise TypeError(f"`{reference}` is no `{wanted.__name__}`")
+        raise TypeError(f"`{reference}` is not a `{wanted.__name__}`")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer in the folder of a compiled model or of an adapter, without any code of theirs."""
+"""Load the tokenizer in the folder of a compiled model or of an adapter, without running code of the folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 
 
 def read_tokenizer(folder: Path, code: str, **settings: Any) -> Any:
-    """As transformers reads it, with its `settings`. Raises InputRefused by `code` where there is none that it can."""
+    """Return the tokenizer as transformers reads it, with its `settings`. Raises InputRefused with `code`."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,7 +1,7 @@
-"""Matching: which rules find which places in a captured model, and for those that find none, how near they came.
+"""Matching: find the places of each rule in a captured model, and near misses of rules without a match.
 
-Matching finds and decides nothing: conflicts are `plan`'s. It looks at the captured graphs once; a rewrite never
-makes a new match, so the order of rules cannot matter.
+Matching does not decide: conflicts are the task of `plan`. It reads the captured graphs once. A rewrite never creates
+a new match, so the order of rules has no effect.
 """
 
 from ktc.match.select import match

@@ -1,6 +1,6 @@
-"""What a program demands of a model and a host: every `require` must hold, every rule match as often as it expects.
+"""Check the demands of a program: every `require` holds, every rule matches as often as it expects.
 
-In: the rule set, the facts and how many places each rule selected. Out: one diagnostic per demand that is not met.
+Input: the rule set, the facts and the number of places of each rule. Output: one diagnostic per unmet demand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ktc.match.types import NearMiss
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many places fit a rule's root, how many of them its paths too, and how many also its `where`."""
+    """The number of places that fit a rule's root, then its paths too, then its `where` too."""
 
     structural: int
     by_path: int
@@ -26,7 +26,7 @@ class Counts:
 
 
 def unmet_requirements(rules: RuleSet, facts: Facts) -> list[Diagnostic]:
-    """One diagnostic (M063) per `require` that does not hold, with the facts it asks for as they are."""
+    """Return one diagnostic (M063) per `require` that does not hold, with the values of its facts."""
     problems: list[Diagnostic] = []
     for unit, require in rules.requires:
         if _value(require.condition, unit, rules, facts) is not True:
@@ -40,7 +40,7 @@ def unmet_requirements(rules: RuleSet, facts: Facts) -> list[Diagnostic]:
 def unmet_expectation(
     rule: RuleDefinition, rules: RuleSet, facts: Facts, counts: Counts, nearest: Sequence[NearMiss]
 ) -> Diagnostic | None:
-    """The diagnostic (M060) for a rule that selects more or fewer places than it expects, with the nearest miss."""
+    """Return the diagnostic (M060) for a rule with an unexpected number of matches, with the nearest miss."""
     wanted = _count_mismatch(rule, rules, facts, counts.selected)
     if not wanted:
         return None
@@ -58,7 +58,7 @@ def unmet_expectation(
 
 
 def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: int) -> str:
-    """What was expected instead of `count`, "" where it is as expected."""
+    """Return the expected number if `count` differs from it, otherwise ""."""
     expect = rule.declaration.expect
     if expect is None:
         return "" if count >= 1 else "at least 1"
@@ -66,7 +66,7 @@ def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: i
     if isinstance(wanted, range):
         return "" if count in wanted else f"{wanted.start}..{wanted.stop - 1}"
     if not isinstance(wanted, int):
-        return "a number that this model or host does not tell"
+        return "a number that is unknown for this model or host"
     holds = {
         "==": count == wanted, "!=": count != wanted, "<": count < wanted,
         "<=": count <= wanted, ">": count > wanted, ">=": count >= wanted,
@@ -76,12 +76,12 @@ def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: i
 
 
 def _value(expression: syntax.Expression, unit: int, rules: RuleSet, facts: Facts) -> Result:
-    """The value of an expression that asks about model and host alone."""
+    """Return the value of an expression over model and host alone."""
     return evaluate(expression, rules.units[unit].params, facts.answer)
 
 
 def _references(expression: syntax.Expression) -> Iterator[tuple[str, str]]:
-    """The facts that an expression asks for, in order."""
+    """Yield the facts in an expression, in order."""
     match expression:
         case syntax.Reference(parts=(what, attribute)):
             yield what, attribute

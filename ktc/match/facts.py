@@ -1,4 +1,4 @@
-"""What conditions may ask: attributes of captures, and facts about model and host. Unknown things are None."""
+"""Facts for conditions: attributes of captures, and facts about model and host. An unknown fact is None."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BITS = {"f64": 64, "f32": 32, "i64": 64, "fp8": 8}
 
 @dataclass(frozen=True)
 class Facts:
-    """Answers for one captured model on one host. `tokens` is the number at which intensities are taken."""
+    """The facts of one captured model on one host. `tokens` is the number of tokens for intensities."""
 
     captured: CapturedModel
     host: Host
@@ -41,11 +41,11 @@ class Facts:
         return {(b.key, n.name): n for b in self.captured.blocks if b.graph is not None for n in nodes_of(b.graph)}
 
     def node(self, block: str, name: str) -> fx.Node:
-        """A node of a block's graph, by their names."""
+        """Return a node of a block's graph by the names of both."""
         return self._nodes[block, name]
 
     def path_of(self, match: Match, binding: Binding) -> str:
-        """The module a capture stands in: the module that owns a node's weight, or what its nodes have in common."""
+        """Return the module of a capture: the owner of a node's weight, or the common path of its nodes."""
         if isinstance(binding, NodeRef):
             fqn = str(self.node(match.block, binding.node).meta.get("fqn", ""))
             return f"{match.site}.{fqn}".rstrip(".")
@@ -53,14 +53,14 @@ class Facts:
         return common_path(match.site, [str(self.node(match.block, n).meta["fqn"]) for n in nodes])
 
     def answer(self, parts: tuple[str, ...]) -> Value:
-        """What `evaluate` asks beside captures: a fact, or with `has` whether a set of facts holds a name."""
+        """Return a fact for `evaluate`, or with `has` whether a set of facts contains a name."""
         fact = self.about(parts[0], parts[1])
         if len(parts) == 4 and parts[2] == "has":
             return parts[3] in fact if isinstance(fact, tuple) else None
         return fact
 
     def about(self, what: str, attribute: str) -> Value:
-        """`host.isa`, `gpu.count`, `model.layers`."""
+        """Return a fact such as `host.isa`, `gpu.count`, `model.layers`."""
         host, gpus = self.host, self.host.gpus
         tables: dict[str, dict[str, Value]] = {
             "host": {"isa": host.isas, "cores": host.cores, "numa": host.numa, "memory": host.memory},
@@ -70,7 +70,7 @@ class Facts:
         return tables.get(what, {}).get(attribute)
 
     def attribute(self, match: Match, binding: Binding, name: str) -> Value:
-        """An attribute of a capture (or of the match itself, given as its SubMatch)."""
+        """Return an attribute of a capture (or of the match itself, given as its SubMatch)."""
         path = self.path_of(match, binding) if match.block else match.path
         match name:
             case "path":
@@ -91,7 +91,7 @@ class Facts:
                 return self._of_role(match, binding, name) if isinstance(binding, SubMatch) else None
 
     def _of_role(self, match: Match, sub: SubMatch, name: str) -> Value:
-        """An attribute that patterns of a role have (`moe`, `attention`), read from what the pattern bound."""
+        """Return an attribute of a role (`moe`, `attention`), read from the pattern's bindings."""
         nodes = [self.node(match.block, n) for n in _leaves(sub)]
 
         def first(op: str, attribute: str) -> Value:
@@ -122,7 +122,7 @@ class Facts:
                 return None
 
     def top_k(self, match: Match) -> int | None:
-        """Experts per token: the width of the indices that reach the experts."""
+        """Return the experts per token: the width of the indices that reach the experts."""
         for name in match.nodes:
             node = self.node(match.block, name)
             if ops.operator(node) == "experts":
@@ -138,7 +138,7 @@ class Facts:
         return int(sizes[name])
 
     def _intensity(self, match: Match, binding: Binding) -> float | None:
-        """FLOPs per weight byte: two per weight and token; a routed expert sees its share of the tokens."""
+        """Return the FLOPs per weight byte: two per weight and token; a routed expert sees its share of the tokens."""
         bytes_per_weight = _BITS.get(str(self.captured.facts["dtype"]), 16) / 8
         names = [binding.node] if isinstance(binding, NodeRef) else list(_leaves(binding))
         kinds = {ops.operator(self.node(match.block, n)) for n in names}
@@ -157,7 +157,7 @@ def _leaves(binding: Binding) -> list[str]:
 
 
 def common_path(site: str, fqns: list[str]) -> str:
-    """The longest module path that all of `fqns` (relative to `site`) share."""
+    """Return the longest module path that all of `fqns` (relative to `site`) share."""
     shared: list[str] = []
     for parts in zip(*(f.split(".") for f in fqns), strict=False):
         if len(set(parts)) > 1:

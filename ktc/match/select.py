@@ -1,6 +1,6 @@
-"""Rules -> matches: candidates of each rule's root, then its paths, its condition and its expected count.
+"""Rules -> matches: candidates of each rule's root, filtered by its paths and condition; then its expected count.
 
-Every distinct block is matched once; a match stands at every site of its block.
+Every distinct block is matched once; a match applies to every site of its block.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ktc.match.term import Attempt, BudgetExceeded, TermMatcher
 from ktc.match.types import Match, Matches, NearMiss, NodeRef, SubMatch
 
 DEFAULT_TOKENS = 512
-NEAR = 4  # nodes that an attempt must have matched to be told as a near miss; fewer agree by accident
-# Nodes that compute nothing on data: they are not counted when a match's coverage is.
+NEAR = 4  # minimum of matched nodes in a reported near miss; fewer agree by accident
+# Nodes that compute nothing on data: excluded from a match's coverage.
 _STRUCTURE = frozenset({"input", "weight", "output", "getitem", "sym_size", "sym_numel"}) | ops.TRANSPARENT
 _LEAF_CLASSES = {"linear": "Linear", "embedding": "Embedding"}
 
 
 def match(captured: CapturedModel, rules: RuleSet, host: Host) -> Matches:
-    """Finds what every rule selects. Raises InputRefused with all unmet `require` and `expect` of the program."""
+    """Find the matches of every rule. Raises InputRefused with all unmet `require` and `expect` of the program."""
     tokens = rules.plan.get("tokens")
     facts = Facts(captured, host, tokens if isinstance(tokens, int) else DEFAULT_TOKENS)
     found, misses, problems = list[Match](), list[NearMiss](), unmet_requirements(rules, facts)
@@ -92,7 +92,7 @@ def _leaf(rule: RuleDefinition, block: BlockGraph, node: str) -> Match:
 
 
 def _pattern_matches(rule: RuleDefinition, rules: RuleSet, block: BlockGraph, matcher: TermMatcher) -> Iterator[Match]:
-    """The matches of one block; of two where one's nodes strictly contain the other's, the larger."""
+    """Yield the matches of one block; if one's nodes strictly contain another's, only the larger."""
     assert block.graph is not None
     pattern, found = rules.patterns[rule.root], list[tuple[SubMatch, frozenset[fx.Node]]]()
     for root in nodes_of(block.graph):
@@ -115,7 +115,7 @@ def _pattern_matches(rule: RuleDefinition, rules: RuleSet, block: BlockGraph, ma
 
 
 def _on_data(graph: fx.GraphModule) -> set[fx.Node]:
-    """The nodes that the hidden states flow into: what only prepares positions is not for a pattern to explain."""
+    """Return the nodes that the hidden states reach; patterns need not explain nodes that only prepare positions."""
     reached = {n for n in nodes_of(graph) if n.op == "placeholder" and n.name == "hidden_states"}
     for node in nodes_of(graph):
         if any(source in reached for source in tensor_inputs(node)):

@@ -1,4 +1,4 @@
-"""What is bound while a pattern is matched: frozen values, so that backtracking is forgetting."""
+"""The bindings during the match of a pattern: frozen values, so that backtracking discards them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ktc.match.types import Binding, NodeRef, SubMatch
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One result of a node, seen after looking through layout, or a scalar."""
+    """One result of a node, seen through layout operators, or a scalar."""
 
     node: fx.Node | None
     index: int = 0
@@ -24,20 +24,20 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is bound so far: values by name, members of sub-patterns awaiting them, and the nodes used."""
+    """The current bindings: values by name, members of sub-patterns not yet entered, and the nodes used."""
 
     names: Mapping[str, Value | Sub]
     pending: Mapping[tuple[str, str], Value]
     nodes: frozenset[fx.Node]
 
     def bind(self, name: str, value: Value | Sub) -> State:
-        """This state with one more name bound."""
+        """Return this state with one more binding."""
         return replace(self, names={**self.names, name: value})
 
 
 @dataclass(frozen=True, slots=True)
 class Sub:
-    """A sub-pattern that was entered: its name and what it bound."""
+    """A sub-pattern that was entered: its name and its bindings."""
 
     pattern: str
     state: State
@@ -47,7 +47,7 @@ EMPTY = State({}, {}, frozenset())
 
 
 def look(operand: ops.Operand, passed: set[fx.Node] | None = None) -> Value:
-    """The value behind layout operators, casts and `getitem`; what was passed is added to `passed`."""
+    """Return the value behind layout operators, casts and `getitem`; add the nodes passed to `passed`."""
     if not isinstance(operand, fx.Node):
         return Value(None, 0, float(operand))
     node, index = operand, 0
@@ -63,9 +63,10 @@ def look(operand: ops.Operand, passed: set[fx.Node] | None = None) -> Value:
 
 
 def sources_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
-    """The linear layers, attention cores and experts that flow into `node` without another between, and what is passed.
+    """Return the nearest linear layers, attention cores and experts that flow into `node`, and the nodes passed.
 
-    A node that is one of them is its own source."""
+    A node of these kinds is its own source.
+    """
     sources, passed, todo = dict[fx.Node, None](), set[fx.Node](), [node]
     while todo:
         current = todo.pop()
@@ -79,19 +80,19 @@ def sources_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
 
 def _result_index(getitem: fx.Node) -> int:
     index = getitem.args[1]
-    assert isinstance(index, int), f"`{getitem.name}` takes no single result"
+    assert isinstance(index, int), f"`{getitem.name}` does not take a single result"
     return index
 
 
 def settle(state: State, name: str, sub: Sub) -> Iterator[State]:
-    """Compares the members of `name` that were met before its first output; yields nothing where one differs."""
+    """Compare the members of `name` that were met before its first output; yield nothing if one differs."""
     waiting = {member: value for (owner, member), value in state.pending.items() if owner == name}
     if all(sub.state.names.get(member) == value for member, value in waiting.items()):
         yield replace(state, pending={key: v for key, v in state.pending.items() if key[0] != name})
 
 
 def freeze(sub: Sub) -> SubMatch:
-    """What a sub-pattern bound, by the names of nodes."""
+    """Return the bindings of a sub-pattern, by the names of nodes."""
     frozen: dict[str, Binding] = {}
     for name, value in sub.state.names.items():
         if isinstance(value, Sub):

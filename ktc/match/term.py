@@ -1,7 +1,7 @@
 """The term matcher: one pattern against one block's graph, backwards from a root, with backtracking.
 
-Layout operators and casts are looked through. A name is bound once and compared wherever it is used again. An
-argument that no pattern mentions must have its default, and reductions must run over the last dimension.
+Layout operators and casts are transparent. A name is bound once and compared wherever it is used again. An argument
+that the pattern does not mention must have its default, and reductions must be over the last dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ktc.graph import ops
 from ktc.match.state import EMPTY, State, Sub, Value, freeze, look, settle, sources_of
 from ktc.match.types import SubMatch
 
-STEP_BUDGET = 20_000  # per root; a pattern that needs more is refused as too ambiguous to be meant
+STEP_BUDGET = 20_000  # per root; a pattern that needs more is refused as ambiguous
 
 
 class BudgetExceeded(Exception):
@@ -28,7 +28,7 @@ class BudgetExceeded(Exception):
 
 @dataclass(slots=True)
 class Attempt:
-    """The farthest a pattern got: kept while matching, reported where nothing matched."""
+    """The farthest point of a pattern: recorded during matching, reported without a match."""
 
     matched: int = -1
     node: str = ""
@@ -38,7 +38,7 @@ class Attempt:
 
 
 class TermMatcher:
-    """Matches the patterns of one rule set in one graph."""
+    """Match the patterns of one rule set in one graph."""
 
     def __init__(self, rules: RuleSet) -> None:
         self._rules = rules
@@ -46,7 +46,7 @@ class TermMatcher:
         self.best = Attempt()
 
     def match(self, pattern: PatternDefinition, root: fx.Node) -> tuple[SubMatch, frozenset[fx.Node]] | None:
-        """The first match of `pattern` whose first output is `root`, with its nodes. Raises BudgetExceeded."""
+        """Return the first match of `pattern` whose first output is `root`, with its nodes. Raises BudgetExceeded."""
         self._steps = 0
         for sub in self._enter(pattern, Value(root)):
             return freeze(sub), sub.state.nodes
@@ -54,7 +54,7 @@ class TermMatcher:
 
     # patterns --------------------------------------------------------------------------------------------------------
     def _enter(self, pattern: PatternDefinition, value: Value) -> Iterator[Sub]:
-        """All ways in which `value` is the first output of `pattern`."""
+        """Yield all ways in which `value` is the first output of `pattern`."""
         first = pattern.declaration.outputs[0].text
         for state in self._use(pattern, syntax.Use((first,)), value, EMPTY):
             if not state.pending:
@@ -118,7 +118,7 @@ class TermMatcher:
             first = calls[0][1].declaration.outputs[0].text
             member = use.parts[1] if len(use.parts) > 1 else first
             if member != first:
-                # Another output than the first: remembered, and compared once the first output has been met.
+                # Another output than the first: recorded, and compared when the first output is met.
                 yield replace(state, pending={**state.pending, (name, member): value})
                 return
             for call, callee in calls:
@@ -131,7 +131,7 @@ class TermMatcher:
     def _pattern_calls(
         self, pattern: PatternDefinition, term: syntax.Term
     ) -> list[tuple[syntax.Call, PatternDefinition]]:
-        """The patterns that a binding chooses from: all have the same outputs. Empty where a choice is no pattern."""
+        """Return the patterns that a binding chooses from, with equal outputs; empty if a choice is not a pattern."""
         found: list[tuple[syntax.Call, PatternDefinition]] = []
         for choice in term.choices if isinstance(term, syntax.Alternatives) else (term,):
             callee = self._pattern(pattern, choice.callee) if isinstance(choice, syntax.Call) else None
@@ -192,7 +192,7 @@ class TermMatcher:
             yield from self._all(pattern, list(zip(call.operands, order, strict=False)), here)
 
     def _from(self, pattern: PatternDefinition, term: syntax.Term, value: Value, state: State) -> Iterator[State]:
-        """Yields nothing where `term` fits several of the sources of `value`: which one is meant would be a guess."""
+        """Yield nothing if `term` fits several sources of `value`: choosing one would be a guess."""
         if value.node is None:
             return
         sources, passed = sources_of(value.node)
@@ -233,7 +233,7 @@ def _first_output(rules: RuleSet, sub: Sub) -> Value | Sub | None:
 
 
 def _attribute_mismatch(node: fx.Node, call: syntax.Call) -> str:
-    """Why the attributes of `node` do not fit, "" if they do."""
+    """Return why the attributes of `node` do not fit, "" if they do."""
     named = {a.name: _constant(a.value) for a in call.attributes}
     actual = ops.attributes(node)
     for name, wanted in named.items():
@@ -249,7 +249,7 @@ def _attribute_mismatch(node: fx.Node, call: syntax.Call) -> str:
 
 
 def _constant(value: syntax.Expression) -> object:
-    """What an attribute of a pattern asks for: a literal, or the text of an enum constant."""
+    """Return the required attribute value: a literal, or the text of an enum constant."""
     match value:
         case syntax.Literal():
             return value.value

@@ -1,4 +1,4 @@
-"""What matching produces."""
+"""The results of matching."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NodeRef:
 
 @dataclass(frozen=True, slots=True)
 class SubMatch:
-    """What an inlined pattern bound."""
+    """The bindings of an inlined pattern."""
 
     pattern: str
     bindings: Mapping[str, Binding]
@@ -31,8 +31,8 @@ Binding = NodeRef | SubMatch | int | float
 class Match:
     """One place that a rule selected.
 
-    `path` is the module the match stands in, `site` and `block` the block whose graph holds `nodes` (empty for a match
-    of modules, which has no graph). `coverage` is the share of the block's computing nodes that the match explains.
+    `path` is the matched module. `site` and `block` identify the block whose graph holds `nodes` (empty for a match of
+    modules, which has no graph). `coverage` is the share of the block's computing nodes in the match.
     """
 
     rule: str
@@ -47,7 +47,7 @@ class Match:
     coverage: float = 1.0
 
     def capture(self, path: tuple[str, ...]) -> Binding | None:
-        """The binding below the match at `path`, None where an optional part is absent."""
+        """Return the binding at `path` below the match, None if an optional part is absent."""
         found: Binding = SubMatch(self.root, self.bindings)
         for name in path:
             inner = found.bindings.get(name) if isinstance(found, SubMatch) else None
@@ -59,7 +59,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class NearMiss:
-    """The best attempt of a pattern that matched nowhere in a block: where it stopped and what it wanted there."""
+    """The best attempt of a pattern without a match in a block: where it stopped and what it expected there."""
 
     rule: str
     pattern: str
@@ -73,18 +73,18 @@ class NearMiss:
 
     def __str__(self) -> str:
         nodes = f"{self.matched} node{'s' * (self.matched != 1)} of `{self.pattern}`"
-        stop = f"wanted {self.wanted}, found {self.found} ({self.span})"
+        stop = f"expected {self.wanted}, found {self.found} ({self.span})"
         return f"{nodes} matched in {self.site}, then at `{self.node}` {stop}"
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """All matches in the order of the rules, and what came near where a rule selected nothing."""
+    """All matches in the order of the rules, and the near misses of rules without a match."""
 
     matches: tuple[Match, ...]
     near_misses: tuple[NearMiss, ...]
     warnings: tuple[Diagnostic, ...] = ()
 
     def of(self, rule: str) -> tuple[Match, ...]:
-        """What the rule `rule` selected."""
+        """Return the matches of the rule `rule`."""
         return tuple(m for m in self.matches if m.rule == rule)

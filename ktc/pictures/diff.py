@@ -1,7 +1,7 @@
 """The difference of two dumps: before and after rewriting, or two plans of one model.
 
-In: two `ModelDump`s. Out: a frozen `ModelDiff` with the blocks, nodes and modules that differ, as JSON or as text.
-Nodes are paired by name, then by FQN, so that a linear and the module that took its place are one change.
+Input: two `ModelDump`s. Output: a frozen `ModelDiff` with the blocks, nodes and modules that differ, as JSON or text.
+Nodes are paired by name, then by FQN, so that a linear and the module that replaced it are one change.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class ModelDiff:
         return bool(self.blocks or self.modules)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `json.dumps` takes."""
+        """Return plain values for `json.dumps`."""
         return json.loads(json.dumps(asdict(self)))
 
     def text(self) -> str:
-        """Lines with `+`, `-` and `~`, equal changes together. Ends with a newline."""
+        """Return lines with `+`, `-` and `~`, equal changes together. Ends with a newline."""
         lines = [f"{printable(self.before)} -> {printable(self.after)}"]
         for block in self.blocks:
             lines += ["", *_block_lines(block)]
@@ -83,7 +83,7 @@ class ModelDiff:
 
 
 def diff(before: ModelDump, after: ModelDump) -> ModelDiff:
-    """What must change in `before` to get `after`."""
+    """Return the changes from `before` to `after`."""
     return ModelDiff(
         before=f"{before.model_type}, {before.stage}",
         after=f"{after.model_type}, {after.stage}",
@@ -117,12 +117,12 @@ def _node_diffs(before: BlockDump, after: BlockDump) -> Iterator[NodeDiff]:
 
 
 def _renamed(node: NodeDump, pairs: dict[str, str]) -> NodeDump:
-    """The old node with its inputs under their new names: an input that is called otherwise is no change."""
+    """Return the old node with its inputs under their new names, so that a renamed input is not a change."""
     return replace(node, inputs=tuple(pairs.get(name, name) for name in node.inputs))
 
 
 def _paired(before: BlockDump, after: BlockDump) -> dict[str, str]:
-    """Old name to new name: by equal names, the others by an FQN that one node on each side has."""
+    """Map old names to new names: equal names first, then nodes with an FQN that is unique on both sides."""
     old, new = {node.name for node in before.nodes}, {node.name for node in after.nodes}
     pairs = {name: name for name in old & new}
     left, right = _by_fqn(before, old - new), _by_fqn(after, new - old)
@@ -176,7 +176,7 @@ def _block_lines(block: BlockDiff) -> Iterator[str]:
 
 
 def _told(changes: tuple[FieldChange, ...]) -> tuple[FieldChange, ...]:
-    """What a reader looks for: operator, rule, device and type; the rest only where it is all that changed."""
+    """Return the changes of operator, rule, device and type; other changes only if there are no such changes."""
     first = tuple(c for c in changes if c.field in ("op", "shape", "dtype", "device", "rule"))
     return first or changes
 

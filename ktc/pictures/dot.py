@@ -1,7 +1,7 @@
-"""A stage as DOT text for Graphviz and the tools that read it: a cluster for each block, rules as fill colours.
+"""A stage as DOT text for Graphviz and compatible tools: a cluster for each block, rules as fill colours.
 
-In: a `ModelDump`, optionally one layer number. Out: DOT; no binary is run here. Strings of the model are quoted, so
-none of them can end a string or be read as a record, an escape or HTML.
+Input: a `ModelDump`, optionally one layer number. Output: DOT; no binary is run here. Strings of the model are quoted,
+so that they cannot end a string or be parsed as a record, an escape or HTML.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ktc.pictures.svg import PALETTE, rule_colours, tooltip
 
 
 def render_dot(dump: ModelDump, layer: int | None = None) -> str:
-    """All blocks of the stage, or with `layer` those of one layer, as one digraph."""
+    """Return all blocks of the stage, or those of `layer`, as one digraph."""
     colours = rule_colours([dump])
     lines = [
         f"digraph {quoted(f'{dump.model_type} {dump.stage}')} {{",
@@ -38,7 +38,7 @@ def render_dot(dump: ModelDump, layer: int | None = None) -> str:
 
 
 def quoted(*lines: str) -> str:
-    """A DOT string of centred lines; each line is taken literally."""
+    """Return a DOT string of centred lines; each line is taken literally."""
     escaped = (printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in lines)
     return '"' + "\\n".join(escaped) + '"'
 

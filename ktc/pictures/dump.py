@@ -1,8 +1,8 @@
-"""The serialisable picture of one stage of a compilation: what `OUT/graph/<stage>.json` holds and every drawing reads.
+"""The serialisable form of one stage of a compilation: the contents of `OUT/graph/<stage>.json`, read by all drawings.
 
-In: a block's fx graph with the `node.meta` keys of the graph contract, or the JSON text of an earlier dump.
-Out: frozen values, and JSON that is the same for the same graph. Refused: text that is no dump of this schema
-(`InputRefused`, with the place inside the JSON).
+Input: a block's fx graph with the `node.meta` keys of the graph contract, or the JSON text of an earlier dump.
+Output: frozen values, and JSON that is equal for equal graphs. Refused: text that is not a dump of this schema
+(`InputRefused`, with the position inside the JSON).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class NodeDump:
-    """One value of a block. `shape` is None for what is no single tensor (a size, a tuple); empty strings say unknown.
+    """One value of a block. `shape` is None for a value other than a single tensor; empty strings mean unknown.
 
     `inputs` are node names in argument order; `attributes` are the other arguments that differ from their defaults.
     """
@@ -79,7 +79,7 @@ class BlockDump:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDump:
-    """One module of the tree. `parameters` and `bytes` count the tensors it holds itself, not those of its children."""
+    """One module of the tree. `parameters` and `bytes` count its own tensors, not those of its children."""
 
     fqn: str
     class_name: str
@@ -91,7 +91,7 @@ class ModuleDump:
 
 @dataclass(frozen=True, slots=True)
 class MatchDump:
-    """One match: `captures` gives the node (by its name in the block's graph) that each name of the pattern bound."""
+    """One match: `captures` maps each name of the pattern to the node (by its name in the block's graph)."""
 
     rule: str
     pattern: str
@@ -101,7 +101,7 @@ class MatchDump:
 
 @dataclass(frozen=True, slots=True)
 class ModelDump:
-    """Everything a drawing needs to know about one stage."""
+    """All data of one stage for the drawings."""
 
     schema: int
     stage: Stage
@@ -113,7 +113,7 @@ class ModelDump:
     near_misses: tuple[str, ...] = ()
 
     def of_layer(self, layer: int | None) -> tuple[BlockDump, ...]:
-        """The blocks that layer number `layer` uses, or all blocks for None."""
+        """Return the blocks of layer `layer`, or all blocks for None."""
         return tuple(block for block in self.blocks if layer is None or layer in block.layers)
 
 
@@ -125,18 +125,18 @@ def dump_block(
     layers: tuple[int, ...],
     notes: tuple[str, ...] = (),
 ) -> BlockDump:
-    """The picture of one block graph, its nodes in execution order."""
+    """Return the dump of one block graph, its nodes in execution order."""
     nodes = tuple(_dump_node(node, graph_module) for node in graph_module.graph.nodes)
     return BlockDump(key, class_name, sites, layers, nodes, notes)
 
 
 def to_json(dump: ModelDump) -> str:
-    """The dump as one JSON object, the same text for equal dumps."""
+    """Return the dump as one JSON object; equal dumps have equal text."""
     return json.dumps(asdict(dump), indent=1, ensure_ascii=True) + "\n"
 
 
 def from_json(text: str, path: str = "the graph dump") -> ModelDump:
-    """The dump that `to_json` wrote. Raises `InputRefused` (I158 no dump, I159 another schema), naming `path`."""
+    """Return the dump that `to_json` wrote. Raises `InputRefused` (I158 not a dump, I159 another schema)."""
     try:
         value = json.loads(text)
         schema = cast("dict[str, Any]", value).get("schema") if isinstance(value, dict) else None
@@ -147,13 +147,13 @@ def from_json(text: str, path: str = "the graph dump") -> ModelDump:
     except (json.JSONDecodeError, RecursionError) as error:
         raise _refused("I158", f"`{path}` is not JSON: {error}", _WANTED) from error
     except Undecodable as error:
-        raise _refused("I158", f"`{path}` is no graph dump: {error}", _WANTED) from error
+        raise _refused("I158", f"`{path}` is not a graph dump: {error}", _WANTED) from error
     _check_names(dump, path)
     return dump
 
 
 def read_dump(path: Path) -> ModelDump:
-    """`from_json` of a file; a file that cannot be read is refused too (I158)."""
+    """Return the dump in a file. Raises `InputRefused` as `from_json` does, and for an unreadable file (I158)."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -182,7 +182,7 @@ def _dump_node(node: fx.Node, owner: fx.GraphModule) -> NodeDump:
 
 
 def short_dtype(dtype: torch.dtype | None) -> str:
-    """`bf16` for `torch.bfloat16`; a dtype without a short name keeps its own."""
+    """Return `bf16` for `torch.bfloat16`; a dtype without a short name keeps its own."""
     name = str(dtype).removeprefix("torch.") if dtype is not None else ""
     return _DTYPES.get(name, name)
 
@@ -216,7 +216,7 @@ def _nodes_in(argument: Any) -> Iterator[fx.Node]:
 
 
 def _attributes(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """The arguments that are not wholly nodes, named by the operator's schema, without those at their default."""
+    """Yield the arguments that are not purely nodes, named by the operator's schema, without those at their default."""
     from torch import fx
 
     if node.op not in ("call_function", "call_method", "call_module"):
@@ -233,7 +233,7 @@ def _attributes(node: fx.Node) -> Iterator[tuple[str, str]]:
 
 
 def _noted(meta: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a pass wrote down of the operator that its new node stands for."""
+    """Yield what a pass recorded of the operator that its new node replaces."""
     for name, value in dict(meta.get("attributes") or {}).items():
         yield str(name), str(value)
     for name in ("eps", "kernel"):
@@ -242,7 +242,7 @@ def _noted(meta: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _parameters(target: object) -> list[str]:
-    """The parameter names of a Python function or of `getitem`; none for other builtins and module names."""
+    """Return the parameter names of a Python function or of `getitem`; none for other builtins and module names."""
     if target is operator.getitem:
         return ["value", "index"]
     return list(inspect.signature(target).parameters) if inspect.isfunction(target) else []
@@ -259,7 +259,7 @@ def _argument_text(value: Any) -> str:
 
 
 def _folded(node: fx.Node, owner: fx.GraphModule) -> Iterator[tuple[str, str]]:
-    """What a folded region (a call of a submodule that is a graph itself) stands for."""
+    """Yield the attributes of a folded region, a call of a submodule that is a graph itself."""
     from torch import fx
 
     from ktc.graph.ops import operator as operator_of
@@ -273,14 +273,14 @@ def _folded(node: fx.Node, owner: fx.GraphModule) -> Iterator[tuple[str, str]]:
 
 
 def _check_names(dump: ModelDump, path: str) -> None:
-    """Blocks are told apart by key and nodes by name: two of the same could be neither drawn nor compared."""
+    """Refuse duplicate block keys and node names, since they can be neither drawn nor compared."""
     for place, names in [
         ("blocks", [block.key for block in dump.blocks]),
         *((f"block `{block.key}`", [node.name for node in block.nodes]) for block in dump.blocks),
     ]:
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
-            raise _refused("I158", f"`{path}` is no graph dump: {place} has `{twice[0]}` twice", _WANTED)
+            raise _refused("I158", f"`{path}` is not a graph dump: {place} has `{twice[0]}` twice", _WANTED)
 
 
 def _refused(code: str, message: str, hint: str) -> InputRefused:

@@ -1,8 +1,8 @@
 """All stages of a compilation as one HTML page: stages, blocks, modules, the picture of a block and its details.
 
-In: the `ModelDump`s of one model, in the order of the pipeline. Out: one self-contained file; its policy forbids any
-network access. Without scripts the page is the same content one below the other.
-Strings of the model are escaped by the template; the embedded JSON cannot end its element.
+Input: the `ModelDump`s of one model, in the order of the pipeline. Output: one self-contained file; its policy forbids
+any network access. Without scripts the page shows the same content sequentially. Strings of the model are escaped by
+the template; the embedded JSON cannot end its element.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ktc.pictures.text import render_block
 
 
 def render_html(dumps: Sequence[ModelDump], layer: int | None = None) -> str:
-    """The page of one model's stages, with `layer` only that layer's blocks. At least one dump must be given."""
+    """Return the page of one model's stages, with `layer` only that layer's blocks. `dumps` must not be empty."""
     assert dumps, "a page needs at least one stage"
     colours = rule_colours(dumps)
     environment = Environment(
@@ -83,7 +83,7 @@ def _matches(dump: ModelDump, colours: Mapping[str, int]) -> list[dict[str, Any]
 
 
 def _tree_line(line: TreeLine, blocks: Sequence[BlockDump], colours: Mapping[str, int]) -> dict[str, Any]:
-    """A line of the tree with the block it belongs to and its FQN inside that block."""
+    """Return a line of the tree with its block and its FQN inside that block."""
     block = next((i for i, b in enumerate(blocks) if any(_inside(line.first, site) for site in b.sites)), None)
     module = ""
     if block is not None:
@@ -104,7 +104,7 @@ def _inside(fqn: str, site: str) -> bool:
 
 
 def _data(dump: ModelDump, layer: int | None, colours: Mapping[str, int]) -> dict[str, Any]:
-    """What the page's script reads: nodes with printable strings, so that names agree with those in the pictures."""
+    """Return the data of the page's script: nodes with printable strings, as in the pictures."""
     blocks: list[dict[str, Any]] = []
     for block in dump.of_layer(layer):
         bound = captured_nodes(block, dump)

@@ -1,7 +1,7 @@
-"""The words all drawings share: types, calls, layer ranges and site names, made safe to print.
+"""Labels that all drawings share: types, calls, layer ranges and site names, safe to print.
 
-In: values of `ktc.pictures.dump`, whose strings come from model files and are not trusted. Out: single-line text
-without control characters. Escaping for HTML, SVG or DOT is the business of the drawing that embeds it.
+Input: values of `ktc.pictures.dump`, whose strings come from untrusted model files. Output: single-line text without
+control characters. The drawing that embeds it escapes it for HTML, SVG or DOT.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ktc.pictures.dump import BlockDump, ModelDump, NodeDump
 
 WEIGHT = frozenset({"weight", "buffer"})
-# What only moves, renames, casts or measures a value: drawn small, and its sizes are told by its type.
+# Operators that only move, rename, cast or measure a value: drawn small; their sizes follow from the type.
 QUIET = frozenset({
     "reshape", "view", "unsqueeze", "squeeze", "expand", "permute", "transpose", "cast", "clone", "alias", "detach",
     "contiguous", "flatten", "unflatten", "repeat", "dropout", "split", "getitem", "slice", "cat", "copy",
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """`text` on one line: control and direction characters as escapes, what exceeds `limit` cut out of the middle."""
+    """Return `text` on one line: control and direction characters escaped, text beyond `limit` cut from the middle."""
     shown = _UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
     if len(shown) <= limit:
         return shown
@@ -37,19 +37,19 @@ def printable(text: str, limit: int = 200) -> str:
 
 
 def type_text(node: NodeDump) -> str:
-    """`bf16[b, s, 2048]`, or empty for what is no single tensor."""
+    """Return a type such as `bf16[b, s, 2048]`, empty for a value other than a single tensor."""
     if node.shape is None:
         return printable(node.dtype)
     return printable(f"{node.dtype}[{', '.join(str(size) for size in node.shape)}]")
 
 
 def is_size(node: NodeDump) -> bool:
-    """Whether the node is a size read from a shape: neither drawn nor listed as an operand."""
+    """Return whether the node is a size read from a shape: neither drawn nor listed as an operand."""
     return node.op.startswith("sym_") or (node.target.startswith("_operator.") and not node.dtype)
 
 
 def operands(node: NodeDump, nodes: dict[str, NodeDump]) -> tuple[str, ...]:
-    """The operands as code names them: a weight by its FQN, any other value by its node name, sizes left out."""
+    """Return the operands as in code: a weight by its FQN, any other value by its node name, without sizes."""
     named: list[str] = []
     for name in node.inputs:
         source = nodes.get(name)
@@ -60,7 +60,7 @@ def operands(node: NodeDump, nodes: dict[str, NodeDump]) -> tuple[str, ...]:
 
 
 def call_text(node: NodeDump, nodes: dict[str, NodeDump]) -> str:
-    """`topk(scores, k=6, sorted=False)`; a part of a tuple as `topk[1]`."""
+    """Return a call such as `topk(scores, k=6, sorted=False)`; a part of a tuple is `topk[1]`."""
     named = operands(node, nodes)
     if (index := item_index(node)) and len(named) == 1:
         return f"{named[0]}[{index}]"
@@ -68,7 +68,7 @@ def call_text(node: NodeDump, nodes: dict[str, NodeDump]) -> str:
 
 
 def settings(node: NodeDump) -> tuple[str, ...]:
-    """`k=6`, `dim=-1`: the attributes, without sizes that the node's type tells and what a folded region held."""
+    """Return attributes such as `k=6`, `dim=-1`, without sizes in the node's type and contents of a folded region."""
     return tuple(
         f"{printable(name, 40)}={_number_text(printable(value, 80))}"
         for name, value in node.attributes
@@ -77,25 +77,25 @@ def settings(node: NodeDump) -> tuple[str, ...]:
 
 
 def item_index(node: NodeDump) -> str:
-    """The index of a `getitem` with a constant one, else empty."""
+    """Return the constant index of a `getitem`, otherwise empty."""
     if node.op != "getitem" or len(node.attributes) != 1:
         return ""
     return printable(node.attributes[0][1], 20)
 
 
 def _number_text(text: str) -> str:
-    """Floats with six digits, enough to recognise them; anything else as it is."""
+    """Return a float with six digits, enough to recognise it; other text unchanged."""
     return f"{float(text):.6g}" if _LONG_FLOAT.fullmatch(text) else text
 
 
 def home_device(block: BlockDump) -> str:
-    """The device on which most nodes of the block are, empty before placement: said once, not at each node."""
+    """Return the device of most nodes of the block, empty before placement; shown once per block."""
     devices = Counter(node.device for node in block.nodes)
     return printable(devices.most_common(1)[0][0], 40) if devices else ""
 
 
 def rule_text(node: NodeDump, home: str = "", *, span: bool = True) -> str:
-    """`rule experts (moe-lora.ktr:12:3) -> cpu`; for a node without rule `on cuda:0` if it is not on device `home`."""
+    """Return `rule experts (moe-lora.ktr:12:3) -> cpu`; without a rule `on cuda:0` if not on device `home`."""
     device = printable(node.device, 40)
     if not node.rule:
         return f"on {device}" if device and device != home else ""
@@ -104,7 +104,7 @@ def rule_text(node: NodeDump, home: str = "", *, span: bool = True) -> str:
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """`0, 2..5` for 0, 2, 3, 4, 5."""
+    """Return `0, 2..5` for 0, 2, 3, 4, 5."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and runs[-1][1] == number - 1:
@@ -115,14 +115,14 @@ def ranges_text(numbers: Iterable[int]) -> str:
 
 
 def layers_text(block: BlockDump) -> str:
-    """`layers 1..26`, `layer 0`, or empty for a block outside the layers."""
+    """Return `layers 1..26`, `layer 0`, or empty for a block outside the layers."""
     if not block.layers:
         return ""
     return f"layer{'s' if len(block.layers) > 1 else ''} {ranges_text(block.layers)}"
 
 
 def collapse(fqns: Sequence[str]) -> tuple[str, ...]:
-    """FQNs that differ in their first number only become one: `model.layers.[1..26].mlp`."""
+    """Merge FQNs that differ in their first number only: `model.layers.[1..26].mlp`."""
     groups: dict[tuple[str, str], list[int]] = {}
     for fqn in fqns:
         number = _NUMBER.search(fqn)
@@ -146,7 +146,7 @@ def _bracketed(numbers: list[int]) -> str:
 
 
 def quantity(number: float, unit: str = "") -> str:
-    """`15.7 G` of parameters, `31.4 GB`: three digits and a power of 1000."""
+    """Return `15.7 G` of parameters, `31.4 GB`: three digits and a power of 1000."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
             return f"{number / factor:.3g} {prefix}{unit}"
@@ -154,7 +154,7 @@ def quantity(number: float, unit: str = "") -> str:
 
 
 def rule_names(dumps: Iterable[ModelDump]) -> tuple[str, ...]:
-    """Every rule that the dumps name, in order of appearance; its place gives a rule its colour in all drawings."""
+    """Return every rule in the dumps, in order of appearance; its position determines its colour in all drawings."""
     found: dict[str, None] = {}
     for dump in dumps:
         found.update((match.rule, None) for match in dump.matches)
@@ -164,9 +164,9 @@ def rule_names(dumps: Iterable[ModelDump]) -> tuple[str, ...]:
 
 
 def captured_nodes(block: BlockDump, dump: ModelDump) -> dict[str, tuple[tuple[str, str], ...]]:
-    """For each node of the block that a match bound: the (rule, name in the pattern) pairs, each once.
+    """Return, for each node of the block bound by a match, the (rule, name in the pattern) pairs, each once.
 
-    A match belongs to the block in which its site lies; `topk[1]`, a part of a tuple, is the node `topk`.
+    A match belongs to the block that contains its site; `topk[1]`, a part of a tuple, is the node `topk`.
     """
     found: dict[str, dict[tuple[str, str], None]] = {}
     sites = set(block.sites)

@@ -1,12 +1,12 @@
-"""Where the nodes of a block stand in its picture: layers from the inputs at the top to the output at the bottom.
+"""The layout of a block's picture: layers from the inputs at the top to the output at the bottom.
 
-In: a `BlockDump`. Out: a `Drawing` of boxes and routed edges in pixels, the same for the same block.
+Input: a `BlockDump`. Output: a `Drawing` of boxes and routed edges in pixels, equal for equal blocks.
 Weights and sizes get no box: a weight is named inside the box of the operator that reads it.
 
-The layered layout is graphlay's (MIT or Apache-2.0, one prebuilt abi3 wheel of 1.5 MB without dependencies). It knows
-box sizes, routes edges at right angles around boxes and is deterministic. Of the others looked at, grandalf is GPL/EPL,
-unkept and can put two boxes on one place, fast-sugiyama knows neither box sizes nor routes, and pygraphviz unpacks
-110 MB of libraries.
+The layered layout is graphlay's (MIT or Apache-2.0, one prebuilt abi3 wheel of 1.5 MB without dependencies). It
+supports box sizes, routes edges at right angles around boxes and is deterministic. Rejected: grandalf is GPL/EPL,
+unmaintained and can put two boxes on one position; fast-sugiyama supports neither box sizes nor routes; pygraphviz
+unpacks 110 MB of libraries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ktc.pictures.labels import (
 _TITLE_WIDTH, _DETAIL_WIDTH = 13 * 0.602, 11 * 0.602
 _PADDING = 12.0
 _LINE = 16.0
-_CAPTION = 22  # characters of settings beside an operator
+_CAPTION = 22  # characters of settings next to an operator
 _OPTIONS = {
     "direction": "topbottom",
     "spacing": {"layer_gap": 26.0, "node_gap": 24.0, "dummy_gap": 16.0, "port_gap": 14.0, "isolated_gap": 24.0},
@@ -56,7 +56,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One value on its way: `points` from the border of `source` to that of `target`."""
+    """One edge: `points` from the border of `source` to that of `target`."""
 
     source: str
     target: str
@@ -65,7 +65,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A block laid out, its upper left corner at 0, 0."""
+    """A block's layout, its upper left corner at 0, 0."""
 
     boxes: tuple[Box, ...]
     edges: tuple[Edge, ...]
@@ -74,7 +74,7 @@ class Drawing:
 
 
 def drawn_nodes(block: BlockDump) -> tuple[NodeDump, ...]:
-    """The nodes that get a box: all but weights, sizes and inputs that nobody reads."""
+    """Return the nodes with a box: all but weights, sizes and unused inputs."""
     read = {name for node in block.nodes for name in node.inputs}
     return tuple(
         node
@@ -84,14 +84,14 @@ def drawn_nodes(block: BlockDump) -> tuple[NodeDump, ...]:
 
 
 def drawn_edges(block: BlockDump) -> tuple[tuple[str, str], ...]:
-    """The (source, target) pairs between boxes, each once."""
+    """Return the (source, target) pairs between boxes, each once."""
     names = {node.name for node in drawn_nodes(block)}
     pairs = ((source, node.name) for node in drawn_nodes(block) for source in node.inputs if source in names)
     return tuple(dict.fromkeys(pairs))
 
 
 def place(block: BlockDump) -> Drawing:
-    """The picture's geometry. An empty block gives an empty drawing."""
+    """Return the picture's geometry. An empty block has an empty drawing."""
     nodes, home = {node.name: node for node in block.nodes}, home_device(block)
     boxes = [_box(node, nodes, home) for node in drawn_nodes(block)]
     pairs = drawn_edges(block)
@@ -115,14 +115,14 @@ def place(block: BlockDump) -> Drawing:
 
 
 def module_name(node: NodeDump, nodes: dict[str, NodeDump]) -> str:
-    """The module a node stands for: its own FQN, else that of the first weight it reads, without `.weight`."""
+    """Return a node's module: its own FQN, otherwise that of the first weight it reads, without `.weight`."""
     weights = [nodes[name].fqn for name in node.inputs if name in nodes and nodes[name].op in WEIGHT]
     fqn = "" if node.fqn.startswith("folded.") else node.fqn
     return (fqn or next(iter(weights), "")).removesuffix(".weight")
 
 
 def caption(node: NodeDump, nodes: dict[str, NodeDump]) -> str:
-    """What stands beside the operator: the module, else the settings that fit on the line."""
+    """Return the text next to the operator: the module, otherwise the settings that fit on the line."""
     if module := module_name(node, nodes):
         return printable(module, 30)
     shown = ""

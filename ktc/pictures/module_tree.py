@@ -1,6 +1,6 @@
-"""The module tree as a summary: layers that look alike become one line, parameters and bytes are summed upwards.
+"""The module tree as a summary: equal layers become one line, parameters and bytes are summed upwards.
 
-In: the modules of a `ModelDump`, in any order. Out: `TreeLine`s in tree order, ready to be printed or listed.
+Input: the modules of a `ModelDump`, in any order. Output: `TreeLine`s in tree order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ktc.pictures.labels import printable, ranges_text
 class TreeLine:
     """One line. `name` is the last part of the FQN, or `[1..26]` for `copies` equal layers; counts are for one copy.
 
-    `fqn` is the FQN with that range in it, `first` the FQN of the first copy as it is.
+    `fqn` is the FQN with that range in it, `first` the FQN of the first copy.
     """
 
     depth: int
@@ -43,14 +43,16 @@ class _Branch:
         return own[0] + sum(p for p, _ in below), own[1] + sum(b for _, b in below)
 
     def likeness(self) -> tuple[object, ...]:
-        """Equal for branches that may share a line: the same classes, sizes, devices and rules all the way down."""
+        """Return a key that is equal for branches that may share a line: classes, sizes, devices and rules at all
+        levels.
+        """
         m = self.module
         own = (m.class_name, m.parameters, m.bytes, m.device, m.rule) if m else ()
         return own, tuple((child.name, child.likeness()) for child in self.children.values())
 
 
 def module_tree(modules: tuple[ModuleDump, ...]) -> tuple[TreeLine, ...]:
-    """The lines of the tree; runs of equal numbered children are collapsed, others with their counts."""
+    """Return the lines of the tree; runs of equal numbered children are collapsed, others with their counts."""
     root = _Branch("", "")
     for module in modules:
         branch = root

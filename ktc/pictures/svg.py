@@ -1,6 +1,6 @@
 """A stage as one SVG: each block a frame with its nodes inside, rewritten nodes in the colour of their rule, a legend.
 
-In: a `ModelDump`, optionally one layer number. Out: SVG text that needs no network, script or outside font.
+Input: a `ModelDump`, optionally one layer number. Output: SVG text that needs no network, script or external font.
 Each node carries its type, device, FQN and rule as a tooltip. Every string of the model is escaped.
 """
 
@@ -23,7 +23,7 @@ from ktc.pictures.labels import (
 )
 from ktc.pictures.layout import Box, Drawing, Edge, place
 
-# Outline and fill on light ground, outline and fill on dark ground: eight hues that stay apart for the colour-blind.
+# Outline and fill on a light ground, then on a dark ground: eight hues that colour-blind readers can distinguish.
 PALETTE = (
     ("#0067a5", "#d9ecfa", "#5cb3ec", "#123a57"),
     ("#c2570c", "#fdeadb", "#f59a57", "#52300f"),
@@ -39,7 +39,7 @@ _CHARACTER = 9.1
 
 
 def render_svg(dump: ModelDump, layer: int | None = None) -> str:
-    """All blocks of the stage side by side, or with `layer` those of one layer, as a document of its own."""
+    """Return all blocks of the stage side by side, or those of `layer`, as a separate document."""
     blocks = dump.of_layer(layer)
     colours = rule_colours([dump])
     drawings = [place(block) for block in blocks]
@@ -64,7 +64,7 @@ def render_svg(dump: ModelDump, layer: int | None = None) -> str:
 
 
 def block_svg(block: BlockDump, dump: ModelDump, colours: Mapping[str, int]) -> str:
-    """One block without frame and style sheet, to be put into a page that has `style` once."""
+    """Return one block without frame and style sheet, for a page that includes `style` once."""
     drawing = place(block)
     width, height = drawing.width + 2 * _MARGIN, drawing.height + 2 * _MARGIN
     content = _drawn(block, drawing, dump, colours, keyboard=True)
@@ -75,12 +75,12 @@ def block_svg(block: BlockDump, dump: ModelDump, colours: Mapping[str, int]) -> 
 
 
 def rule_colours(dumps: Iterable[ModelDump]) -> dict[str, int]:
-    """For each rule the number of its colour class `rule-N`; more rules than colours share them in turn."""
+    """Return the number of the colour class `rule-N` for each rule; surplus rules reuse the colours cyclically."""
     return {rule: i % len(PALETTE) for i, rule in enumerate(rule_names(dumps))}
 
 
 def style(num_rules: int) -> str:
-    """The style sheet of all pictures, with the colours of the first `num_rules` rules."""
+    """Return the style sheet of all pictures, with the colours of the first `num_rules` rules."""
     sheet = (resources.templates() / "graph_picture.css").read_text(encoding="utf-8")
     light = [_rule_style(i, PALETTE[i][0], PALETTE[i][1]) for i in range(min(num_rules, len(PALETTE)))]
     dark = [_rule_style(i, PALETTE[i][2], PALETTE[i][3]) for i in range(min(num_rules, len(PALETTE)))]
@@ -163,7 +163,7 @@ def _box(
 
 
 def tooltip(node: NodeDump, nodes: dict[str, NodeDump], bound: Sequence[tuple[str, str]]) -> str:
-    """What there is to know about a node, one fact a line."""
+    """Return the facts of a node, one per line."""
     facts = [
         ("", f"{printable(node.name, 120)} = {call_text(node, nodes)}"),
         ("type", type_text(node)),
@@ -184,7 +184,7 @@ def _edge(edge: Edge) -> str:
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
-    """Straight pieces with rounded corners."""
+    """Return straight segments with rounded corners."""
     commands = [f"M{points[0][0]:g} {points[0][1]:g}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
         (ax, ay), (bx, by) = _towards(corner, before), _towards(corner, after)
@@ -193,7 +193,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _towards(start: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
-    """The point `_CORNER` away from `start` on the way to `end`, at most half the way."""
+    """Return the point at distance `_CORNER` from `start` towards `end`, at most half the distance."""
     dx, dy = end[0] - start[0], end[1] - start[1]
     length = (dx * dx + dy * dy) ** 0.5
     share = min(_CORNER / length, 0.5) if length else 0.0
@@ -201,7 +201,7 @@ def _towards(start: tuple[float, float], end: tuple[float, float]) -> tuple[floa
 
 
 def _tip(points: Sequence[tuple[float, float]]) -> str:
-    """An arrow head at the last point, along the last piece."""
+    """Return an arrow head at the last point, along the last segment."""
     (x0, y0), (x1, y1) = points[-2], points[-1]
     length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5 or 1.0
     dx, dy = (x1 - x0) / length, (y1 - y0) / length

@@ -1,7 +1,7 @@
-"""A stage as text that reads like code: the module tree, then each block as a function, then matches and near misses.
+"""A stage as text that resembles code: the module tree, then each block as a function, then matches and near misses.
 
-In: a `ModelDump`, optionally one layer number. Out: one string, plain or with ANSI colours.
-Everything that comes from the model is printed without control characters.
+Input: a `ModelDump`, optionally one layer number. Output: one string, plain or with ANSI colours. Strings of the model
+are printed without control characters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RULE, _TYPE, _NAME, _HEAD, _NOTE = "bold magenta", "green", "bold", "bold cyan"
 
 
 def render_text(dump: ModelDump, layer: int | None = None, *, colour: bool = False) -> str:
-    """The whole stage, or with `layer` the blocks of that layer alone. Ends with a newline."""
+    """Return the whole stage, or the blocks of `layer`. Ends with a newline."""
     lines = [Text(f"{printable(dump.model_type)} ({printable(dump.dtype)}), {dump.stage}", _HEAD), Text()]
     if layer is None and dump.modules:
         lines += [*_modules(module_tree(dump.modules)), Text()]
@@ -42,12 +42,12 @@ def render_text(dump: ModelDump, layer: int | None = None, *, colour: bool = Fal
 
 
 def render_block(block: BlockDump, *, colour: bool = False) -> str:
-    """One block alone."""
+    """Return one block alone."""
     return _join(list(_block(block)), colour)
 
 
 def node_line(node: NodeDump, nodes: dict[str, NodeDump], home: str = "") -> Text:
-    """`gate: f32[b*s, 64] = linear(hidden, gate.weight)  # rule ...`."""
+    """Return a line such as `gate: f32[b*s, 64] = linear(hidden, gate.weight)  # rule ...`."""
     line = Text.assemble((printable(node.name, 80), _NAME))
     if kind := type_text(node):
         line.append(": ").append(kind, _TYPE)
@@ -58,7 +58,7 @@ def node_line(node: NodeDump, nodes: dict[str, NodeDump], home: str = "") -> Tex
 
 
 def block_title(block: BlockDump) -> str:
-    """`block mlp_1: DeepseekV2Moe  layers 1..26  on cuda:0`."""
+    """Return a title such as `block mlp_1: DeepseekV2Moe  layers 1..26  on cuda:0`."""
     home = home_device(block)
     parts = (layers_text(block), f"on {home}" if home else "")
     return "  ".join([f"block {printable(block.key, 80)}: {printable(block.class_name, 80)}", *filter(None, parts)])
@@ -84,7 +84,7 @@ def _block(block: BlockDump) -> Iterator[Text]:
 
 
 def _modules(lines: tuple[TreeLine, ...]) -> Iterator[Text]:
-    """Columns: the indented name, its class, parameters and bytes (of all copies together), device, rule."""
+    """Yield rows: the indented name, its class, parameters and bytes (of all copies together), device, rule."""
     names = [f"{'  ' * line.depth}{line.name}" for line in lines]
     classes = [f"{line.class_name} x {line.copies}" if line.copies > 1 else line.class_name for line in lines]
     name_width, class_width = max(map(len, names)), max(map(len, classes))
@@ -101,7 +101,7 @@ def _modules(lines: tuple[TreeLine, ...]) -> Iterator[Text]:
 
 
 def _matches(matches: tuple[MatchDump, ...]) -> Iterator[Text]:
-    """One line for each group of matches that differ in their layer alone."""
+    """Yield one line for each group of matches that differ only in their layer."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for match in matches:
         bound = ", ".join(f"{printable(name, 40)}={printable(node, 60)}" for name, node in match.captures)

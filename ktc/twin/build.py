@@ -1,6 +1,6 @@
-"""The stock model of a config with seeded weights, in which leaving anything out of a computation shows.
+"""The stock model of a config with seeded weights, such that omitting part of a computation changes the result.
 
-In: a config, usually a shrunk one, and a seed. Out: the model in evaluation mode, every tensor random.
+Input: a config, usually a shrunk one, and a seed. Output: the model in evaluation mode, every tensor random.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 def build(
     config: PretrainedConfig, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
-    """The stock model of `config` in evaluation mode with every parameter and persistent buffer random.
+    """Return the stock model of `config` in evaluation mode with every parameter and persistent buffer random.
 
-    A value depends on `seed`, the tensor's name and its shape alone: neither on the order of the modules nor on torch's
-    global generator, which is left as it was. Matrices keep the scale of their input; norms, biases and buffers (a
-    router's correction bias) move by 0.1 from their initial value, so that leaving one out of a computation shows.
-    A table that says which experts a token goes to names different ones in every row.
+    A value depends on `seed`, the tensor's name and its shape alone: not on the order of the modules or torch's global
+    generator, which is unchanged. Matrices keep the scale of their input. Norms, biases and buffers (a router's
+    correction bias) differ by 0.1 from their initial value, so that omitting one changes the result. A table that maps
+    tokens to experts has different experts in every row.
     """
     with torch.random.fork_rng(devices=[]):
         # `torch.manual_seed` would seed the GPUs too, now or at their first use

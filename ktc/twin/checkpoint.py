@@ -1,6 +1,7 @@
-"""Small twins as checkpoint folders, as Hugging Face writes them: shards, index, tokenizer, chat template.
+"""Small twins as checkpoint folders in Hugging Face's format: shards, index, tokenizer, chat template.
 
-In: the name of a family and a cache folder. Out: the checkpoint's folder. Refused: a name that is no causal LM family.
+Input: the name of a family and a cache folder. Output: the checkpoint's folder. Refused: a name that is not a causal
+LM family.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ktc.twin.shrink import shrink
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# What sets each twin apart; everything else is the family's default, shrunk.
+# The settings specific to each twin; all others are the family's defaults, shrunk.
 _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {
         "q_lora_rank": None,
@@ -67,16 +68,17 @@ for i in range(10): print(i, add(i, i))
 
 
 def names() -> tuple[str, ...]:
-    """The families whose twins have settings of their own; `tiny:NAME` may also name any other causal LM family."""
+    """Return the families whose twins have specific settings; `tiny:NAME` may also name any other causal LM family."""
     return tuple(_FAMILIES)
 
 
 def write(name: str, cache_dir: Path) -> Path:
-    """The checkpoint folder of the twin `name` (bf16, shards, tokenizer) below `cache_dir`, made if it is not there.
+    """Return the checkpoint folder of the twin `name` (bf16, shards, tokenizer) below `cache_dir`; create it if
+    missing.
 
-    Its name carries a digest of this package and of the transformers version, so another recipe is another
-    folder and no older compiled model loses its weights. Raises `InputRefused` for a name that is no causal LM family,
-    `HostLacks` (H229) where the folder cannot be written.
+    Its name contains a digest of this package and of the transformers version: a changed recipe creates another folder,
+    and no older compiled model loses its weights. Raises `InputRefused` for a name that is not a causal LM family,
+    `HostLacks` (H229) if the folder cannot be written.
     """
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -96,7 +98,7 @@ def write(name: str, cache_dir: Path) -> Path:
             shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
         message = f"the small twin cannot be written to `{cache_dir}`: {error.strerror or error}"
-        hint = "give the cache another place with `KTC_CACHE_DIR`"
+        hint = "set another cache folder with `KTC_CACHE_DIR`"
         raise HostLacks(Diagnostic("H229", message, hint=hint)) from error
     return folder
 
@@ -112,7 +114,7 @@ def _move_into_place(beside: Path, folder: Path) -> None:
     try:
         os.rename(beside, folder)
     except OSError:
-        if not folder.is_dir():  # otherwise another process was first with the same content
+        if not folder.is_dir():  # otherwise another process has written the same content
             raise
 
 

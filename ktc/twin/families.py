@@ -1,8 +1,8 @@
-"""Which model families of the installed transformers have routed experts, found in its code and never listed by hand.
+"""Find the model families of the installed transformers that have routed experts, from its code, without a list.
 
-A family is a `model_type` that `AutoModelForCausalLM` knows. Its modeling code is read as text first, which imports
-nothing; what reads like experts is then built shrunk on meta tensors twice, and has experts if it grows with their
-number, however they are stored. Refused: a model type that the installed transformers does not know.
+A family is a `model_type` that `AutoModelForCausalLM` knows. Its modeling code is first read as text, which imports
+nothing. Candidates are then built, shrunk, on meta tensors twice: a family has experts if its size grows with their
+number, in any storage. Refused: a model type that the installed transformers does not know.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _READS_LIKE_EXPERTS = re.compile(r"expert", re.IGNORECASE), re.compile(r"top_?k", re.IGNORECASE)
 _NAMES_EXPERTS = re.compile(r"^class \w*Experts?\w*\(", re.MULTILINE)
-# Some classes leave open what every checkpoint of the family says: whether there are experts, how many, how wide.
+# Some classes leave open what every checkpoint sets: whether there are experts, how many, how wide.
 _SWITCHES = ("enable_moe_block", "is_moe")
 _LEFT_OPEN: Mapping[str, object] = {
     **dict.fromkeys(EXPERT_COUNTS, 64),
@@ -39,7 +39,7 @@ _LEFT_OPEN: Mapping[str, object] = {
     "indexer_budget": 2048,
     "indexer_compress_ratio": 4,
 }
-# The same for parts of a config. The code reads them, and every checkpoint of the family says them.
+# The same for parts of a config. The code reads them, and every checkpoint sets them.
 _PARTS_LEFT_OPEN: Mapping[str, Mapping[str, object]] = {
     "attn_config": {"rope_theta": 500_000.0, "clip_qkv": 8.0},
     "ffn_config": {"moe_top_k": 4},
@@ -48,18 +48,18 @@ _PARTS_LEFT_OPEN: Mapping[str, Mapping[str, object]] = {
 
 @cache
 def moe_families() -> tuple[str, ...]:
-    """The model types whose causal LMs have routed experts, each architecture once, in alphabetical order.
+    """Return the model types whose causal LMs have routed experts, each architecture once, in alphabetical order.
 
-    Where a model type is another one's wrapper (images, audio), the one whose own config builds the causal LM stands
-    for both. A family whose shrunk model cannot be built stays in the list if its code defines a class of experts.
+    If a model type wraps another one (images, audio), only the type whose own config builds the causal LM is returned.
+    A family whose shrunk model cannot be built stays in the list if its code defines a class of experts.
     """
     return tuple(sorted(_found()))
 
 
 def default_config(model_type: str) -> PretrainedConfig:
-    """The config of the language model that the family's own defaults describe, its experts switched on.
+    """Return the config of the language model by the family's own defaults, with experts.
 
-    What the defaults leave open (None, or one expert alone) and a checkpoint always says gets a usual value.
+    Values that the defaults leave open (None, or a single expert) but a checkpoint always sets get a usual value.
     Raises InputRefused (I103) for a model type that the installed transformers does not know.
     """
     from transformers import CONFIG_MAPPING
@@ -75,7 +75,7 @@ def default_config(model_type: str) -> PretrainedConfig:
 
 
 def _filled(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The settings that a family's defaults leave open, with values."""
+    """Return usual values for the settings that a family's defaults leave open."""
     filled = {name: value for name, value in _LEFT_OPEN.items() if name in settings and settings[name] is None}
     filled |= {name: True for name in _SWITCHES if settings.get(name) is False}
     alone = [name for name in EXPERT_COUNTS if settings.get(name) == 1]
@@ -96,7 +96,7 @@ def _filled(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def _layer_kinds(model_type: str) -> list[str]:
-    """The types of layers that the family's modeling code tells apart."""
+    """Return the types of layers that the family's modeling code distinguishes."""
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
     code = _modeling_code(model_type)
@@ -116,14 +116,14 @@ def _found() -> Iterator[str]:
             if config.model_type != model_type and config.model_type in known:
                 continue
             has_experts = _tensor_sizes(config, 4 * NUM_EXPERTS) > _tensor_sizes(config, NUM_EXPERTS)
-        except Exception:  # noqa: BLE001 - foreign code on its own defaults raises anything; its text then decides
+        except Exception:  # noqa: BLE001 - foreign code on its own defaults raises anything; then its text decides
             has_experts = _NAMES_EXPERTS.search(code) is not None
         if has_experts:
             yield model_type
 
 
 def _modeling_code(model_type: str) -> str:
-    """The text of the family's modeling file, empty if it has none of its own."""
+    """Return the text of the family's modeling file, empty if it has none."""
     from transformers.models.auto import configuration_auto
 
     package: str = configuration_auto.model_type_to_module_name(model_type)
@@ -135,7 +135,7 @@ def _modeling_code(model_type: str) -> str:
 
 
 def _tensor_sizes(config: PretrainedConfig, experts: int) -> int:
-    """How many elements the shrunk model of `config` has with that many experts."""
+    """Return the number of elements of the shrunk model of `config` with this many experts."""
     from transformers import AutoModelForCausalLM
 
     small = shrink(config)

@@ -1,8 +1,8 @@
-"""Which layers of a model its witness keeps: one of every kind, two with experts where there are two.
+"""The layers that a witness keeps: one of every kind, two with experts if the model has two.
 
-In: the settings of a config. Out: the small ones, changed in place: per-layer lists cut to the layers kept, lists of
-layer numbers and counts of first or last layers told anew. What only a period tells cannot be cut freely; then the
-witness keeps the shortest beginning of the stack that has every kind.
+Input: the settings of a config. Output: the small settings, changed in place: per-layer lists cut to the kept layers,
+lists of layer numbers and counts of first or last layers renumbered. Layers defined by a period cannot be cut freely;
+then the witness keeps the shortest prefix of the stack that has every kind.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _SHARING_LAST = "num_kv_shared_layers"  # that many layers at the end use the ke
 _DENSE_LISTED = ("mlp_only_layers",)
 _SPARSE_LISTED = ("moe_layers",)
 _NUMBERED_FROM_ONE = ("ple_layer_ids",)
-# Periods, and their phase: the setting that holds it, or the place within the period, counted from its end if negative.
+# Periods, and their phase: the setting with the phase, or the position within the period, negative from its end.
 _SPARSE_PERIODS = {"decoder_sparse_step": -1, "moe_layer_interval": -1, "expert_layer_period": "expert_layer_offset"}
 _PERIODS = {**_SPARSE_PERIODS, "attn_layer_period": "attn_layer_offset", "n_layers_per_attn_res_block": 0}
 _NEXT_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")  # layers that a causal LM leaves out
 _EXPERTS_BY_KIND = {"sparse": True, "moe": True, "hash_moe": True, "dense": False, "mlp": False}
-_MAX_KINDS = 8  # a list with more different values names no kinds of layers
+_MAX_KINDS = 8  # a list with more different values does not hold kinds of layers
 
 Form = Literal["list", "numbers", "first", "to_last", "sharing", "overrides", "period"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """What one setting says about every layer, and whether that means experts (None: it does not say)."""
+    """The values of one setting for every layer, and whether they imply experts (None: unknown)."""
 
     name: str
     form: Form
@@ -42,7 +42,7 @@ class _Column:
 
 
 def shrink_layers(small: dict[str, Any], old: Settings) -> None:
-    """Cuts the stack of layers that the settings `old` describe; settings without a stack stay as they are."""
+    """Cut the stack of layers that the settings `old` describe; settings without a stack are unchanged."""
     depth_name = next((name for name in _DEPTHS if is_size(old.get(name))), None)
     block_list = next((name for name in _BLOCK_LISTS if isinstance(old.get(name), list)), None)
     if depth_name is None and block_list is None:
@@ -100,7 +100,7 @@ def _column(name: str, form: Form, values: Sequence[Any], meaning: Mapping[Any, 
 
 
 def _are_numbers(name: str, values: list[Any], depth: int) -> bool:
-    """Whether a list holds the numbers of some layers, and no value for each."""
+    """Return whether a list holds the numbers of some layers instead of a value for each layer."""
     if name in (*_DENSE_LISTED, *_SPARSE_LISTED, *_NUMBERED_FROM_ONE):
         return True
     whole = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
@@ -113,7 +113,7 @@ def _are_numbers(name: str, values: list[Any], depth: int) -> bool:
 
 
 def _kept(columns: Sequence[_Column], depth: int) -> list[int]:
-    """The numbers of the layers that a witness keeps, in order."""
+    """Return the numbers of the layers that a witness keeps, in order."""
     rows = _rows(columns, depth)
     sparse = _sparse(columns, depth)
     wanted = min(2, len(sparse))
@@ -128,13 +128,13 @@ def _kept(columns: Sequence[_Column], depth: int) -> list[int]:
 
 
 def _rows(columns: Sequence[_Column], depth: int) -> list[str]:
-    """What tells the kinds of layers apart, for every layer."""
+    """Return, for every layer, a text that identifies its kind."""
     telling = [c for c in columns if len({repr(value) for value in c.values}) <= _MAX_KINDS]
     return [repr([column.values[index] for column in telling]) for index in range(depth)]
 
 
 def _sparse(columns: Sequence[_Column], depth: int) -> list[int]:
-    """The layers with experts, as far as the settings tell; all layers of a model that has no experts."""
+    """Return the layers with experts, as far as the settings show; all layers of a model without experts."""
     said = [[column.experts[index] for column in columns] for index in range(depth)]
     told = any(True in layer for layer in said)
     sparse = [i for i, layer in enumerate(said) if False not in layer and (True in layer or not told)]
@@ -142,7 +142,7 @@ def _sparse(columns: Sequence[_Column], depth: int) -> list[int]:
 
 
 def _cut(small: dict[str, Any], old: Settings, column: _Column, kept: Sequence[int]) -> None:
-    """Writes what `column` says about the layers kept."""
+    """Write the values of `column` for the kept layers."""
     name, values = column.name, [column.values[index] for index in kept]
     if column.form == "list":
         small[name] = [scaled(name, value, old) for value in values]

@@ -1,8 +1,8 @@
 """A config shrunk to witness size: the same class and flags, small dimensions, every kind of layer.
 
-In: any causal-LM config of transformers. Out: a copy; the original stays as it is. What an attribute means is read
-from its name (`sizes`, `layers`), never from the model's. An attribute that a config lacks, or that is None there,
-stays as it is. Refused: a config whose class wants its sizes related in a way that is not known here.
+Input: any causal-LM config of transformers. Output: a copy. The meaning of an attribute is read from its name
+(`sizes`, `layers`), never from the model's name. An attribute that is missing or None is unchanged. Refused: a config
+whose class requires an unknown relation between its sizes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 MIN_POSITIONS = 512
 _POSITIONS = ("max_position_embeddings", "model_max_length", "max_seq_len")
-_PLEASE_REPORT = "please report this model's config: the witness builder needs to learn it"
+_PLEASE_REPORT = "please report this model's config: the witness builder does not support it yet"
 _FIRST_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def shrink(config: Config) -> Config:
-    """A witness-sized copy of `config`: the same class and flags with small dimensions; `config` stays as it is.
+    """Return a witness-sized copy of `config`: the same class and flags with small dimensions.
 
-    Flags that choose another computation keep their meaning: no group stays no group, no query compression stays none,
-    equal head counts stay equal, a model that begins with dense layers keeps one, and every kind of layer stays.
-    Raises InputRefused (I103) where the config's class does not take the small sizes.
+    Flags that select another computation keep their meaning: no groups stay no groups, no query compression stays none,
+    equal head counts stay equal, a model that begins with dense layers keeps one, and every kind of layer is kept.
+    Raises InputRefused (I103) if the config's class does not accept the small sizes.
     """
     settings: dict[str, Any] = config.to_dict()
     try:
@@ -42,7 +42,7 @@ def shrink(config: Config) -> Config:
 
 
 def _shrunk(old: Settings, parent: Settings) -> dict[str, Any]:
-    """The settings of a config, or of a part of one whose widths `parent` may hold."""
+    """Return the settings of a config, or of a part of one whose widths may be in `parent`."""
     small = copy.deepcopy(dict(old))
     small.pop("quantization_config", None)
     shrink_sizes(small, {**parent, **old})
@@ -57,7 +57,7 @@ def _shrunk(old: Settings, parent: Settings) -> dict[str, Any]:
 
 
 def _shrink_token_ids(small: dict[str, Any], old: Settings) -> None:
-    """Ids that the small vocabulary has not: the first ones have places of their own, others share the last."""
+    """Map ids outside the small vocabulary: the first ones get separate ids, the others share the last."""
     vocabulary = small.get("vocab_size")
     if not isinstance(vocabulary, int):
         return

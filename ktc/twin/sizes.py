@@ -1,7 +1,8 @@
-"""How large each dimension of a witness is, by what the attribute's name means, and what must fit together.
+"""The size of each dimension of a witness, by the attribute's name, and the relations between sizes.
 
-In: the settings of a config as plain values. Out: the small ones, changed in place. Head counts keep their relations,
-rotary dimensions their share of a head, state-space heads their product, groups of experts their number of experts.
+Input: the settings of a config as plain values. Output: the small ones, changed in place. Head counts keep their
+ratios, rotary dimensions their share of a head, state-space heads their product, groups of experts their number of
+experts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SHARED_WIDTHS = (
 )  # fmt: skip
 _WINDOWS = ("sliding_window", "sliding_window_size", "rel_extent")
 _CHUNKS = ("mamba_chunk_size", "chunk_size", "block_size")  # below the witness's sequences: several chunks in each
-# The size each attribute shrinks to. An attribute that the config lacks, or that is None or 0 there, stays as it is.
+# The shrunk size of each attribute. An attribute that is missing, None or 0 is unchanged.
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(EXPERT_COUNTS, NUM_EXPERTS),
     **dict.fromkeys(TOP_KS, TOP_K),
@@ -106,19 +107,19 @@ _NOT_PARTS = ("quantization_config", "per_layer_config", "generation_config")
 
 
 def parts_of(settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """The configs within a config: of its text model, its attention, its feed-forward blocks."""
+    """Yield the configs within a config: of its text model, its attention, its feed-forward blocks."""
     for name, value in settings.items():
         if name.endswith("_config") and isinstance(value, dict) and name not in _NOT_PARTS:
             yield name, cast("Settings", value)
 
 
 def is_size(value: object) -> bool:
-    """Whether `value` is a dimension or a count: a positive integer."""
+    """Return whether `value` is a dimension or a count: a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def shrink_sizes(small: dict[str, Any], old: Settings) -> None:
-    """Gives every dimension in `small` its size. `old` holds the sizes before, also those of the config around it."""
+    """Set every dimension in `small` to its size. `old` holds the original sizes, including the enclosing config's."""
     for name in list(small):
         if is_size(old.get(name)):
             small[name] = scaled(name, old[name], old)
@@ -131,10 +132,10 @@ def shrink_sizes(small: dict[str, Any], old: Settings) -> None:
 
 
 def scaled(name: str, value: Any, old: Settings) -> Any:
-    """What `value` of the setting `name` shrinks to.
+    """Return the shrunk `value` of the setting `name`.
 
-    A setting of some layers alone (`swa_head_dim`, an entry of `per_layer_config`) keeps its ratio to what holds for
-    all layers; where that is no whole number, it stays more or less.
+    A setting of some layers only (`swa_head_dim`, an entry of `per_layer_config`) keeps its ratio to the value for all
+    layers. If the result is not an integer, it stays larger or smaller than that value.
     """
     stem = name.removeprefix("swa_").removesuffix("_per_layer")
     if not is_size(value):
@@ -161,7 +162,7 @@ def _kv_heads(name: str, old: Settings) -> int:
 
 
 def _shrink_rotary(small: dict[str, Any], old: Settings) -> None:
-    """Head sizes of which every rotary share is a whole even number, and what is told of them a second time."""
+    """Set head sizes such that every rotary share is an even integer, and the settings that repeat them."""
     heads = next((old[name] for name in _HEADS if is_size(old.get(name))), 1)
     hidden = next((old[name] for name in _HIDDEN if is_size(old.get(name))), 0)
     old_head = old["head_dim"] if is_size(old.get("head_dim")) else hidden // heads
@@ -183,7 +184,7 @@ def _shrink_rotary(small: dict[str, Any], old: Settings) -> None:
 
 
 def _rotary_shares(settings: Settings) -> Iterator[float]:
-    """Every `partial_rotary_factor`, of all layers or of those of one type."""
+    """Yield every `partial_rotary_factor`, of all layers or of those of one type."""
     for name, value in settings.items():
         if name == "partial_rotary_factor" and isinstance(value, int | float) and value > 0:
             yield float(value)
@@ -192,13 +193,13 @@ def _rotary_shares(settings: Settings) -> Iterator[float]:
 
 
 def _fits(head: int, shares: Iterable[float], rotary: int | None = None) -> bool:
-    """Whether every one of `shares` of a head is a good number of rotary dimensions, or `rotary` of them."""
+    """Return whether each share of a head is a valid number of rotary dimensions, or equals `rotary`."""
     sizes = [int(head * share) for share in shares]
     return all(size % 2 == 0 and size >= 4 and rotary in (None, size) for size in sizes)
 
 
 def _shrink_latent_heads(small: dict[str, Any], old: Settings) -> None:
-    """Heads in two parts, with and without rotation, and the settings that tell one or both of them again."""
+    """Set heads in two parts, with and without rotation, and the settings that repeat one or both."""
     rotary, plain = small["qk_rope_head_dim"], small.get("qk_nope_head_dim", 0)
     if "qk_head_dim" in small:
         small["qk_head_dim"] = plain + rotary
@@ -209,7 +210,7 @@ def _shrink_latent_heads(small: dict[str, Any], old: Settings) -> None:
 
 
 def _shrunk_rope(rope: dict[str, Any], head: int, old_head: int) -> dict[str, Any]:
-    """Rope settings with their lists as long as the small heads need; those per layer type each on their own."""
+    """Return rope settings with lists of the small heads' length; those per layer type each separately."""
     small = dict(rope)
     for name, value in rope.items():
         if isinstance(value, dict):
@@ -235,7 +236,7 @@ def _shrink_groups(small: dict[str, Any], old: Settings) -> None:
 
 
 def _shrink_state_space_heads(small: dict[str, Any], old: Settings) -> None:
-    """The heads of a state-space layer fill its inner width, `expand` times the hidden size."""
+    """Set the heads of a state-space layer to fill its inner width, `expand` times the hidden size."""
     for heads, width, expand in _STATE_SPACE:
         if is_size(old.get(heads)) and heads in small and is_size(old.get(width)) and old.get(expand):
             small[heads] = int(old[expand]) * HIDDEN // small[width]

@@ -79,7 +79,7 @@ def test_the_block_keeps_everything_that_it_returns(by_range: fx.GraphModule) ->
 
 
 def test_weights_that_go_into_the_experts_are_no_routing_weights() -> None:
-    with pytest.raises(NoExperts, match="the routing weights go into the modules of `pickers`"):
+    with pytest.raises(NoExperts, match="the routing weights enter the modules of `pickers`"):
         captured(grove("scaled"))
 
 
@@ -91,7 +91,7 @@ def test_a_block_that_computes_something_else_while_it_is_trained_is_left_alone(
         return code(hidden_states * 1.01 if block.training else hidden_states)
 
     block.forward = jittered
-    with pytest.raises(NoExperts, match="something else while it is trained"):
+    with pytest.raises(NoExperts, match="something else in training mode"):
         captured(block)
 
 

@@ -157,7 +157,7 @@ def changed(folder: Path, **settings: Any) -> PreTrainedModel:
     ("settings", "expected"),
     [
         ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}, "`qwen3moe.attention.head_count` = 4"),
-        ({"num_experts_per_tok": 3}, "I116 the GGUF file says `qwen3moe.expert_used_count`"),
+        ({"num_experts_per_tok": 3}, "I116 the GGUF file has `qwen3moe.expert_used_count`"),
         ({"moe_intermediate_size": 32}, "has shape [16, 64, 64], expected [16, 32, 64]"),
         ({"num_hidden_layers": 3}, "I115 the GGUF file lacks `blk.2.attn_q.weight`, for `model.layers.2"),
         ({"attention_bias": True}, "I115 the GGUF file lacks `blk.0.attn_q.bias`"),
@@ -176,7 +176,7 @@ def test_layers_beyond_the_model_are_told(qwen: Path) -> None:
 def test_a_tensor_of_unknown_meaning_is_refused(tmp_path: Path) -> None:
     folder = gguf_twins.write("qwen2_moe", tmp_path / "model").folder
     text = problems(changed(folder, qkv_bias=False), folder)
-    assert "I122 tensor `blk.0.attn_q.bias` in `model.gguf` is none that ktc knows in `qwen2moe` files" in text
+    assert "I122 tensor `blk.0.attn_q.bias` in `model.gguf` is unknown in `qwen2moe` files" in text
 
 
 def test_another_architecture_is_refused_by_name(qwen: Path, tmp_path: Path) -> None:
@@ -339,10 +339,10 @@ HALF: dict[str, Any] = {
         ({"stride": 0}, "a stride"),
         ({"span": None, "stride": 2}, "a stride or a view without a span"),
         ({"span": None, "viewed": [4, 4]}, "a stride or a view without a span"),
-        ({"viewed": [1 << 40, 1 << 40]}, "a view that no tensor has"),
-        ({"span": {"dim": 0, "start": 0, "length": 2}}, "do not belong together"),
+        ({"viewed": [1 << 40, 1 << 40]}, "an invalid stride or view"),
+        ({"span": {"dim": 0, "start": 0, "length": 2}}, "an inconsistent combination"),
         ({"transform": "copy", "expert": 1}, "a span of one expert"),
-        ({"dtype": "q4_k"}, "no blocks of q4_k"),
+        ({"dtype": "q4_k"}, "not blocks of q4_k"),
         ({"dtype": "q9_9"}, "an unknown dtype"),
         ({"steps": [{"operation": "deinterleave_runs", "dims": [1, 3]}]}, "does not fit"),
         ({"steps": [{"operation": "deinterleave_runs", "dims": [1, 0]}]}, "mixes experts"),

@@ -145,7 +145,7 @@ def entry(**changes: Any) -> dict[str, Any]:
     ("header", "data", "reason"),
     [
         ({"x": entry(data_offsets=[0, 4])}, b"\0" * 4, "needs 8 bytes"),
-        ({"x": entry(data_offsets=[8, 0])}, b"\0" * 8, "no range"),
+        ({"x": entry(data_offsets=[8, 0])}, b"\0" * 8, "not a range"),
         ({"x": entry(shape=[-2])}, b"\0" * 8, "whole numbers"),
         ({"x": entry(shape=[True, 2])}, b"\0" * 8, "whole numbers"),
         ({"x": entry(shape=[1 << 70])}, b"\0" * 8, "whole numbers"),
@@ -158,7 +158,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"x": entry(data_offsets=[1 << 40, (1 << 40) + 8])}, b"\0" * 8, "truncated"),
         ([1], b"", "no JSON object"),
         (b"\xff{", b"", "no JSON"),
-        (b'{"x": 1, "x": 2}', b"", "there twice"),
+        (b'{"x": 1, "x": 2}', b"", "appears twice"),
     ],
 )
 def test_a_header_that_does_not_fit_the_file_is_refused(

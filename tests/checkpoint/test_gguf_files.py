@@ -74,17 +74,17 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_refused_and_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.gguf")
-    assert "I112 `model.gguf` is no regular file" in refusal(tmp_path)
+    assert "I112 `model.gguf` is not a regular file" in refusal(tmp_path)
     tmp_path.joinpath("model.gguf").unlink()
     tmp_path.joinpath("model.gguf").mkdir()
-    assert "I112 `model.gguf` is no regular file" in refusal(tmp_path)
+    assert "I112 `model.gguf` is not a regular file" in refusal(tmp_path)
 
 
 LIES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is no GGUF file"),
     "magic": (raw(magic=b"GGML"), "is no GGUF file"),
     "version 1": (raw(version=1), "of version 1; ktc reads 2 and 3"),
-    "big end first": (raw(version=3 << 24), "high byte first"),
+    "big end first": (raw(version=3 << 24), "is a big-endian GGUF file"),
     "many tensors": (raw(counts=(1 << 60, 1)), f"claims {1 << 60} tensors"),
     "many settings": (raw(counts=(1, 1 << 63)), f"claims {1 << 63} settings"),
     "one more setting": (raw(counts=(1, 2)), "I112"),
@@ -94,7 +94,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "two of a key": (raw((ARCHITECTURE, ARCHITECTURE)), "`general.architecture` twice"),
     "unknown value": (raw((setting(b"a", 13, b""),)), "unknown type 13"),
     "bad bool": (raw((setting(b"a", 7, b"\2"),)), "a truth value of 2"),
-    "no UTF-8": (raw((setting(b"a", STRING, text(b"\xff")),)), "no UTF-8"),
+    "no UTF-8": (raw((setting(b"a", STRING, text(b"\xff")),)), "not UTF-8"),
     "long text": (raw((setting(b"a", STRING, struct.pack("<Q", 1 << 40)),)), f"of {1 << 40} bytes"),
     "long array": (raw((setting(b"a", ARRAY, struct.pack("<IQ", 0, 1 << 40)),)), "truncated"),
     "long array of texts": (raw((setting(b"a", ARRAY, struct.pack("<IQ", 8, 1 << 40)),)), f"claims {1 << 40} texts"),
@@ -111,7 +111,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "old blocks": (raw((setting(b"general.quantization_version", U32, b"\1\0\0\0"),)), "by version 1"),
     "long name": (raw(tensors=(tensor(b"x" * 64),)), "a tensor's name of 64 bytes"),
     "empty name": (raw(tensors=(tensor(b""),)), "no readable name"),
-    "bad name": (raw(tensors=(tensor(b"\xfe\xff"),)), "no UTF-8"),
+    "bad name": (raw(tensors=(tensor(b"\xfe\xff"),)), "not UTF-8"),
     "two of a name": (raw(tensors=(tensor(), tensor(offset=128))), "tensor `a` twice"),
     "no dimension": (raw(tensors=(tensor(dims=()),)), "0 dimensions"),
     "five dimensions": (raw(tensors=(tensor(dims=(1, 1, 1, 1, 1)),)), "5 dimensions"),
@@ -119,7 +119,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "sizes that wrap": (raw(tensors=(tensor(dims=(1 << 32, 1 << 32)),)), "which no tensor of f32 has"),
     "half a block": (raw(tensors=(tensor(dims=(48,), kind=8),)), "in blocks of 32"),
     "unknown type": (raw(tensors=(tensor(kind=4),)), "unknown type 4"),
-    "askew": (raw(tensors=(tensor(offset=8),)), "no multiple of the alignment"),
+    "askew": (raw(tensors=(tensor(offset=8),)), "not a multiple of the alignment"),
     "offset that wraps": (raw(tensors=(tensor(offset=(1 << 64) - 32),)), "leaves a hole"),
     "overlap": (raw(tensors=(tensor(), tensor(b"b", offset=96))), "overlaps the tensor before it"),
     "a hole": (raw(tensors=(tensor(), tensor(b"b", offset=160))), "leaves a hole"),
@@ -228,7 +228,7 @@ def add(name: str) -> Callable[[Path], None]:
     [
         (lose, "I114 1 of 3 shards are missing"),
         (add("other.gguf"), "I120 `"),
-        (add("model-00004-of-00003.gguf"), "numbered beyond the 3 shards"),
+        (add("model-00004-of-00003.gguf"), "a number beyond the 3 shards"),
         (add("model-00002-of-00003.gguf"), "I112 `model-00002-of-00003.gguf`"),
         (duplicate, "I120 `model-00002-of-00003.gguf` has tensor `a.weight`, which is in `model-00001"),
         (swap, "says `split.no` = 2 where 1 belongs"),

@@ -43,7 +43,7 @@ GROUP = "`quantization_config.config_groups.group_0"
     ("config", "expected"),
     [
         (config_of(config_groups=[1]), "expected an object at `.config_groups`, found list"),
-        (config_of(config_groups={"group_0": 1}), f"{GROUP}` in config.json is no object but int"),
+        (config_of(config_groups={"group_0": 1}), f"{GROUP}` in config.json is not an object but int"),
         (
             config_of(config_groups={"group_0": {"targets": [5]}}),
             f"{GROUP}` in config.json: expected str at `.targets[0]`",
@@ -111,7 +111,7 @@ def test_mxfp4_codes_of_another_shape_are_refused(shape: tuple[int, ...]) -> Non
         (config_of({**FP8, "strategy": "tensor"}), (1,), None),
         (config_of({**FP8, "strategy": "block", "block_structure": [128, 128]}), (2, 2), None),
         (config_of({**FP8, "strategy": "group", "group_size": 64}), (256, 4), None),
-        (config_of(), (256, 1), "is fp8, but `quantization_config` says int of 4 bits"),
+        (config_of(), (256, 1), "is fp8, but `quantization_config` has int of 4 bits"),
     ],
 )
 def test_fp8_scales_are_those_of_the_block_that_the_config_names(

@@ -180,7 +180,7 @@ def test_a_loop_that_is_none_leaves_its_block_alone_and_the_rest_compiles(tmp_pa
     folder = checkpoint(tmp_path / "orchard_scaled", "scaled")
     options = {"settings": {"device": "cpu"}, "trust_remote_code": True}
     report = ktc.inspect(folder, "moe-lora", **options)
-    assert "the routing weights go into the modules of `pickers`" in report.captured.block("grove_0").opaque
+    assert "the routing weights enter the modules of `pickers`" in report.captured.block("grove_0").opaque
     made = ktc.load(ktc.compile(folder, "moe-lora", tmp_path / "scaled_ktc", **options), trust_remote_code=True)
     assert relative(logits(made), logits(stock(folder, torch.bfloat16))) < 1e-6
     assert len(read_lora_config(tmp_path / "scaled_ktc").target_modules) == 8

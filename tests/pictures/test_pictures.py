@@ -66,7 +66,7 @@ def model(stage: str = "rewritten") -> ModelDump:
     rewritten = stage == "rewritten"
     match = MatchDump("experts", "moe_block", "model.layers.1.mlp", (("experts", "routed"), ("scores", "scores")))
     matches = tuple(replace(match, site=f"model.layers.{i}.mlp") for i in (1, 2, 3)) if stage != "captured" else ()
-    near = ("11 nodes of `grouped` matched in model.layers.1.mlp, then at `best` wanted scatter, found topk",)
+    near = ("11 nodes of `grouped` matched in model.layers.1.mlp, then at `best` expected scatter, found topk",)
     return ModelDump(SCHEMA, stage, "tiny", "bf16", modules(rewritten), (moe_block(rewritten),), matches, near)
 
 
@@ -206,7 +206,7 @@ def test_the_page_is_one_file_that_loads_nothing() -> None:
 
 def test_the_page_lists_everything_without_scripts() -> None:
     text = re.sub(r"<script.*?</script>", "", render_html([model()]), flags=re.DOTALL)
-    for shown in ("mlp_1", "TinyMoe", "model.layers.[1..3].mlp", "wanted scatter, found topk", "routed: bf16[t, 64]"):
+    for shown in ("mlp_1", "TinyMoe", "model.layers.[1..3].mlp", "expected scatter, found topk", "routed: bf16[t, 64]"):
         assert shown in text
 
 
