@@ -19,7 +19,17 @@ ROOT = Path(__file__).parents[1]
 TREE = ("ktc", "rules", "grammar", "runtime", "templates", "docs", "README.md", "CONTRIBUTING.md", "Makefile")
 HELD = (
     "grammar",
+    "ktc/capture",
+    "ktc/census",
+    "ktc/checkpoint",
     "ktc/dsl",
+    "ktc/evaluate",
+    "ktc/generate",
+    "ktc/graph",
+    "ktc/hf",
+    "ktc/match",
+    "ktc/pictures",
+    "ktc/twin",
     "rules",
 )
 NOT_YET = ("ktc/dsl/schema.py",)  # of the paths held
@@ -31,7 +41,7 @@ MARKDOWN_COLUMNS = 100
 BANNED = {
     # negation
     r"(?<!there )\b(is|are|was|were|be) no(?! (longer|more|less|better|worse|different)\b) ": "not, invalid, missing",
-    r"\b(that|which|who|what) (is|are|has|have) ((?-i:none)|nothing)\b|\bit is (?-i:none)\b": "is not, is missing, has no X",
+    r"\b(that|which|who|what) (is|are|has|have) ((?-i:none)|nothing)\b|\bit is (?-i:none)\b": "not, missing, no X",
     r"\bnobody\b|\bno one\b": "not, unknown, or the passive",
     r"\bnothing but\b": "only",
     r"\band nothing else\b|\bnothing else (is|may|can|does)\b": "only",

@@ -1,4 +1,4 @@
-"""What a model needs to be compiled, beyond being captured: experts, and a checkpoint in a folder."""
+"""Requirements of a compilable model beyond capture: routed experts, and a checkpoint in a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def require_compilable(captured: CapturedModel) -> None:
 
 
 def _is_dense(captured: CapturedModel) -> bool:
-    """Whether every block was captured and none has experts; the plan reports blocks that were not captured."""
+    """Return whether every block was captured and none has experts; the plan reports blocks that were not captured."""
     graphs = [block.graph for block in captured.blocks if block.graph is not None]
     found = any(ops.operator(node) == "experts" for graph in graphs for node in nodes_of(graph))
     return len(graphs) == len(captured.blocks) and not found

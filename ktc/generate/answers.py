@@ -144,7 +144,7 @@ def _generate(
     streamer: Any = None,
     interrupted: Event | None = None,
 ) -> list[Answer]:
-    """Generate for one batch. `room` is the token limit for the whole file, so that batching does not change answers."""
+    """Generate for one batch. `room` is the token limit of the whole file, so batching does not change answers."""
     if room is None:
         room = require_fit(opened, prompts, sampling.max_new_tokens)
     inputs = left_padded(opened, [prompt.input_ids for prompt in prompts])

@@ -81,8 +81,8 @@ def test_what_is_no_file_is_refused_and_not_opened(tmp_path: Path) -> None:
 
 
 LIES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is no GGUF file"),
-    "magic": (raw(magic=b"GGML"), "is no GGUF file"),
+    "empty": (b"", "is not a GGUF file"),
+    "magic": (raw(magic=b"GGML"), "is not a GGUF file"),
     "version 1": (raw(version=1), "of version 1; ktc reads 2 and 3"),
     "big end first": (raw(version=3 << 24), "is a big-endian GGUF file"),
     "many tensors": (raw(counts=(1 << 60, 1)), f"claims {1 << 60} tensors"),
@@ -93,7 +93,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "key with an escape": (raw((setting(b"a\x1b", U32, b"\1\0\0\0"),)), "no readable name"),
     "two of a key": (raw((ARCHITECTURE, ARCHITECTURE)), "`general.architecture` twice"),
     "unknown value": (raw((setting(b"a", 13, b""),)), "unknown type 13"),
-    "bad bool": (raw((setting(b"a", 7, b"\2"),)), "a truth value of 2"),
+    "bad bool": (raw((setting(b"a", 7, b"\2"),)), "a boolean value of 2"),
     "no UTF-8": (raw((setting(b"a", STRING, text(b"\xff")),)), "not UTF-8"),
     "long text": (raw((setting(b"a", STRING, struct.pack("<Q", 1 << 40)),)), f"of {1 << 40} bytes"),
     "long array": (raw((setting(b"a", ARRAY, struct.pack("<IQ", 0, 1 << 40)),)), "truncated"),
@@ -104,7 +104,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "architecture of a path": (
         raw((setting(b"general.architecture", STRING, text(b"../olmoe")),)), "names no architecture"
     ),
-    "an adapter": (raw((ARCHITECTURE, setting(b"general.type", STRING, text(b"adapter")))), "of the type `adapter`"),
+    "an adapter": (raw((ARCHITECTURE, setting(b"general.type", STRING, text(b"adapter")))), "has the type `adapter`"),
     "alignment 0": (raw((setting(b"general.alignment", U32, b"\0\0\0\0"),)), "an alignment of 0"),
     "alignment 24": (raw((setting(b"general.alignment", U32, b"\x18\0\0\0"),)), "an alignment of 24"),
     "alignment of 8 bytes": (raw((setting(b"general.alignment", 10, struct.pack("<Q", 32)),)), "an alignment of 32"),
@@ -231,7 +231,7 @@ def add(name: str) -> Callable[[Path], None]:
         (add("model-00004-of-00003.gguf"), "a number beyond the 3 shards"),
         (add("model-00002-of-00003.gguf"), "I112 `model-00002-of-00003.gguf`"),
         (duplicate, "I120 `model-00002-of-00003.gguf` has tensor `a.weight`, which is in `model-00001"),
-        (swap, "says `split.no` = 2 where 1 belongs"),
+        (swap, "has `split.no` = 2, expected 1"),
     ],
 )
 def test_shards_that_are_no_set_are_refused(shards: Path, change: Callable[[Path], object], expected: str) -> None:
@@ -243,7 +243,7 @@ def test_one_shard_alone_is_refused_whatever_its_name(shards: Path) -> None:
     first = (shards / "model-00001-of-00003.gguf").rename(shards / "model.gguf")
     for path in shards.glob("*-of-*"):
         path.unlink()
-    assert f"`{first.name}` says `split.count` = 3 where 1 belongs" in refusal(shards)
+    assert f"`{first.name}` has `split.count` = 3, expected 1" in refusal(shards)
 
 
 def test_two_models_in_one_folder_are_refused_by_name(tmp_path: Path) -> None:

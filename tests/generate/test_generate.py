@@ -307,4 +307,4 @@ def test_the_conversation_reads_lines_and_ends_with_them(
     assert code == 0
     first, second = out.splitlines()[: len(out.splitlines()) // 2], out.splitlines()[len(out.splitlines()) // 2 :]
     assert first == second
-    assert "begins anew" in err
+    assert "the conversation is cleared" in err
