@@ -1,7 +1,8 @@
-"""LLaMA-Factory's own tuner in this process, with its trainer become a KTrainer while it runs.
+"""LLaMA-Factory's own tuner in this process, with a KTrainer as its trainer for that time.
 
-In: a `Request`. Out: what LLaMA-Factory writes, and the run report of the KTrainer. No file of LLaMA-Factory changes.
-Refused: what LLaMA-Factory itself refuses (F920), in its words; more processes than were started (F913).
+In: a `Request`. Out: LLaMA-Factory's own output, and the run report of the KTrainer. No file of LLaMA-Factory
+changes. Refused: settings that LLaMA-Factory itself refuses (F920), in its words; more processes than were started
+(F913).
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ _TRAINERS: Final = {
     "pt": ("llamafactory.train.pt.workflow", "CustomTrainer"),
     "dpo": ("llamafactory.train.dpo.trainer", "CustomDPOTrainer"),
 }
-_ROUTERS: Final = frozenset({"gate", "router"})  # as the families of transformers call them
-# The modules whose errors are about settings and data.
+_ROUTERS: Final = frozenset({"gate", "router"})  # names in the families of transformers
+# The modules whose errors concern settings and data.
 _JUDGES: Final = ("llamafactory.", "transformers.hf_argparser", "transformers.training_args", "peft.", "datasets.")
 
 
 def train(request: Request) -> None:
-    """Runs the request as `llamafactory-cli train` does, in this process.
+    """Run the request as `llamafactory-cli train` does, in this process.
 
-    Raises `InputRefused`: F913, F920, and what loading and attaching raise.
+    Raise `InputRefused`: F913, F920, and the errors of loading and attaching.
     """
     environment.switch_on_kt()
     _require_processes()
@@ -54,10 +55,10 @@ def train(request: Request) -> None:
 
 
 def _require_processes() -> None:
-    """LLaMA-Factory's launcher would start processes that know no KTrainer, so this one starts none."""
+    """Raise InputRefused (F913) for several processes: LLaMA-Factory's launcher would start them without a KTrainer."""
     asked = environment.asked_processes()
     if asked > environment.world_size():
-        message = f"the environment asks for {asked} processes, and this is one of {environment.world_size()}"
+        message = f"the environment requests {asked} processes, and this is one of {environment.world_size()}"
         hint = f"`torchrun --nproc-per-node {asked} -m ktc lf train ...`"
         raise InputRefused(Diagnostic("F913", message, hint=hint))
 
@@ -77,14 +78,14 @@ def _substituted(request: Request) -> Generator[None]:
 
 
 def _kt_trainer(stock: type) -> type:
-    """The trainer of LLaMA-Factory as a KTrainer."""
+    """Return LLaMA-Factory's trainer class with the KTrainer mixin."""
     from ktc.training.trainer import KTrainerMixin
 
     return type(f"KT{stock.__name__}", (KTrainerMixin, stock), {"__module__": __name__})
 
 
 def _by_rules(folder: Path) -> GetPeftModel:
-    """`get_peft_model` with the adapter of the model's rules, whose targets LLaMA-Factory has no words for."""
+    """Call `get_peft_model` with the adapter of the model's rules, which LLaMA-Factory cannot express."""
     from peft import get_peft_model
 
     from ktc.model.peft_glue import read_lora_config
@@ -94,15 +95,15 @@ def _by_rules(folder: Path) -> GetPeftModel:
 
 
 def _telling_of_routers(make: GetPeftModel) -> GetPeftModel:
-    """`make` with a warning (F914) where the adapter has got hold of a router, as `lora_target: all` may."""
+    """Wrap `make` with a warning (F914) if the adapter includes a router, as with `lora_target: all`."""
 
     def get_peft_model(model: Any, config: Any) -> PeftModel:
         adapted = make(model, config)
         modules = cast("dict[str, nn.Module]", dict(cast("Any", adapted).named_modules()))
         named = (name.rpartition(".")[2] for name, module in modules.items() if hasattr(module, "lora_A"))
         if found := sorted(_ROUTERS.intersection(named)):
-            message = f"LoRA adapts the router (`{found[0]}`): which experts a token meets will change while it trains"
-            hint = "name the targets in `lora_target`, without it, if that is not meant"
+            message = f"LoRA adapts the router (`{found[0]}`): the choice of experts will change during training"
+            hint = "name the targets in `lora_target` without it if this is not intended"
             log.warning("%s", render([Diagnostic("F914", message, hint=hint, severity="warning")]))
         return adapted
 
@@ -110,7 +111,7 @@ def _telling_of_routers(make: GetPeftModel) -> GetPeftModel:
 
 
 class _Unmerged:
-    """LLaMA-Factory merges an adapter before it predicts, and packed experts cannot be merged into: it stays beside."""
+    """Keeps an adapter unmerged: LLaMA-Factory merges it before prediction, which packed experts cannot do."""
 
     @staticmethod
     def from_pretrained(model: Any, folder: str, **_: Any) -> PeftModel:
@@ -133,7 +134,7 @@ def _replaced(module: ModuleType, name: str, value: object) -> Generator[None]:
 
 @contextmanager
 def _arguments(words: tuple[str, ...]) -> Generator[None]:
-    """LLaMA-Factory reads the file and the settings after it from the command line."""
+    """Set the command line from which LLaMA-Factory reads the file and the settings."""
     before = sys.argv
     sys.argv = ["llamafactory-cli", *words]
     try:
@@ -144,7 +145,7 @@ def _arguments(words: tuple[str, ...]) -> Generator[None]:
 
 @contextmanager
 def _its_refusals() -> Generator[None]:
-    """An error that is about settings or data becomes the user's; any other is a bug of somebody."""
+    """Turn an error about settings or data into InputRefused (F920); any other error is a bug."""
     try:
         yield
     except KtcError:
@@ -154,11 +155,11 @@ def _its_refusals() -> Generator[None]:
         if not origin.startswith(_JUDGES):
             raise
         message = f"LLaMA-Factory refuses ({origin}): {' '.join(str(error).split())}"
-        raise InputRefused(Diagnostic("F920", message, hint="it is about the settings or the data")) from error
+        raise InputRefused(Diagnostic("F920", message, hint="the message concerns the settings or the data")) from error
 
 
 def _origin(trace: TracebackType | None) -> str:
-    """The module that raised."""
+    """Return the module that raised the error."""
     name = ""
     while trace is not None:
         name, trace = str(trace.tb_frame.f_globals.get("__name__", "")), trace.tb_next

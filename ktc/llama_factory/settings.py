@@ -1,9 +1,9 @@
-"""A LLaMA-Factory YAML as `ktc lf` takes it: in the file and KEY=VALUE words, out a frozen `Request`.
+"""A LLaMA-Factory YAML file for `ktc lf`.
 
-Nothing of LLaMA-Factory is imported. Refused, all together: a file that is none (F903, F904), words that are no
-settings (F905), KTransformers' switch (F906), stages without a KTrainer (F907), a model that ktc has not compiled
-(F908), LoRA targets that hit nothing (F909) or contradict the rules (F910), settings that a compiled model cannot have
-(F911), code that is not trusted (F912).
+In: the file and KEY=VALUE words. Out: a frozen `Request`. LLaMA-Factory is not imported. Refused, all faults together:
+an invalid file (F903, F904), words that are not settings (F905), KTransformers' switch (F906), and stages without a
+KTrainer (F907). Also a model that ktc did not compile (F908), LoRA targets that match nothing (F909) or contradict the
+rules (F910), settings that a compiled model cannot have (F911), untrusted code (F912).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing, sugges
 
 TESTED: Final = (0, 9, 5)  # of LLaMA-Factory: constraints-lf.txt
 STAGES: Final = ("sft", "pt", "dpo")  # those whose trainer becomes a KTrainer
-RULES: Final = "rules"  # as `lora_target`: what the rules of the compiled model say
+RULES: Final = "rules"  # a value of `lora_target`: the rules of the compiled model decide
 _OF_LORA: Final = (
     "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "pissa_init", "additional_target",
 )  # fmt: skip
 _IMPOSSIBLE: Final[Mapping[str, str]] = {
-    "deepspeed": "its parts would be laid out anew over processes",
-    "fsdp": "its parts would be laid out anew over processes",
+    "deepspeed": "its parts would be distributed again over processes",
+    "fsdp": "its parts would be distributed again over processes",
     "quantization_bit": "its weights have the format that the rules gave them",
     "use_unsloth": "unsloth loads models itself",
     "use_dora": "DoRA reads weights that are packed",
@@ -40,9 +40,9 @@ _IMPOSSIBLE: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What LLaMA-Factory is asked for: the words it reads (`x.yaml`, `key=value` ...), and what ktc must know of them.
+    """The command line for LLaMA-Factory (`x.yaml`, `key=value` ...), and the settings that ktc needs.
 
-    `by_rules` says that the adapter is the one of the model's rules; `adapters` are folders it starts from.
+    `by_rules`: the adapter is that of the model's rules. `adapters` are the folders that training starts from.
     """
 
     words: tuple[str, ...]
@@ -55,7 +55,7 @@ class Request:
 
 
 def check_installed() -> tuple[Diagnostic, ...]:
-    """A warning (F902) for a release that was not tested. Raises `HostLacks` (F901) where there is none."""
+    """Return a warning (F902) for an untested release. Raise `HostLacks` (F901) if LLaMA-Factory is missing."""
     found = versions.installed("llamafactory")
     tested = versions.dotted(TESTED)
     if found is None:
@@ -71,7 +71,7 @@ def check_installed() -> tuple[Diagnostic, ...]:
 
 
 def read_request(file: Path, words: Sequence[str]) -> Request:
-    """The settings in `file` under the `words`. Raises `InputRefused` with everything that is wrong."""
+    """Return the settings in `file`, overridden by `words`. Raise `InputRefused` with all faults."""
     settings = {**_read(file), **_overrides(words)}
     problems = [*_setting_faults(settings), *_model_faults(settings)]
     if problems:
@@ -89,7 +89,7 @@ def read_request(file: Path, words: Sequence[str]) -> Request:
 
 def _read(file: Path) -> dict[str, Any]:
     if file.suffix not in (".yaml", ".yml"):
-        message = f"`{file}` is no name that LLaMA-Factory reads as YAML"
+        message = f"`{file}` is not a file name that LLaMA-Factory reads as YAML"
         raise InputRefused(Diagnostic("F903", message, hint="name it `.yaml`"))
     try:
         content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -97,7 +97,7 @@ def _read(file: Path) -> dict[str, Any]:
         words = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InputRefused(Diagnostic("F903", f"`{file}` cannot be read: {words}")) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2026-13-01 is a ValueError
-        raise InputRefused(Diagnostic("F904", f"`{file}` is no YAML: {_one_line(error)}")) from error
+        raise InputRefused(Diagnostic("F904", f"`{file}` is not YAML: {_one_line(error)}")) from error
     if not isinstance(content, dict):
         message = f"`{file}` holds {type(content).__name__}, where LLaMA-Factory reads `key: value`"
         raise InputRefused(Diagnostic("F904", message))
@@ -105,14 +105,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    """`["lora_rank=4"]` -> `{"lora_rank": 4}`: the values are YAML, as LLaMA-Factory takes them."""
+    """Parse `["lora_rank=4"]` as `{"lora_rank": 4}`; the values are YAML, as in LLaMA-Factory."""
     settings, faults = dict[str, Any](), list[Diagnostic]()
     for word in words:
         name, equals, value = word.partition("=")
         try:
             settings[name] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            faults.append(Diagnostic("F905", f"the value of `{name}` is no YAML: {_one_line(error)}"))
+            faults.append(Diagnostic("F905", f"the value of `{name}` is not YAML: {_one_line(error)}"))
         if not (name.isidentifier() and equals):
             faults.append(Diagnostic("F905", f"settings are words like `max_steps=10`, found `{word}`"))
     if faults:
@@ -133,7 +133,7 @@ def _targets(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _listed(value: object) -> tuple[str, ...]:
-    """LLaMA-Factory's lists are words between commas."""
+    """Split one of LLaMA-Factory's lists, words separated by commas."""
     items = cast("list[object]", value) if isinstance(value, list) else [] if value is None else str(value).split(",")
     return tuple(str(item).strip() for item in items)
 
@@ -141,13 +141,13 @@ def _listed(value: object) -> tuple[str, ...]:
 def _setting_faults(settings: Mapping[str, Any]) -> Iterator[Diagnostic]:
     if settings.get("use_kt"):
         hint = "remove `use_kt`: a compiled model needs no switch"
-        yield Diagnostic("F906", "`use_kt: true` asks for KTransformers' own transformers and accelerate", hint=hint)
+        yield Diagnostic("F906", "`use_kt: true` requires KTransformers' own transformers and accelerate", hint=hint)
     if (stage := _stage(settings)) not in STAGES:
         hint = suggest(stage, STAGES) or f"supported: {listing(STAGES)}"
         yield Diagnostic("F907", f"`ktc lf` has no KTrainer for the stage `{stage}`", hint=hint)
     if not settings.get("trust_remote_code"):
         hint = "`trust_remote_code: true`, if you trust that folder"
-        yield Diagnostic("F912", "a compiled model contains code, and LLaMA-Factory is not told to run it", hint=hint)
+        yield Diagnostic("F912", "a compiled model contains code, and `trust_remote_code` does not allow it", hint=hint)
     kind = settings.get("finetuning_type", "lora")
     if kind != "lora":
         hint = "`finetuning_type: lora`"
@@ -159,7 +159,7 @@ def _setting_faults(settings: Mapping[str, Any]) -> Iterator[Diagnostic]:
     if _targets(settings) == (RULES,):
         for name in _OF_LORA:
             if name in settings:
-                message = f"`lora_target: {RULES}` takes the adapter of the model's rules, and `{name}` says another"
+                message = f"`lora_target: {RULES}` takes the adapter of the model's rules, and `{name}` contradicts it"
                 hint = f"remove `{name}`, or compile the model with other rules or `--set`"
                 yield Diagnostic("F910", message, hint=hint)
 
@@ -168,7 +168,7 @@ def _model_faults(settings: Mapping[str, Any]) -> Iterator[Diagnostic]:
     named = settings.get("model_name_or_path")
     folder = Path(str(named))
     if named is None or not (folder / "ktc.json").is_file():
-        message = "`model_name_or_path` is missing" if named is None else f"`{named}` is no model that ktc has compiled"
+        message = "`model_name_or_path` is missing" if named is None else f"`{named}` is not a compiled model"
         hint = "name the folder that `ktc compile MODEL RULES -o OUT` wrote"
         yield Diagnostic("F908", message, hint=hint)
         return
@@ -178,7 +178,7 @@ def _model_faults(settings: Mapping[str, Any]) -> Iterator[Diagnostic]:
 
 
 def _linear_names(folder: Path) -> frozenset[str]:
-    """The modules of the compiled model that hold a matrix of their own. Raises `InputRefused` (F908)."""
+    """Return the modules of the compiled model that have a weight matrix. Raise `InputRefused` (F908)."""
     try:
         rows = read_sources((folder / "weights.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -189,11 +189,11 @@ def _linear_names(folder: Path) -> frozenset[str]:
 
 
 def _target_faults(targets: Sequence[str], modules: frozenset[str], folder: Path) -> Iterator[Diagnostic]:
-    """PEFT takes a module's name or its end, and says nothing of one that hits nothing beside others that do."""
+    """Yield the targets that match no module: PEFT ignores one of several."""
     for target in targets:
         if any(name == target or name.endswith(f".{target}") for name in modules):
             continue
         near = suggest(target, {name.rpartition(".")[2] for name in modules})
-        hint = near or f"`lora_target: {RULES}` takes what the rules chose, routed experts among it"
-        message = f"the LoRA target `{target}` hits no linear module of `{folder.name}`"
+        hint = near or f"`lora_target: {RULES}` takes the layers that the rules chose, including routed experts"
+        message = f"the LoRA target `{target}` matches no linear module of `{folder.name}`"
         yield Diagnostic("F909", message, hint=hint)

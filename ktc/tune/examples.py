@@ -1,8 +1,8 @@
 """Training data: a file of alpaca, sharegpt, messages, prompt and completion, or plain text, as turns of conversations.
 
-In: JSON, JSONL or text in UTF-8. Out: `TrainingData`, its rows with the lines they stand in. Refused, all bad rows of a
-file together: what cannot be read (T510), nothing in it (T511), no UTF-8 (T512), no JSON (T513), keys of no format
-(T514), rows without an answer or with values that are no text (T515), unknown roles and turns out of order (T516).
+In: JSON, JSONL or text in UTF-8. Out: `TrainingData`, its rows with their line numbers. Refused, all invalid rows of a
+file together: unreadable (T510), empty (T511), not UTF-8 (T512), not JSON (T513), keys that match no format (T514),
+rows without an answer or with values that are not text (T515), unknown roles and turns out of order (T516).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ANSWERS: frozenset[Role] = frozenset({"assistant", "completion", "text"})
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`prompt` and `completion` are texts that no template touches; a `text` is learned whole."""
+    """`prompt` and `completion` are not formatted by a template; the whole of a `text` is trained on."""
 
     role: Role
     content: str
@@ -66,7 +66,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """`detected` says that nobody named the format."""
+    """`detected`: the format was found from the keys, not set by the user."""
 
     file: str
     format: Format
@@ -75,7 +75,7 @@ class TrainingData:
 
 
 class _Fault(Exception):
-    """What is wrong with one row: code, message and hint."""
+    """The fault of one row: code, message and hint."""
 
     def __init__(self, code: str, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -83,11 +83,11 @@ class _Fault(Exception):
 
 
 def read_training_data(path: Path, wanted: Format = "auto") -> TrainingData:
-    """Every row of the file. Raises InputRefused with all that is wrong, the first faults by line."""
+    """Return every row of the file. Raise InputRefused with the first faults by line."""
     text = _read(path)
     if path.suffix == ".txt":
         if wanted not in ("auto", "text"):
-            raise InputRefused(Diagnostic("T514", f"`{path}` is plain text, and cannot be of the format `{wanted}`"))
+            raise InputRefused(Diagnostic("T514", f"`{path}` is plain text, and cannot have the format `{wanted}`"))
         return _all_good(path, "text", wanted == "auto", _paragraphs(text), [])
     rows, faults = _array(text, path) if text.lstrip()[:1] == "[" else _lines(text, path)
     chosen = _detected(rows) if wanted == "auto" else wanted
@@ -123,7 +123,7 @@ def _read(path: Path) -> str:
 
 
 def _paragraphs(text: str) -> Rows:
-    """Stretches between blank lines, each a row of its own."""
+    """Yield the stretches between blank lines, each as a row."""
     rows, held = Rows(), list[str]()
     for number, line in enumerate([*text.splitlines(), ""], start=1):
         if line.strip():
@@ -147,7 +147,7 @@ def _lines(text: str, path: Path) -> tuple[Rows, list[Diagnostic]]:
 
 
 def _array(text: str, path: Path) -> tuple[Rows, list[Diagnostic]]:
-    """The elements of one JSON list with their lines; what follows a broken one is not looked at."""
+    """Yield the elements of one JSON list with their lines, up to the first invalid one."""
     decoder, rows = json.JSONDecoder(), Rows()
     position, line, seen = _skip(text, text.index("[") + 1), 1, 0
     while text[position : position + 1] != "]":
@@ -162,10 +162,10 @@ def _array(text: str, path: Path) -> tuple[Rows, list[Diagnostic]]:
         if text[position : position + 1] == ",":
             position = _skip(text, position + 1)
         elif text[position : position + 1] != "]":
-            fault = _Fault("T513", "this is no JSON: rows of a list stand between commas, and it ends with `]`")
+            fault = _Fault("T513", "this is not JSON: rows of a list are separated by commas, and it ends with `]`")
             return rows, [_at(path, text.count("\n", 0, position) + 1, fault)]
     if text[position + 1 :].strip():
-        fault = _Fault("T513", "this is no JSON: something follows the list")
+        fault = _Fault("T513", "this is not JSON: the list is followed by other text")
         return rows, [_at(path, text.count("\n", 0, position) + 1, fault)]
     return rows, []
 
@@ -178,12 +178,12 @@ def _skip(text: str, position: int) -> int:
 
 def _no_json(error: Exception) -> _Fault:
     said = error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deeply"
-    return _Fault("T513", f"this is no JSON: {said}", "a .jsonl file has one object a line, a .json file one list")
+    return _Fault("T513", f"this is not JSON: {said}", "a .jsonl file has one object a line, a .json file one list")
 
 
 # Formats -------------------------------------------------------------------------------------------------------------
 def _detected(rows: Rows) -> Format:
-    """The first format whose keys a row has; else the one whose keys are nearest, so that the rows can be told."""
+    """Return the first format whose keys a row has, or the one with the nearest keys, so that rows can be reported."""
     objects = [cast("Mapping[str, Any]", row) for _, row in rows if isinstance(row, dict)]
     for row in objects:
         for form, keys in _REQUIRED.items():
@@ -198,7 +198,7 @@ def _near(key: str, row: Mapping[str, Any]) -> float:
 
 
 def _turns(form: Format, row: object) -> tuple[Turn, ...]:
-    """The turns of one row. Raises _Fault."""
+    """Return the turns of one row. Raise _Fault."""
     if not isinstance(row, dict):
         raise _Fault("T514", f"a row is an object with keys, found {_kind(row)}")
     fields = cast("dict[str, Any]", row)
@@ -224,7 +224,7 @@ def _check_keys(form: Format, row: Mapping[str, Any]) -> None:
 
 
 def _mistyped(key: str, row: Mapping[str, Any]) -> str:
-    """The key of the row that may have been meant: a few slips away, or the beginning of the other."""
+    """Return the key of the row that the user probably meant: a few typing errors away, or a prefix."""
     near = (found for found in row if suggest(found, [key]) or key.startswith(found) or found.startswith(key))
     return next(near, "")
 
@@ -267,12 +267,12 @@ def _conversation(form: Format, row: Mapping[str, Any]) -> Iterator[Turn]:
 
 
 def _answered(turns: Iterable[Turn]) -> tuple[Turn, ...]:
-    """The turns, if there is an answer to learn and each stands in its place."""
+    """Return the turns if there is an answer and their order is valid. Raise _Fault."""
     found = tuple(turns)
     if not any(turn.is_answer for turn in found):
         raise _Fault("T515", "the row has no answer to learn", "an answer is a turn of the assistant")
     if any(turn.role == "system" for turn in found[1:]):
-        raise _Fault("T516", "a turn of the system stands first")
+        raise _Fault("T516", "a turn of the system comes first")
     if found[0].role == "assistant" or (found[0].role == "system" and found[1].role == "assistant"):
         raise _Fault("T516", "a conversation begins with a turn of the user")
     if any(first.role == second.role in ("user", "assistant") for first, second in pairwise(found)):
@@ -284,7 +284,7 @@ def _text(value: object, key: str, *, empty: bool = False) -> str:
     if not isinstance(value, str):
         raise _Fault("T515", f"`{key}` is a text, found {_kind(value)}")
     if has_lone_surrogate(value):
-        raise _Fault("T515", f"`{key}` has half of a character (`\\ud800` to `\\udfff` alone)", "write it as UTF-8")
+        raise _Fault("T515", f"`{key}` has half of a character (a lone `\\ud800` to `\\udfff`)", "write it as UTF-8")
     if not (empty or value.strip()):
         raise _Fault("T515", f"`{key}` is empty")
     return value

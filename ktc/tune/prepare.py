@@ -20,8 +20,8 @@ from ktc.tune.types import Place, PreparedData
 
 
 def prepare(place: Place, settings: TrainSettings) -> PreparedData:
-    """The data as tokens; the model is not loaded. Raises InputRefused (T510 to T520)."""
-    assert settings.data is not None, "`settings_for` has seen to it"
+    """Return the data as tokens, without loading the model. Raise InputRefused (T510 to T520)."""
+    assert settings.data is not None, "`settings_for` ensures it"
     rows, held_out = _rows(settings, Path(settings.data))
     limit = _limit(place, settings)
     tokenizer = read_tokenizer(place.out, "T507")
@@ -58,7 +58,7 @@ def _rows(settings: TrainSettings, path: Path) -> tuple[TrainingData, TrainingDa
 
 
 def _limit(place: Place, settings: TrainSettings) -> int:
-    """The longest sequence. Raises InputRefused (T505) where the model has no room for it."""
+    """Return the longest sequence. Raise InputRefused (T505) if it exceeds the model's length."""
     from ktc.model.load import stock_class
     from ktc.model.load_as import read_config
     from ktc.model.manifest import read_manifest

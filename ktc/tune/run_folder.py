@@ -1,8 +1,8 @@
 """The folder of a training run: claimed by one run at a time, its settings, checkpoints and adapter.
 
-In: a path, and whether to go on or to begin anew. Out: `RunFolder`. Refused: a folder with something else in it (T521),
-one that another run uses (T522), no run or no checkpoint to go on with (T523), a half-written checkpoint (T524), other
-data or another adapter than the run began with (T525).
+In: a path, and whether to resume or to start again. Out: `RunFolder`. Refused: a folder with other content (T521), one
+that another run uses (T522), a missing run or checkpoint (T523), a half-written checkpoint (T524), data or an adapter
+that differ from those of the run (T525).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OURS = ("checkpoint-*", "adapter_*", "README.md", "runs", "ktc_report.json", "r
 _WEIGHTS, _STATE = "adapter_model.safetensors", "trainer_state.json"
 _PICKLED = ("optimizer.pt", "scheduler.pt")
 
-# What decides the numbers of a run that goes on: another value would be another run.
+# The settings that determine the numbers of a run. Resuming needs the same values.
 _LASTING = (
     "data", "format", "template", "eval_data", "eval_split", "length", "truncate", "packing", "train_on_prompt",
     "rank", "alpha", "dropout", "rslora", "targets", "batch", "accumulation", "precision", "router_aux_loss", "seed",
@@ -39,23 +39,23 @@ _LASTING = (
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A claimed folder. `resume` is the checkpoint to go on with, or None."""
+    """A claimed folder. `resume` is the checkpoint to resume from, or None."""
 
     path: Path
     resume: Path | None
     lock: FileLock
 
     def release(self) -> None:
-        """Others may have it."""
+        """Release the folder for other runs."""
         self.lock.release()
         (self.path / _LOCK).unlink(missing_ok=True)
 
     def keep_settings(self, settings: TrainSettings) -> None:
-        """Writes `train.yaml`, by which the folder is known as a run's."""
+        """Write `train.yaml`, which marks the folder as a run's."""
         write_whole(self.path / SETTINGS, settings.to_yaml())
 
     def keep_adapter(self, model: Any) -> None:
-        """Saves a PEFT model's adapter, each file whole and the config last."""
+        """Save a PEFT model's adapter, each file atomically and the config last."""
         draft = self.path / f".adapter.{os.getpid()}"
         try:
             model.save_pretrained(str(draft))
@@ -66,9 +66,9 @@ class RunFolder:
 
 
 def claim(path: Path, *, resume: str | None = None, force: bool = False) -> RunFolder:
-    """The folder for this run alone. `resume` is "auto" for the last checkpoint, or the path of one.
+    """Claim the folder for this run. `resume` is "auto" for the last checkpoint, or the path of one.
 
-    `force` removes what an earlier run has left there, and nothing else. Raises InputRefused (T521 to T524).
+    `force` removes only files of an earlier run. Raise InputRefused (T521 to T524).
     """
     require_usable(path, resume=resume, force=force)
     checkpoint = find_checkpoint(path, resume) if resume else None
@@ -87,7 +87,7 @@ def claim(path: Path, *, resume: str | None = None, force: bool = False) -> RunF
 
 
 def require_usable(path: Path, *, resume: str | None = None, force: bool = False) -> None:
-    """What `claim` would refuse, but for another run's use, is refused; nothing is written or removed."""
+    """Raise what `claim` would raise, except for T522, and neither write nor remove anything."""
     if resume:
         find_checkpoint(path, resume)
     if path.exists() and not path.is_dir():
@@ -100,13 +100,13 @@ def require_usable(path: Path, *, resume: str | None = None, force: bool = False
 
 def _occupied(path: Path, is_run: bool) -> Diagnostic:
     if is_run:
-        hint = "`--resume auto` goes on with it, `--force` begins anew, `--output` names another"
-        return Diagnostic("T521", f"`{path}` holds a run already", hint=hint)
-    return Diagnostic("T521", f"`{path}` is not empty, and no run of ktc", hint="name another `--output`")
+        hint = "`--resume auto` resumes it, `--force` replaces it, `--output` names another folder"
+        return Diagnostic("T521", f"`{path}` already holds a run", hint=hint)
+    return Diagnostic("T521", f"`{path}` is not empty, and it is not a run of ktc", hint="name another `--output`")
 
 
 def _remove_run(path: Path) -> None:
-    """Only what runs write; the file that marks the folder goes last."""
+    """Remove only files that runs write; the file that marks the folder goes last."""
     for pattern in _OURS:
         for each in path.glob(pattern):
             if each.is_dir() and not each.is_symlink():
@@ -115,9 +115,9 @@ def _remove_run(path: Path) -> None:
                 each.unlink()
 
 
-# Going on ------------------------------------------------------------------------------------------------------------
+# Resuming -----------------------------------------------------------------------------------------------------------
 def find_checkpoint(path: Path, resume: str) -> Path:
-    """The whole checkpoint that `resume` means. Raises InputRefused (T523, T524)."""
+    """Return the complete checkpoint that `resume` names. Raise InputRefused (T523, T524)."""
     if resume != "auto":
         chosen = Path(resume)
         if not chosen.is_dir():
@@ -126,15 +126,15 @@ def find_checkpoint(path: Path, resume: str) -> Path:
         return chosen
     found = _checkpoints(path)
     if not found:
-        hint = "`--resume` goes on with a run that was interrupted; leave it out to begin one"
-        raise InputRefused(Diagnostic("T523", f"`{path}` has no checkpoint to go on with", hint=hint))
+        hint = "`--resume` continues an interrupted run; leave it out to start a new one"
+        raise InputRefused(Diagnostic("T523", f"`{path}` has no checkpoint to resume from", hint=hint))
     whole = next((each for each in found[1:] if not checkpoint_faults(each)), None)
     _require_whole(found[0], whole)
     return found[0]
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The last one first."""
+    """Return the checkpoints, the last one first."""
     numbered = ((re.fullmatch(r"checkpoint-(\d+)", each.name), each) for each in path.glob("checkpoint-*"))
     return [each for _, each in sorted(((int(m[1]), each) for m, each in numbered if m), reverse=True)]
 
@@ -142,13 +142,13 @@ def _checkpoints(path: Path) -> list[Path]:
 def _require_whole(checkpoint: Path, earlier: Path | None) -> None:
     faults = checkpoint_faults(checkpoint)
     if faults:
-        hint = f"go on with `--resume {earlier}`" if earlier else "there is no earlier one: begin anew with `--force`"
+        hint = f"use `--resume {earlier}`" if earlier else "there is no earlier one: start again with `--force`"
         message = f"checkpoint `{checkpoint}` is half-written or damaged: {'; '.join(faults)}"
         raise InputRefused(Diagnostic("T524", message, hint=hint))
 
 
 def checkpoint_faults(checkpoint: Path) -> tuple[str, ...]:
-    """Why a checkpoint cannot be gone on with; none if it is whole."""
+    """Return the reasons why a checkpoint cannot be resumed, empty if it is complete."""
     return tuple(_faults(checkpoint))
 
 
@@ -161,12 +161,12 @@ def _faults(checkpoint: Path) -> Iterator[str]:
         yield f"it lacks {listing(missing)}"
     for name in (_STATE, "adapter_config.json"):
         if name not in missing and not _is_json(checkpoint / name):
-            yield f"`{name}` is no JSON"
+            yield f"`{name}` is not JSON"
     for name in _PICKLED:
         if name not in missing and not zipfile.is_zipfile(checkpoint / name):
-            yield f"`{name}` is cut short"
+            yield f"`{name}` is truncated"
     if _WEIGHTS not in missing and not _is_safetensors(checkpoint / _WEIGHTS):
-        yield f"`{_WEIGHTS}` is cut short"
+        yield f"`{_WEIGHTS}` is truncated"
 
 
 def _is_json(path: Path) -> bool:
@@ -185,19 +185,19 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def require_same_run(path: Path, settings: TrainSettings, kept: TrainSettings) -> None:
-    """Raises InputRefused (T525) where a run that goes on would not be the one that began."""
+    """Raise InputRefused (T525) if the settings differ from those that the run began with."""
     changed = [name for name in _LASTING if getattr(settings, name) != getattr(kept, name)]
     if changed:
         was = ", ".join(f"`{name}` was `{getattr(kept, name)}`" for name in changed)
-        hint = "leave these settings as they were, or begin a new run with another `--output`"
-        raise InputRefused(Diagnostic("T525", f"the run in `{path}` began otherwise: {was}", hint=hint))
+        hint = "restore these settings, or start a new run with another `--output`"
+        raise InputRefused(Diagnostic("T525", f"the run in `{path}` began with other settings: {was}", hint=hint))
 
 
 def settings_of_run(path: Path) -> dict[str, Any]:
-    """What the run in `path` began with, as flags. Raises InputRefused (T501 to T503, T523)."""
+    """Return the settings of the run in `path` as flags. Raise InputRefused (T501 to T503, T523)."""
     from ktc.tune.settings import read_settings
 
     if not (path / SETTINGS).is_file():
-        raise InputRefused(Diagnostic("T523", f"`{path}` is no run of ktc: it has no `{SETTINGS}`"))
+        raise InputRefused(Diagnostic("T523", f"`{path}` is not a run of ktc: it has no `{SETTINGS}`"))
     kept = read_settings(path / SETTINGS, {})
     return {each.name: getattr(kept, each.name) for each in fields(kept)}

@@ -1,4 +1,4 @@
-"""A training run for people: `report.html`, one page that needs no network, and its loss as `loss.svg`.
+"""The report of a training run as `report.html`, one page without external files, and its loss as `loss.svg`.
 
 In: the run's report, its data and settings. Out: two files in the run's folder. Everything shown is escaped.
 """
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from ktc.tune.types import PreparedData
 
 PAGE, PLOT = "report.html", "loss.svg"
-_WIDEST = 20.0  # of a bar, in letters
+_WIDEST = 20.0  # of a bar, in characters
 _GIB = 2**30
 
 
 def write_page(folder: Path, report: RunReport, data: PreparedData, settings: TrainSettings) -> None:
-    """Writes both files; where matplotlib is not installed the page has no plot, and there is no second file."""
+    """Write both files. Without matplotlib the page has no plot, and there is no second file."""
     plot = loss_plot(report.history)
     if plot:
         write_whole(folder / PLOT, plot)
@@ -39,7 +39,7 @@ def write_page(folder: Path, report: RunReport, data: PreparedData, settings: Tr
 
 
 def page(report: RunReport, data: PreparedData, settings: TrainSettings, plot: str = "") -> str:
-    """The page as HTML. `plot` is an SVG document that stands in it."""
+    """Return the page as HTML. `plot` is an SVG document that it embeds."""
     loader = FileSystemLoader(resources.templates() / "report")
     environment = Environment(loader=loader, undefined=StrictUndefined, autoescape=True, trim_blocks=True)
     template = environment.get_template("page.html.j2")
@@ -56,7 +56,7 @@ def page(report: RunReport, data: PreparedData, settings: TrainSettings, plot: s
 
 
 def facts(report: RunReport) -> Iterator[tuple[str, str]]:
-    """What the run came to, a name and a value at a time."""
+    """Yield the results of the run as names and values."""
     yield "model", report.model
     stopped = "" if report.finished else ", stopped before its end"
     yield "steps", f"{report.steps} ({report.epochs:.2f} epochs) in {report.seconds:.1f} s{stopped}"
@@ -111,7 +111,7 @@ def _data(title: str, data: DataSummary) -> dict[str, object]:
 
 
 def data_facts(data: DataSummary) -> Iterator[tuple[str, str]]:
-    """What the data came to, a name and a value at a time."""
+    """Yield the summary of the data as names and values."""
     yield "file", data.file
     yield "format", f"{data.format} ({'found' if data.detected else 'as asked'}), template: {data.template}"
     yield "rows", f"{data.rows:,}"
@@ -122,7 +122,7 @@ def data_facts(data: DataSummary) -> Iterator[tuple[str, str]]:
 
 
 def loss_plot(history: Sequence[Logged]) -> str:
-    """The losses over the steps as an SVG document; an empty text where there is nothing to draw or no matplotlib."""
+    """Return the losses over the steps as an SVG document, empty without losses or without matplotlib."""
     if not history or importlib.util.find_spec("matplotlib") is None:
         return ""
     matplotlib: Any = importlib.import_module("matplotlib")

@@ -1,7 +1,7 @@
 """The settings of a training run: one frozen dataclass, whose fields are flags of `ktc train` and keys of a YAML file.
 
 In: a YAML file, flags, or both (flags win). Out: `TrainSettings`, and its text for `train.yaml`. Refused, all of a file
-together and with their lines: text that is no YAML (T501), unknown and repeated keys (T502), values of another type or
+together and with their lines: text that is not YAML (T501), unknown and repeated keys (T502), values of another type or
 out of range (T503).
 """
 
@@ -28,7 +28,7 @@ MAX_BYTES = 1 << 20
 
 
 def _setting(default: object, text: str, *, low: float | None = None, above: float | None = None) -> Any:
-    """A field with its help; `low` is the least value that is taken, `above` the greatest that is not."""
+    """Make a field with its help; values must be at least `low` and below `above`."""
     return field(default=default, metadata={"help": text, "low": low, "above": above})
 
 
@@ -37,39 +37,39 @@ class TrainSettings:
     """Every setting with its default. Lengths count tokens, sizes of batches sequences, and all steps are updates."""
 
     data: str | None = _setting(None, "Training data: .json, .jsonl or .txt.")
-    format: Format = _setting("auto", "The form of the data; found from its keys where it is not said.")
+    format: Format = _setting("auto", "The format of the data; detected from its keys by default.")
     template: Template = _setting("auto", "auto: the tokenizer's chat template; plain: texts joined without one.")
-    eval_data: str | None = _setting(None, "Held-out data in the same form.")
-    eval_split: float = _setting(0.0, "Share of the data to hold out where there is no eval file.", low=0, above=1)
+    eval_data: str | None = _setting(None, "Held-out data in the same format.")
+    eval_split: float = _setting(0.0, "Share of the data to hold out if there is no eval file.", low=0, above=1)
     length: int = _setting(512, "Longest sequence.", low=2)
-    truncate: bool = _setting(False, "Cut sequences that are longer; without it they are refused.")
-    packing: bool = _setting(False, "Put several short sequences into one of full length, apart from each other.")
-    train_on_prompt: bool = _setting(False, "Learn questions too; without it the loss is that of answers.")
-    rank: int | None = _setting(None, "LoRA's rank; the default is the rules', else 8.", low=1)
-    alpha: float | None = _setting(None, "LoRA's alpha; the default is the rules', else 32.", low=0)
-    dropout: float | None = _setting(None, "LoRA's dropout; the default is the rules', else 0.1.", low=0, above=1)
+    truncate: bool = _setting(False, "Cut longer sequences; otherwise they are refused.")
+    packing: bool = _setting(False, "Pack short sequences into one of full length; they do not see each other.")
+    train_on_prompt: bool = _setting(False, "Train on the questions too; by default only on the answers.")
+    rank: int | None = _setting(None, "LoRA's rank; default: the rules' rank, or 8.", low=1)
+    alpha: float | None = _setting(None, "LoRA's alpha; default: the rules' alpha, or 32.", low=0)
+    dropout: float | None = _setting(None, "LoRA's dropout; default: the rules' dropout, or 0.1.", low=0, above=1)
     rslora: bool | None = _setting(None, "Scale LoRA by alpha / sqrt(rank).")
-    targets: tuple[str, ...] = _setting((), "Linear layers to adapt, in place of those that the rules chose.")
+    targets: tuple[str, ...] = _setting((), "Linear layers to adapt, instead of those that the rules chose.")
     learning_rate: float = _setting(1e-4, "Peak learning rate.", low=0)
-    scheduler: Scheduler = _setting("cosine", "How the learning rate falls.")
+    scheduler: Scheduler = _setting("cosine", "Schedule of the learning rate.")
     warmup: float = _setting(0.03, "Steps of warm-up; below 1 a share of all steps.", low=0)
     weight_decay: float = _setting(0.0, "Weight decay of AdamW.", low=0)
-    max_grad_norm: float = _setting(1.0, "Gradients are clipped to this norm; 0: not at all.", low=0)
+    max_grad_norm: float = _setting(1.0, "Clip gradients to this norm; 0: no clipping.", low=0)
     epochs: float = _setting(3.0, "Passes over the data.", low=0)
-    max_steps: int | None = _setting(None, "Stop after so many steps, whatever `epochs` says.", low=1)
+    max_steps: int | None = _setting(None, "Stop after this number of steps; overrides `epochs`.", low=1)
     batch: int = _setting(1, "Sequences per micro-batch and process.", low=1)
     accumulation: int = _setting(16, "Micro-batches per step.", low=1)
     precision: Precision = _setting("bf16", "fp32 runs the reference operators: exact and slow.")
-    gradient_checkpointing: bool = _setting(False, "Compute activations again in backward: less memory, more time.")
-    stack: Stack = _setting("auto", "Take a step's micro-batches through each layer's experts together.")
+    gradient_checkpointing: bool = _setting(False, "Recompute activations in backward: less memory, more time.")
+    stack: Stack = _setting("auto", "Run a step's micro-batches through each layer's experts together.")
     router_aux_loss: float = _setting(0.0, "Weight of the router's load-balancing loss.", low=0)
-    seed: int = _setting(42, "Seed of the order of the data, of dropout and of the adapter.", low=0, above=2**32)
-    logging_steps: int = _setting(1, "Steps from one logged loss to the next.", low=1)
+    seed: int = _setting(42, "Random seed of the data order, dropout and the adapter.", low=0, above=2**32)
+    logging_steps: int = _setting(1, "Steps between logged losses.", low=1)
     eval_steps: int | None = _setting(None, "Steps between evaluations; the default is one per epoch.", low=1)
     save_steps: int | None = _setting(None, "Steps between checkpoints; the default is one per epoch.", low=1)
     save_total_limit: int = _setting(2, "Checkpoints to keep.", low=1)
     early_stopping: int | None = _setting(
-        None, "Evaluations without a better loss to stop after; the best is kept.", low=1
+        None, "Stop after this number of evaluations without a better loss; keep the best.", low=1
     )
     tensorboard: bool = _setting(False, "Log to OUTPUT/runs for TensorBoard.")
 
@@ -84,7 +84,7 @@ class TrainSettings:
             raise InputRefused(*faults)
 
     def to_yaml(self) -> str:
-        """The settings as a file that gives this run again."""
+        """Return the settings as a YAML file that repeats this run."""
         held: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         plain = {name: [*value] if name == "targets" else value for name, value in held.items()}
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
@@ -92,12 +92,12 @@ class TrainSettings:
 
 @cache
 def types_of_settings() -> Mapping[str, Any]:
-    """The annotation of every setting, in their order."""
+    """Return the annotation of every setting, in their order."""
     return get_type_hints(TrainSettings)
 
 
 def read_settings(file: Path | None, flags: Mapping[str, object]) -> TrainSettings:
-    """The settings of a YAML `file`, overridden by `flags` that are not None. Raises InputRefused (T501 to T503)."""
+    """Return the settings of a YAML `file`, overridden by `flags` that are not None. Raise InputRefused (T501-T503)."""
     chosen: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     if file is None:
         return TrainSettings(**chosen)
@@ -113,23 +113,23 @@ def read_settings(file: Path | None, flags: Mapping[str, object]) -> TrainSettin
 
 # YAML ----------------------------------------------------------------------------------------------------------------
 def _parse(text: str, file: str) -> yaml.MappingNode | None:
-    """The mapping at the root, as nodes: no value is constructed that has a tag of its own."""
+    """Return the mapping at the root as nodes, so that no tagged value is constructed."""
     try:
         root = cast("yaml.Node | None", yaml.compose(text, Loader=yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         span = None if mark is None else Span(file, mark.line + 1, mark.column + 1, mark.line + 1, mark.column + 2)
         problem = getattr(error, "problem", None) or "it is nested too deeply"
-        raise InputRefused(Diagnostic("T501", f"this is no YAML: {problem}", span), sources={file: text}) from error
+        raise InputRefused(Diagnostic("T501", f"this is not YAML: {problem}", span), sources={file: text}) from error
     if root is not None and not isinstance(root, yaml.MappingNode):
-        hint = "write one setting a line, as `rank: 8`"
+        hint = "write one setting per line, for example `rank: 8`"
         message = "a file of settings is a list of keys with values"
         raise InputRefused(Diagnostic("T501", message, _span(root, file), hint=hint), sources={file: text})
     return root
 
 
 def _entries(root: yaml.MappingNode, file: str) -> tuple[list[Diagnostic], dict[str, Any]]:
-    """What is wrong with the entries, and the values of the others."""
+    """Return the faults of the entries, and the values of the valid ones."""
     faults, found = list[Diagnostic](), dict[str, Any]()
     names = types_of_settings().keys()
     for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", root.value):
@@ -138,7 +138,7 @@ def _entries(root: yaml.MappingNode, file: str) -> tuple[list[Diagnostic], dict[
             hint = suggest(name, names) or f"there are {listing(names, limit=99)}"
             faults.append(Diagnostic("T502", f"there is no setting `{name}`", _span(key, file), hint=hint))
         elif name in found:
-            faults.append(Diagnostic("T502", f"`{name}` stands here a second time", _span(key, file)))
+            faults.append(Diagnostic("T502", f"`{name}` is set a second time", _span(key, file)))
         else:
             found[name], fault = _value(name, value)
             if fault := fault or _fault_of_value(name, found[name]):
@@ -147,18 +147,18 @@ def _entries(root: yaml.MappingNode, file: str) -> tuple[list[Diagnostic], dict[
 
 
 def _value(name: str, node: yaml.Node) -> tuple[Any, str]:
-    """The plain value of a node as the setting's type takes it, and what is wrong with it."""
+    """Return the plain value of a node by the setting's type, and its fault."""
     wanted = types_of_settings()[name]
     if isinstance(node, yaml.SequenceNode) and get_origin(wanted) is tuple:
         items = cast("list[yaml.Node]", node.value)
         if all(isinstance(item, yaml.ScalarNode) for item in items):
             return tuple(str(item.value) for item in items), ""
     if not isinstance(node, yaml.ScalarNode):
-        return None, f"`{name}` wants {_words(wanted)}"
+        return None, f"`{name}` must be {_words(wanted)}"
     if str in _options(wanted) and node.tag in _PLAIN_TAGS and node.tag != "tag:yaml.org,2002:null":
         return node.value, ""
     if node.tag not in _PLAIN_TAGS:
-        return None, f"`{name}` wants {_words(wanted)}, found the tag `{node.tag}`"
+        return None, f"`{name}` must be {_words(wanted)}, found the tag `{node.tag}`"
     return _converted(name, cast("Any", yaml.SafeLoader("")).construct_object(node))
 
 
@@ -186,7 +186,7 @@ def _span(node: yaml.Node, file: str) -> Span:
 
 # Values --------------------------------------------------------------------------------------------------------------
 def _options(wanted: Any) -> tuple[Any, ...]:
-    """The types and words that an annotation allows."""
+    """Return the types and words that an annotation allows."""
     if get_origin(wanted) in (Union, types.UnionType):
         return tuple(option for each in get_args(wanted) for option in _options(each))
     if get_origin(wanted) is Literal:
@@ -200,14 +200,14 @@ def _words(wanted: Any) -> str:
 
 
 def _fault_of_value(name: str, value: object) -> str:
-    """What is wrong with a value by itself, else an empty text."""
+    """Return the fault of a value by itself, or an empty text."""
     wanted = types_of_settings()[name]
     options = _options(wanted)
     if value is None and type(None) in options:
         return ""
     of_type = any(value == option if isinstance(option, str) else type(value) is option for option in options)
     if not of_type and not (float in options and type(value) is int):
-        return f"`{name}` wants {_words(wanted)}, found `{value}`"
+        return f"`{name}` must be {_words(wanted)}, found `{value}`"
     limits = next(each.metadata for each in fields(TrainSettings) if each.name == name)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return _fault_of_number(name, value, limits["low"], limits["above"])
@@ -216,7 +216,7 @@ def _fault_of_value(name: str, value: object) -> str:
 
 def _fault_of_number(name: str, value: float, low: float | None, above: float | None) -> str:
     if value != value or value in (float("inf"), float("-inf")):
-        return f"`{name}` wants a number, found `{value}`"
+        return f"`{name}` must be a number, found `{value}`"
     if low is not None and value < low:
         return f"`{name}` is at least {low:g}, found {value:g}"
     if above is not None and value >= above:
@@ -225,7 +225,7 @@ def _fault_of_number(name: str, value: float, low: float | None, above: float | 
 
 
 def _contradictions(settings: TrainSettings) -> list[tuple[str, str]]:
-    """Settings that are each good and do not go together, with a hint."""
+    """Yield settings that are valid alone and contradict each other, with a hint."""
     found: list[tuple[str, str]] = []
     for name in ("early_stopping", "eval_steps"):
         if getattr(settings, name) and not (settings.eval_data or settings.eval_split):
@@ -234,5 +234,5 @@ def _contradictions(settings: TrainSettings) -> list[tuple[str, str]]:
         found.append(("`eval_data` and `eval_split` are two ways to hold data out", "give one of them"))
     if settings.stack == "on" and settings.router_aux_loss:
         hint = "the load-balancing loss is that of one micro-batch; leave one of them out"
-        found.append(("`stack: on` and `router_aux_loss` do not go together", hint))
+        found.append(("`stack: on` and `router_aux_loss` exclude each other", hint))
     return found

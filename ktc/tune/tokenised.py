@@ -1,8 +1,8 @@
-"""Training data as tokens with the mask of what is learned: the tokenizer's template applied, answers found in it.
+"""Training data as tokens with labels: the tokenizer's template applied, and the answers located in its output.
 
 In: `TrainingData`, a tokenizer and the longest sequence. Out: `TokenisedData`, rows of `input_ids` and `labels` (-100
-where nothing is learned), with a summary. Refused: sequences that are too long and may not be cut (T517), a template in
-which the answers cannot be found (T518), no answer left (T519).
+for positions without a loss), with a summary. Refused: sequences that are too long without `truncate` (T517), a
+template in which the answers cannot be found (T518), no answer left (T519).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Stretch = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """So many rows have from `low` to `high` tokens."""
+    """The number of rows with `low` to `high` tokens."""
 
     low: int
     high: int
@@ -38,7 +38,7 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class DataSummary:
-    """What the rows come to. `template` is "chat", "plain" or "none"; `learned` counts tokens with a loss."""
+    """Counts over the rows. `template` is "chat", "plain" or "none"; `learned` counts tokens with a loss."""
 
     file: str
     format: str
@@ -62,7 +62,7 @@ class DataSummary:
 
 @dataclass(frozen=True, slots=True)
 class TokenisedData:
-    """`input_ids` and `labels` row by row; `notes` is what a user should know of how they came about."""
+    """`input_ids` and `labels` row by row; `notes` are warnings about how they were made."""
 
     input_ids: tuple[list[int], ...]
     labels: tuple[list[int], ...]
@@ -70,7 +70,7 @@ class TokenisedData:
     notes: tuple[Diagnostic, ...]
 
     def dataset(self) -> Dataset:
-        """The rows as TRL takes tokenised ones."""
+        """Return the rows as a dataset of TRL's tokenised form."""
         from datasets import Dataset
 
         return Dataset.from_dict({"input_ids": list(self.input_ids), "labels": list(self.labels)})
@@ -85,7 +85,7 @@ def tokenise(
     template: Template = "auto",
     train_on_prompt: bool = False,
 ) -> TokenisedData:
-    """Every row as tokens, `limit` of them at most. Raises InputRefused (T517, T518, T519)."""
+    """Return every row as at most `limit` tokens. Raise InputRefused (T517, T518, T519)."""
     writer = _Writer(tokenizer, template)
     faults, too_long, dropped = list[Diagnostic](), list[tuple[int, int]](), 0
     rows: list[tuple[list[int], list[int]]] = []
@@ -107,8 +107,8 @@ def tokenise(
     if faults:
         raise InputRefused(*bounded(faults))
     if not rows:
-        hint = "give more `--length`" if too_long else "`--train-on-prompt` learns questions too"
-        raise InputRefused(Diagnostic("T519", f"no row of `{data.file}` has an answer left to learn", hint=hint))
+        hint = "give more `--length`" if too_long else "`--train-on-prompt` trains on questions too"
+        raise InputRefused(Diagnostic("T519", f"no row of `{data.file}` has an answer left to train on", hint=hint))
     summary = _summary(data, writer, rows, limit, len(too_long), dropped)
     return TokenisedData(
         tuple(ids for ids, _ in rows), tuple(labels for _, labels in rows), summary, writer.notes(data)
@@ -116,12 +116,12 @@ def tokenise(
 
 
 def _at(file: str, example: Example, code: str, message: str) -> Diagnostic:
-    hint = "`--train-on-prompt` learns everything, `--template plain` uses no template"
+    hint = "`--train-on-prompt` trains on everything, `--template plain` uses no template"
     return Diagnostic(code, message, Span(file, example.line, 1, example.line, 2), hint=hint)
 
 
 def _too_long(file: str, found: Sequence[tuple[int, int]], limit: int) -> Iterator[Diagnostic]:
-    hint = f"`--truncate` cuts them, `--length {max(length for _, length in found)}` takes all as they are"
+    hint = f"`--truncate` cuts them, `--length {max(length for _, length in found)}` accepts all of them"
     for line, length in found:
         message = f"a row of {length} tokens, where {limit} are the longest"
         yield Diagnostic("T517", message, Span(file, line, 1, line, 2), hint=hint)
@@ -129,11 +129,11 @@ def _too_long(file: str, found: Sequence[tuple[int, int]], limit: int) -> Iterat
 
 # Texts ---------------------------------------------------------------------------------------------------------------
 class _Unfound(Exception):
-    """The template wrote an answer so that it cannot be found, or does not take the turns."""
+    """An answer cannot be located in the template's output, or the template refuses the turns."""
 
 
 class _Writer:
-    """Turns rows into text with the stretches to learn, and these into tokens."""
+    """Formats rows as text with the spans to train on, and tokenises them."""
 
     def __init__(self, tokenizer: Any, template: Template) -> None:
         self._tokenizer = tokenizer
@@ -145,16 +145,16 @@ class _Writer:
         self._end = str(tokenizer.eos_token or "")
 
     def notes(self, data: TrainingData) -> tuple[Diagnostic, ...]:
-        """A warning where a conversation is written without a template although nobody asked for that."""
+        """Return a warning if a conversation is formatted without a template by default."""
         is_chat = data.examples[0].turns[0].role in _CHAT
         if self._has_template or self._asked_plain or not is_chat:
             return ()
         message = "the tokenizer has no chat template: turns are joined by line breaks, and an answer ends the text"
-        hint = "ask the tuned model the same way; `--template plain` says that this is meant"
+        hint = "prompt the tuned model the same way; `--template plain` silences this warning"
         return (Diagnostic("T520", message, hint=hint, severity="warning"),)
 
     def encode(self, turns: tuple[Turn, ...], everything: bool) -> tuple[list[int], list[int]]:
-        """Token ids and labels of one row. Raises _Unfound."""
+        """Return token ids and labels of one row. Raise _Unfound."""
         from jinja2 import TemplateError
 
         chat = self.uses_template and turns[0].role in _CHAT
@@ -162,14 +162,14 @@ class _Writer:
             if chat and self._marks and not everything:
                 return self._marked(turns)
             text, learned = self._rendered(turns, everything) if chat else self._joined(turns)
-        except TemplateError as error:  # a template refuses roles that it does not know
-            raise _Unfound(f"the chat template does not take these turns: {error}") from error
+        except TemplateError as error:  # a template refuses unknown roles
+            raise _Unfound(f"the chat template refuses these turns: {error}") from error
         if everything:
             learned = [(0, len(text))]
         return self._tokens(text, learned)
 
     def _marked(self, turns: tuple[Turn, ...]) -> tuple[list[int], list[int]]:
-        """The template itself says what the assistant writes."""
+        """Return the text and its spans where the template marks the assistant's text."""
         found = self._tokenizer.apply_chat_template(
             _messages(turns), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -184,30 +184,30 @@ class _Writer:
         return text, [self._stretch(text, turns, place) for place in places]
 
     def _stretch(self, text: str, turns: tuple[Turn, ...], place: int) -> Stretch:
-        """From behind the generation prompt to the end of the answer's turn.
+        """Return the span from the end of the generation prompt to the end of the answer's turn.
 
-        A template may write the last answer otherwise than earlier ones (with an empty thought before it), so the end
-        of an earlier one is looked for behind its content.
+        A template may format the last answer differently from earlier ones (with an empty thought before it), so the
+        end of an earlier one is searched after its content.
         """
         before = self._template(turns[:place], prompt=True)
         until = self._template(turns[: place + 1])
         start = len(before)
         if not text.startswith(before):
-            raise _Unfound(f"the template writes turn {place + 1} otherwise than it asks for it")
+            raise _Unfound(f"the template writes turn {place + 1} differently from its generation prompt")
         if text.startswith(until):
             return start, len(until)
         content = turns[place].content.strip()
         tail = until[until.rindex(content) + len(content) :] if content in until else ""
         found = text.find(content + tail, start)
         if found < 0:
-            raise _Unfound(f"the answer in turn {place + 1} is not found in what the template wrote")
+            raise _Unfound(f"the answer in turn {place + 1} is not found in the output of the template")
         return start, found + len(content) + len(tail)
 
     def _template(self, turns: tuple[Turn, ...], prompt: bool = False) -> str:
         return self._tokenizer.apply_chat_template(_messages(turns), tokenize=False, add_generation_prompt=prompt)
 
     def _joined(self, turns: tuple[Turn, ...]) -> tuple[str, list[Stretch]]:
-        """Without a template: questions end with a line break, answers with the end of the text; no more is added."""
+        """Join turns without a template: questions end with a line break, answers with the end-of-text token."""
         text, learned = self._begin, list[Stretch]()
         for turn in turns:
             written = turn.content + (self._end if turn.is_answer else "" if turn.role == "prompt" else "\n")
@@ -225,7 +225,7 @@ class _Writer:
         return ids, [token if keep else NOT_LEARNED for token, keep in zip(ids, kept, strict=True)]
 
     def _piecewise(self, text: str, learned: list[Stretch]) -> tuple[list[int], list[int]]:
-        """A tokenizer that does not say where its tokens stand: the stretches one by one."""
+        """Tokenise the spans one by one, for a tokenizer without offsets."""
         ids, labels, done = list[int](), list[int](), 0
         for start, end in [*learned, (len(text), len(text))]:
             for piece, keep in ((text[done:start], False), (text[start:end], True)):
@@ -236,7 +236,7 @@ class _Writer:
         return ids, labels
 
     def pieces(self, ids: list[int], labels: list[int]) -> Iterator[tuple[str, bool]]:
-        """A row as text again, cut where learning begins and ends."""
+        """Return a row as text again, cut where the loss begins and ends."""
         start = 0
         for place in range(1, len(ids) + 1):
             if place == len(ids) or (labels[place] == NOT_LEARNED) != (labels[start] == NOT_LEARNED):
@@ -249,12 +249,12 @@ def _messages(turns: tuple[Turn, ...]) -> list[dict[str, str]]:
 
 
 def _text_of(template: object) -> str:
-    """A tokenizer has one template, or several by name."""
+    """Return the template's text: a tokenizer has one template, or several by name."""
     return template if isinstance(template, str) else str(template)
 
 
 def _begin(tokenizer: Any) -> str:
-    """The token that the tokenizer puts before every text, if it does."""
+    """Return the token that the tokenizer puts before every text, if any."""
     first = tokenizer("a")["input_ids"][:1]
     return str(tokenizer.bos_token) if tokenizer.bos_token and first == [tokenizer.bos_token_id] else ""
 

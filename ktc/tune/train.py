@@ -1,7 +1,7 @@
 """Fine-tuning a compiled model: `ktc train` and `ktc.train`.
 
 In: a compiled model, training data, settings. Out: a folder with the adapter in PEFT's format, checkpoints, the
-settings that made it, and a report. Refused before anything is loaded: bad settings and data (T501 to T520), a folder
+settings of the run, and a report. Refused before anything is loaded: bad settings and data (T501 to T520), a folder
 in use or occupied (T521 to T525), layers that the model does not have (T526).
 """
 
@@ -30,10 +30,10 @@ def train(
     trust_remote_code: bool = False,
     **settings: Any,
 ) -> TrainResult:
-    """Tunes the compiled model in `out` on `data` and writes the adapter to `output`.
+    """Tune the compiled model in `out` on `data` and write the adapter to `output`.
 
-    `config` names a YAML file of settings, `settings` are those of `TrainSettings` and win over it; `resume` goes on
-    with a run ("auto", or a checkpoint's path), `force` replaces one. Raises InputRefused with all that is wrong.
+    `config` names a YAML file of settings; `settings` are those of `TrainSettings` and override it. `resume` continues
+    a run ("auto", or a checkpoint's path), `force` replaces one. Raise InputRefused with all faults.
     """
     place = Place(
         Path(out),
@@ -48,12 +48,12 @@ def train(
 
 
 def default_output(out: Path) -> Path:
-    """Beside the working folder's other things, named after the model."""
+    """Return a folder in the working directory, named after the model."""
     return Path(f"{out.absolute().name}-adapter")
 
 
 def settings_for(place: Place, config: Path | None, flags: dict[str, Any]) -> TrainSettings:
-    """The settings of the run: of a `config` and `flags`; without a config a run that goes on has its own."""
+    """Return the settings of the run from `config` and `flags`; a resumed run without a config keeps its own."""
     if place.resume and config is None:
         kept = run_folder.settings_of_run(place.output)
         chosen = {name: value for name, value in flags.items() if value is not None}
@@ -61,22 +61,24 @@ def settings_for(place: Place, config: Path | None, flags: dict[str, Any]) -> Tr
     else:
         settings = read_settings(config, flags)
     if settings.data is None:
-        raise InputRefused(Diagnostic("T504", "there is no training data", hint="name it: `--data FILE`"))
+        raise InputRefused(Diagnostic("T504", "training data is missing", hint="name it: `--data FILE`"))
     if place.resume:
         run_folder.require_same_run(place.output, settings, TrainSettings(**run_folder.settings_of_run(place.output)))
     return settings
 
 
 def _unobserved(event: str, value: object) -> None:
-    """Nobody is watching."""
+    """Ignore the event."""
 
 
 def run(
     place: Place, settings: TrainSettings, *, observe: Observe = _unobserved, stop: Stop = lambda: False
 ) -> TrainResult:
-    """One run. `observe` hears of `data`, `folder`, `model`, each `step` and `saved`; `stop` is asked after each step.
+    """Run the training. `observe` receives `data`, `folder`, `model`, each `step` and `saved`.
 
-    A run that was stopped saves a checkpoint first. Under several processes all call this, and the first writes.
+    `stop` is called after each step.
+
+    A stopped run saves a checkpoint first. Each of several processes calls this, and rank 0 writes.
     """
     from ktc.tune.training_run import TrainingRun
 

@@ -1,7 +1,7 @@
-"""One training run on a loaded model: the adapter put on, TRL's trainer set up and run, its results kept.
+"""One training run on a loaded model: add the adapter, set up and run TRL's trainer, and keep its results.
 
 In: the place, the settings and the data as tokens. Out: a `TrainResult`. Refused: layers to adapt that the model does
-not have (T526), a load-balancing loss of a model that has none (T506).
+not have (T526), a load-balancing loss for a model without one (T506).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ktc.tune.types import Observe, Place, PreparedData, Progress, Stop, TrainRe
 
 
 class TrainingRun:
-    """Claims its folder when it begins and gives it back when it ends, however it ends."""
+    """Claims its folder when it begins and releases it when it ends, also after an error."""
 
     def __init__(self, place: Place, settings: TrainSettings, data: PreparedData, observe: Observe, stop: Stop) -> None:
         self._place, self._settings, self._data, self._observe, self._stop = place, settings, data, observe, stop
@@ -56,8 +56,8 @@ class TrainingRun:
         self._open.close()
 
     def finish(self) -> TrainResult:
-        """Runs to its end, or to where `stop` asks for it."""
-        datasets.disable_progress_bars()  # they would draw over ours
+        """Run to the end, or until `stop` is true."""
+        datasets.disable_progress_bars()  # they would overwrite ours
         set_seed(self._settings.seed)
         model = adapted(self._load(), self._place.out, self._settings)
         args = arguments(self._place.output, self._settings, has_held_out=self._data.held_out is not None, model=model)
@@ -86,7 +86,7 @@ class TrainingRun:
         return folder
 
     def _resumed(self) -> Path | None:
-        """What the first process goes on with."""
+        """Return the checkpoint that rank 0 resumes from."""
         return run_folder.find_checkpoint(self._place.output, self._place.resume) if self._place.resume else None
 
     def _trainer(self, model: PeftModel, args: SFTConfig, stopper: _Stopper) -> Any:
@@ -118,7 +118,7 @@ class TrainingRun:
 
 # The adapter ---------------------------------------------------------------------------------------------------------
 def adapted(model: PreTrainedModel, out: Path, settings: TrainSettings) -> PeftModel:
-    """The model with the rules' adapter, as the settings change it. Raises InputRefused (T526, T527)."""
+    """Return the model with the rules' adapter, changed by the settings. Raise InputRefused (T526, T527)."""
     config = lora_config(out, settings)
     if settings.targets:
         _check_targets(model, settings.targets)
@@ -126,7 +126,7 @@ def adapted(model: PreTrainedModel, out: Path, settings: TrainSettings) -> PeftM
 
 
 def lora_config(out: Path, settings: TrainSettings) -> LoraConfig:
-    """The rules' `LoraConfig`; the settings that are given win. Without one, `targets` must say what to adapt."""
+    """Return the rules' `LoraConfig`, overridden by the settings. Without one, `targets` must name the layers."""
     try:
         config = peft_glue.read_lora_config(out)
     except InputRefused as error:
@@ -147,7 +147,7 @@ def lora_config(out: Path, settings: TrainSettings) -> LoraConfig:
 
 
 def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    """PEFT says nothing where one of several names fits no layer."""
+    """Raise InputRefused (T526) for names that match no layer: PEFT ignores one of several."""
     modules: dict[str, nn.Module] = dict(cast("Any", model).named_modules())
     linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     faults: list[Diagnostic] = []
@@ -162,7 +162,7 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
 
 # The trainer ---------------------------------------------------------------------------------------------------------
 def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, model: nn.Module) -> SFTConfig:
-    """The settings as TRL spells them."""
+    """Return the settings as TRL's arguments."""
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     base = cast("PreTrainedModel", cast("Any", model).get_base_model())
     saving, evaluating = _rhythm(settings.save_steps), _rhythm(settings.eval_steps)
@@ -213,7 +213,7 @@ def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, mode
 
 
 def _rhythm(steps: int | None) -> tuple[str, int]:
-    """What the Trainer calls it: by steps, or once per epoch."""
+    """Return the Trainer's strategy and number: by steps, or once per epoch."""
     return ("epoch", 1) if steps is None else ("steps", steps)
 
 
@@ -225,7 +225,7 @@ def _tensorboard(output: Path) -> TrainerCallback:
 
 
 class _Stopper(TrainerCallback):
-    """Ends the run after a whole step and has it saved. Processes stop together: at the step where one was asked."""
+    """Ends the run after a complete step, with a checkpoint. All processes stop at the same step."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
@@ -247,7 +247,7 @@ def _any_process(asked: bool, args: TrainingArguments) -> bool:
 
 
 class _Narrator(TrainerCallback):
-    """Tells what a user watches."""
+    """Reports the progress of the run."""
 
     def __init__(self, observe: Observe, report: KTReport) -> None:
         self._observe, self._report = observe, report
@@ -266,7 +266,7 @@ class _Narrator(TrainerCallback):
             self._tell(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step % args.logging_steps:  # else its log comes at once
+        if state.global_step % args.logging_steps:  # otherwise its log follows immediately
             self._tell(state)
 
     def _tell(self, state: TrainerState) -> None:

@@ -1,4 +1,4 @@
-"""What a training run is about: where it reads and writes, its data as tokens, its progress and its result."""
+"""The values of a training run: its paths, its data as tokens, its progress and its result."""
 
 from __future__ import annotations
 

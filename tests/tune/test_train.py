@@ -172,7 +172,7 @@ def test_a_half_written_checkpoint_is_refused_and_an_earlier_one_named(done: Tra
 def test_a_folder_belongs_to_one_run(done: TrainResult, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(done.output, folder)
-    with pytest.raises(InputRefused, match=r"T521.*a run already"):
+    with pytest.raises(InputRefused, match=r"T521.*already holds a run"):
         run_folder.claim(folder)
     claimed = run_folder.claim(folder, force=True)
     assert [each.name for each in folder.iterdir()] == [".lock"]
@@ -180,7 +180,7 @@ def test_a_folder_belongs_to_one_run(done: TrainResult, tmp_path: Path) -> None:
         run_folder.claim(folder)
     claimed.release()
     (folder / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputRefused, match=r"T521.*no run of ktc"):
+    with pytest.raises(InputRefused, match=r"T521.*not a run of ktc"):
         run_folder.claim(folder, force=True)
     with pytest.raises(InputRefused, match="T523"):
         run_folder.find_checkpoint(folder, "auto")
@@ -190,7 +190,7 @@ def test_a_folder_that_is_taken_is_refused_before_anything_is_loaded(
     out: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    monkeypatch.setattr("ktc.tune.train.read_tokenizer", None)  # not reached
+    monkeypatch.setattr("ktc.tune.prepare.read_tokenizer", None)  # not reached
     with pytest.raises(InputRefused, match="T521"):
         ktc.train(out, data, output=tmp_path, **SETTINGS)
 
