@@ -16,8 +16,9 @@ from ktc.bench import kt, ours, peers
 from ktc.bench.request import PASSES, SHAPES, Pass, Request, Shape
 from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
 from ktc.experts.lora import MAX_RANK
+from ktc.formats import FORMATS
 from ktc.isa import Isa
-from ktc.plan.kernel_spec import KERNELS, WeightFormat
+from ktc.plan.kernel_spec import KERNELS
 
 T = TypeVar("T")
 
@@ -115,8 +116,7 @@ def _group(word: str, isas: Sequence[Isa]) -> tuple[str, ...]:
 
 
 def _require_even(shape: Shape, impl: str) -> None:
-    names: set[WeightFormat] = {name for formats in KERNELS.values() for name in formats}
-    for name in names:
+    for name in FORMATS:
         if impl == f"{ours.PREFIX}{name}" and not ours.even_rows(shape, name):
             raise _refused(f"`{name}` cuts rows into groups or blocks, of which {shape} has no whole number")
 

@@ -19,8 +19,9 @@ from ktc.codegen import build, render
 from ktc.experts.block_reference import random_blocks
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe, Part
+from ktc.formats import BLOCKS, CODES, FORMATS, WeightFormat
 from ktc.isa import Isa
-from ktc.plan.kernel_spec import BLOCKS, CODES, KERNELS, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import KERNELS, KernelSpec
 
 PREFIX = "ktc_"
 _BLOCK_SCALE = 0.02  # about as large as the other weights
@@ -56,15 +57,13 @@ def asked(request: Request) -> tuple[tuple[str, KernelSpec], ...]:
 
 def even_rows(shape: Shape, weight_format: WeightFormat) -> bool:
     """Whether the format can hold matrices of this shape: some cut rows into whole groups or blocks."""
-    codes, blocks = CODES.get(weight_format), BLOCKS.get(weight_format)
-    size = codes.group_sizes[0] if codes and codes.even else blocks.weights if blocks else 1
-    return not any(columns % size for columns in (shape.hidden, shape.intermediate))
+    return not any(columns % FORMATS[weight_format].whole for columns in (shape.hidden, shape.intermediate))
 
 
 def spec_of(request: Request, isa: Isa, weight_format: WeightFormat) -> KernelSpec:
     """The kernel that a compilation would choose for such experts."""
     shape = request.shape
-    dtype = weight_format if weight_format in ("fp32", "fp64") else "bf16"
+    dtype = FORMATS[weight_format].dtype
     group = CODES[weight_format].group_sizes[0] if weight_format in CODES else 0
     sizes = (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
     return KernelSpec("fused_moe", *sizes, dtype, weight_format, weight_format, isa, group_size=group)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ktc.formats import METHODS
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from ktc.checkpoint import CheckpointIndex
 
-_QUANTISED = {"fp8": "fp8", "fbgemm_fp8": "fp8", "compressed-tensors": "int4", "mxfp4": "mxfp4"}
 _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # where families write the number of experts
 
 
@@ -128,7 +128,7 @@ class CapturedModel:
         """The format of the experts in a checkpoint of this model, by the config alone: `fp8`, `int4`, or the dtype."""
         found: object = getattr(self.source.config, "quantization_config", None)
         method = cast("dict[str, object]", found).get("quant_method") if isinstance(found, dict) else None
-        return _QUANTISED.get(str(method), dtype_name(self.model.dtype))
+        return METHODS.get(str(method), dtype_name(self.model.dtype))
 
     @property
     def stored_group(self) -> int:

@@ -7,7 +7,7 @@ whole blocks of a known type.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -18,12 +18,9 @@ from torch import Tensor
 from ktc.checkpoint.gguf_types import BLOCK_TYPES
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.reader import TensorReader
+from ktc.formats import BLOCKS, Exponent, Halves
 
 _BAND: Final = 1 << 20  # weights dequantised per step: some types use forty bytes of temporary memory for each
-# Position of the fp16 scales in a block, for the types that kernels multiply.
-_SCALES: Final[Mapping[str, tuple[int, ...]]] = {
-    "q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
-}  # fmt: skip
 _LARGE_EXPONENT: Final = 251  # from here on, 12 times the scale of an MXFP4 block exceeds fp32
 
 
@@ -70,11 +67,17 @@ def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
 def are_finite(blocks: Tensor, type_name: str) -> bool:
     """Return whether no weight is infinite or NaN, determined from the scales of the types that kernels multiply."""
     each = blocks.view(-1, BLOCK_TYPES[type_name].bytes)
-    if type_name not in _SCALES:
-        doubtful = each[each[:, 0] >= _LARGE_EXPONENT] if type_name == "mxfp4" else each
-        return not len(doubtful) or bool(dequantised(doubtful, type_name).isfinite().all())
-    scales = (each[:, place : place + 2].contiguous().view(torch.float16) for place in _SCALES[type_name])
-    return all(bool(scale.isfinite().all()) for scale in scales)
+    row = BLOCKS.get(type_name)
+    match row.scales if row else None:
+        case Halves(scale=scale, minimum=minimum):
+            places = (scale,) if minimum is None else (scale, minimum)
+            halves = (each[:, place : place + 2].contiguous().view(torch.float16) for place in places)
+            return all(bool(half.isfinite().all()) for half in halves)
+        case Exponent(at=at):
+            each = each[each[:, at] >= _LARGE_EXPONENT]
+        case None:
+            pass
+    return not len(each) or bool(dequantised(each, type_name).isfinite().all())
 
 
 def _bands(reader: TensorReader, entry: TensorEntry, expert: int | None) -> Iterator[Tensor]:

@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeVar, cast
 from ktc.checkpoint.module_names import ModuleNames, UnreadablePattern, read_names
 from ktc.decode import Undecodable, decode
 from ktc.diagnostics import Diagnostic
+from ktc.formats import METHODS
 
 HINT = "use the unquantised checkpoint, or one with FP8 blocks, packed INT4 or MXFP4"
-_READ = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4")  # the quantisation methods that ktc reads
 _ROOT = "quantization_config"
 _MOST = 1000  # groups, and patterns in total: each is compared with each module
 _Settings = TypeVar("_Settings", "_Fields", "_GroupFields", "WeightSettings")
@@ -86,10 +86,10 @@ def read_config(config: Mapping[str, Any] | None) -> tuple[QuantisationConfig, t
     if config is None:
         return QuantisationConfig(), ()
     method: object = config.get("quant_method")
-    if method not in _READ:
+    if method not in METHODS:
         shown = method[:40] if isinstance(method, str) else "None" if method is None else type(method).__name__
         return QuantisationConfig(), (
-            _problem(f"the checkpoint is quantised by `{shown}`; ktc reads {', '.join(_READ)}"),
+            _problem(f"the checkpoint is quantised by `{shown}`; ktc reads {', '.join(METHODS)}"),
         )
     problems: list[str] = []
     found = _fields(config, _Fields, _ROOT, problems)

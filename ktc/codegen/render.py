@@ -18,21 +18,12 @@ import jinja2
 from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.form import Function
+from ktc.formats import CODES, FORMATS
 from ktc.isa import INSTRUCTION_SETS, Isa
-from ktc.plan.kernel_spec import BLOCKS, CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import KERNELS, KernelSpec
 from ktc.plan.linear_spec import LinearSpec
 
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp16": "ktc::weight_format::fp16", "fp32": "float", "fp64": "double"}
-# Header and type of a panel in `runtime/include/ktc/weight_format`; a type may ask for the size of groups.
-_PANELS: Final[Mapping[WeightFormat, tuple[str, str]]] = {
-    "bf16": ("dense", "Bf16Panel"),
-    "fp32": ("dense", "Fp32Panel"),
-    "fp64": ("dense", "Fp64Panel"),
-    "int4": ("quantised", "Int4Panel<{}>"),
-    "int8": ("int8", "Int8Panel"),
-    "fp8": ("quantised", "Fp8Panel<{}>"),
-    **{name: (name, f"{name.upper()}Panel") for name in BLOCKS},
-}
 _FUNCTIONS: Final[Mapping[Function, str]] = {
     "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu", "relu2": "Relu2",
 }  # fmt: skip
@@ -105,8 +96,8 @@ def _unsupported(spec: KernelSpec) -> Diagnostic | None:
     choice = max(groups, key=len, default=(0,))  # of the format that leaves one: at most one of a kernel's does
     if (
         set(spec.formats) <= set(KERNELS.get(spec.isa, ()))
-        and ("int8" not in spec.formats or len(spec.formats) == 1)  # both products are in integers, or none
-        and all(spec.dtype == ("bf16" if name in IN_BF16 else name) for name in spec.formats)
+        and (len(spec.formats) == 1 or not any(FORMATS[name].integer_products for name in spec.formats))
+        and all(spec.dtype == FORMATS[name].dtype for name in spec.formats)
         and spec.group_size in choice
     ):
         return None
@@ -121,6 +112,7 @@ def _unsupported(spec: KernelSpec) -> Diagnostic | None:
 
 def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
     """What the template of one kernel may ask."""
+    panels = {name: panel for name in spec.formats if (panel := FORMATS[name].panel)}
     constants = (spec.hidden, spec.intermediate, spec.num_experts, spec.top_k)
     text = ", ".join(f"{field.name}={getattr(spec, field.name)}" for field in fields(spec))
     return {
@@ -129,9 +121,9 @@ def _choices(spec: KernelSpec, origin: str) -> dict[str, object]:
         "origin": _UNSAFE.sub("_", origin),
         "dims": ["ktc::kDynamic" if size is None else size for size in constants],
         "isa": INSTRUCTION_SETS[spec.isa].cxx_type(_ELEMENTS[spec.dtype]),
-        "isa_headers": [spec.isa, f"{spec.isa}_int8"] if "int8" in spec.formats else [spec.isa],
-        "panels": [_PANELS[name][1].format(spec.group_of(name)) for name in spec.formats],
-        "weight_headers": sorted({"packed", *(_PANELS[name][0] for name in spec.formats)}),
+        "isa_headers": [spec.isa, f"{spec.isa}_int8"] if spec.integer_products else [spec.isa],
+        "panels": [panel.type.format(spec.group_of(name)) for name, panel in panels.items()],
+        "weight_headers": sorted({"packed", *(panel.header for panel in panels.values())}),
         "function": _FUNCTIONS[spec.activation.function],
         "constants": {name: _constant(value) for name, value in _constants(spec)},
     }

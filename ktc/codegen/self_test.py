@@ -22,7 +22,8 @@ from ktc.experts.packed import PackedExperts
 from ktc.experts.quantised_reference import INT8_BACKWARD, INT8_FORWARD, dequantise, quantise
 from ktc.experts.reference import fused_moe_reference
 from ktc.experts.stock_layout import ExpertPart, StockTensor, canonical_parts, stock_names, stock_shape
-from ktc.plan.kernel_spec import BLOCKS, CODES, KernelSpec, WeightFormat
+from ktc.formats import FORMATS, Blocks, Codes, Dense
+from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import PANEL
 
 # Relative Frobenius error. bf16 rounds at 2^-9 and the sums of rounded products stay near 3e-3.
@@ -48,7 +49,7 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
     for name, tensor in stock.items():
         for place, expert in enumerate(used):
             for part, values in canonical_parts(form, name, tensor[place]):
-                if part.endswith("_bias") or spec.format_of(part) not in (*CODES, *BLOCKS):
+                if part.endswith("_bias") or isinstance(FORMATS[spec.format_of(part)], Dense):
                     experts.load(expert, part, values)
                 else:
                     values.copy_(_quantised(spec, experts, expert, part, values, generator))
@@ -74,15 +75,13 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
 
 def _odd_sizes(spec: KernelSpec) -> dict[str, int]:
     sizes = dict(_ODD_SIZES)
-    products: tuple[tuple[str, WeightFormat], ...] = (
-        ("hidden", spec.format_gate_up),
-        ("intermediate", spec.format_down),
-    )
+    products = (("hidden", spec.format_gate_up), ("intermediate", spec.format_down))
     for groups, (name, weight_format) in enumerate(products, 2):
-        if weight_format in CODES and CODES[weight_format].even:
+        row = FORMATS[weight_format]
+        if isinstance(row, Codes) and row.even:
             sizes[name] = groups * spec.group_of(weight_format)
-        elif weight_format in BLOCKS and (block := BLOCKS[weight_format].weights) > 1:
-            sizes[name] = max(groups * PANEL, block)
+        elif row.whole > 1:
+            sizes[name] = max(groups * PANEL, row.whole)
     return sizes
 
 
@@ -99,10 +98,11 @@ def _quantised(
     The reference of `int8` quantises for itself.
     """
     weight_format = spec.format_of(part)
-    if weight_format in BLOCKS and BLOCKS[weight_format].quantises:
+    row = FORMATS[weight_format]
+    if isinstance(row, Blocks) and row.quantises:
         experts.load(expert, part, values)
         expected = dequantise_blocks(quantise_blocks(values, weight_format), weight_format).bfloat16()
-    elif weight_format in BLOCKS:
+    elif isinstance(row, Blocks):
         rows, columns = values.shape
         blocks = random_blocks(rows, columns, weight_format, columns**-0.5, generator)
         experts.load_blocks(expert, part, blocks)
@@ -115,7 +115,7 @@ def _quantised(
     if not torch.equal(packed, expected):
         message = f"the built kernel `{spec.entry}` is wrong: it packs other weights than its reference"
         raise KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))
-    return values if weight_format == "int8" else packed
+    return values if row.integer_products else packed
 
 
 def _random(
@@ -142,10 +142,9 @@ def _reference(
     first, down, *rest = (tensor.to(dtype) for tensor in stock)
     gate_up_bias, down_bias = rest if rest else (None, None)
     layer = (x, place, weights, first, down, form, gate_up_bias, down_bias)
-    integers = spec.format_down == "int8"
-    out = fused_moe_reference(*layer, products=INT8_BACKWARD if integers else None)
+    out = fused_moe_reference(*layer, products=INT8_BACKWARD if spec.integer_products else None)
     gradients = torch.autograd.grad(out, (x, weights), grad.to(dtype))
-    if integers:
+    if spec.integer_products:
         out = fused_moe_reference(*layer, products=INT8_FORWARD)
     return (out.detach(), *gradients)
 

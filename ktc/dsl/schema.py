@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ktc.dsl.ruleset import Facet, Value
 from ktc.dsl.types import FLOAT, INT, SIZE, STRING, Type
+from ktc.formats import FORMATS, Codes, Dense
 from ktc.isa import INSTRUCTION_SETS
 
 DECLARATIONS = ("import", "param", "require", "pattern", "rule", "plan", "lora")
@@ -18,10 +19,7 @@ _CLAUSES = ("as", "with", "in", "else", "is", "overrides", "match", "at", "excep
 KEYWORDS = frozenset((*DECLARATIONS, *_CLAUSES, "and", "or", "not", "has", "true", "false"))
 
 ENUMS: Mapping[str, tuple[str, ...]] = {
-    "format": (
-        *("stored", "bf16", "fp16", "fp32", "int8", "int4", "fp8"),
-        *("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"),
-    ),
+    "format": ("stored", *(name for name, row in FORMATS.items() if not (isinstance(row, Dense) and row.oracle))),
     "isa": ("auto", *INSTRUCTION_SETS),
     "activations": ("keep", "recompute"),
     "kernel": ("torch", "gemv", "marlin", "fp8", "q8", "w8a8", "ipex", "llamafile"),
@@ -309,8 +307,7 @@ INFERENCE_ONLY = frozenset({"marlin", "fp8", "q8", "w8a8", "ipex", "llamafile", 
 # Formats of `cpu_moe` that would quantise once more what a `quant` rewrite has quantised, and so the only one they can
 # host. `stored` is decided when the checkpoint is known; floating-point formats host every quantisation.
 REQUANTISING: Mapping[str, str | None] = {
-    **{name: name for name in ("int8", "int4", "fp8")},
-    **dict.fromkeys(("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4")),
+    name: name if isinstance(row, Codes) else None for name, row in FORMATS.items() if row.coded
 }
 # Layouts of packed weights that hold one format only.
 PACK_FORMATS: Mapping[str, str] = {"int32x8": "int4", "gguf_q4_k": "int4"}

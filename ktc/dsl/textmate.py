@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,11 +15,14 @@ from ktc.dsl.schema import DECLARATIONS, DEVICE_FAMILIES, ENUMS, KEYWORDS, OPERA
 
 _WORDS_OF_LOGIC = ("and", "or", "not", "in", "has")
 _TRUTH = ("true", "false")
+# The shape of the names of formats and dtypes, so that a new format needs no new grammar.
+_NUMBERS = "(?:bf|f|fp|int|i?q|mxfp|nvfp|tq)[0-9]+(?:_[a-z0-9]+)?"
 
 
 def grammar() -> str:
     """Return the grammar as JSON text."""
-    constants = {word for words in ENUMS.values() for word in words} - KEYWORDS - OPERATORS.keys()
+    words = {word for words in ENUMS.values() for word in words} - KEYWORDS - OPERATORS.keys()
+    constants = {word for word in words if not re.fullmatch(_NUMBERS, word)}
     clauses = KEYWORDS - {*DECLARATIONS, *_WORDS_OF_LOGIC, *_TRUTH}
     patterns = [
         _match("comment.line.number-sign.ktr", "#.*$"),
@@ -36,7 +40,7 @@ def grammar() -> str:
         _match("constant.language.boolean.ktr", _word(_TRUTH)),
         _match("support.function.target.ktr", rf"(?<==>)\s*{_word(TARGETS)}"),
         _match("support.function.operator.ktr", rf"{_word(OPERATORS)}(?=\s*\()"),
-        _match("support.constant.ktr", rf"(?<!\.){_word(constants)}"),
+        _match("support.constant.ktr", rf"(?<!\.){_word((*constants, _NUMBERS))}"),
         _match("keyword.operator.ktr", r"->|=>|\.\.|[=!<>]=|[=<>+*/%|?-]"),
     ]
     whole = {"name": "ktr", "scopeName": "source.ktr", "fileTypes": ["ktr"], "patterns": patterns}

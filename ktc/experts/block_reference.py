@@ -1,167 +1,137 @@
 """What the blocks of GGUF files mean, in plain PyTorch: the weights in them, and the blocks for given weights.
 
-In: bytes (rows, bytes of a row) of whole blocks, or weights (rows, columns). The C++ of
-`runtime/include/ktc/weight_format` must agree to the last bit, and both with the package `gguf`. Refused: weights that
-are not finite, and formats that are only read.
+In: bytes (rows, bytes of a row) of whole blocks, or weights (rows, columns); the row of `ktc/formats.py` says where a
+block has its codes and scales. The C++ of `runtime/include/ktc/weight_format` must agree to the last bit, and both with
+the package `gguf`. Refused: weights that are not finite, and formats that are only read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final
+import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-_MXFP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled, to be integers
+from ktc.formats import BLOCKS, POWERS, Blocks, CodeBits, Exponent, Halves
+
+_SIX, _BYTE = 32.0, 74.0  # about the mean of random factors of 6 bits, and the root mean square of signed bytes
 
 
 def dequantise_blocks(blocks: Tensor, name: str) -> Tensor:
     """fp32 weights (rows, columns) of uint8 blocks of the weight format `name`."""
-    size, read, _ = _FORMATS[name]
-    return read(blocks.reshape(-1, size)).reshape(blocks.shape[0], -1)
+    row = BLOCKS[name]
+    each = blocks.reshape(-1, row.block_bytes)
+    weights = _weights(each, row) if row.scales else _half(each, 0)
+    return weights.reshape(blocks.shape[0], -1)
 
 
 def quantise_blocks(weights: Tensor, name: str) -> Tensor:
     """uint8 blocks (rows, bytes of a row) of weights whose rows are whole blocks."""
     if not bool(weights.isfinite().all()):
         raise ValueError("weights that are not finite cannot be quantised")
-    write = _FORMATS[name][2]
-    if write is None:
+    row = BLOCKS[name]
+    if not row.quantises:
         raise ValueError(f"{name} weights are taken only as a file stores them")
-    width = 1 if name == "fp16" else 32
-    return write(weights.float().reshape(-1, width)).reshape(weights.shape[0], -1)
-
-
-def _half(field: Tensor) -> Tensor:
-    """(blocks, 1) scales of two bytes each."""
-    return field.contiguous().view(torch.float16).float()
-
-
-def _half_bytes(scale: Tensor) -> Tensor:
-    return scale.half().view(torch.uint8)
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    """Zero for scales so small that it would overflow; as fp16 they are zero themselves."""
-    return torch.where(scale.abs() < torch.finfo(torch.float32).tiny, 0, 1 / scale)
-
-
-def _unpack(packed: Tensor, width: int, bits: int) -> Tensor:
-    """Codes of `bits`: of each `width` bytes the lowest come first, then the ones above."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
-    codes = packed.reshape(packed.shape[0], -1, 1, width) >> shifts & (1 << bits) - 1
-    return codes.reshape(packed.shape[0], -1)
-
-
-def _pack_nibbles(codes: Tensor) -> Tensor:
-    codes = codes.to(torch.uint8)
-    return codes[:, :16] | codes[:, 16:] << 4
-
-
-def _fp16(blocks: Tensor) -> Tensor:
-    return _half(blocks)
-
-
-def _to_q8_0(weights: Tensor) -> Tensor:
-    scale = weights.abs().amax(1, keepdim=True) / 127
-    scaled = weights * _inverse(scale)
-    whole = scaled.abs().floor()
-    codes = scaled.sign() * (whole + (2 * (scaled.abs() - whole)).floor())  # halves away from zero
-    return torch.cat((_half_bytes(scale), codes.to(torch.int8).view(torch.uint8)), 1)
-
-
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks[:, :2])
-
-
-def _to_q4_0(weights: Tensor) -> Tensor:
-    largest = weights.gather(1, weights.abs().argmax(1, keepdim=True))
-    scale = largest / -8
-    codes = (weights * _inverse(scale) + 8.5).trunc().clamp(0, 15)
-    return torch.cat((_half_bytes(scale), _pack_nibbles(codes)), 1)
-
-
-def _q4_0(blocks: Tensor) -> Tensor:
-    return (_unpack(blocks[:, 2:], 16, 4).float() - 8) * _half(blocks[:, :2])
-
-
-def _mxfp4_scale(exponent: Tensor) -> Tensor:
-    exponent = exponent.to(torch.int32)
-    bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp_max(1), (exponent - 1) << 23)
-    return bits.to(torch.int32).view(torch.float32)
-
-
-def _to_mxfp4(weights: Tensor) -> Tensor:
-    largest = weights.abs().amax(1, keepdim=True)
-    exponent = torch.where(largest > 0, largest.log2().floor() - 2 + 127, 0).clamp(0, 254)
-    candidates = _mxfp4_scale(exponent) * torch.tensor(_MXFP4)
-    codes = (candidates[:, None] - weights[..., None]).abs().argmin(-1)
-    return torch.cat((exponent.to(torch.uint8), _pack_nibbles(codes)), 1)
-
-
-def _mxfp4(blocks: Tensor) -> Tensor:
-    numbers = torch.tensor(_MXFP4, dtype=torch.float32)[_unpack(blocks[:, 1:], 16, 4).long()]
-    return numbers * _mxfp4_scale(blocks[:, :1])
-
-
-def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the eight runs of 32 weights, each (blocks, 8, 1)."""
-    for_scale, for_min, lower = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scale = torch.cat((for_scale & 63, lower & 15 | for_scale >> 2 & 48), 1).float()
-    least = torch.cat((for_min & 63, lower >> 4 | for_min >> 2 & 48), 1).float()
-    return (_half(blocks[:, :2]) * scale)[..., None], (_half(blocks[:, 2:4]) * least)[..., None]
-
-
-def _q4_k(blocks: Tensor) -> Tensor:
-    scale, least = _scales_and_mins(blocks)
-    return scale * _unpack(blocks[:, 16:], 32, 4).view(-1, 8, 32) - least
-
-
-def _q5_k(blocks: Tensor) -> Tensor:
-    scale, least = _scales_and_mins(blocks)
-    codes = _unpack(blocks[:, 48:], 32, 4) | _unpack(blocks[:, 16:48], 32, 1) << 4
-    return scale * codes.view(-1, 8, 32) - least
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    codes = _unpack(blocks[:, :128], 64, 4) | _unpack(blocks[:, 128:192], 32, 2) << 4
-    scale = _half(blocks[:, 208:]) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return scale[..., None] * (codes.float() - 32).view(-1, 16, 16)
-
-
-# Bytes of a block, its reader, and its writer where weights can be made into such blocks.
-_FORMATS: Final[Mapping[str, tuple[int, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]]] = {
-    "fp16": (2, _fp16, _half_bytes),
-    "q8_0": (34, _q8_0, _to_q8_0),
-    "q4_0": (18, _q4_0, _to_q4_0),
-    "mxfp4": (17, _mxfp4, _to_mxfp4),
-    "q4_k": (144, _q4_k, None),
-    "q5_k": (176, _q5_k, None),
-    "q6_k": (210, _q6_k, None),
-}
-# Where a block has its fp16 scales, and by what they make random codes weights of about one.
-_SCALES: Final[Mapping[str, tuple[tuple[int, float], ...]]] = {
-    "q8_0": ((0, 1 / 73),),
-    "q4_0": ((0, 1 / 4.6),),
-    "q4_k": ((0, 1 / 280), (2, 1 / 38)),
-    "q5_k": ((0, 1 / 580), (2, 1 / 38)),
-    "q6_k": ((208, 1 / 1350),),
-}
+    if row.quantise is None:
+        return _half_bytes(weights)
+    scale, minimum, codes = row.quantise(weights.float().reshape(-1, row.weights))
+    blocks = torch.zeros(len(scale), row.block_bytes, dtype=torch.uint8)
+    match row.scales:
+        case Exponent(at=at):
+            blocks[:, at : at + 1] = scale.to(torch.uint8)
+        case Halves(scale=at, minimum=minimum_at):
+            blocks[:, at : at + 2] = _half_bytes(scale)
+            if minimum is not None and minimum_at is not None:
+                blocks[:, minimum_at : minimum_at + 2] = _half_bytes(minimum)
+        case None:
+            pass
+    for place, packed in _packed(codes.to(torch.uint8), row):
+        blocks[:, place : place + packed.shape[1]] = packed
+    return blocks.reshape(weights.shape[0], -1)
 
 
 def random_blocks(rows: int, columns: int, name: str, scale: float, generator: torch.Generator) -> Tensor:
     """Blocks of random codes with finite scales, whose weights are about as large as `scale`: for tests."""
-    if name == "fp16":
+    row = BLOCKS[name]
+    if row.scales is None:
         return _half_bytes(torch.randn(rows, columns, generator=generator) * scale)
-    size = _FORMATS[name][0]
-    width = 256 if name.endswith("_k") else 32
-    count = rows * columns // width
-    blocks = torch.randint(256, (count, size), dtype=torch.uint8, generator=generator)
-    if name == "mxfp4":
-        around = int(torch.tensor(scale / 5.6).log2().floor()) + 128
-        blocks[:, 0] = torch.randint(around, around + 2, (count,), generator=generator)
-    for place, factor in _SCALES.get(name, ()):
-        of_block = torch.rand(count, 1, generator=generator).add(0.5).mul(scale * factor)
+    count = rows * columns // row.weights
+    blocks = torch.randint(256, (count, row.block_bytes), dtype=torch.uint8, generator=generator)
+    size = math.sqrt(sum(number**2 for number in row.numbers) / len(row.numbers))
+    if isinstance(row.scales, Exponent):
+        around = math.floor(math.log2(scale / size)) + 128
+        blocks[:, row.scales.at] = torch.randint(around, around + 2, (count,), generator=generator)
+        return blocks.view(rows, -1)
+    for place, value in _half_sizes(row.scales, scale / size, sum(row.numbers) / len(row.numbers)):
+        of_block = torch.rand(count, 1, generator=generator).add(0.5).mul(value)
         blocks[:, place : place + 2] = _half_bytes(of_block)
     return blocks.view(rows, -1)
+
+
+def _half_sizes(scales: Halves, size: float, mean: float) -> Iterator[tuple[int, float]]:
+    """The places of a block's fp16 scale and minimum, and values that make weights of about `size` around zero."""
+    factor = _SIX if scales.sixes is not None else _BYTE if scales.factors is not None else 1.0
+    yield scales.scale, size / factor
+    if scales.minimum is not None:
+        yield scales.minimum, (-mean if scales.added else mean) * size / factor
+
+
+def _weights(blocks: Tensor, row: Blocks) -> Tensor:
+    """(blocks, scales of a block, weights of a scale)."""
+    numbers = torch.tensor(row.numbers, dtype=torch.float32)[_codes(blocks, row).long()]
+    if isinstance(row.scales, Exponent):
+        return torch.tensor(POWERS, dtype=torch.float32)[blocks[:, row.scales.at].long()][:, None] * numbers
+    assert row.scales is not None, "only a value has no scales"
+    scale, least = _scales_and_mins(blocks, row.scales)
+    product = scale[..., None] * numbers.view(*scale.shape, -1)
+    return product if least is None else product - least[..., None]
+
+
+def _scales_and_mins(blocks: Tensor, scales: Halves) -> tuple[Tensor, Tensor | None]:
+    """(blocks, scales of a block) each."""
+    scale = _half(blocks, scales.scale)
+    least = None if scales.minimum is None else _half(blocks, scales.minimum)
+    least = -least if least is not None and scales.added else least
+    if scales.factors is not None:
+        return scale * blocks[:, scales.factors : scales.factors + 16].contiguous().view(torch.int8).float(), least
+    if scales.sixes is None or least is None:
+        return scale, least
+    for_scale, for_min, lower = (blocks[:, at : at + 4] for at in range(scales.sixes, scales.sixes + 12, 4))
+    of_scale = torch.cat((for_scale & 63, lower & 15 | for_scale >> 2 & 48), 1)
+    of_min = torch.cat((for_min & 63, lower >> 4 | for_min >> 2 & 48), 1)
+    return scale * of_scale.float(), least * of_min.float()
+
+
+def _codes(blocks: Tensor, row: Blocks) -> Tensor:
+    """(blocks, weights), joined of their parts from the lowest bits on."""
+    codes, up = torch.zeros(len(blocks), 1, dtype=torch.uint8), 0
+    for part in row.codes:
+        packed = blocks[:, part.at : part.at + row.weights * part.bits // 8].reshape(len(blocks), -1, 1, part.run)
+        bits = packed >> _shifts(part) & (1 << part.bits) - 1
+        codes = codes | bits.reshape(len(blocks), -1) << up
+        up += part.bits
+    return codes
+
+
+def _packed(codes: Tensor, row: Blocks) -> Iterator[tuple[int, Tensor]]:
+    """The inverse: where each part of the codes begins, and its bytes (blocks, bytes)."""
+    up = 0
+    for part in row.codes:
+        bits = codes >> up & (1 << part.bits) - 1
+        bytes_ = bits.reshape(len(codes), -1, 8 // part.bits, part.run) << _shifts(part)
+        yield part.at, bytes_.sum(2).to(torch.uint8).reshape(len(codes), -1)
+        up += part.bits
+
+
+def _shifts(part: CodeBits) -> Tensor:
+    return torch.arange(0, 8, part.bits, dtype=torch.uint8).view(-1, 1)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """(blocks, 1) values of two bytes each."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _half_bytes(values: Tensor) -> Tensor:
+    return values.half().view(torch.uint8)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ktc.formats import CODES, Codes
+
 
 def quantise(weights: Tensor, method: str, group: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of `weights`, which are rounded to bf16 first; `group` 0 is a whole row."""
@@ -18,7 +20,7 @@ def quantise(weights: Tensor, method: str, group: int) -> tuple[Tensor, Tensor]:
     if not bool(rounded.isfinite().all()):
         raise ValueError("weights that are not finite cannot be quantised")
     blocks = _blocks(rounded, group)
-    codes, scales = _METHODS[method](blocks)
+    codes, scales = _coded(blocks, CODES[method])
     return codes.flatten(1)[:, : weights.shape[1]], scales
 
 
@@ -70,21 +72,12 @@ def _blocks(matrix: Tensor, group: int) -> Tensor:
     return padded.reshape(matrix.shape[0], -1, size)
 
 
-def _int4(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric, -7 to 7; scales are rounded to bf16 before the codes are chosen, which makes it idempotent."""
-    scales = (blocks.abs().amax(-1) / 7).clamp_min(1e-5).bfloat16().float()
-    return (blocks / scales[..., None]).round().clamp(-7, 7).to(torch.int8), scales
-
-
-def _int8(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    scales = (blocks.abs().amax(-1) / 127).clamp_min(1e-12)
-    return (blocks / scales[..., None]).round().clamp(-127, 127).to(torch.int8), scales
-
-
-def _fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3; codes are bytes."""
-    scales = (blocks.abs().amax(-1) / 448).clamp_min(1e-12)
-    return (blocks / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scales
-
-
-_METHODS = {"int4": _int4, "int8": _int8, "fp8": _fp8}
+def _coded(blocks: Tensor, row: Codes) -> tuple[Tensor, Tensor]:
+    """Codes and scales of each group. Rounding the scales to bf16 before the codes are chosen makes it idempotent."""
+    scales = (blocks.abs().amax(-1) / row.largest).clamp_min(row.least_scale)
+    if row.bf16_scales:
+        scales = scales.bfloat16().float()
+    quotients = blocks / scales[..., None]
+    if row.float8:
+        return quotients.clamp(-row.largest, row.largest).to(torch.float8_e4m3fn).view(torch.uint8), scales
+    return quotients.round().clamp(-row.largest, row.largest).to(torch.int8), scales

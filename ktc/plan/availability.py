@@ -13,7 +13,7 @@ from ktc.dsl import syntax
 from ktc.dsl.ruleset import RuleSet
 from ktc.dsl.schema import TARGETS
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.kernels import FORMATS, ISAS
+from ktc.plan.kernels import ON_EVERY_ISA
 from ktc.plan.linear_spec import BUILT
 from ktc.plan.prefill import asks_for_experts
 from ktc.plan.types import Claim, Plan, PlannedOnly
@@ -87,14 +87,11 @@ def _settings(claims: Sequence[Claim]) -> Iterator[Diagnostic]:
 def _kernels(kernels: Sequence[tuple[Claim, KernelSpec]]) -> Iterator[Diagnostic]:
     for claim, spec in kernels:
         for weight_format in spec.formats:
-            if weight_format not in FORMATS:
+            if weight_format not in ON_EVERY_ISA:
                 stored = " (the checkpoint's own)" if claim.settings["format"] == "stored" else ""
-                hint = (
-                    f"write `format = {FORMATS[0]}`, or `--set format={FORMATS[0]}` if the program has that parameter"
-                )
+                usual = ON_EVERY_ISA[0]
+                hint = f"write `format = {usual}`, or `--set format={usual}` if the program has that parameter"
                 yield _missing(f"a kernel for `{weight_format}` weights{stored}", claim, hint)
-        if spec.isa not in ISAS:
-            yield _missing(f"a kernel for isa `{spec.isa}`", claim, f"available: {', '.join(ISAS)}")
 
 
 def _plan_keys(rules: RuleSet, prefills: bool) -> Iterator[Diagnostic]:

@@ -7,64 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ktc.experts.form import Activation
-from ktc.isa import Isa
+from ktc.formats import CODES, FORMATS, WeightFormat
+from ktc.isa import INSTRUCTION_SETS, PREFERENCE, Dtype, Isa
 
-WeightFormat = Literal[
-    "bf16", "fp16", "fp32", "fp64", "int8", "int4", "fp8", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"
-]
 SILU = Activation()
-BITS_PER_WEIGHT: Mapping[WeightFormat, int] = {"bf16": 16, "fp32": 32, "fp64": 64}
-
-
-@dataclass(frozen=True, slots=True)
-class Codes:
-    """A format of codes that kernels multiply. `group_sizes`: how many weights of an output share a scale along
-    the contraction; the first is what a program gets that quantises. `even`: rows must be whole groups. `unit`: rows
-    are padded to a multiple of it."""
-
-    bits: int
-    scale_bytes: int
-    group_sizes: tuple[int, ...]
-    even: bool
-    unit: int = 32
-
-
-# A group of 0 is a whole row. FP8 checkpoints have one scale for 128 rows as well: it is repeated for each of them.
-CODES: Mapping[WeightFormat, Codes] = {
-    "int4": Codes(4, 2, (32, 64, 128), even=True),
-    "int8": Codes(8, 8, (0,), even=False, unit=64),  # products in integers: beside a scale there is an offset
-    "fp8": Codes(8, 4, (128,), even=False),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """A format of blocks as GGUF files have them, `stored_bytes` for `weights` of a row; kernels keep the bits of
-    `span` blocks together. `quantises`: whether weights that are stored otherwise can be made into it."""
-
-    weights: int
-    stored_bytes: int
-    span: int = 1
-    quantises: bool = True
-
-
-BLOCKS: Mapping[WeightFormat, Blocks] = {
-    "fp16": Blocks(1, 2),
-    "q8_0": Blocks(32, 34),
-    "q4_0": Blocks(32, 18),
-    "mxfp4": Blocks(32, 17, span=2),
-    "q4_k": Blocks(256, 144, quantises=False),
-    "q5_k": Blocks(256, 176, quantises=False),
-    "q6_k": Blocks(256, 210, quantises=False),
-}
-# Which weight formats each instruction set multiplies: what runtime/include/ktc can instantiate in this version.
-IN_BF16: tuple[WeightFormat, ...] = ("bf16", *CODES, *BLOCKS)
+# Which weight formats each instruction set multiplies, the best one first.
 KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
-    "amx": IN_BF16,
-    "avx512_bf16": IN_BF16,
-    "avx512": IN_BF16,
-    "avx2": IN_BF16,
-    "scalar": (*IN_BF16, "fp32", "fp64"),
+    isa: tuple(name for name, row in FORMATS.items() if row.dtype in INSTRUCTION_SETS[isa].dtypes) for isa in PREFERENCE
 }
 
 
@@ -81,7 +30,7 @@ class KernelSpec:
     intermediate: int | None  # I
     num_experts: int | None  # E
     top_k: int | None  # k
-    dtype: Literal["bf16", "fp32", "fp64"]
+    dtype: Dtype
     format_gate_up: WeightFormat
     format_down: WeightFormat
     isa: Isa
@@ -99,6 +48,11 @@ class KernelSpec:
     def format_of(self, part: str) -> WeightFormat:
         """What gate, up or down is stored in."""
         return self.format_down if part.startswith("down") else self.format_gate_up
+
+    @property
+    def integer_products(self) -> bool:
+        """Whether forward multiplies integers, in both products."""
+        return FORMATS[self.format_down].integer_products
 
     def group_of(self, weight_format: WeightFormat) -> int:
         """How many weights of a row share a scale in one of the spec's formats: 0 where all do, or there is none.

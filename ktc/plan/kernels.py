@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TypeVar, get_args
+from collections.abc import Mapping
 
 from torch import fx
 
-from ktc.checkpoint import BLOCK_TYPES
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import Value
 from ktc.experts.form import parse_form
+from ktc.formats import BLOCKS, CODES, FORMATS, STORED, Codes, WeightFormat
 from ktc.graph import ops
 from ktc.host import Host
-from ktc.isa import Isa
-from ktc.plan.kernel_spec import BLOCKS, CODES, IN_BF16, KERNELS, KernelSpec, WeightFormat
+from ktc.isa import Isa, isa_of
+from ktc.plan.kernel_spec import KERNELS, KernelSpec
 from ktc.plan.linear_spec import LinearSpec
 from ktc.plan.types import Claim, Plan
 
-ISAS = tuple(KERNELS)
 # A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.
-FORMATS = tuple(name for name in get_args(WeightFormat) if all(name in formats for formats in KERNELS.values()))
+ON_EVERY_ISA = tuple(name for name in FORMATS if all(name in formats for formats in KERNELS.values()))
 # How a checkpoint stores weights: a dtype or a method by name, and the size of groups or of GGUF's blocks that a kernel
 # may keep, else 0.
 StoredFormat = tuple[str, int]
 # All that gate and up are stored as, and all that down is.
 StoredFormats = tuple[tuple[StoredFormat, ...], tuple[StoredFormat, ...]]
-# What the loader hands to a kernel; codes that none keeps become bf16 on their way, as `plan/stored.py` tells.
-_LOADED = {
-    "f16": "fp16",
-    "f32": "fp32",
-    "f64": "fp64",
-    **dict.fromkeys(("fp8", "int4", "mxfp4", *BLOCK_TYPES), "bf16"),
-}
-
-Name = TypeVar("Name")
 
 
 def choose_kernel(claim: Claim, node: fx.Node, stored: StoredFormats, host: Host) -> KernelSpec:
@@ -78,7 +67,7 @@ def _formats(claim: Claim, stored: StoredFormats, hidden: int, inter: int) -> tu
     if len({group for name, group in found if name in CODES and len(CODES[name].group_sizes) > 1}) > 1:
         found = [_converted(claim, formats, name, size) for formats, (name, size) in products]
     (gate_up, _), (down, _) = found
-    if gate_up != down and not {gate_up, down} <= set(IN_BF16):
+    if gate_up != down and not FORMATS[gate_up].dtype == FORMATS[down].dtype == "bf16":
         raise _unread(claim, " and ".join(sorted((gate_up, down))))
     return gate_up, down, next((group for name, group in found if name in CODES), 0)
 
@@ -89,14 +78,13 @@ def _kept(claim: Claim, stored: tuple[StoredFormat, ...], size: int) -> tuple[We
     None where they are not quantised, in several formats, or in another than the program asks for.
     """
     (name, group), *others = stored
-    found = _one_of((*CODES, *BLOCKS), name)
-    if others or found is None or str(claim.settings["format"]) not in ("stored", found):
+    if others or str(claim.settings["format"]) not in ("stored", name):
         return None
-    if found in BLOCKS:
-        return None if group != BLOCKS[found].weights or size % group else (found, 0)
-    if group not in CODES[found].group_sizes or (CODES[found].even and size % group):
+    if name in BLOCKS:
+        return None if group != BLOCKS[name].weights or size % group else (name, 0)
+    if name not in CODES or group not in CODES[name].group_sizes or (CODES[name].even and size % group):
         return None
-    return found, group
+    return name, group
 
 
 def _converted(claim: Claim, stored: tuple[StoredFormat, ...], name: str, size: int) -> tuple[WeightFormat, int]:
@@ -105,29 +93,27 @@ def _converted(claim: Claim, stored: tuple[StoredFormat, ...], name: str, size: 
     Raises InputRefused (M068) where no kernel has it, or a row is not cut evenly.
     """
     asked = str(claim.settings["format"])
-    loaded_as = " and ".join(dict.fromkeys(_LOADED.get(dtype, dtype) for dtype, _ in stored))
-    wanted = loaded_as if asked == "stored" else asked
-    found = _one_of(get_args(WeightFormat), wanted)
-    if found is None:
-        raise _unread(claim, wanted)
-    group, whole = _cut(found)
-    if found in BLOCKS and not BLOCKS[found].quantises:
+    loaded_as = " and ".join(dict.fromkeys(_loaded(dtype) for dtype, _ in stored))
+    found = loaded_as if asked == "stored" else asked
+    row = FORMATS.get(found)
+    if row is None:
+        raise _unread(claim, found)
+    if not row.quantises:
         found_as = " and ".join(dict.fromkeys(dtype for dtype, _ in stored))
         message = f"`{found}` weights are taken only as stored, and these experts are stored as `{found_as}`"
         raise _no_format(claim, message)
-    if whole and size % group:
-        message = f"`{found}` cuts rows into {whole} of {group}, and {name} is {size}"
-        raise _no_format(claim, message)
-    return found, group if found in CODES else 0
+    if size % row.whole:
+        pieces = "groups" if isinstance(row, Codes) else "blocks"
+        raise _no_format(claim, f"`{found}` cuts rows into {pieces} of {row.whole}, and {name} is {size}")
+    return found, row.group_sizes[0] if isinstance(row, Codes) else 0
 
 
-def _cut(weight_format: WeightFormat) -> tuple[int, str]:
-    """What weights are quantised in: of how many, and what that is called where a row must be whole ones."""
-    if weight_format in CODES:
-        return CODES[weight_format].group_sizes[0], "groups" if CODES[weight_format].even else ""
-    if weight_format in BLOCKS:
-        return BLOCKS[weight_format].weights, "blocks"
-    return 0, ""
+def _loaded(stored: str) -> WeightFormat:
+    """What the loader hands to a kernel: codes that no kernel keeps become bf16, as `plan/stored.py` tells."""
+    row = STORED.get(stored)
+    if row is None:
+        return stored
+    return "bf16" if row.coded else row.name
 
 
 def _unread(claim: Claim, stored: str) -> InputRefused:
@@ -135,24 +121,19 @@ def _unread(claim: Claim, stored: str) -> InputRefused:
 
 
 def _no_format(claim: Claim, message: str) -> InputRefused:
-    hint = f"write `format = {FORMATS[0]}`, or `--set format={FORMATS[0]}` if the program has that parameter"
+    hint = f"write `format = {ON_EVERY_ISA[0]}`, or `--set format={ON_EVERY_ISA[0]}` if the program has that parameter"
     return InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
 
 
 def _isa(claim: Claim, host: Host) -> Isa:
     asked = str(claim.settings["isa"])
     if asked == "auto":
-        return next(isa for isa in host.isas if isa in ISAS)
-    found = _one_of(host.isas, asked)
-    if found is None:
+        return host.isas[0]
+    found = isa_of(asked)
+    if found not in host.isas:
         hint = f"this host can run: {', '.join(host.isas)}; or write `isa = auto`"
         raise HostLacks(Diagnostic("M064", f"this host cannot run isa `{asked}`", claim.span, hint=hint))
     return found
-
-
-def _one_of(options: Iterable[Name], wanted: object) -> Name | None:
-    """The option that `wanted` is, None if it is none."""
-    return next((option for option in options if option == wanted), None)
 
 
 def thread_count(settings: Mapping[str, Value], host: Host) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from ktc.plan.kernel_spec import BITS_PER_WEIGHT, BLOCKS, CODES, KernelSpec, WeightFormat
+from ktc.formats import FORMATS, Blocks, Codes, Dense, WeightFormat
+from ktc.plan.kernel_spec import KernelSpec
 
 PANEL: Final = 32  # kernels pad every width to whole panels
 
@@ -28,11 +29,14 @@ def packed_bytes(spec: KernelSpec) -> int:
 
 def _row_bytes(spec: KernelSpec, weight_format: WeightFormat, columns: int) -> int:
     """One output's weights, with the scales of their groups."""
-    if blocks := BLOCKS.get(weight_format):
-        in_span = blocks.weights * blocks.span
-        return -(-columns // in_span) * blocks.span * blocks.stored_bytes
-    codes, group = CODES.get(weight_format), spec.group_of(weight_format)
-    if codes is None:
-        return columns * BITS_PER_WEIGHT[weight_format] // 8
-    groups = -(-columns // group) if group else 1
-    return -(-columns // codes.unit) * codes.unit * codes.bits // 8 + groups * codes.scale_bytes
+    match FORMATS[weight_format]:
+        case Blocks() as row:
+            in_span = row.weights * row.span
+            return -(-columns // in_span) * row.span * row.block_bytes
+        case Codes() as row:
+            group = spec.group_of(weight_format)
+            groups = -(-columns // group) if group else 1
+            return -(-columns // row.unit) * row.unit * row.bits // 8 + groups * row.scale_bytes
+        case row:
+            assert isinstance(row, Dense), weight_format
+            return columns * row.bits // 8

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ktc.capture import CapturedModel
 from ktc.checkpoint import WeightSource
+from ktc.formats import BLOCKS, CODES, FORMATS, METHODS, WeightFormat
 from ktc.plan.explain import collapse
-from ktc.plan.kernel_spec import BLOCKS, CODES, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.types import Reason
-
-_QUANTISED = ("fp8", "int4", "mxfp4")
 
 
 def conversions(
@@ -47,8 +46,9 @@ def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
             return f"stored as {source.format}, multiplied as stored"
         if (source.part or "").endswith("_bias"):
             return ""
-        if (source.dtype, weight_format) == ("f16", "fp16"):
-            return "stored as f16, multiplied after rounding to bf16"
+        row = FORMATS[weight_format]
+        if not row.coded and source.dtype == row.stored:
+            return f"stored as {source.dtype}, multiplied after rounding to bf16"
         return f"stored as {source.format}, {_rounded(spec, weight_format)}"
     return (
         ""
@@ -67,14 +67,14 @@ def _unit(spec: KernelSpec, weight_format: WeightFormat) -> int:
 
 
 def _rounded(spec: KernelSpec, weight_format: WeightFormat) -> str:
-    if weight_format == "fp16":
-        return "rounded to fp16 at load, and to bf16 as it is multiplied"
+    if not FORMATS[weight_format].coded:
+        return f"rounded to {weight_format} at load, and to bf16 as it is multiplied"
     if weight_format in BLOCKS:
         size = BLOCKS[weight_format].weights
         return f"quantised to {weight_format} in blocks of {size} at load, which rounds each weight"
     group = spec.group_of(weight_format)
     groups = f"in groups of {group}" if group else "with a scale per row"
-    rows = ", and rows of activations in forward" if weight_format == "int8" else ""
+    rows = ", and rows of activations in forward" if FORMATS[weight_format].integer_products else ""
     return f"quantised to {weight_format} {groups} at load, which rounds each weight{rows}"
 
 
@@ -90,7 +90,7 @@ def _by_config(captured: CapturedModel, kernels: Mapping[str, KernelSpec]) -> It
         kept = (stored, captured.stored_group) == (spec.format_down, _unit(spec, spec.format_down))
         fate = "multiplied as stored" if kept else _rounded(spec, spec.format_down)
         yield Reason(collapse(paths), f"stored as {stored} by config.json, {fate}")
-    if stored in _QUANTISED and not kept:
+    if stored in METHODS.values() and not kept:
         root = captured.model.base_model_prefix or "model"
         yield Reason(root, f"stored as {stored} by config.json, dequantised to {_name(captured)} at load")
 

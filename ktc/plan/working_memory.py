@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from ktc.formats import FORMATS, Dense
 from ktc.isa import INSTRUCTION_SETS
-from ktc.plan.kernel_spec import BLOCKS, CODES, KernelSpec
+from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import PANEL, padded
 
 _RANK_UNIT: Final = 8  # saved low-rank rows are padded to it
@@ -99,7 +100,7 @@ def _saved(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: boo
 
 def _forward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
     """Workspace per token: rows that each product reads, and the sums over experts."""
-    reads_elements = not _quantises(spec) or ranks[0] > 0
+    reads_elements = not spec.integer_products or ranks[0] > 0
     slot = reads_elements * sizes.hidden * sizes.item + sizes.inter * sizes.item + sizes.total
     return _token(spec, sizes) + sizes.top_k * (slot + _low_rank(sizes, ranks) + _quantised(spec, sizes, ranks))
 
@@ -115,7 +116,7 @@ def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: 
 
 def _token(spec: KernelSpec, sizes: _Sizes) -> int:
     """Its sums, and its hidden state in integers."""
-    return (sizes.hidden + PANEL) * sizes.total + _quantises(spec) * (sizes.hidden + 2 * PANEL)
+    return (sizes.hidden + PANEL) * sizes.total + spec.integer_products * (sizes.hidden + 2 * PANEL)
 
 
 def _low_rank(sizes: _Sizes, ranks: tuple[int, int]) -> int:
@@ -125,7 +126,7 @@ def _low_rank(sizes: _Sizes, ranks: tuple[int, int]) -> int:
 
 def _quantised(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
     """The rows of a slot in integers, and the elements that LoRA on down reads beside them."""
-    if not _quantises(spec):
+    if not spec.integer_products:
         return 0
     return max(sizes.hidden, sizes.inter) + 2 * PANEL + (sizes.inter * sizes.item if ranks[1] else 0)
 
@@ -143,15 +144,10 @@ def _thread(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, panels: 
     width = max(sizes.hidden, sizes.outputs) * PANEL * sizes.item
     rank = padded(max(ranks))
     low_rank = width + rank * PANEL * (sizes.item + 3 * sizes.total) if rank else 0
-    rows = PANEL * (sizes.inter + 2 * PANEL) if quantises and _quantises(spec) else 0
+    rows = PANEL * (sizes.inter + 2 * PANEL) if quantises and spec.integer_products else 0
     sums = _TILED_SUMS if INSTRUCTION_SETS[spec.isa].tiles else _SUMS
     return sums + panels * width + low_rank + rows
 
 
 def _is_decoded(spec: KernelSpec) -> bool:
-    return any(name in CODES or name in BLOCKS for name in spec.formats)
-
-
-def _quantises(spec: KernelSpec) -> bool:
-    """Whether forward multiplies rows of integers."""
-    return spec.format_down == "int8"
+    return not all(isinstance(FORMATS[name], Dense) for name in spec.formats)

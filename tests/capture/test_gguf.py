@@ -22,6 +22,7 @@ from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.experts.form import parse_form
 from ktc.experts.module import FusedMoe, Part
+from ktc.formats import BLOCKS
 from ktc.link import Package, link
 from ktc.model import weight_store
 from ktc.model.load import load
@@ -259,7 +260,7 @@ def test_mxfp4_of_safetensors_becomes_the_same_blocks(tmp_path: Path) -> None:
     assert blocks_of(tmp_path, meta(tmp_path), torch.float32) == 4
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4"])
+@pytest.mark.parametrize("kind", [name for name, row in BLOCKS.items() if row.coded])
 def test_scales_tell_whether_blocks_are_numbers(kind: str) -> None:
     size = BLOCK_TYPES[kind].bytes
     blocks = torch.randint(0, 256, (300, 4 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))

@@ -28,8 +28,9 @@ from ktc.codegen.render import KernelSource, render
 from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.packed import PackedExperts
+from ktc.formats import CODES, FORMATS, WeightFormat
 from ktc.host import Compiler, Host
-from ktc.plan.kernel_spec import CODES, IN_BF16, KERNELS, WeightFormat
+from ktc.plan.kernel_spec import KERNELS
 
 STAND_IN = """#!/bin/sh
 echo call >> {calls}
@@ -79,7 +80,8 @@ def test_a_rendered_kernel_says_where_it_comes_from() -> None:
 
 @pytest.mark.parametrize("sizes", [(None, None, None, None), (7168, 2048, 256, 8)], ids=["dynamic", "constant"])
 def test_rendered_files_are_short_and_formatted(tmp_path: Path, sizes: tuple[int | None, ...]) -> None:
-    coded = [(name, size) for name in IN_BF16 for size in (CODES[name].group_sizes if name in CODES else (0,))]
+    in_bf16 = [name for name, row in FORMATS.items() if row.dtype == "bf16"]
+    coded = [(name, size) for name in in_bf16 for size in (CODES[name].group_sizes if name in CODES else (0,))]
     specs = [
         *(spec_of(isa, form=form, sizes=sizes) for isa in KERNELS for form in FORMS),
         *(spec_of(isa, codes=codes, sizes=sizes) for isa in KERNELS for codes in coded if codes[0] in KERNELS[isa]),

@@ -55,6 +55,13 @@ def test_the_grammar_for_editors_is_up_to_date() -> None:
     assert GRAMMAR.read_text() == textmate.grammar(), f"run `{command}`"
 
 
+def test_the_grammar_for_editors_knows_every_constant() -> None:
+    rows = json.loads(GRAMMAR.read_text())["patterns"]
+    (expression,) = (row["match"] for row in rows if row.get("name") == "support.constant.ktr")
+    constants = {word for words in schema.ENUMS.values() for word in words} - schema.KEYWORDS - schema.OPERATORS.keys()
+    assert not [word for word in constants if re.fullmatch(expression, word) is None]
+
+
 def test_the_grammar_for_editors_knows_every_keyword_once() -> None:
     rows = json.loads(GRAMMAR.read_text())["patterns"]
     words = [row["match"] for row in rows if row.get("name", "").startswith(("keyword.", "constant.language"))]

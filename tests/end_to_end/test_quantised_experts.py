@@ -22,9 +22,10 @@ from ktc.compiler import inspect
 from ktc.diagnostics import InputRefused
 from ktc.experts.module import FusedMoe
 from ktc.experts.quantised_reference import dequantise
+from ktc.formats import WeightFormat
 from ktc.model import weight_store
 from ktc.plan import Plan
-from ktc.plan.kernel_spec import KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import KernelSpec
 
 EXPERTS = "model.layers.1.mlp.experts"
 

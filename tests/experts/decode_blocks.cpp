@@ -1,6 +1,6 @@
 // Reads blocks of 32 rows of 512 weights from standard input and writes the weights as fp32, row by row, decoded by the
-// `Lanes` of one instruction set: before they are rounded to bf16. `test_block_formats.py` builds it, with KTC_LANES
-// and the header of the instruction set, and names the format.
+// `Lanes` of one instruction set: before they are rounded to bf16. `test_block_formats.py` builds it with KTC_LANES,
+// KTC_PANELS (a list of panel types) and their headers, and names the format.
 
 #include "ktc/weight_format/decode_blocks.hpp"
 
@@ -11,13 +11,6 @@
 #include <vector>
 
 #include "ktc/shape.hpp"
-#include "ktc/weight_format/fp16.hpp"
-#include "ktc/weight_format/mxfp4.hpp"
-#include "ktc/weight_format/q4_0.hpp"
-#include "ktc/weight_format/q4_k.hpp"
-#include "ktc/weight_format/q5_k.hpp"
-#include "ktc/weight_format/q6_k.hpp"
-#include "ktc/weight_format/q8_0.hpp"
 
 namespace {
 
@@ -60,13 +53,13 @@ bool decode(const char* name) {
   return std::fwrite(rows.data(), sizeof(float), rows.size(), stdout) == rows.size();
 }
 
+template <class... Panels>
+bool decode_one_of(const char* name) {
+  return (decode<Panels>(name) || ...);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 2) return 1;
-  const char* name = arguments[1];
-  const bool done = decode<FP16Panel>(name) || decode<Q8_0Panel>(name) || decode<Q4_0Panel>(name) ||
-                    decode<MXFP4Panel>(name) || decode<Q4_KPanel>(name) || decode<Q5_KPanel>(name) ||
-                    decode<Q6_KPanel>(name);
-  return done ? 0 : 1;
+  return count == 2 && decode_one_of<KTC_PANELS>(arguments[1]) ? 0 : 1;
 }

@@ -1,14 +1,11 @@
 // Reads fp32 weights from standard input and writes the blocks that a format makes of them. `test_block_formats.py`
-// builds it with the flags of one instruction set, and names the format.
+// builds it with the flags of one instruction set, KTC_PANELS (a list of panel types) and their headers, and names the
+// format.
 
 #include <cstdint>
 #include <cstdio>
 #include <string>
 #include <vector>
-
-#include "ktc/weight_format/mxfp4.hpp"
-#include "ktc/weight_format/q4_0.hpp"
-#include "ktc/weight_format/q8_0.hpp"
 
 namespace {
 
@@ -26,10 +23,13 @@ bool quantise(const std::string& name) {
   return true;
 }
 
+template <class... Panels>
+bool quantise_as_one_of(const char* name) {
+  return (quantise<typename Panels::Format>(name) || ...);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 2) return 1;
-  const std::string name = arguments[1];
-  return quantise<Q8_0>(name) || quantise<Q4_0>(name) || quantise<MXFP4>(name) ? 0 : 1;
+  return count == 2 && quantise_as_one_of<KTC_PANELS>(arguments[1]) ? 0 : 1;
 }

@@ -25,8 +25,9 @@ from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.experts.quantised_reference import quantise
 from ktc.experts.stock_layout import ExpertPart, canonical_parts
+from ktc.formats import WeightFormat
 from ktc.isa import Isa
-from ktc.plan.kernel_spec import KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import KernelSpec
 
 pytestmark = pytest.mark.slow
 

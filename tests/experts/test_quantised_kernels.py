@@ -19,8 +19,9 @@ from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.experts.quantised_reference import dequantise, quantise
 from ktc.experts.stock_layout import ExpertPart, canonical_parts
+from ktc.formats import CODES
 from ktc.isa import Isa
-from ktc.plan.kernel_spec import CODES, KernelSpec
+from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import packed_bytes
 
 # Every instruction set, and every size of groups on one of them.

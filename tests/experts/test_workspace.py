@@ -18,7 +18,8 @@ from ktc.codegen.render import render
 from ktc.experts.autograd_op import native_factors
 from ktc.experts.lora import ExpertsLora, Lora
 from ktc.experts.packed import PackedExperts
-from ktc.plan.kernel_spec import KernelSpec, WeightFormat
+from ktc.formats import WeightFormat
+from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import packed_bytes
 from ktc.plan.working_memory import slots_of
 

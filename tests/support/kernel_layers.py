@@ -14,8 +14,9 @@ from ktc.experts.form import ExpertsForm, parse_form
 from ktc.experts.module import FusedMoe
 from ktc.experts.reference import fused_moe_reference
 from ktc.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.formats import WeightFormat
 from ktc.isa import Isa
-from ktc.plan.kernel_spec import KERNELS, KernelSpec, WeightFormat
+from ktc.plan.kernel_spec import KERNELS, KernelSpec
 
 ISAS: tuple[Isa, ...] = tuple(isa for isa in host.detect().isas if isa in KERNELS)
 # Hidden, intermediate, experts, experts per token of the one kernel whose sizes are constants: no multiples of a panel.
