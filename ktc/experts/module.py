@@ -12,20 +12,18 @@ from __future__ import annotations
 import copy
 import mmap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ktc.experts import pending, staging
+from ktc.experts import staging
 from ktc.experts.autograd_op import fused_moe, native_factors
 from ktc.experts.form import ExpertsForm, parse_form
 from ktc.experts.kernel_library import Kernel, Part
 from ktc.experts.lora import ExpertsLora
-from ktc.experts.micro_batches import MicroBatch, cut, joined
 from ktc.experts.packed import Numa, PackedExperts
-from ktc.experts.pending import Pending
 from ktc.experts.reference import fused_moe_reference
 from ktc.experts.stock_layout import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
 from ktc.experts.streamed import ExpertStream, Prefill, compute
@@ -33,7 +31,7 @@ from ktc.experts.streamed import ExpertStream, Prefill, compute
 P = ParamSpec("P")
 R = TypeVar("R")
 
-__all__ = ["FusedMoe", "MicroBatch", "Part", "Pending", "fused_moe_reference"]
+__all__ = ["FusedMoe", "Part", "fused_moe_reference"]
 
 
 def _never_traced(function: Callable[P, R]) -> Callable[P, R]:
@@ -294,32 +292,6 @@ class FusedMoe(nn.Module):
     def _run_reference(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora | None) -> Tensor:
         first, down, *biases = (self._held(name) for name in stock_names(self.form))
         return fused_moe_reference(x_TH, index_TK, weights_TK, first, down, self.form, *biases, lora=lora)
-
-    def forward_batches(self, batches: Sequence[MicroBatch], lora: ExpertsLora | None = None) -> tuple[Tensor, ...]:
-        """The output of each micro-batch, of one pass over the weights.
-
-        They are those of separate calls to the last bit where the kernel computes a token alone as among others (not on
-        AMX, nor from codes: there the number of an expert's tokens decides how it is multiplied). The outputs are views
-        of one tensor, which autograd lets nobody change in place.
-        """
-        for batch in batches:
-            self._check(*batch.tensors)
-        if not batches:
-            return ()
-        return cut(self(*joined(batches).tensors, lora), batches)
-
-    @_never_traced
-    def submit(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None = None
-    ) -> Pending:
-        """Begin what `forward` does and return; `wait` gives the result or raises what `forward` would.
-
-        Without gradients only: raises `RuntimeError` where autograd would record the call.
-        """
-        needs_grad = hidden_states.requires_grad or top_k_weights.requires_grad or (lora and lora.requires_grad)
-        if torch.is_grad_enabled() and needs_grad:
-            raise RuntimeError("`submit` computes no gradients: call the layer, or submit under `torch.no_grad()`")
-        return pending.submit(lambda *inputs: self(*inputs, lora), hidden_states, top_k_index, top_k_weights)
 
     def _run_kernel(
         self, experts: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora

@@ -8,7 +8,7 @@ ranks above `MAX_RANK`, biases, several adapters at once, and adapting the exper
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from ktc import versions
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.lora import MAX_RANK, ExpertsLora, Lora
-from ktc.experts.micro_batches import MicroBatch
-from ktc.experts.pending import Pending
 
 _NONE: Final = ExpertsLora()
 _ADAPTED: Final = ("gate_up_proj", "up_proj", "down_proj")
@@ -66,16 +64,6 @@ class ExpertsParamWrapper(ParamWrapper):
         self._check_forward_args(x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
         return cast("Any", self.base_layer)(x, *args, lora=self._gathered(lora), **kwargs)
-
-    def forward_batches(self, batches: Sequence[MicroBatch], lora: ExpertsLora = _NONE) -> tuple[Tensor, ...]:
-        """As the experts' own, of one pass over the weights."""
-        return cast("Any", self.base_layer).forward_batches(batches, self._gathered(lora))
-
-    def submit(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora = _NONE
-    ) -> Pending:
-        """As the experts' own; without gradients only."""
-        return cast("Any", self.base_layer).submit(hidden_states, top_k_index, top_k_weights, self._gathered(lora))
 
     def _gathered(self, lora: ExpertsLora) -> ExpertsLora:
         """`lora` with this parameter's own factors."""

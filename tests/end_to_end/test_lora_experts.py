@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktc
 from ktc.diagnostics import InputRefused
-from ktc.experts.micro_batches import MicroBatch
 
 STEPS = 6
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,29 +141,6 @@ def test_an_adapter_comes_back_and_others_stand_beside_it(package: ModuleType, t
     assert torch.equal(logits(model), wanted)
     with model.disable_adapter():
         assert torch.equal(logits(model), base)
-
-
-def test_adapted_experts_take_micro_batches_and_submitted_calls(package: ModuleType) -> None:
-    tuned, _ = tune(package, package.load())
-    experts = next(each for name, each in tuned.named_modules() if name.endswith("mlp.experts"))
-    config = tuned.config
-    torch.manual_seed(3)
-    batches = [
-        MicroBatch(
-            torch.randn(size, config.hidden_size, dtype=torch.bfloat16),
-            torch.stack([torch.randperm(config.num_experts)[: config.num_experts_per_tok] for _ in range(size)]),
-            torch.rand(size, config.num_experts_per_tok),
-        )
-        for size in (7, 20)
-    ]
-    with torch.no_grad():
-        expected = [experts(*batch.tensors) for batch in batches]
-        with tuned.disable_adapter():
-            assert not torch.equal(experts(*batches[1].tensors), expected[1])
-        assert torch.equal(experts.submit(*batches[1].tensors).wait(), expected[1])
-        in_one_pass = experts.forward_batches(batches)
-    for found, one in zip(in_one_pass, expected, strict=True):
-        assert (found - one).float().norm() <= 4e-3 * one.float().norm()
 
 
 def test_what_packed_experts_cannot_do_is_refused(package: ModuleType) -> None:

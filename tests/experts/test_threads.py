@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -82,15 +83,15 @@ def test_calls_of_a_process_take_turns_and_a_child_does_not_wait_for_its_parents
     layer = random_layer(64, 96, 4, 2, 9)
     module = load(layer, SPEC)
     expected = run_forward(module, layer)
-    inputs = layer.x.bfloat16(), layer.index, layer.weights.float()
-    with kernel_library.TURNS:
-        waiting = module.submit(*inputs)
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if torch.equal(run_forward(module, layer), expected) else 1)
-        assert child_succeeds(child)
-        assert not waiting.done()
-    assert torch.equal(waiting.wait(), expected)
+    with ThreadPoolExecutor(1) as other:
+        with kernel_library.TURNS:
+            waiting = other.submit(run_forward, module, layer)
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if torch.equal(run_forward(module, layer), expected) else 1)
+            assert child_succeeds(child)
+            assert not waiting.done()
+        assert torch.equal(waiting.result(), expected)
 
 
 def test_threads_that_fail_to_start_do_not_spoil_the_others(kernels: KernelLibrary, load: Load) -> None:
