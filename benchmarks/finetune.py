@@ -71,12 +71,12 @@ def _run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     base = ktc.load(out)
     told("loaded")
     tuned = get_peft_model(base, peft_glue.read_lora_config(out))
-    banks = [module for module in base.modules() if isinstance(module, FusedMoe)]
-    where = [bank.prefill for bank in banks]
+    layers = [module for module in base.modules() if isinstance(module, FusedMoe)]
+    where = [layer.offload for layer in layers]
     rows = {}
     for experts in options.experts.split(","):
-        for bank, prefill in zip(banks, where, strict=True):
-            bank.prefill = prefill if experts == "gpu" else None
+        for layer, offload in zip(layers, where, strict=True):
+            layer.offload = offload if experts == "gpu" else None
         rows[experts] = train(tuned, folder / experts, options)
         told(f"experts on the {experts}: {rows[experts]['tokens_per_second']:.0f} token/s")
     return {

@@ -81,9 +81,9 @@ def lora_factors(shape: Shape, rank: int) -> ExpertsLora:
     """Trained factors on gate, up and down in fp32, stored as PEFT stores them: A by expert, B with experts last."""
     generator = torch.Generator().manual_seed(rank)
     scale = _LORA_ALPHA / rank
-    first = _factors(shape.num_experts, rank, shape.hidden, 2 * shape.intermediate, generator)
+    gate_up = _factors(shape.num_experts, rank, shape.hidden, 2 * shape.intermediate, generator)
     down = _factors(shape.num_experts, rank, shape.intermediate, shape.hidden, generator)
-    return ExpertsLora(Lora(*first, scale), Lora(*down, scale))
+    return ExpertsLora(Lora(*gate_up, scale), Lora(*down, scale))
 
 
 def _uniform(size: tuple[int, int], generator: torch.Generator) -> Tensor:

@@ -17,8 +17,9 @@ from ktc.bench.inputs import Weights, lora_factors
 from ktc.bench.request import Request, Shape
 from ktc.codegen import build, render
 from ktc.experts.block_reference import random_blocks
+from ktc.experts.form import ExpertPart
 from ktc.experts.kernel_library import KernelLibrary
-from ktc.experts.module import FusedMoe, Part
+from ktc.experts.module import FusedMoe
 from ktc.formats import BLOCKS, CODES, FORMATS, WeightFormat
 from ktc.isa import Isa
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
@@ -88,7 +89,7 @@ def _packed(request: Request, spec: KernelSpec, library: KernelLibrary, weights:
 def _load_blocks(module: FusedMoe, shape: Shape, weight_format: WeightFormat) -> None:
     """Random blocks, rotated by rows from expert to expert: not every such format can be made of other weights."""
     generator = torch.Generator().manual_seed(0)
-    sizes: dict[Part, tuple[int, int]] = {
+    sizes: dict[ExpertPart, tuple[int, int]] = {
         "gate": (shape.intermediate, shape.hidden),
         "up": (shape.intermediate, shape.hidden),
         "down": (shape.hidden, shape.intermediate),

@@ -93,7 +93,7 @@ def _hugging_face(shape: Shape, weights: Weights, impl: str, rank: int) -> Layer
 
 
 def _with_lora(module: nn.Module, rank: int) -> Layer:
-    """As PEFT adapts a bank of weights: B A is added to all of it before every call."""
+    """As PEFT adapts stacked weights: B A is added to all of them before every call."""
     from peft import LoraConfig, inject_adapter_in_model
 
     names = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]

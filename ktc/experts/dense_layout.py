@@ -63,16 +63,16 @@ class DenseLayout:
         ends = [rows * self.padded_hidden * item]
         ends.append(ends[0] + self.padded_hidden * self.padded_intermediate * item)
         panels = packed[: ends[0]].view(self.dtype).view(-1, self.padded_hidden // depth, self.parts, lanes, depth)
-        first = self._ordered(panels.permute(2, 0, 3, 1, 4).reshape(self.parts, -1, self.padded_hidden))
+        gate_up = self._ordered(panels.permute(2, 0, 3, 1, 4).reshape(self.parts, -1, self.padded_hidden))
         panels = packed[ends[0] : ends[1]].view(self.dtype).view(-1, self.padded_intermediate // depth, _PANEL, depth)
         down = panels.permute(0, 2, 1, 3).reshape(self.padded_hidden, -1)[: self.hidden, : self.intermediate]
         if not self.form.biased:
-            return first[:, : self.hidden], down, None, None
+            return gate_up[:, : self.hidden], down, None, None
         ends.append(ends[1] + rows * self.bias_dtype.itemsize)
         bias = packed[ends[1] : ends[2]].view(self.bias_dtype).view(-1, self.parts, lanes)
         down_bias = packed[ends[2] :].view(self.bias_dtype)[: self.hidden]
-        first_bias = self._ordered(bias.permute(1, 0, 2).reshape(self.parts, -1))
-        return first[:, : self.hidden], down, first_bias.to(self.dtype), down_bias.to(self.dtype)
+        gate_up_bias = self._ordered(bias.permute(1, 0, 2).reshape(self.parts, -1))
+        return gate_up[:, : self.hidden], down, gate_up_bias.to(self.dtype), down_bias.to(self.dtype)
 
     def _ordered(self, parts: Tensor) -> Tensor:
         """(parts, padded I, ...) -> (parts * I, ...) as the rows of the stock weight stand."""

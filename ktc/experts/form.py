@@ -1,4 +1,4 @@
-"""What the experts of a layer compute, beside their sizes: activation, gate, biases, and how their weights are stored.
+"""What the experts of a layer compute: activation, gate, biases, sizes, and how their weights are stored.
 
 Capture reads a form from the model's own code, the kernel spec and the recipe carry it, kernels and loader follow it.
 A form has one spelling (`silu`, `silu(alpha=1.702, limit=7.0, up_offset=1.0) biased transposed`), which graphs and
@@ -10,11 +10,21 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+ExpertPart = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 _FLAGS: Final = ("ungated", "biased", "transposed", "interleaved")
 _FORM = re.compile(r"(?P<function>\w+)(?:\((?P<settings>[^()]*)\))?(?P<flags>(?: \w+)*)")
+
+
+class ExpertsSizes(NamedTuple):
+    """The sizes of one layer's experts."""
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ Pass = Literal["forward", "backward"]
 class KernelCall:
     """One pass over one layer's experts: when it began (`time.perf_counter`), its seconds, and what it was given.
 
-    `sizes` are the number of experts, hidden, intermediate and `top_k`; `ranks` those of LoRA on the first product and
-    on down, 0 without.
+    `sizes` are the number of experts, hidden, intermediate and `top_k`; `ranks` those of LoRA on gate_up and on down,
+    0 without.
     """
 
     kind: Pass

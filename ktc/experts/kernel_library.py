@@ -15,15 +15,15 @@ import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Protocol, cast
+from typing import Final, Protocol, cast
 
 from ktc import environment, host
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.form import ExpertPart
 from ktc.files import file_digest
 from ktc.host import NumaNode
 
 MAX_NODES: Final = 16  # `kMaxNodes`
-Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 Strides = tuple[int, int, int]  # of expert, output and rank
 # A, B and their gradients (addresses, or 0), rank (0: no LoRA), scale, whether the outputs are interleaved, where B and
 # its gradient have their values.
@@ -43,20 +43,22 @@ class NativeKernel(Protocol):
     packed_bytes: int
     expert_bytes: int
 
-    def coding(self, part: Part, /) -> tuple[str, int] | None: ...
-    def saved_bytes(self, tokens: int, first_rank: int, down_rank: int, /) -> int: ...
+    def coding(self, part: ExpertPart, /) -> tuple[str, int] | None: ...
+    def saved_bytes(self, tokens: int, gate_up_rank: int, down_rank: int, /) -> int: ...
     def bind(self, packed: int, nodes: list[int], /) -> None: ...
     def shard(self, whole: int, expert: int, packed: int, /) -> None: ...
     def join(self, packed: int, expert: int, whole: int, /) -> None: ...
-    def pack(self, packed: int, expert: int, part: Part, source: int, dtype: str, rows: int, cols: int, /) -> None: ...
+    def pack(
+        self, packed: int, expert: int, part: ExpertPart, source: int, dtype: str, rows: int, cols: int, /
+    ) -> None: ...
     def pack_codes(
-        self, packed: int, expert: int, part: Part, codes: int, scales: int, rows: int, cols: int, groups: int, /
+        self, packed: int, expert: int, part: ExpertPart, codes: int, scales: int, rows: int, cols: int, groups: int, /
     ) -> None: ...
-    def blocks(self, part: Part, /) -> str | None: ...
+    def blocks(self, part: ExpertPart, /) -> str | None: ...
     def pack_blocks(
-        self, packed: int, expert: int, part: Part, blocks: int, kind: str, rows: int, row_bytes: int, /
+        self, packed: int, expert: int, part: ExpertPart, blocks: int, kind: str, rows: int, row_bytes: int, /
     ) -> None: ...
-    def unpack(self, packed: int, expert: int, part: Part, target: int, rows: int, cols: int, /) -> None: ...
+    def unpack(self, packed: int, expert: int, part: ExpertPart, target: int, rows: int, cols: int, /) -> None: ...
     def forward(
         self,
         engine: Engine,
@@ -67,7 +69,7 @@ class NativeKernel(Protocol):
         out: int,
         saved: int,
         tokens: int,
-        lora_first: NativeLora,
+        lora_gate_up: NativeLora,
         lora_down: NativeLora,
         /,
     ) -> None: ...
@@ -83,7 +85,7 @@ class NativeKernel(Protocol):
         grad_x: int,
         grad_weights: int,
         tokens: int,
-        lora_first: NativeLora,
+        lora_gate_up: NativeLora,
         lora_down: NativeLora,
         /,
     ) -> None: ...

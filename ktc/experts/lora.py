@@ -1,7 +1,14 @@
-"""LoRA on the routed experts of one layer: the factors, their meaning in PyTorch, and the form kernels read.
+"""LoRA on the routed experts of one layer. `W + scale * B A` is never formed.
 
-In: factors of any float dtype, in the shapes and with the scale that PEFT gives them. `W + scale * B A` is never made.
-Refused: factors of another shape than the layer's weights, or of a rank above `MAX_RANK`.
+Its factors take four forms on their way from PEFT to C++:
+
+1. PEFT's parameters, one A and one B for all experts; `peft_wrapper` reads them.
+2. `ExpertsLora`: a `Lora(a, b, scale)` for the product gate_up and one for down, views of these parameters.
+3. The trailing arguments of the operator `ktc::fused_moe`: `ExpertsLora.factors` and `.scales`, which `ExpertsLora.of`
+   reads back.
+4. `NativeLora`: the addresses and strides that a kernel reads, made by `native_argument` from factors of its dtype.
+
+Refused: factors of another shape than the layer's weights, a rank above `MAX_RANK`.
 """
 
 from __future__ import annotations
@@ -16,14 +23,14 @@ from torch import Tensor
 from ktc.experts.kernel_library import NativeLora, Strides
 
 MAX_RANK: Final = 128
-NO_LORA: Final[NativeLora] = (0, 0, 0, 0, 0, 1.0, False, (0, 0, 0), (0, 0, 0))
+_NOT_ADAPTED: Final[NativeLora] = (0, 0, 0, 0, 0, 1.0, False, (0, 0, 0), (0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
     """Factors of one product for all experts: `a` is (E, rank, inputs), `b` (E, outputs, rank).
 
-    Outputs stand in the order of the stock weight's rows.
+    Outputs are in the order of the stock weight's rows.
     """
 
     a: Tensor
@@ -32,7 +39,7 @@ class Lora:
 
     @property
     def rank(self) -> int:
-        """How many columns B has."""
+        """The number of columns of B."""
         return self.a.shape[1]
 
     def __call__(self, expert: int, x: Tensor) -> Tensor:
@@ -41,7 +48,7 @@ class Lora:
         return torch.nn.functional.linear(torch.nn.functional.linear(x, a), b) * self.scale
 
     def check(self, what: str, num_experts: int, inputs: int, outputs: int) -> None:
-        """Raise `ValueError` for factors that are none of a product with these sizes."""
+        """Raise `ValueError` for factors that do not fit a product of these sizes."""
         expected = ((num_experts, self.rank, inputs), (num_experts, outputs, self.rank))
         found = (tuple(self.a.shape), tuple(self.b.shape))
         if found != expected:
@@ -49,75 +56,86 @@ class Lora:
         if not 1 <= self.rank <= MAX_RANK:
             raise ValueError(f"LoRA on `{what}`: expected a rank from 1 to {MAX_RANK}, found {self.rank}")
 
+    def to(self, dtype: torch.dtype) -> Lora:
+        """The factors as a kernel reads them, detached; copied only where the dtype differs or A is strided."""
+        return Lora(self.a.detach().to(dtype).contiguous(), self.b.detach().to(dtype), self.scale)
+
+    def zeros(self, dtype: torch.dtype) -> Lora:
+        """Zeros to add gradients to. B's has the strides of PEFT's own parameter, (outputs, rank, E)."""
+        num_experts, outputs, rank = self.b.shape
+        b = self.b.new_zeros((outputs, rank, num_experts), dtype=dtype).permute(2, 0, 1)
+        return Lora(self.a.new_zeros(self.a.shape, dtype=dtype), b, self.scale)
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLora:
-    """What is adapted of a layer: the product of gate and up (or of up alone), down, or both."""
+    """The adapted products of a layer: gate_up (up alone without a gate), down, or both."""
 
-    first: Lora | None = None
+    gate_up: Lora | None = None
     down: Lora | None = None
+
+    @classmethod
+    def of(cls, factors: Sequence[Tensor | None], scales: Sequence[float]) -> ExpertsLora:
+        """The inverse of `factors` and `scales`."""
+        gate_up_a, gate_up_b, down_a, down_b = factors
+        return cls(_lora(gate_up_a, gate_up_b, scales[0]), _lora(down_a, down_b, scales[1]))
 
     @property
     def products(self) -> tuple[Lora | None, Lora | None]:
-        """Of the first product and of down."""
-        return self.first, self.down
+        """Of gate_up and of down."""
+        return self.gate_up, self.down
 
     @property
     def factors(self) -> tuple[Tensor | None, ...]:
-        """A and B of the first product, A and B of down."""
+        """A and B of gate_up, A and B of down."""
         return tuple(tensor for lora in self.products for tensor in ((lora.a, lora.b) if lora else (None, None)))
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """Of gate_up and of down, 1 without LoRA."""
+        gate_up, down = (1.0 if lora is None else lora.scale for lora in self.products)
+        return gate_up, down
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Of gate_up and of down, 0 without LoRA."""
+        gate_up, down = (0 if lora is None else int(lora.rank) for lora in self.products)
+        return gate_up, down
 
     @property
     def requires_grad(self) -> bool:
         """Whether any factor is trained."""
         return any(factor is not None and factor.requires_grad for factor in self.factors)
 
+    def to(self, dtype: torch.dtype) -> ExpertsLora:
+        """As `Lora.to`."""
+        return ExpertsLora(*(lora and lora.to(dtype) for lora in self.products))
 
-@dataclass(frozen=True, slots=True)
-class NativeFactors:
-    """One product's factors as a kernel reads them: accumulators, with gradients that backward fills.
+    def zeros(self, dtype: torch.dtype) -> ExpertsLora:
+        """As `Lora.zeros`."""
+        return ExpertsLora(*(lora and lora.zeros(dtype) for lora in self.products))
 
-    B stays as it is stored. Its gradient lies as PEFT stores B, (outputs, rank, E).
+
+NO_LORA: Final = ExpertsLora()
+
+
+def native_argument(lora: Lora | None, gradients: Lora | None, *, interleaved: bool) -> NativeLora:
+    """The factors of one product as a kernel's call takes them; it adds to `gradients`.
+
+    Both must be in the kernel's dtype (`Lora.to`, `Lora.zeros`) and must outlive the call.
     """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    interleaved: bool
-    grad_a: Tensor | None = None
-    grad_b: Tensor | None = None
-
-    @classmethod
-    def of(cls, lora: Lora, dtype: torch.dtype, interleaved: bool, *, gradients: bool) -> NativeFactors:
-        """Copied only where `lora` has another dtype. Gradients begin as zeros, and stay so without tokens."""
-        a, b = lora.a.detach().to(dtype).contiguous(), lora.b.detach().to(dtype)
-        if not gradients:
-            return cls(a, b, lora.scale, interleaved)
-        num_experts, outputs, rank = b.shape
-        grad_b = b.new_zeros(outputs, rank, num_experts).permute(2, 0, 1)
-        return cls(a, b, lora.scale, interleaved, torch.zeros_like(a), grad_b)
-
-    @property
-    def native(self) -> NativeLora:
-        """Addresses, rank, scale, the order of the outputs, and strides."""
-        grad_a, grad_b = (0 if grad is None else grad.data_ptr() for grad in (self.grad_a, self.grad_b))
-        addresses = self.a.data_ptr(), self.b.data_ptr(), grad_a, grad_b
-        of_gradient = (0, 0, 0) if self.grad_b is None else self._strides(self.grad_b)
-        return *addresses, self.a.shape[1], self.scale, self.interleaved, self._strides(self.b), of_gradient
-
-    @property
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Of A and of B."""
-        assert self.grad_a is not None, "made for forward, without gradients"
-        assert self.grad_b is not None, "made for forward, without gradients"
-        return self.grad_a, self.grad_b
-
-    @staticmethod
-    def _strides(b: Tensor) -> Strides:
-        expert, output, rank = b.stride()
-        return expert, output, rank
+    if lora is None:
+        return _NOT_ADAPTED
+    grad_a, grad_b = (0, 0) if gradients is None else (gradients.a.data_ptr(), gradients.b.data_ptr())
+    grad_strides = (0, 0, 0) if gradients is None else _strides(gradients.b)
+    addresses = lora.a.data_ptr(), lora.b.data_ptr(), grad_a, grad_b
+    return *addresses, lora.rank, lora.scale, interleaved, _strides(lora.b), grad_strides
 
 
-def native_arguments(factors: Sequence[NativeFactors | None]) -> tuple[NativeLora, ...]:
-    """What a kernel's call takes, for products with and without LoRA."""
-    return tuple(NO_LORA if each is None else each.native for each in factors)
+def _lora(a: Tensor | None, b: Tensor | None, scale: float) -> Lora | None:
+    return None if a is None or b is None else Lora(a, b, scale)
+
+
+def _strides(b: Tensor) -> Strides:
+    expert, output, rank = b.stride()
+    return expert, output, rank

@@ -1,10 +1,9 @@
-"""`FusedMoe`: the routed experts of one layer as one module with one autograd node.
+"""`FusedMoe`: the routed experts of one layer, as Hugging Face and PEFT see them.
 
-In: hidden states and the router's choice, as Hugging Face's experts modules take them, and factors of LoRA. Out: the
-weighted sum of the experts' outputs. Gradients go to the hidden states, the routing weights and the factors; the base
-weights are frozen.
-Without a kernel the module is its own PyTorch reference on plain tensors. Refused: an expert index out of range,
-tensors of another shape than the layer's, a form nobody spells so, a forward before every expert is loaded.
+In: hidden states and the router's choice, as Hugging Face's experts modules take them, and LoRA factors. Out: the
+weighted sum of the experts' outputs. Gradients go to the hidden states, the routing weights and the factors.
+`ExpertsWeights` holds the frozen weights, and a backend computes each call.
+Refused: tensors of another shape than the layer's, an unknown form, a forward before every expert is loaded.
 """
 
 from __future__ import annotations
@@ -13,41 +12,29 @@ import copy
 import mmap
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ktc.experts import staging
-from ktc.experts.autograd_op import fused_moe, native_factors
-from ktc.experts.form import ExpertsForm, parse_form
-from ktc.experts.kernel_library import Kernel, Part
+from ktc.experts.backend import ExpertsBackend, Offload, choose
+from ktc.experts.cpu_backend import Activations
+from ktc.experts.form import ExpertPart, ExpertsForm, ExpertsSizes, parse_form
+from ktc.experts.kernel_library import Kernel
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.packed import Numa, PackedExperts
-from ktc.experts.reference import fused_moe_reference
-from ktc.experts.stock_layout import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
-from ktc.experts.streamed import ExpertStream, Prefill, compute
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-__all__ = ["FusedMoe", "Part", "fused_moe_reference"]
-
-
-def _never_traced(function: Callable[P, R]) -> Callable[P, R]:
-    """The reference asks for data (which tokens has an expert), and Dynamo would try again at every call."""
-    return cast("Callable[P, R]", torch.compiler.disable(function))
+from ktc.experts.stock_layout import stock_names
+from ktc.experts.weights import ExpertsWeights
 
 
 class FusedMoe(nn.Module):
     """Routed experts with frozen weights; forward takes `(T, H), (T, K) int64, (T, K)` and returns `(T, H)`.
 
-    The tensors of the stock module (`stock_names`: `gate_up_proj` or, without a gate, `up_proj`; `down_proj`; their
-    biases) can be asked for by name and have their stock shapes, as PEFT needs it, but are no registered parameters:
-    optimizers, `state_dict` and `.to()` do not see them. With a kernel they are shapes without storage, and every value
-    in them is NaN; `expert` gives the weights themselves.
+    PEFT needs the tensors of the stock module (`stock_names`: `gate_up_proj` or, without a gate, `up_proj`;
+    `down_proj`; their biases) by name and in their stock shapes. They are no registered parameters, so optimizers,
+    `state_dict` and `.to()` do not see them. With a kernel they have no storage; `expert` gives the weights.
 
-    `.to(device)` moves nothing, and `.float()`, `.half()` or `.double()` change no weight: a kernel computes in the
+    `.to(device)` moves nothing, and `.float()`, `.half()` or `.double()` change no weight. A kernel computes in the
     dtype it was built for (a warning says so) and returns the dtype of its hidden states.
     Copies share the weights, which are frozen.
 
@@ -55,10 +42,10 @@ class FusedMoe(nn.Module):
         form: what the experts compute and how their stock tensors are stored, or the spelling of it.
         kernel: an entry of the kernel library, or `None` for the PyTorch reference.
         threads: workers of the kernel's engine.
-        dtype: what the parameters report; in reference mode also the dtype they are stored and computed in.
-        numa: `shard` cuts packed weights for the NUMA nodes that the process may run on, `none` does not.
+        dtype: that of the stock tensors, which the reference stores and computes in.
         activations: `keep` saves gate and up of every slot for backward, `recompute` computes them again.
-        prefill: where calls with many tokens are computed, the weights sent there (`streamed_experts`).
+        numa: `shard` cuts packed weights for the NUMA nodes that the process may run on, `none` does not.
+        offload: from how many tokens on, and on which device, a kernel's experts are computed elsewhere.
     """
 
     gate_up_proj: nn.Parameter
@@ -76,60 +63,48 @@ class FusedMoe(nn.Module):
         kernel: Kernel | None = None,
         threads: int = 1,
         dtype: torch.dtype = torch.bfloat16,
-        activations: Literal["keep", "recompute"] = "keep",
+        activations: Activations = "keep",
         numa: Numa = "shard",
-        prefill: Prefill | None = None,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__()
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
         self.form = parse_form(form) if isinstance(form, str) else form
-        self.activations: Literal["keep", "recompute"] = activations
-        self.prefill = prefill
-        self._experts = (
-            PackedExperts(kernel, threads, num_experts, hidden, intermediate, top_k, numa)
-            if kernel is not None
-            else None
-        )
-        parts = parts_of(self.form)
-        self._absent: set[tuple[int, Part]] = {(expert, part) for expert in range(num_experts) for part in parts}
-        for name in stock_names(self.form):
-            self._hold(name, stock_shape(self.form, name, num_experts, hidden, intermediate), dtype)
-
-    def _hold(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Keep a weight as a plain attribute, unregistered; with a kernel, one element stands for all."""
-        if self._experts:  # NaN, so that whoever computes with the stand-in sees it
-            tensor = torch.full((), torch.nan, dtype=dtype).expand(shape)
-        else:
-            tensor = torch.zeros(shape, dtype=dtype)
-        self.__dict__[name] = nn.Parameter(tensor, requires_grad=False)
-
-    def _held(self, name: StockTensor) -> nn.Parameter:
-        return cast("nn.Parameter", self.__dict__[name])
+        self.activations: Activations = activations
+        self.offload = offload
+        sizes = ExpertsSizes(num_experts, hidden, intermediate, top_k)
+        packed = None if kernel is None else PackedExperts(kernel, threads, *sizes, numa)
+        self.weights = ExpertsWeights(self.form, sizes, dtype, packed)
+        for name, tensor in self.weights.stock.items():
+            self.__dict__[name] = tensor  # a plain attribute, unregistered
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The stock tensors by name, for whoever asks this module itself; a parent does not list them."""
+        """The stock tensors by name, to callers that ask this module itself; a parent does not list them."""
         dot = "." if prefix else ""
-        for name in stock_names(self.form):
-            yield f"{prefix}{dot}{name}", self._held(name)
+        for name, tensor in self.weights.stock.items():
+            yield f"{prefix}{dot}{name}", tensor
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def num_parameters(self) -> int:
+        """The number of weights and biases, as the stock module has them."""
+        return sum(tensor.numel() for tensor in self.weights.stock.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedMoe:
         copied = self.__new__(type(self))
         memo[id(self)] = copied
-        memo.update((id(self._held(name)), self._held(name)) for name in stock_names(self.form))
+        memo.update((id(tensor), tensor) for tensor in self.weights.stock.values())
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoe:
-        if self._experts:
-            held = self.down_proj.dtype
+        if self.weights.packed:
+            held = self.weights.dtype
             wanted = fn(torch.empty(1, dtype=held)).dtype
             if wanted != held:
-                kept = (
-                    f"the experts' kernel computes in {self._experts.dtype} as before; only the rest becomes {wanted}"
-                )
+                computed = self.weights.packed.dtype
+                kept = f"the experts' kernel computes in {computed} as before; only the rest becomes {wanted}"
                 warnings.warn(kept, stacklevel=2)
         return super()._apply(fn, recurse)
 
@@ -140,173 +115,68 @@ class FusedMoe(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed weights (0 in reference mode)."""
-        return self._experts.nbytes if self._experts else 0
+        """Bytes of the packed weights, 0 without a kernel."""
+        return self.weights.packed.nbytes if self.weights.packed else 0
 
-    def saved_bytes(self, first_rank: int = 0, down_rank: int = 0) -> int:
-        """Bytes that a token's forward keeps for backward on the host, with LoRA of these ranks; an estimate of the
-        reference."""
-        adapted = 4 * self.top_k * (first_rank + down_rank) + self.down_proj.element_size() * self.hidden
-        if self._experts and self.activations == "keep":
-            kept = self._experts.saved_bytes(first_rank, down_rank)
-        else:
-            kept = 0 if self._experts else 5 * self.down_proj.element_size() * self.top_k * self.intermediate
-        return kept + adapted
-
-    def load_expert(self, expert: int, part: Part, tensor: Tensor) -> None:
+    def load_expert(self, expert: int, part: ExpertPart, tensor: Tensor) -> None:
         """Store one part of one expert: gate and up are `(I, H)`, down is `(H, I)`, biases `(I,)` and `(H,)`.
 
         Any float dtype. Raises `ValueError` for another shape, or a part that experts of this form lack.
         """
-        parts = parts_of(self.form)
-        if part not in parts:
-            raise ValueError(f"experts of the form `{self.form}` have no `{part}`, only {', '.join(parts)}")
-        expected = self._shape(part)
-        if tuple(tensor.shape) != expected:
-            raise ValueError(f"expert {expert}, `{part}`: expected shape {expected}, found {tuple(tensor.shape)}")
-        if self._experts:
-            self._experts.load(expert, part, tensor)
-        else:
-            self._reference_part(expert, part).copy_(tensor.detach())
-        self._absent.discard((expert, part))
+        self.weights.load(expert, part, tensor)
 
-    def takes_codes(self, part: Part, method: str, group: int) -> bool:
-        """Whether the kernel multiplies such codes of a part, so that they can be loaded as they are."""
-        return self._experts is not None and self._experts.coding(part) == (method, group) and not self.form.transposed
+    def takes_codes(self, part: ExpertPart, method: str, group: int) -> bool:
+        """Whether `load_codes` can store such codes of a part."""
+        return self.weights.takes_codes(part, method, group)
 
-    def load_codes(self, expert: int, part: Part, codes: Tensor, scales: Tensor) -> None:
-        """Store one part of one expert without a rounding: a code per weight, a scale per row and group.
+    def load_codes(self, expert: int, part: ExpertPart, codes: Tensor, scales: Tensor) -> None:
+        """Store one part of one expert from codes without rounding. See `ExpertsWeights.load_codes`."""
+        self.weights.load_codes(expert, part, codes, scales)
 
-        Raises `ValueError` for another shape, a code out of range, or a scale that the format cannot hold.
-        """
-        expected = self._shape(part)
-        if tuple(codes.shape) != expected:
-            raise ValueError(f"expert {expert}, `{part}`: expected shape {expected}, found {tuple(codes.shape)}")
-        self._kernel_experts().load_codes(expert, part, codes, scales)
-        self._absent.discard((expert, part))
+    def takes_blocks(self, part: ExpertPart, type_name: str) -> bool:
+        """Whether `load_blocks` can store a part in GGUF blocks of this type."""
+        return self.weights.takes_blocks(part, type_name)
 
-    def takes_blocks(self, part: Part, type_name: str) -> bool:
-        """Whether the kernel multiplies a part in GGUF blocks of this type, so that they can be loaded as they are."""
-        return self._experts is not None and self._experts.blocks(part) == type_name
-
-    def load_blocks(self, expert: int, part: Part, blocks: Tensor) -> None:
+    def load_blocks(self, expert: int, part: ExpertPart, blocks: Tensor) -> None:
         """Store one part of one expert from uint8 rows of whole GGUF blocks, (I, bytes of H weights) or (H, ... of I).
 
         Raises `ValueError` for another shape, or where the kernel takes no blocks.
         """
-        self._kernel_experts().load_blocks(expert, part, blocks)
-        self._absent.discard((expert, part))
+        self.weights.load_blocks(expert, part, blocks)
 
     @property
     def packed_storage(self) -> memoryview:
-        """The packed bytes of all experts, one after the other. Raises `ValueError` in reference mode."""
-        return memoryview(self._kernel_experts().whole().numpy().data)
+        """The packed bytes of all experts in order. Raises `ValueError` without a kernel."""
+        return self.weights.packed_storage
 
     def fill_packed(self, fill: Callable[[memoryview], None]) -> None:
-        """All experts are what `fill` puts where it is told to, in the order of `packed_storage`."""
-        experts = self._kernel_experts()
-        filled = experts.to_fill()
-        fill(memoryview(filled.numpy().data))
-        experts.take(filled)
-        self._absent.clear()
+        """Load all experts from the bytes that `fill` writes, in the order of `packed_storage`."""
+        self.weights.fill_packed(fill)
 
     def take_packed(self, mapping: mmap.mmap) -> None:
-        """All experts are in a read-only mapping of bytes in the order of `packed_storage`."""
-        self._kernel_experts().use_mapping(mapping)
-        self._absent.clear()
+        """Compute from a read-only mapping of bytes in the order of `packed_storage`."""
+        self.weights.take_packed(mapping)
 
-    def _kernel_experts(self) -> PackedExperts:
-        if self._experts is None:
-            raise ValueError("experts without a kernel have no packed form")
-        return self._experts
+    def expert(self, expert: int, part: ExpertPart) -> Tensor:
+        """A copy of one part of one expert, in the dtype it is computed in."""
+        return self.weights.expert(expert, part)
 
-    def expert(self, expert: int, part: Part) -> Tensor:
-        """One part of one expert, as it was loaded (a copy, in the dtype it is computed in)."""
-        if self._experts:
-            return self._experts.unpack(expert, part, self._shape(part))
-        return self._reference_part(expert, part).clone(memory_format=torch.contiguous_format)
-
-    def _shape(self, part: Part) -> tuple[int, ...]:
-        rows, columns = self.intermediate, self.hidden
-        if part.startswith("down"):
-            rows, columns = columns, rows
-        return (rows,) if part.endswith("_bias") else (rows, columns)
-
-    def _reference_part(self, expert: int, part: Part) -> Tensor:
-        """A view of the stock tensor it lies in."""
-        for name in stock_names(self.form):
-            held = dict(canonical_parts(self.form, name, self._held(name).detach()[expert]))
-            if part in held:
-                return held[part]
-        raise KeyError(part)
-
-    def missing(self) -> tuple[tuple[int, Part], ...]:
+    def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
         """The (expert, part) pairs that were never loaded, in order of expert."""
-        parts = parts_of(self.form)
-        return tuple(sorted(self._absent, key=lambda pair: (pair[0], parts.index(pair[1]))))
+        return self.weights.missing()
+
+    def backend(self, tokens: int) -> ExpertsBackend:
+        """The backend of a call with this number of tokens, whatever device they are on."""
+        return choose(self.weights, tokens, activations=self.activations, offload=self.offload)
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None = None
     ) -> Tensor:
-        if self._absent:
-            raise RuntimeError(
-                f"{len(self._absent)} expert weights were never loaded, the first is {self.missing()[0]}"
-            )
+        lora = lora or ExpertsLora()
+        self.weights.require_loaded()
         self._check(hidden_states, top_k_index, top_k_weights)
-        if lora is not None:
-            self._check_lora(lora)
-        if self._experts and self.prefill and self._goes_elsewhere(hidden_states.shape[0]):
-            out_TH = self._run_elsewhere(self._experts, self.prefill, hidden_states, top_k_index, top_k_weights, lora)
-            return out_TH.to(hidden_states.device, hidden_states.dtype)
-        if hidden_states.is_cuda and hidden_states.requires_grad and not torch.compiler.is_compiling():
-            return self._staged(hidden_states, top_k_index, top_k_weights, lora)
-        x_TH, index_TK, weights_TK = hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu()
-        if self._experts:
-            out_TH = self._run_kernel(self._experts, x_TH, index_TK, weights_TK, lora or ExpertsLora())
-        else:
-            out_TH = self._run_reference(x_TH, index_TK, weights_TK, lora)
-        return out_TH.to(hidden_states.device)
-
-    def _staged(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora | None) -> Tensor:
-        """The same with states and gradients going through pinned memory: training moves megabytes each time."""
-        host_TH, index, weights = (staging.to_host((tensor,)) for tensor in (x_TH, index_TK, weights_TK))
-        out_TH = self.forward(host_TH, index, weights, lora)
-        return staging.to_device(staging.pinned(out_TH), x_TH.device)
-
-    def computed_on(self, tokens: int) -> torch.device:
-        """Where a call with so many tokens is computed, whatever device its tensors are on."""
-        return self.prefill.device if self.prefill and self._goes_elsewhere(tokens) else torch.device("cpu")
-
-    def _goes_elsewhere(self, tokens: int) -> bool:
-        return self._experts is not None and self.prefill is not None and tokens >= self.prefill.tokens
-
-    @_never_traced
-    def _run_elsewhere(
-        self, experts: PackedExperts, prefill: Prefill, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor,
-        lora: ExpertsLora | None,
-    ) -> Tensor:  # fmt: skip
-        stream = ExpertStream(experts, self.form, prefill.device)
-        return compute(stream, x_TH.to(experts.dtype), index_TK, weights_TK, lora or ExpertsLora())
-
-    @_never_traced
-    def _run_reference(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora | None) -> Tensor:
-        first, down, *biases = (self._held(name) for name in stock_names(self.form))
-        return fused_moe_reference(x_TH, index_TK, weights_TK, first, down, self.form, *biases, lora=lora)
-
-    def _run_kernel(
-        self, experts: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora
-    ) -> Tensor:
-        wants_grad = x_TH.requires_grad or weights_TK.requires_grad or lora.requires_grad
-        wants_grad = wants_grad and torch.is_grad_enabled()
-        x, weights = x_TH.to(experts.dtype).contiguous(), weights_TK.to(experts.weight_dtype).contiguous()
-        index, interleaved = index_TK.contiguous(), self.form.interleaved
-        if wants_grad or torch.compiler.is_compiling():
-            keep = wants_grad and self.activations == "keep"
-            out_TH = fused_moe(experts, x, index, weights, lora, interleaved=interleaved, keep=keep)
-        else:
-            factors = native_factors(lora, experts, interleaved, gradients=False)
-            out_TH, _ = experts.forward(x, index, weights, save=False, lora=factors)
-        return out_TH.to(x_TH.dtype)
+        self._check_lora(lora)
+        return self.backend(hidden_states.shape[0]).run(hidden_states, top_k_index, top_k_weights, lora)
 
     def _check(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
         tokens = x_TH.shape[0]
@@ -318,15 +188,12 @@ class FusedMoe(nn.Module):
             raise ValueError(f"`top_k_index` must be int64, found {index_TK.dtype}")
 
     def _check_lora(self, lora: ExpertsLora) -> None:
-        first, hidden = stock_names(self.form)[0], self.hidden
-        if lora.first is not None:
+        if lora.gate_up is not None:
             outputs = self.intermediate * (2 if self.form.gated else 1)
-            lora.first.check(first, self.num_experts, hidden, outputs)
+            lora.gate_up.check(stock_names(self.form)[0], self.num_experts, self.hidden, outputs)
         if lora.down is not None:
-            lora.down.check("down_proj", self.num_experts, self.intermediate, hidden)
+            lora.down.check("down_proj", self.num_experts, self.intermediate, self.hidden)
 
     def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}, "
-            f"top_k={self.top_k}, form={self.form}, {'packed' if self._experts else 'reference'}"
-        )
+        sizes = " ".join(f"{name}={size}," for name, size in self.weights.sizes._asdict().items())
+        return f"{sizes} form={self.form}, {'packed' if self.weights.packed else 'reference'}"

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ktc.experts import kernel_clock
-from ktc.experts.kernel_library import TURNS, Engine, Kernel, KernelLibrary, Part, nodes_for, permitted_threads
-from ktc.experts.lora import NativeFactors, native_arguments
+from ktc.experts.form import ExpertPart, ExpertsSizes
+from ktc.experts.kernel_library import TURNS, Engine, Kernel, KernelLibrary, nodes_for, permitted_threads
+from ktc.experts.lora import NO_LORA, ExpertsLora, native_argument
 from ktc.experts.saved_buffers import SavedBuffers
 from ktc.host import NumaNode
 
@@ -28,8 +29,6 @@ DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.fl
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _HUGE_PAGE: Final = 2 << 20
 Numa = Literal["none", "shard"]  # whether weights are cut for the nodes of the machine that loads them
-Factors = tuple[NativeFactors | None, NativeFactors | None]  # LoRA of the first product and of down
-NO_FACTORS: Final[Factors] = (None, None)
 _SAVED: Final = SavedBuffers()  # one for all layers: backward frees what the next forward takes
 
 
@@ -51,7 +50,7 @@ class PackedExperts:
     ) -> None:
         threads = permitted_threads(threads)
         nodes = nodes_for(threads) if numa == "shard" else ()
-        self._bind(kernel, threads, (num_experts, hidden, intermediate, top_k), nodes)
+        self._bind(kernel, threads, ExpertsSizes(num_experts, hidden, intermediate, top_k), nodes)
         self._hold(huge_pages(self._native.packed_bytes))
         if nodes:
             self._native.bind(self._packed, [node.number for node in nodes])
@@ -63,12 +62,11 @@ class PackedExperts:
         path, digest, entry, dtype, threads, sizes, nodes = json.loads(key)
         made = PackedExperts.__new__(PackedExperts)
         kernel = Kernel(KernelLibrary(Path(path), digest, ()), entry, dtype)
-        made._bind(kernel, threads, tuple(sizes), tuple(NumaNode(number, tuple(cpus)) for number, cpus in nodes))
+        of_nodes = tuple(NumaNode(number, tuple(cpus)) for number, cpus in nodes)
+        made._bind(kernel, threads, ExpertsSizes(*sizes), of_nodes)
         return made
 
-    def _bind(
-        self, kernel: Kernel, threads: int, sizes: tuple[int, int, int, int], nodes: tuple[NumaNode, ...]
-    ) -> None:
+    def _bind(self, kernel: Kernel, threads: int, sizes: ExpertsSizes, nodes: tuple[NumaNode, ...]) -> None:
         self._native = kernel.instantiate(*sizes, max(1, len(nodes)))
         self._kernel, self._threads, self._sizes, self._nodes = kernel, threads, sizes, nodes
         self.dtype = DTYPES[kernel.dtype]
@@ -95,9 +93,9 @@ class PackedExperts:
         other._bind(self._kernel, threads, self._sizes, self._nodes)
         return other
 
-    def saved_bytes(self, first_rank: int, down_rank: int) -> int:
+    def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Bytes that forward saves for backward of each token, with LoRA of these ranks (0: none)."""
-        return self._native.saved_bytes(1, first_rank, down_rank)
+        return self._native.saved_bytes(1, gate_up_rank, down_rank)
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +103,7 @@ class PackedExperts:
         return self._native.expert_bytes * self._sizes[0]
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> ExpertsSizes:
         """Experts, hidden, intermediate, experts per token."""
         return self._sizes
 
@@ -114,7 +112,7 @@ class PackedExperts:
         """Of NUMA: into how many shards the weights are cut."""
         return max(1, len(self._nodes))
 
-    def coding(self, part: Part) -> tuple[str, int] | None:
+    def coding(self, part: ExpertPart) -> tuple[str, int] | None:
         """The format of the codes that a part is stored in and the size of their groups, `None` where it has values."""
         return self._native.coding(part)
 
@@ -151,10 +149,13 @@ class PackedExperts:
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._hold(torch.frombuffer(mapping, dtype=torch.uint8), mapped=True)
 
-    def load(self, expert: int, part: Part, values: Tensor) -> None:
-        """Pack one part: gate and up are `(I, H)`, down is `(H, I)`, a bias is a row. Raises `ValueError` otherwise."""
+    def _require_writable(self) -> None:
         if self._mapped:
             raise RuntimeError("the experts are mapped read-only from a packed store")
+
+    def load(self, expert: int, part: ExpertPart, values: Tensor) -> None:
+        """Pack one part: gate and up are `(I, H)`, down is `(H, I)`, a bias is a row. Raises `ValueError` otherwise."""
+        self._require_writable()
         source = values.detach().cpu()
         if source.dtype not in _NAMES:
             source = source.float()
@@ -163,28 +164,26 @@ class PackedExperts:
         name = _NAMES[source.dtype]
         self._native.pack(self._packed, expert, part, source.data_ptr(), name, rows, columns)
 
-    def load_codes(self, expert: int, part: Part, codes: Tensor, scales: Tensor) -> None:
+    def load_codes(self, expert: int, part: ExpertPart, codes: Tensor, scales: Tensor) -> None:
         """Pack one part from codes, (rows, columns) of one byte each, and fp32 scales (rows, groups), as they are.
 
         Raises `ValueError` where the kernel's weights are no codes, or of another shape, group or range.
         """
-        if self._mapped:
-            raise RuntimeError("the experts are mapped read-only from a packed store")
+        self._require_writable()
         codes, scales = codes.cpu().contiguous(), scales.cpu().float().contiguous()
         (rows, columns), groups = codes.shape, scales.shape[1]
         self._native.pack_codes(self._packed, expert, part, codes.data_ptr(), scales.data_ptr(), rows, columns, groups)
 
-    def blocks(self, part: Part) -> str | None:
+    def blocks(self, part: ExpertPart) -> str | None:
         """The type of GGUF blocks that a part is stored in, by its name in lower case; `None` where it is in none."""
         return self._native.blocks(part)
 
-    def load_blocks(self, expert: int, part: Part, blocks: Tensor) -> None:
+    def load_blocks(self, expert: int, part: ExpertPart, blocks: Tensor) -> None:
         """Pack one part from whole GGUF blocks of its type: uint8 (rows, bytes of a row), as a file stores them.
 
         Raises `ValueError` where the part is not stored in blocks, or of another shape.
         """
-        if self._mapped:
-            raise RuntimeError("the experts are mapped read-only from a packed store")
+        self._require_writable()
         kind = self.blocks(part)
         if kind is None or blocks.dtype != torch.uint8 or blocks.dim() != 2:
             stored = f"`{part}` is stored in blocks of {kind}" if kind else f"`{part}` is not stored in blocks"
@@ -193,7 +192,7 @@ class PackedExperts:
         rows, row_bytes = blocks.shape
         self._native.pack_blocks(self._packed, expert, part, blocks.data_ptr(), kind, rows, row_bytes)
 
-    def unpack(self, expert: int, part: Part, shape: tuple[int, ...]) -> Tensor:
+    def unpack(self, expert: int, part: ExpertPart, shape: tuple[int, ...]) -> Tensor:
         """One part back from packed form, in the kernel's dtype; a bias in the dtype of its sums."""
         values = torch.empty(shape, dtype=self.weight_dtype if part.endswith("_bias") else self.dtype)
         rows, columns = (1, *shape)[-2:]
@@ -201,12 +200,22 @@ class PackedExperts:
         return values
 
     def forward(
-        self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, save: bool, lora: Factors = NO_FACTORS
+        self,
+        x_TH: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        save: bool,
+        lora: ExpertsLora = NO_LORA,
+        interleaved: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output, and where `save` what backward needs beside the inputs."""
+        """The layer's output, and where `save` what backward needs beside the inputs.
+
+        `interleaved`: the outputs of LoRA on gate_up alternate between gate and up.
+        """
         tokens = x_TH.shape[0]
         out_TH = torch.empty_like(x_TH)
-        ranks = _ranks(lora)
+        ranks, read = lora.ranks, lora.to(self.weight_dtype)
         saved = _SAVED.take(self._native.saved_bytes(tokens, *ranks)) if save else None
         with TURNS, kernel_clock.timed("forward", tokens, self._sizes, ranks):
             self._native.forward(
@@ -218,7 +227,7 @@ class PackedExperts:
                 out_TH.data_ptr(),
                 saved.data_ptr() if saved is not None else 0,
                 tokens,
-                *native_arguments(lora),
+                *(native_argument(each, None, interleaved=interleaved) for each in read.products),
             )
         return out_TH, saved
 
@@ -230,17 +239,19 @@ class PackedExperts:
         *,
         saved: Tensor | None,
         x_TH: Tensor | None,
-        lora: Factors = NO_FACTORS,
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of hidden states and routing weights, from what forward saved or else from its input.
+        lora: ExpertsLora = NO_LORA,
+        interleaved: bool = False,
+    ) -> tuple[Tensor, Tensor, ExpertsLora]:
+        """Gradients of hidden states, routing weights and LoRA's factors.
 
-        Those of LoRA's factors are added to the gradients in `lora`, and need the input too.
+        They come from what forward saved or else from its input; those of the factors need the input too.
         """
         assert saved is not None or x_TH is not None, "backward needs what forward saved, or its input"
-        assert x_TH is not None or not any(lora), "the gradients of LoRA need the input"
+        assert x_TH is not None or not any(lora.ranks), "the gradients of LoRA need the input"
         grad_x_TH = torch.empty_like(grad_TH)
         grad_weights_TK = torch.empty_like(weights_TK)
-        with TURNS, kernel_clock.timed("backward", grad_TH.shape[0], self._sizes, _ranks(lora)):
+        read, gradients = lora.to(self.weight_dtype), lora.zeros(self.weight_dtype)
+        with TURNS, kernel_clock.timed("backward", grad_TH.shape[0], self._sizes, lora.ranks):
             self._native.backward(
                 self._engine,
                 self._packed,
@@ -252,9 +263,12 @@ class PackedExperts:
                 grad_x_TH.data_ptr(),
                 grad_weights_TK.data_ptr(),
                 grad_TH.shape[0],
-                *native_arguments(lora),
+                *(
+                    native_argument(each, gradient, interleaved=interleaved)
+                    for each, gradient in zip(read.products, gradients.products, strict=True)
+                ),
             )
-        return grad_x_TH, grad_weights_TK
+        return grad_x_TH, grad_weights_TK, gradients
 
     @property
     def _engine(self) -> Engine:
@@ -267,11 +281,6 @@ class PackedExperts:
         raise TypeError(
             "packed experts cannot be pickled; save the adapter, and load the base from its compiled folder"
         )
-
-
-def _ranks(lora: Factors) -> tuple[int, int]:
-    first, down = (0 if each is None else each.a.shape[1] for each in lora)
-    return first, down
 
 
 def huge_pages(size: int) -> Tensor:

@@ -1,7 +1,8 @@
 """`ExpertsParamWrapper`: PEFT's LoRA on a parameter of `FusedMoe`, without the weights it adapts.
 
 PEFT wraps a module once for each of its parameters that `LoraConfig.target_parameters` names, one wrapper in the other.
-Stock wrappers add B A to the whole bank before every call; these hand their factors to the layer's one autograd node.
+Stock wrappers add B A to the weights of all experts before every call; these hand their factors to the layer's one
+autograd node.
 Names, shapes and files are those of stock PEFT. Refused: dropout, merging, initialisations that read the weights,
 ranks above `MAX_RANK`, biases, several adapters at once, and adapting the experts as if they were one linear layer.
 """
@@ -18,12 +19,12 @@ from torch import Tensor, nn
 
 from ktc import versions
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.experts.lora import MAX_RANK, ExpertsLora, Lora
+from ktc.experts.lora import MAX_RANK, NO_LORA, ExpertsLora, Lora
 
-_NONE: Final = ExpertsLora()
 _ADAPTED: Final = ("gate_up_proj", "up_proj", "down_proj")
 _PUT_BY_PEFT: Final = frozenset({"gate_up_proj", "down_proj"})  # in `target_parameters`, for names of modules
-# Before 0.19 PEFT took every bank for (E, inputs, outputs); its A meets the outputs of one stored the other way round.
+# Before 0.19 PEFT took every stacked weight for (E, inputs, outputs). If it is stored the other way round, A meets the
+# outputs.
 _READS_TRANSPOSED: Final = versions.release(versions.installed("peft") or "0") < (0, 19)
 ASKED: Final = "_ktc_asked"
 
@@ -59,7 +60,7 @@ class ExpertsParamWrapper(ParamWrapper):
         _require_suited(adapter_name, r, kwargs)
         super().update_layer(adapter_name, r, lora_alpha, *args, **kwargs)
 
-    def forward(self, x: Tensor, *args: Any, lora: ExpertsLora = _NONE, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, lora: ExpertsLora = NO_LORA, **kwargs: Any) -> Tensor:
         """As the experts' own; `lora` is what the wrapper around this one has gathered."""
         self._check_forward_args(x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
@@ -70,7 +71,7 @@ class ExpertsParamWrapper(ParamWrapper):
         own = None if self.disable_adapters else self._active_lora()
         if own is None:
             return lora
-        return replace(lora, down=own) if self.parameter_name == "down_proj" else replace(lora, first=own)
+        return replace(lora, down=own) if self.parameter_name == "down_proj" else replace(lora, gate_up=own)
 
     def _active_lora(self) -> Lora | None:
         """The factors of the active adapter as views of PEFT's own matrices: A (E, r, in), B (E, out, r)."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ktc.experts.form import Activation, ExpertsForm, Function, parse_form
 from ktc.experts.lora import ExpertsLora
 
-# From rows (T, K) and a matrix (N, K) to (T, N); one for the first product, one for down.
+# From rows (T, K) and a matrix (N, K) to (T, N); one for gate_up, one for down.
 Product = Callable[[Tensor, Tensor], Tensor]
 Products = tuple[Product, Product]
 _FUNCTIONS: Final[Mapping[Function, Callable[[Tensor], Tensor]]] = {
@@ -80,30 +80,30 @@ def fused_moe_reference(
 def expert_output(
     form: ExpertsForm,
     x: Tensor,
-    first: Tensor,
+    gate_up: Tensor,
     down: Tensor,
-    first_bias: Tensor | None,
+    gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     expert: int,
     lora: ExpertsLora | None = None,
     products: Products | None = None,
 ) -> Tensor:
     """What one expert makes of its rows, (T, H) -> (T, H), not weighted yet; `expert` is its place in `lora`."""
-    of_first, of_down = products or (None, None)
-    gate_up = _linear(form, x, first, first_bias, of_first)
-    if lora and lora.first:
-        gate_up = gate_up + lora.first(expert, x)
-    act = activated(form, gate_up)
+    of_gate_up, of_down = products or (None, None)
+    inner = _linear(form, x, gate_up, gate_up_bias, of_gate_up)
+    if lora and lora.gate_up:
+        inner = inner + lora.gate_up(expert, x)
+    act = activated(form, inner)
     y = _linear(form, act, down, down_bias, of_down)
     return y + lora.down(expert, act) if lora and lora.down else y
 
 
-def activated(form: ExpertsForm, first: Tensor) -> Tensor:
-    """From the first product, (..., 2I) as its weights are ordered or (..., I) without a gate, to (..., I)."""
+def activated(form: ExpertsForm, gate_up: Tensor) -> Tensor:
+    """From the outputs of gate_up, (..., 2I) as its weights are ordered or (..., I) without a gate, to (..., I)."""
     function = _function(form.activation)
     if not form.gated:
-        return function(first)
-    gate, up = (first[..., 0::2], first[..., 1::2]) if form.interleaved else first.chunk(2, dim=-1)
+        return function(gate_up)
+    gate, up = (gate_up[..., 0::2], gate_up[..., 1::2]) if form.interleaved else gate_up.chunk(2, dim=-1)
     limit = form.activation.limit
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

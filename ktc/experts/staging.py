@@ -7,11 +7,26 @@ holds is nobody else's. On the CPU nothing is pinned and rows that are alone are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from ktc.experts.lora import ExpertsLora
+
+Compute = Callable[[Tensor, Tensor, Tensor, ExpertsLora], Tensor]
+
+
+def on_host(compute: Compute, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
+    """The output of `compute` for tensors in host memory, on the device of hidden states.
+
+    Training moves megabytes each time, so states and gradients that come from a GPU go through pinned memory.
+    """
+    if x_TH.is_cuda and x_TH.requires_grad and not torch.compiler.is_compiling():
+        x, index, weights = (to_host((tensor,)) for tensor in (x_TH, index_TK, weights_TK))
+        return to_device(pinned(compute(x, index, weights, lora)), x_TH.device)
+    return compute(x_TH.cpu(), index_TK.cpu(), weights_TK.cpu(), lora).to(x_TH.device)
 
 
 def to_host(pieces: Sequence[Tensor]) -> Tensor:

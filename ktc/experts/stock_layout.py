@@ -11,18 +11,17 @@ from typing import Literal, cast
 from torch import Tensor
 
 from ktc.checkpoint import Span
-from ktc.experts.form import ExpertsForm
+from ktc.experts.form import ExpertPart, ExpertsForm
 
 StockTensor = Literal["gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"]
-ExpertPart = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 
 
 def stock_names(form: ExpertsForm) -> tuple[StockTensor, ...]:
     """The tensors that a stock experts module of this form holds; a bias follows the names of its weight."""
-    first: StockTensor = "gate_up_proj" if form.gated else "up_proj"
+    gate_up: StockTensor = "gate_up_proj" if form.gated else "up_proj"
     if not form.biased:
-        return first, "down_proj"
-    return first, "down_proj", cast("StockTensor", f"{first}_bias"), "down_proj_bias"
+        return gate_up, "down_proj"
+    return gate_up, "down_proj", cast("StockTensor", f"{gate_up}_bias"), "down_proj_bias"
 
 
 def stock_shape(

@@ -90,8 +90,8 @@ class CompiledModel:
         counted = int(cast("Any", super()).num_parameters(only_trainable, exclude_embeddings))
         if only_trainable:
             return counted
-        banks = [m for m in cast("nn.Module", self).modules() if isinstance(m, FusedMoe)]
-        return counted + sum(3 * bank.num_experts * bank.hidden * bank.intermediate for bank in banks)
+        modules = cast("nn.Module", self).modules()
+        return counted + sum(module.num_parameters() for module in modules if isinstance(module, FusedMoe))
 
     # transformers reads the source of the class's module to learn what it can do, and treats classes from elsewhere as
     # unknown code whose tensors keep their names. Ours is the stock class, so the stock class answers.

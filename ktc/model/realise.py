@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.backend import Offload
 from ktc.experts.form import parse_form
 from ktc.experts.kernel_library import Kernel, KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.experts.stock_layout import StockTensor, canonical_parts, stock_names, stock_shape
-from ktc.experts.streamed import Prefill
 from ktc.linears.gemv import Gemv
 from ktc.linears.lora_linear import KTLinear
 from ktc.model.graph_block import graph_block
@@ -81,7 +81,7 @@ def _fused_moe(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Modul
         dtype=stacked["down_proj"].dtype,
         activations=args["activations"],
         numa=args["numa"],
-        prefill=Prefill(torch.device(args["prefill"]), args["prefill_tokens"]) if args["prefill"] else None,
+        offload=Offload(torch.device(args["prefill"]), args["prefill_tokens"]) if args["prefill"] else None,
     )
     if not stacked["down_proj"].is_meta:
         take_experts(made, stacked)

@@ -19,12 +19,12 @@ from ktc.checkpoint import CheckpointIndex, Span, WeightSource
 from ktc.checkpoint.reader import TensorReader
 from ktc.checkpoint.values import read_weight
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.experts.module import Part
+from ktc.experts.module import FusedMoe
 from ktc.experts.stock_layout import StockTensor
 from ktc.model.finite_weights import is_finite, not_finite
 from ktc.model.placement import device_of
 from ktc.model.progress import Progress
-from ktc.model.stored_experts import ExpertBank, by_part, is_half, misfit_of_bank, stock_shape_of, stored_loader
+from ktc.model.stored_experts import by_part, is_half, misfit_of_experts, stored_loader
 
 
 def fill(
@@ -117,8 +117,10 @@ def _misfit(model: nn.Module, source: WeightSource) -> str:
     held = getattr(module, leaf, None)
     if not isinstance(held, Tensor):
         return "the model has no such tensor"
-    if isinstance(module, ExpertBank):
-        return misfit_of_bank(module, source, leaf) or _misfit_of_slice(source, stock_shape_of(module, leaf), leaf)
+    if isinstance(module, FusedMoe):
+        misfit = misfit_of_experts(module, source, leaf)
+        if misfit:
+            return misfit
     return _misfit_of_slice(source, tuple(held.shape), leaf)
 
 
@@ -143,7 +145,7 @@ def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) ->
     return "" if found == wanted else f"it is {list(shape)}, the row gives {found} where {wanted} is needed"
 
 
-def _leaf_of(part: Part | str) -> str:
+def _leaf_of(part: str) -> str:
     """The stock tensor that holds a part of its own name."""
     return part.replace("_bias", "") + "_proj" + ("_bias" if part.endswith("_bias") else "")
 
@@ -153,7 +155,7 @@ def _put(
 ) -> None:
     parent, _, leaf = source.target.rpartition(".")
     module = model.get_submodule(parent)
-    if isinstance(module, ExpertBank):
+    if isinstance(module, FusedMoe):
         assert expert is not None, f"the row of `{source.target}` names no expert"
         for part, piece in by_part(source, module.form, cast("StockTensor", leaf), tensor):
             module.load_expert(expert, part, piece)
@@ -209,7 +211,7 @@ def check_filled(model: nn.Module) -> None:
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
     empty = [name for name, tensor in tensors if tensor.is_meta]
     for name, module in modules:
-        if isinstance(module, ExpertBank):
+        if isinstance(module, FusedMoe):
             empty += [f"{name} (expert {expert}, {part})" for expert, part in module.missing()]
     if empty:
         shown = ", ".join(f"`{name}`" for name in empty[:5]) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")

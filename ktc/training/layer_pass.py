@@ -56,7 +56,8 @@ def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | None) -> A
 def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Tensor]:
     """What the experts give for the tokens of each chunk, in host memory, of one call."""
     rows = [route[0].shape[0] for route in routes]
-    device = next(module for module in experts.modules() if isinstance(module, FusedMoe)).computed_on(sum(rows))
+    fused = next(module for module in experts.modules() if isinstance(module, FusedMoe))
+    device = fused.backend(sum(rows)).device
     gathered = zip(*routes, strict=True)
     if device.type == "cpu":
         hidden, index, weights = (to_host(tensors) for tensors in gathered)

@@ -107,7 +107,7 @@ class KTReport(TrainerCallback):
         """What was measured until now. All processes ask together where there are several."""
         trainer = self._trainer
         args, state, model = trainer.args, trainer.state, trainer.accelerator.unwrap_model(trainer.model)
-        banks = [module for module in model.modules() if isinstance(module, FusedMoe)]
+        experts = [module for module in model.modules() if isinstance(module, FusedMoe)]
         processes = int(args.world_size)
         sequences = int(args.per_device_train_batch_size) * int(args.gradient_accumulation_steps) * processes
         trainable, total = _parameters(model)
@@ -119,7 +119,7 @@ class KTReport(TrainerCallback):
             finished=finished,
             speed=run_report.speed(self._steps, _over_all(self._tokens, processes), sequences * self._length),
             phases=run_report.phases(self._steps),
-            experts=run_report.experts(self._steps, gated=all(bank.form.gated for bank in banks)),
+            experts=run_report.experts(self._steps, gated=all(module.form.gated for module in experts)),
             gpus=tuple(_gpus()),
             host_peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             trainable_parameters=trainable,
@@ -191,12 +191,7 @@ def _parameters(model: nn.Module) -> tuple[int, int]:
     """Trainable ones, and all as the stock model counts them, with packed experts and the adapter."""
     trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
     held = sum(each.numel() for each in model.parameters())
-    banks = (module for module in model.modules() if isinstance(module, FusedMoe))
-    return trainable, held + sum(_experts_parameters(bank) for bank in banks)
-
-
-def _experts_parameters(bank: FusedMoe) -> int:
-    return (3 if bank.form.gated else 2) * bank.num_experts * bank.hidden * bank.intermediate
+    return trainable, held + sum(module.num_parameters() for module in model.modules() if isinstance(module, FusedMoe))
 
 
 def _gpus() -> list[DeviceMemory]:

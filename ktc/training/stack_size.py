@@ -6,6 +6,7 @@ device, and the tokens that fit. The formula stands in docs/design.md, "Training
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -20,7 +21,8 @@ from ktc.training.layer_parts import SplitLayer
 
 _USED = 0.8  # of what is free: estimates err, and others want memory too
 _LAYER = 34  # bytes that a usual layer keeps per token and unit of width while one chunk of it is computed again
-_ELSEWHERE = 12  # bytes per token and unit of width while experts run on a GPU: their input, sums in fp32, gradients
+_OFFLOADED = 12  # bytes per token and unit of width while experts run on a GPU: their input, sums in fp32, gradients
+_MANY = sys.maxsize  # tokens: a pass is large enough for any backend
 _LOGITS = 14  # bytes per logit: itself, fp32 log-probabilities, and the gradients of both
 
 
@@ -28,34 +30,33 @@ def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, 
     """What each device holds of a token from forward to backward."""
     width = call.hidden.shape[-1] * call.hidden.element_size()
     held: dict[str, int] = {"cpu": 0}
-    elsewhere: set[str] = set()
+    offloaded: set[str] = set()
     for split, device in zip(layers, call.devices, strict=True):
         held[str(device)] = held.get(str(device), 0) + width * (1 if split.attention is None else 2)
         if split.experts is not None:
-            bank = _bank(split.experts)
-            if bank.prefill is None:
-                held["cpu"] += 2 * width + _saved_by(split.experts)
-            else:  # a pass is large enough to go there, and of it only states are kept
-                held["cpu"] += 2 * width
-                elsewhere.add(str(bank.prefill.device))
-    for device in elsewhere:  # of one layer at a time
-        held[device] = held.get(device, 0) + call.hidden.shape[-1] * _ELSEWHERE
+            backend = _fused(split.experts).backend(_MANY)
+            held["cpu"] += 2 * width + backend.saved_bytes(*_ranks(split.experts))
+            if backend.device.type != "cpu":
+                offloaded.add(str(backend.device))
+    for device in offloaded:  # of one layer at a time
+        held[device] = held.get(device, 0) + call.hidden.shape[-1] * _OFFLOADED
     held[str(call.devices[-1])] += 3 * width  # the last layer's output, its gradient, and the one on its way down
     return held
 
 
-def _bank(experts: nn.Module) -> FusedMoe:
+def _fused(experts: nn.Module) -> FusedMoe:
     return next(module for module in experts.modules() if isinstance(module, FusedMoe))
 
 
-def _saved_by(experts: nn.Module) -> int:
+def _ranks(experts: nn.Module) -> tuple[int, int]:
+    """Of gate_up and of down: the highest among the adapters around the experts."""
     ranks = {"down_proj": 0}
     while not isinstance(experts, FusedMoe):
         wrapper = cast("Any", experts)
         ranks[wrapper.parameter_name] = max(wrapper.r.values(), default=0)
         experts = wrapper.base_layer
     down = ranks.pop("down_proj")
-    return experts.saved_bytes(max(ranks.values(), default=0), down)
+    return max(ranks.values(), default=0), down
 
 
 def working_bytes(call: ModelCall, chunk_tokens: int, logits: int) -> dict[str, int]:

@@ -20,8 +20,8 @@ from ktc.capture.weights import map_weights
 from ktc.checkpoint import BLOCK_TYPES, gguf_values, open_index, read_sources, values, write_sources
 from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import HostLacks, InputRefused
-from ktc.experts.form import parse_form
-from ktc.experts.module import FusedMoe, Part
+from ktc.experts.form import ExpertPart, parse_form
+from ktc.experts.module import FusedMoe
 from ktc.formats import BLOCKS
 from ktc.link import Package, link
 from ktc.model import weight_store
@@ -274,12 +274,12 @@ class TakesBlocks(FusedMoe):
 
     taken: dict[tuple[int, str], str]
 
-    def takes_blocks(self, part: Part, type_name: str) -> bool:
+    def takes_blocks(self, part: ExpertPart, type_name: str) -> bool:
         self.__dict__.setdefault("taken", {})
         self.__dict__["kind"] = type_name
         return True
 
-    def load_blocks(self, expert: int, part: Part, blocks: torch.Tensor) -> None:
+    def load_blocks(self, expert: int, part: ExpertPart, blocks: torch.Tensor) -> None:
         kind = self.__dict__["kind"]
         self.taken[expert, part] = kind
         self.load_expert(expert, part, gguf_values.dequantised(blocks, kind))

@@ -143,6 +143,6 @@ def test_factors_of_another_shape_or_too_high_a_rank_are_refused(load: Load) -> 
     good = adapt(layer, 4).lora
     assert good.down is not None
     with pytest.raises(ValueError, match=r"LoRA on `gate_up_proj`: expected factors of shapes"):
-        module(*inputs, ExpertsLora(first=good.down))
+        module(*inputs, ExpertsLora(gate_up=good.down))
     with pytest.raises(ValueError, match=r"LoRA on `down_proj`: expected a rank from 1 to 128, found 129"):
         module(*inputs, adapt(layer, (0, 129)).lora)

@@ -30,7 +30,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> in
 
 
 def is_cut(module: FusedMoe) -> bool:
-    (*_, of_nodes) = json.loads(module._experts.key)  # type: ignore[union-attr]
+    (*_, of_nodes) = json.loads(module.weights.packed.key)  # type: ignore[union-attr]
     return len(of_nodes) > 1
 
 
@@ -101,7 +101,7 @@ def test_a_packed_store_is_good_for_any_number_of_nodes(load: Load, nodes: int) 
     stored, expected = bytes(whole.packed_storage), run(whole, layer)
 
     def empty(**options: object) -> FusedMoe:
-        kernel = whole._experts._kernel  # type: ignore[union-attr]
+        kernel = whole.weights.packed._kernel  # type: ignore[union-attr]
         return FusedMoe(5, 70, 90, 2, layer.form, kernel=kernel, **options)  # type: ignore[arg-type]
 
     def fill(target: memoryview) -> None:

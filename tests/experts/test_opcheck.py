@@ -33,7 +33,7 @@ def factors(layer: Layer, rank: int = 3, *, first: bool = True, down: bool = Tru
 
 
 def arguments(module: FusedMoe, layer: Layer, lora: ExpertsLora, *, keep: bool) -> tuple[Any, ...]:
-    experts = module._experts  # pyright: ignore[reportPrivateUsage]
+    experts = module.weights.packed
     assert experts is not None
     x, weights = layer.x.bfloat16().requires_grad_(), layer.weights.float().requires_grad_()
     rest = (*lora.factors, experts.key, 0.75, 0.5, False, keep)
@@ -63,7 +63,7 @@ def test_its_backward_is_too(load: Load, keep: bool) -> None:
 def test_hooks_that_copy_what_is_saved_see_no_weights(load: Load) -> None:
     layer = random_layer(64, 48, 4, 2, 9)
     module, lora = load(layer, SPEC), factors(layer)
-    experts = module._experts  # pyright: ignore[reportPrivateUsage]
+    experts = module.weights.packed
     assert experts is not None
     x, weights = layer.x.bfloat16().requires_grad_(), layer.weights.float().requires_grad_()
     seen: list[Tensor] = []
@@ -83,7 +83,7 @@ def test_hooks_that_copy_what_is_saved_see_no_weights(load: Load) -> None:
 
 @pytest.mark.parametrize("ranks", [(0, 0), (8, 0), (3, 40)])
 def test_what_is_saved_grows_with_the_tokens_alone(load: Load, ranks: tuple[int, int]) -> None:
-    experts = load(random_layer(70, 37, 5, 2, 1), SPEC)._experts  # pyright: ignore[reportPrivateUsage]
+    experts = load(random_layer(70, 37, 5, 2, 1), SPEC).weights.packed
     assert experts is not None
     saved = experts._native.saved_bytes  # pyright: ignore[reportPrivateUsage]
     assert [saved(tokens, *ranks) for tokens in (0, 1, 7, 4097)] == [
@@ -171,7 +171,7 @@ def test_a_compiled_model_reads_mapped_experts(load: Load) -> None:
 
 def test_a_key_names_the_kernel_wherever_it_is_read(load: Load) -> None:
     layer = random_layer(64, 48, 4, 2, 9)
-    experts = load(layer, SPEC)._experts  # pyright: ignore[reportPrivateUsage]
+    experts = load(layer, SPEC).weights.packed
     assert experts is not None
     named = PackedExperts.named(experts.key)
     assert named is PackedExperts.named(str(experts.key))

@@ -15,7 +15,6 @@ from torch import Tensor
 from ktc import host
 from ktc.codegen.build import build
 from ktc.codegen.render import render
-from ktc.experts.autograd_op import native_factors
 from ktc.experts.lora import ExpertsLora, Lora
 from ktc.experts.packed import PackedExperts
 from ktc.formats import WeightFormat
@@ -52,7 +51,7 @@ def test_a_plan_bounds_what_a_call_reserves(
     monkeypatch.setattr(host, "usable_threads", lambda: 8)
     layer = random_layer(*SIZES.values(), TOKENS, form=form)
     spec = spec_of(ISAS[0], form=form)
-    experts = load(layer, spec, threads=threads)._experts
+    experts = load(layer, spec, threads=threads).weights.packed
     assert experts is not None
     compare(experts, layer, spec, ranks, threads, keep)
 
@@ -79,17 +78,14 @@ def compare(
     sized = replace(spec, **SIZES)
     slots = slots_of(sized, keep=keep, ranks=ranks, threads=threads)
     x, index, weights = layer.x.bfloat16(), layer.index, layer.weights.float()
-    read, trained = (
-        native_factors(lora_of(ranks, layer), experts, interleaved=False, gradients=gradients)
-        for gradients in (False, True)
-    )
-    saved = experts.forward(x, index, weights, save=keep, lora=read)[1]
+    lora = lora_of(ranks, layer)
+    saved = experts.forward(x, index, weights, save=keep, lora=lora)[1]
 
     def forward() -> None:
-        experts.forward(x, index, weights, save=keep, lora=read)
+        experts.forward(x, index, weights, save=keep, lora=lora)
 
     def backward() -> None:
-        experts.backward(layer.grad.bfloat16(), index, weights, saved=saved, x_TH=x, lora=trained)
+        experts.backward(layer.grad.bfloat16(), index, weights, saved=saved, x_TH=x, lora=lora)
 
     for call, is_backward in ((forward, False), (backward, True)):
         found = reserved_by(call, lambda: experts._engine.workspace_bytes)

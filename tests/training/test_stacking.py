@@ -23,7 +23,7 @@ import ktc
 from ktc import twin
 from ktc.diagnostics import InputRefused
 from ktc.experts.module import FusedMoe
-from ktc.experts.streamed import Prefill
+from ktc.experts.streamed_backend import Streamed
 from ktc.link import link
 from ktc.model.peft_glue import read_lora_config
 from ktc.training import KTrainer, KTSFTTrainer
@@ -364,7 +364,9 @@ def test_what_layers_leave_on_the_device_is_two_hidden_states_each(package: Call
     assert held >= (on_device + len(layers) * width * tokens) / tokens
 
 
-def test_experts_of_a_gpu_leave_states_alone_on_the_host(package: Callable[[str], Path]) -> None:
+def test_experts_of_a_gpu_leave_states_alone_on_the_host(
+    package: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = peft_model(package("qwen3_moe"))
     layers = split_layers(model)
     ids = rows((64,))[0]["input_ids"]
@@ -372,6 +374,7 @@ def test_experts_of_a_gpu_leave_states_alone_on_the_host(package: Callable[[str]
     width = call.hidden.shape[-1]
     for module in model.modules():
         if isinstance(module, FusedMoe):
-            module.prefill = Prefill(torch.device("cuda:0"), tokens=1)
+            backend: Any = Streamed(None, module.form, torch.device("cuda:0"))  # type: ignore[arg-type]
+            monkeypatch.setattr(module, "backend", lambda tokens, backend=backend: backend)
     held = bytes_per_token(layers, call)
     assert held == {"cpu": (len(layers) * (2 + 2) + 3) * width * call.hidden.element_size(), "cuda:0": 12 * width}

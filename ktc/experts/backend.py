@@ -1,0 +1,60 @@
+"""Which backend computes a call of a layer's experts.
+
+In: the layer's weights and settings, and the number of tokens. Out: an `ExpertsBackend`.
+A new backend is one file beside these and one line in `choose`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ktc.experts.cpu_backend import Activations, CpuKernel
+from ktc.experts.lora import ExpertsLora
+from ktc.experts.reference_backend import Reference
+from ktc.experts.streamed_backend import Streamed
+from ktc.experts.weights import ExpertsWeights
+
+
+class ExpertsBackend(Protocol):
+    """One way to compute one layer's experts."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that multiplies."""
+        ...
+
+    def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
+        """The layer's output, on the device and in the dtype of hidden states.
+
+        `(T, H), (T, K) int64, (T, K) -> (T, H)`, each on any device; differentiable in hidden states, routing weights
+        and factors. Raises `IndexError` for an expert that does not exist.
+        """
+        ...
+
+    def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
+        """Bytes per token that forward keeps on the host for backward, beside the hidden states of its caller."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Calls of at least `min_tokens` tokens run on `device`, to which the packed weights are streamed."""
+
+    device: torch.device
+    min_tokens: int
+
+
+def choose(
+    weights: ExpertsWeights, tokens: int, *, activations: Activations, offload: Offload | None
+) -> ExpertsBackend:
+    """The backend of a call with this number of tokens."""
+    packed, form = weights.packed, weights.form
+    if packed is None:
+        return Reference(weights)
+    if offload is not None and tokens >= offload.min_tokens:
+        return Streamed(packed, form, offload.device)
+    return CpuKernel(packed, form, weights.dtype, activations)

@@ -1,0 +1,156 @@
+"""A layer's packed experts sent to a GPU in chunks, the next on its way while the last is multiplied.
+
+In: packed bytes of a format without codes, on one NUMA node. Out: the matrices of one expert after the other, on the
+device. No expert stays there: a layer takes no more GPU memory than two chunks.
+Refused (`ValueError`): formats with codes or blocks, weights that are cut for several NUMA nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from ktc.experts.dense_layout import DenseLayout, Matrices
+from ktc.experts.form import ExpertsForm
+from ktc.experts.packed import PackedExperts
+
+log = logging.getLogger(__name__)
+
+_CHUNK_BYTES: Final = 32 << 20  # that one copy sends: enough to fill the bus, little beside a model
+_PORTABLE: Final = 1  # of cudaHostRegister: for all contexts of the process
+
+
+class ExpertStream:
+    """The experts of one layer, sent to `device` for whoever computes with many of them.
+
+    Raises `ValueError` for weights that have no plain layout.
+    """
+
+    def __init__(self, experts: PackedExperts, form: ExpertsForm, device: torch.device) -> None:
+        if experts.num_nodes > 1:
+            raise ValueError("experts that are cut for several NUMA nodes cannot be sent: compile with `numa = none`")
+        self.num_experts, hidden, intermediate, _ = experts.sizes
+        self.form, self.device = replace(form, transposed=False), device
+        self._layout = DenseLayout(self.form, hidden, intermediate, experts.dtype, experts.weight_dtype)
+        self._experts = experts
+        self._bytes = experts.nbytes // self.num_experts
+        if self._bytes != self._layout.nbytes:
+            raise ValueError("experts stored as codes or blocks are multiplied by their kernel alone")
+
+    def each(self, wanted: Sequence[int]) -> Iterator[tuple[int, Matrices]]:
+        """The experts `wanted` in ascending order, their matrices on the device."""
+        packed, runs = self._experts.packed, _runs(wanted, max(1, _CHUNK_BYTES // self._bytes))
+        if self.device.type != "cuda":
+            for run in runs:
+                yield from self._matrices(run, self._slice(packed, run))
+            return
+        _page_lock(self._experts, self.device)
+        lane = _lane(self.device, max(_CHUNK_BYTES, self._bytes))
+        following = lane.send(self._slice(packed, runs[0])) if runs else None
+        for number, run in enumerate(runs):
+            sent = following
+            assert sent is not None
+            following = lane.send(self._slice(packed, runs[number + 1])) if number + 1 < len(runs) else None
+            yield from self._matrices(run, sent.received())
+            sent.release()
+
+    def _slice(self, packed: Tensor, run: range) -> Tensor:
+        return packed[run.start * self._bytes : run.stop * self._bytes]
+
+    def _matrices(self, run: range, packed: Tensor) -> Iterator[tuple[int, Matrices]]:
+        for offset, expert in enumerate(run):
+            yield expert, self._layout.matrices(packed[offset * self._bytes : (offset + 1) * self._bytes])
+
+
+def _runs(wanted: Sequence[int], most: int) -> list[range]:
+    """The wanted experts in ascending order, neighbours joined to runs of at most `most`: one copy sends one run."""
+    runs: list[range] = []
+    for expert in sorted(wanted):
+        if runs and runs[-1].stop == expert and len(runs[-1]) < most:
+            runs[-1] = range(runs[-1].start, expert + 1)
+        else:
+            runs.append(range(expert, expert + 1))
+    return runs
+
+
+_tried: Final[set[tuple[int, int]]] = set()  # address and size of every storage given to `_page_lock`
+
+
+def _page_lock(experts: PackedExperts, device: torch.device) -> None:
+    """Once for a layer's storage: the bus then reads it at full speed, beside what the GPU computes.
+
+    Until the experts are gone: where another model's come to lie at a locked address, the bus would read these.
+    """
+    region = experts.packed.data_ptr(), experts.packed.nbytes
+    if region in _tried:
+        return
+    _tried.add(region)
+    status = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(*region, _PORTABLE))
+    if status != 0:
+        log.warning("experts could not be page-locked (CUDA error %d): sending them to the GPU is slow", status)
+    weakref.finalize(experts, _unlock, region, device if status == 0 else None).atexit = False  # CUDA ends before
+
+
+def _unlock(region: tuple[int, int], device: torch.device | None) -> None:
+    _tried.discard(region)
+    if device is not None:
+        torch.cuda.synchronize(device)  # what it still copies
+        cast("Any", torch.cuda.cudart()).cudaHostUnregister(region[0])
+
+
+class _Sent:
+    """A chunk on its way to one of a lane's buffers."""
+
+    def __init__(self, buffer: _Buffer, chunk: Tensor, arrived: torch.cuda.Event) -> None:
+        self._buffer, self._chunk, self._arrived = buffer, chunk, arrived
+
+    def received(self) -> Tensor:
+        """The chunk, for the current stream."""
+        torch.cuda.current_stream(self._chunk.device).wait_event(self._arrived)
+        return self._chunk
+
+    def release(self) -> None:
+        """What the current stream was given to do is the last that reads the chunk."""
+        self._buffer.free.record(torch.cuda.current_stream(self._chunk.device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    memory: Tensor
+    free: torch.cuda.Event
+
+
+class _Lane:
+    """Two buffers on a GPU that chunks come to in turn, and the stream that brings them."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._stream = torch.cuda.Stream(device)
+        made = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+        self._buffers = [_Buffer(memory, torch.cuda.Event()) for memory in made]
+        for buffer in self._buffers:  # its memory was another tensor's, which the current stream may still read
+            buffer.free.record(torch.cuda.current_stream(device))
+
+    def send(self, packed: Tensor) -> _Sent:
+        """Begin to copy into the buffer that was used before the last one, once nothing reads it any more."""
+        buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        self._stream.wait_event(buffer.free)
+        chunk = buffer.memory[: packed.nbytes]
+        with torch.cuda.stream(self._stream):
+            chunk.copy_(packed, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+        return _Sent(buffer, chunk, arrived)
+
+
+@functools.cache
+def _lane(device: torch.device, size: int) -> _Lane:
+    """One for all layers with experts of a size."""
+    return _Lane(device, size)

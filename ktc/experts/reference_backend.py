@@ -1,0 +1,41 @@
+"""The reference backend: a layer's experts in plain PyTorch on the host, from stock tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ktc.experts.lora import ExpertsLora
+from ktc.experts.reference import fused_moe_reference
+from ktc.experts.staging import on_host
+from ktc.experts.tracing import never_traced
+from ktc.experts.weights import ExpertsWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """`fused_moe_reference` on the stock tensors of a layer."""
+
+    weights: ExpertsWeights
+
+    @property
+    def device(self) -> torch.device:
+        """The host."""
+        return torch.device("cpu")
+
+    def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
+        """See `ExpertsBackend.run`."""
+        return on_host(self._compute, x_TH, index_TK, weights_TK, lora)
+
+    @never_traced
+    def _compute(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
+        gate_up, down, *biases = self.weights.stock.values()
+        return fused_moe_reference(x_TH, index_TK, weights_TK, gate_up, down, self.weights.form, *biases, lora=lora)
+
+    def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
+        """An estimate of what autograd saves: the input, and five values per unit of a chosen expert."""
+        _, hidden, intermediate, top_k = self.weights.sizes
+        values = hidden + 5 * top_k * intermediate
+        return values * self.weights.dtype.itemsize + 4 * top_k * (gate_up_rank + down_rank)

@@ -1,0 +1,135 @@
+"""The weights of one layer's experts: stock tensors that PyTorch computes with, or a kernel's packed form.
+
+In: one part of one expert at a time, as values, codes or GGUF blocks, or the packed bytes of all experts at once.
+Out: what backends read, and which parts were never loaded.
+Refused (`ValueError`): a part that the form lacks, another shape, packed bytes or codes without a kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ktc.experts.form import ExpertPart, ExpertsForm, ExpertsSizes
+from ktc.experts.packed import PackedExperts
+from ktc.experts.stock_layout import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
+
+
+class ExpertsWeights:
+    """Frozen weights of one layer. `packed` holds them, or `stock` where there is no kernel.
+
+    With a kernel the stock tensors are shapes without storage, and every value in them is NaN.
+    `dtype` is that of the stock tensors.
+    """
+
+    def __init__(
+        self, form: ExpertsForm, sizes: ExpertsSizes, dtype: torch.dtype, packed: PackedExperts | None
+    ) -> None:
+        self.form, self.sizes, self.dtype, self.packed = form, sizes, dtype, packed
+        self.stock: dict[StockTensor, nn.Parameter] = {name: self._stock_tensor(name) for name in stock_names(form)}
+        self._missing: set[tuple[int, ExpertPart]] = set(itertools.product(range(sizes.num_experts), parts_of(form)))
+
+    def _stock_tensor(self, name: StockTensor) -> nn.Parameter:
+        shape = stock_shape(self.form, name, *self.sizes[:3])
+        if self.packed:  # NaN shows in the results of whoever computes with the stand-in
+            tensor = torch.full((), torch.nan, dtype=self.dtype).expand(shape)
+        else:
+            tensor = torch.zeros(shape, dtype=self.dtype)
+        return nn.Parameter(tensor, requires_grad=False)
+
+    def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
+        """The (expert, part) pairs that were never loaded, in order of expert."""
+        parts = parts_of(self.form)
+        return tuple(sorted(self._missing, key=lambda pair: (pair[0], parts.index(pair[1]))))
+
+    def require_loaded(self) -> None:
+        """Raise `RuntimeError` if a part was never loaded."""
+        if self._missing:
+            message = f"{len(self._missing)} expert weights were never loaded, the first is {self.missing()[0]}"
+            raise RuntimeError(message)
+
+    def load(self, expert: int, part: ExpertPart, tensor: Tensor) -> None:
+        """Store one part in any float dtype. Raises `ValueError` for another shape, or a part that the form lacks."""
+        parts = parts_of(self.form)
+        if part not in parts:
+            raise ValueError(f"experts of the form `{self.form}` have no `{part}`, only {', '.join(parts)}")
+        self._check(expert, part, tensor)
+        if self.packed:
+            self.packed.load(expert, part, tensor)
+        else:
+            self._stock_part(expert, part).copy_(tensor.detach())
+        self._missing.discard((expert, part))
+
+    def takes_codes(self, part: ExpertPart, method: str, group: int) -> bool:
+        """Whether the kernel multiplies such codes of a part."""
+        return self.packed is not None and self.packed.coding(part) == (method, group) and not self.form.transposed
+
+    def load_codes(self, expert: int, part: ExpertPart, codes: Tensor, scales: Tensor) -> None:
+        """Store one part without rounding: a code per weight, a scale per row and group.
+
+        Raises `ValueError` for another shape, a code out of range, or a scale that the format cannot hold.
+        """
+        self._check(expert, part, codes)
+        self._require_packed().load_codes(expert, part, codes, scales)
+        self._missing.discard((expert, part))
+
+    def takes_blocks(self, part: ExpertPart, type_name: str) -> bool:
+        """Whether the kernel multiplies a part in GGUF blocks of this type."""
+        return self.packed is not None and self.packed.blocks(part) == type_name
+
+    def load_blocks(self, expert: int, part: ExpertPart, blocks: Tensor) -> None:
+        """Store one part from uint8 rows of whole GGUF blocks. Raises `ValueError` for another shape or no blocks."""
+        self._require_packed().load_blocks(expert, part, blocks)
+        self._missing.discard((expert, part))
+
+    @property
+    def packed_storage(self) -> memoryview:
+        """The packed bytes of all experts in order. Raises `ValueError` without a kernel."""
+        return memoryview(self._require_packed().whole().numpy().data)
+
+    def fill_packed(self, fill: Callable[[memoryview], None]) -> None:
+        """Load all experts from the bytes that `fill` writes, in the order of `packed_storage`."""
+        packed = self._require_packed()
+        filled = packed.to_fill()
+        fill(memoryview(filled.numpy().data))
+        packed.take(filled)
+        self._missing.clear()
+
+    def take_packed(self, mapping: mmap.mmap) -> None:
+        """Compute from a read-only mapping of bytes in the order of `packed_storage`."""
+        self._require_packed().use_mapping(mapping)
+        self._missing.clear()
+
+    def expert(self, expert: int, part: ExpertPart) -> Tensor:
+        """A copy of one part, in the dtype it is computed in."""
+        if self.packed:
+            return self.packed.unpack(expert, part, self._shape(part))
+        return self._stock_part(expert, part).clone(memory_format=torch.contiguous_format)
+
+    def _require_packed(self) -> PackedExperts:
+        if self.packed is None:
+            raise ValueError("experts without a kernel have no packed form")
+        return self.packed
+
+    def _check(self, expert: int, part: ExpertPart, tensor: Tensor) -> None:
+        expected, found = self._shape(part), tuple(tensor.shape)
+        if found != expected:
+            raise ValueError(f"expert {expert}, `{part}`: expected shape {expected}, found {found}")
+
+    def _shape(self, part: ExpertPart) -> tuple[int, ...]:
+        rows, columns = self.sizes.intermediate, self.sizes.hidden
+        if part.startswith("down"):
+            rows, columns = columns, rows
+        return (rows,) if part.endswith("_bias") else (rows, columns)
+
+    def _stock_part(self, expert: int, part: ExpertPart) -> Tensor:
+        """A view of the stock tensor that holds it."""
+        for name, tensor in self.stock.items():
+            held = dict(canonical_parts(self.form, name, tensor.detach()[expert]))
+            if part in held:
+                return held[part]
+        raise KeyError(part)
