@@ -60,7 +60,7 @@ def fused_moe(
     interleaved: bool,
     keep: bool,
 ) -> Tensor:
-    """The layer's output, differentiable in hidden states, routing weights and factors; contiguous CPU tensors.
+    """Compute the layer's output, differentiable in hidden states, routing weights and factors; contiguous CPU tensors.
 
     `keep`: forward saves gate and up of every slot for backward, which else computes them again.
     """
@@ -118,7 +118,7 @@ def _backward_shapes(
 
 
 def _returned(gradients: ExpertsLora, like: Tensor) -> Iterator[Tensor]:
-    """Four gradients; that of an absent factor is empty, since an operator returns tensors only."""
+    """Yield four gradients. That of an absent factor is empty, since an operator returns tensors only."""
     return (like.new_empty(0) if each is None else each for each in gradients.factors)
 
 
@@ -129,16 +129,16 @@ def _no_bytes(x: Tensor) -> Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     packed, x, index, weights, *arguments = inputs
     trailing = _Trailing(*arguments)
-    # Else backward is given zeros as the gradient of the saved bytes: as many megabytes, made anew in every call.
+    # Else every call allocates zeros as the gradient of the saved bytes, which are megabytes.
     ctx.set_materialize_grads(False)
     needs_x = not trailing.keep or any(trailing.lora.ranks)
     ctx.save_for_backward(x if needs_x else None, index, weights, output[1], *trailing[:4])
-    # Not among the saved tensors: a hook that copies those, to offload them, would copy all the layer's experts.
+    # Not a saved tensor: a hook that offloads those would copy all experts of the layer.
     ctx.packed, ctx.settings = packed, trailing[4:]
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad is None:  # what forward saved was asked for, and nothing else
+    if grad is None:  # only the gradient of the saved bytes is requested
         return (None,) * (8 + len(ctx.settings))
     others = ctx.saved_tensors
     factors = others[4:]

@@ -28,7 +28,7 @@ class ExpertsBackend(Protocol):
         ...
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-        """The layer's output, on the device and in the dtype of hidden states.
+        """Compute the layer's output, on the device and in the dtype of hidden states.
 
         `(T, H), (T, K) int64, (T, K) -> (T, H)`, each on any device; differentiable in hidden states, routing weights
         and factors. Raises `IndexError` for an expert that does not exist.
@@ -36,7 +36,7 @@ class ExpertsBackend(Protocol):
         ...
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
-        """Bytes per token that forward keeps on the host for backward, beside the hidden states of its caller."""
+        """Count the bytes per token that forward keeps on the host for backward, beside its caller's hidden states."""
         ...
 
 
@@ -51,7 +51,7 @@ class Offload:
 def choose(
     weights: ExpertsWeights, tokens: int, *, activations: Activations, offload: Offload | None
 ) -> ExpertsBackend:
-    """The backend of a call with this number of tokens."""
+    """Return the backend of a call with this number of tokens."""
     packed, form = weights.packed, weights.form
     if packed is None:
         return Reference(weights)

@@ -52,7 +52,7 @@ class CpuKernel:
         return out_TH.to(x_TH.dtype)
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
-        """The input, the low-rank values, and gate and up where they are kept."""
+        """Count the input, the low-rank values, and gate and up where they are kept."""
         sizes = self.packed.sizes
         kept = self.packed.saved_bytes(gate_up_rank, down_rank) if self.activations == "keep" else 0
         return kept + self.dtype.itemsize * sizes.hidden + 4 * sizes.top_k * (gate_up_rank + down_rank)

@@ -28,7 +28,7 @@ _PORTABLE: Final = 1  # of cudaHostRegister: for all contexts of the process
 
 
 class ExpertStream:
-    """The experts of one layer, sent to `device` for whoever computes with many of them.
+    """The experts of one layer, sent to `device`.
 
     Raises `ValueError` for weights that have no plain layout.
     """
@@ -44,9 +44,9 @@ class ExpertStream:
         if self._bytes != self._layout.nbytes:
             raise ValueError("experts stored as codes or blocks are multiplied by their kernel alone")
 
-    def each(self, wanted: Sequence[int]) -> Iterator[tuple[int, Matrices]]:
-        """The experts `wanted` in ascending order, their matrices on the device."""
-        packed, runs = self._experts.packed, _runs(wanted, max(1, _CHUNK_BYTES // self._bytes))
+    def each(self, numbers: Sequence[int]) -> Iterator[tuple[int, Matrices]]:
+        """Yield the experts of `numbers` in ascending order, with their matrices on the device."""
+        packed, runs = self._experts.packed, _runs(numbers, max(1, _CHUNK_BYTES // self._bytes))
         if self.device.type != "cuda":
             for run in runs:
                 yield from self._matrices(run, self._slice(packed, run))
@@ -69,10 +69,10 @@ class ExpertStream:
             yield expert, self._layout.matrices(packed[offset * self._bytes : (offset + 1) * self._bytes])
 
 
-def _runs(wanted: Sequence[int], most: int) -> list[range]:
-    """The wanted experts in ascending order, neighbours joined to runs of at most `most`: one copy sends one run."""
+def _runs(numbers: Sequence[int], most: int) -> list[range]:
+    """Join neighbours to runs of at most `most` experts, in ascending order: one copy sends one run."""
     runs: list[range] = []
-    for expert in sorted(wanted):
+    for expert in sorted(numbers):
         if runs and runs[-1].stop == expert and len(runs[-1]) < most:
             runs[-1] = range(runs[-1].start, expert + 1)
         else:
@@ -84,9 +84,9 @@ _tried: Final[set[tuple[int, int]]] = set()  # address and size of every storage
 
 
 def _page_lock(experts: PackedExperts, device: torch.device) -> None:
-    """Once for a layer's storage: the bus then reads it at full speed, beside what the GPU computes.
+    """Lock a layer's storage once, so that the bus reads it at full speed while the GPU computes.
 
-    Until the experts are gone: where another model's come to lie at a locked address, the bus would read these.
+    The lock ends with the experts: those of another model may get the same address, and the bus would read old ones.
     """
     region = experts.packed.data_ptr(), experts.packed.nbytes
     if region in _tried:
@@ -112,12 +112,12 @@ class _Sent:
         self._buffer, self._chunk, self._arrived = buffer, chunk, arrived
 
     def received(self) -> Tensor:
-        """The chunk, for the current stream."""
+        """Return the chunk, for the current stream."""
         torch.cuda.current_stream(self._chunk.device).wait_event(self._arrived)
         return self._chunk
 
     def release(self) -> None:
-        """What the current stream was given to do is the last that reads the chunk."""
+        """Free the chunk after the work that the current stream has now."""
         self._buffer.free.record(torch.cuda.current_stream(self._chunk.device))
 
 
@@ -152,5 +152,5 @@ class _Lane:
 
 @functools.cache
 def _lane(device: torch.device, size: int) -> _Lane:
-    """One for all layers with experts of a size."""
+    """Return the lane of all layers with experts of a size."""
     return _Lane(device, size)

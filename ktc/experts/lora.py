@@ -43,7 +43,7 @@ class Lora:
         return self.a.shape[1]
 
     def __call__(self, expert: int, x: Tensor) -> Tensor:
-        """`scale * B A x` of one expert, (..., inputs) -> (..., outputs), in the dtype of `x`."""
+        """Compute `scale * B A x` of one expert, (..., inputs) -> (..., outputs), in the dtype of `x`."""
         a, b = self.a[expert].to(x.dtype), self.b[expert].to(x.dtype)
         return torch.nn.functional.linear(torch.nn.functional.linear(x, a), b) * self.scale
 
@@ -57,11 +57,11 @@ class Lora:
             raise ValueError(f"LoRA on `{what}`: expected a rank from 1 to {MAX_RANK}, found {self.rank}")
 
     def to(self, dtype: torch.dtype) -> Lora:
-        """The factors as a kernel reads them, detached; copied only where the dtype differs or A is strided."""
+        """Return the factors as a kernel reads them, detached; copied only if the dtype differs or A is strided."""
         return Lora(self.a.detach().to(dtype).contiguous(), self.b.detach().to(dtype), self.scale)
 
     def zeros(self, dtype: torch.dtype) -> Lora:
-        """Zeros to add gradients to. B's has the strides of PEFT's own parameter, (outputs, rank, E)."""
+        """Return zeros to add gradients to. B's has the strides of PEFT's own parameter, (outputs, rank, E)."""
         num_experts, outputs, rank = self.b.shape
         b = self.b.new_zeros((outputs, rank, num_experts), dtype=dtype).permute(2, 0, 1)
         return Lora(self.a.new_zeros(self.a.shape, dtype=dtype), b, self.scale)
@@ -76,7 +76,7 @@ class ExpertsLora:
 
     @classmethod
     def of(cls, factors: Sequence[Tensor | None], scales: Sequence[float]) -> ExpertsLora:
-        """The inverse of `factors` and `scales`."""
+        """Return the value that has these `factors` and `scales`."""
         gate_up_a, gate_up_b, down_a, down_b = factors
         return cls(_lora(gate_up_a, gate_up_b, scales[0]), _lora(down_a, down_b, scales[1]))
 
@@ -108,11 +108,11 @@ class ExpertsLora:
         return any(factor is not None and factor.requires_grad for factor in self.factors)
 
     def to(self, dtype: torch.dtype) -> ExpertsLora:
-        """As `Lora.to`."""
+        """Apply `Lora.to` to both products."""
         return ExpertsLora(*(lora and lora.to(dtype) for lora in self.products))
 
     def zeros(self, dtype: torch.dtype) -> ExpertsLora:
-        """As `Lora.zeros`."""
+        """Apply `Lora.zeros` to both products."""
         return ExpertsLora(*(lora and lora.zeros(dtype) for lora in self.products))
 
 
@@ -120,7 +120,7 @@ NO_LORA: Final = ExpertsLora()
 
 
 def native_argument(lora: Lora | None, gradients: Lora | None, *, interleaved: bool) -> NativeLora:
-    """The factors of one product as a kernel's call takes them; it adds to `gradients`.
+    """Describe the factors of one product to a kernel's call, which adds to `gradients`.
 
     Both must be in the kernel's dtype (`Lora.to`, `Lora.zeros`) and must outlive the call.
     """

@@ -31,8 +31,8 @@ class FusedMoe(nn.Module):
     """Routed experts with frozen weights; forward takes `(T, H), (T, K) int64, (T, K)` and returns `(T, H)`.
 
     PEFT needs the tensors of the stock module (`stock_names`: `gate_up_proj` or, without a gate, `up_proj`;
-    `down_proj`; their biases) by name and in their stock shapes. They are no registered parameters, so optimizers,
-    `state_dict` and `.to()` do not see them. With a kernel they have no storage; `expert` gives the weights.
+    `down_proj`; their biases) by name and in their stock shapes. They are not registered, so optimizers, `state_dict`
+    and `.to()` do not see them. With a kernel they have no storage; `expert` returns the weights.
 
     `.to(device)` moves nothing, and `.float()`, `.half()` or `.double()` change no weight. A kernel computes in the
     dtype it was built for (a warning says so) and returns the dtype of its hidden states.
@@ -69,26 +69,23 @@ class FusedMoe(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
-        self.form = parse_form(form) if isinstance(form, str) else form
         self.activations: Activations = activations
         self.offload = offload
         sizes = ExpertsSizes(num_experts, hidden, intermediate, top_k)
         packed = None if kernel is None else PackedExperts(kernel, threads, *sizes, numa)
-        self.weights = ExpertsWeights(self.form, sizes, dtype, packed)
+        self.weights = ExpertsWeights(parse_form(form) if isinstance(form, str) else form, sizes, dtype, packed)
         for name, tensor in self.weights.stock.items():
             self.__dict__[name] = tensor  # a plain attribute, unregistered
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The stock tensors by name, to callers that ask this module itself; a parent does not list them."""
-        dot = "." if prefix else ""
-        for name, tensor in self.weights.stock.items():
-            yield f"{prefix}{dot}{name}", tensor
+        """Yield the stock tensors by name. A parent module does not list them."""
+        yield from ((f"{prefix}.{name}".lstrip("."), tensor) for name, tensor in self.weights.stock.items())
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def num_parameters(self) -> int:
-        """The number of weights and biases, as the stock module has them."""
+        """Count weights and biases, as the stock module has them."""
         return sum(tensor.numel() for tensor in self.weights.stock.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedMoe:
@@ -109,6 +106,11 @@ class FusedMoe(nn.Module):
         return super()._apply(fn, recurse)
 
     @property
+    def form(self) -> ExpertsForm:
+        """The activation, gate and biases of the experts, and how their stock tensors are stored."""
+        return self.weights.form
+
+    @property
     def is_transposed(self) -> bool:
         """Whether the stock weights are `(E, inputs, outputs)`: PEFT asks."""
         return self.form.transposed
@@ -126,7 +128,7 @@ class FusedMoe(nn.Module):
         self.weights.load(expert, part, tensor)
 
     def takes_codes(self, part: ExpertPart, method: str, group: int) -> bool:
-        """Whether `load_codes` can store such codes of a part."""
+        """Return whether `load_codes` can store such codes of a part."""
         return self.weights.takes_codes(part, method, group)
 
     def load_codes(self, expert: int, part: ExpertPart, codes: Tensor, scales: Tensor) -> None:
@@ -134,14 +136,11 @@ class FusedMoe(nn.Module):
         self.weights.load_codes(expert, part, codes, scales)
 
     def takes_blocks(self, part: ExpertPart, type_name: str) -> bool:
-        """Whether `load_blocks` can store a part in GGUF blocks of this type."""
+        """Return whether `load_blocks` can store a part in GGUF blocks of this type."""
         return self.weights.takes_blocks(part, type_name)
 
     def load_blocks(self, expert: int, part: ExpertPart, blocks: Tensor) -> None:
-        """Store one part of one expert from uint8 rows of whole GGUF blocks, (I, bytes of H weights) or (H, ... of I).
-
-        Raises `ValueError` for another shape, or where the kernel takes no blocks.
-        """
+        """Store one part of one expert from uint8 rows of whole GGUF blocks. See `ExpertsWeights.load_blocks`."""
         self.weights.load_blocks(expert, part, blocks)
 
     @property
@@ -158,15 +157,15 @@ class FusedMoe(nn.Module):
         self.weights.take_packed(mapping)
 
     def expert(self, expert: int, part: ExpertPart) -> Tensor:
-        """A copy of one part of one expert, in the dtype it is computed in."""
+        """Return a copy of one part of one expert, in the dtype it is computed in."""
         return self.weights.expert(expert, part)
 
     def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
-        """The (expert, part) pairs that were never loaded, in order of expert."""
+        """Return the (expert, part) pairs that were never loaded, in order of expert."""
         return self.weights.missing()
 
     def backend(self, tokens: int) -> ExpertsBackend:
-        """The backend of a call with this number of tokens, whatever device they are on."""
+        """Return the backend of a call with this number of tokens."""
         return choose(self.weights, tokens, activations=self.activations, offload=self.offload)
 
     def forward(

@@ -58,7 +58,7 @@ class PackedExperts:
     @staticmethod
     @functools.cache
     def named(key: str) -> PackedExperts:
-        """The kernel that a `key` names, with no weights yet: give it some with `holding`."""
+        """Return the kernel that a `key` names, without weights: `holding` adds them."""
         path, digest, entry, dtype, threads, sizes, nodes = json.loads(key)
         made = PackedExperts.__new__(PackedExperts)
         kernel = Kernel(KernelLibrary(Path(path), digest, ()), entry, dtype)
@@ -80,21 +80,21 @@ class PackedExperts:
         self._packed = packed.data_ptr()
 
     def holding(self, packed: Tensor) -> PackedExperts:
-        """The same kernel on other packed bytes, which are only read."""
+        """Return the same kernel on other packed bytes, which are only read."""
         other = self.__new__(type(self))
         vars(other).update(vars(self))
         other._hold(packed, mapped=True)
         return other
 
     def with_threads(self, threads: int) -> PackedExperts:
-        """The same weights, computed with by exactly this many threads."""
+        """Return the same weights with exactly this many threads."""
         other = self.__new__(type(self))
         vars(other).update(vars(self))
         other._bind(self._kernel, threads, self._sizes, self._nodes)
         return other
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
-        """Bytes that forward saves for backward of each token, with LoRA of these ranks (0: none)."""
+        """Count the bytes that forward saves for backward of each token, with LoRA of these ranks (0: none)."""
         return self._native.saved_bytes(1, gate_up_rank, down_rank)
 
     @property
@@ -113,11 +113,11 @@ class PackedExperts:
         return max(1, len(self._nodes))
 
     def coding(self, part: ExpertPart) -> tuple[str, int] | None:
-        """The format of the codes that a part is stored in and the size of their groups, `None` where it has values."""
+        """Return the format of a part's codes and the size of their groups, `None` if it is stored as values."""
         return self._native.coding(part)
 
     def whole(self) -> Tensor:
-        """The packed bytes expert after expert, as on one node: our own storage, or a copy where it is cut for more."""
+        """Return the packed bytes in order of expert, as on one node: a copy if they are cut for several."""
         assert not self._mapped, "mapped weights have no storage of their own"
         if not self._nodes:
             return self.packed
@@ -127,7 +127,7 @@ class PackedExperts:
         return whole
 
     def to_fill(self) -> Tensor:
-        """Where to put the packed bytes expert after expert, and then to call `take`."""
+        """Return memory for the packed bytes in order of expert. Call `take` once it is filled."""
         return huge_pages(self.nbytes) if self._nodes else self.whole()
 
     def take(self, filled: Tensor) -> None:
@@ -139,13 +139,13 @@ class PackedExperts:
     def use_mapping(self, mapping: mmap.mmap) -> None:
         """Compute from packed bytes that are mapped read-only, instead of from storage of our own.
 
-        They lie as they do in their file, for one node: where its pages are is the system's affair.
+        They have the order of their file, for one node; the system places the pages.
         """
         if len(mapping) != self.nbytes:
             raise ValueError(f"expected {self.nbytes} packed bytes, found a mapping of {len(mapping)}")
         if self._nodes:
             self._bind(self._kernel, self._threads, self._sizes, ())
-        with warnings.catch_warnings():  # that PyTorch knows no read-only tensors; nobody writes to this one
+        with warnings.catch_warnings():  # PyTorch has no read-only tensors; this one is never written
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._hold(torch.frombuffer(mapping, dtype=torch.uint8), mapped=True)
 
@@ -167,7 +167,7 @@ class PackedExperts:
     def load_codes(self, expert: int, part: ExpertPart, codes: Tensor, scales: Tensor) -> None:
         """Pack one part from codes, (rows, columns) of one byte each, and fp32 scales (rows, groups), as they are.
 
-        Raises `ValueError` where the kernel's weights are no codes, or of another shape, group or range.
+        Raises `ValueError` if the kernel's weights are not codes, or for another shape, group or range.
         """
         self._require_writable()
         codes, scales = codes.cpu().contiguous(), scales.cpu().float().contiguous()
@@ -175,7 +175,7 @@ class PackedExperts:
         self._native.pack_codes(self._packed, expert, part, codes.data_ptr(), scales.data_ptr(), rows, columns, groups)
 
     def blocks(self, part: ExpertPart) -> str | None:
-        """The type of GGUF blocks that a part is stored in, by its name in lower case; `None` where it is in none."""
+        """Return the lower-case name of the GGUF blocks that a part is stored in, or `None`."""
         return self._native.blocks(part)
 
     def load_blocks(self, expert: int, part: ExpertPart, blocks: Tensor) -> None:
@@ -193,7 +193,7 @@ class PackedExperts:
         self._native.pack_blocks(self._packed, expert, part, blocks.data_ptr(), kind, rows, row_bytes)
 
     def unpack(self, expert: int, part: ExpertPart, shape: tuple[int, ...]) -> Tensor:
-        """One part back from packed form, in the kernel's dtype; a bias in the dtype of its sums."""
+        """Return one part from packed form, in the kernel's dtype; a bias in the dtype of its sums."""
         values = torch.empty(shape, dtype=self.weight_dtype if part.endswith("_bias") else self.dtype)
         rows, columns = (1, *shape)[-2:]
         self._native.unpack(self._packed, expert, part, values.data_ptr(), rows, columns)
@@ -209,7 +209,7 @@ class PackedExperts:
         lora: ExpertsLora = NO_LORA,
         interleaved: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output, and where `save` what backward needs beside the inputs.
+        """Compute the layer's output, and if `save` the bytes that backward needs beside the inputs.
 
         `interleaved`: the outputs of LoRA on gate_up alternate between gate and up.
         """
@@ -242,7 +242,7 @@ class PackedExperts:
         lora: ExpertsLora = NO_LORA,
         interleaved: bool = False,
     ) -> tuple[Tensor, Tensor, ExpertsLora]:
-        """Gradients of hidden states, routing weights and LoRA's factors.
+        """Compute the gradients of hidden states, routing weights and LoRA's factors.
 
         They come from what forward saved or else from its input; those of the factors need the input too.
         """
@@ -284,7 +284,7 @@ class PackedExperts:
 
 
 def huge_pages(size: int) -> Tensor:
-    """Zeroed bytes that begin on a huge page. Memory is taken when it is written, not here."""
+    """Allocate zeroed bytes that begin on a huge page. Memory is taken when it is written, not here."""
     mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

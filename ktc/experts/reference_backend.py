@@ -35,7 +35,7 @@ class Reference:
         return fused_moe_reference(x_TH, index_TK, weights_TK, gate_up, down, self.weights.form, *biases, lora=lora)
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
-        """An estimate of what autograd saves: the input, and five values per unit of a chosen expert."""
+        """Estimate the bytes that autograd saves: the input, and five values per unit of a chosen expert."""
         _, hidden, intermediate, top_k = self.weights.sizes
         values = hidden + 5 * top_k * intermediate
         return values * self.weights.dtype.itemsize + 4 * top_k * (gate_up_rank + down_rank)

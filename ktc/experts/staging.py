@@ -1,8 +1,8 @@
 """Activations between a GPU and the host through pinned memory, as nodes of autograd: to the experts and back.
 
 In: tensors on any device. Out: rows in host memory, and rows on a device; gradients take the same way back. Pinned
-blocks come from torch's cache of them, so a layer takes those that the one before it gave back, and what autograd still
-holds is nobody else's. On the CPU nothing is pinned and rows that are alone are not copied.
+blocks come from torch's cache: a layer reuses those that the layer before it released, and autograd keeps the ones it
+still holds. On the CPU nothing is pinned and rows that are alone are not copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Compute = Callable[[Tensor, Tensor, Tensor, ExpertsLora], Tensor]
 
 
 def on_host(compute: Compute, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-    """The output of `compute` for tensors in host memory, on the device of hidden states.
+    """Call `compute` with tensors in host memory and return its output on the device of hidden states.
 
     Training moves megabytes each time, so states and gradients that come from a GPU go through pinned memory.
     """
@@ -30,14 +30,14 @@ def on_host(compute: Compute, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 
 
 def to_host(pieces: Sequence[Tensor]) -> Tensor:
-    """All rows of `pieces` (one dtype, equal widths), one after the other, in host memory."""
+    """Join the rows of `pieces` (one dtype, equal widths) in host memory."""
     if len(pieces) == 1 and pieces[0].device.type == "cpu":
         return pieces[0]
     return cast("Tensor", _ToHost.apply(*pieces))
 
 
 def to_device(rows: Tensor, device: torch.device) -> Tensor:
-    """Rows in host memory as a tensor on `device`."""
+    """Copy rows in host memory to `device`."""
     if rows.device == device:
         return rows
     return cast("Tensor", _ToDevice.apply(rows, device))
@@ -67,7 +67,7 @@ class _ToDevice(torch.autograd.Function):
 
 
 def _gathered(pieces: Sequence[Tensor]) -> Tensor:
-    """The rows in new host memory; when this returns they are there."""
+    """Copy the rows to new host memory, and wait for the copies."""
     devices = {piece.device for piece in pieces if piece.device.type == "cuda"}
     shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
     host = torch.empty(shape, dtype=pieces[0].dtype, pin_memory=bool(devices))
@@ -94,7 +94,7 @@ class _Pinned(torch.autograd.Function):
 
 
 def parts(rows: Tensor, sizes: Sequence[int], *, pin: bool) -> tuple[Tensor, ...]:
-    """`rows` in host memory cut into `sizes`, pinned where a GPU is to copy them; their gradients meet in one block."""
+    """Cut `rows` in host memory into `sizes`, pinned where a GPU is to copy them; their gradients meet in one block."""
     return cast("tuple[Tensor, ...]", _Parts.apply(rows, list(sizes), pin))
 
 

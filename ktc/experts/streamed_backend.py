@@ -1,6 +1,6 @@
 """The streamed backend: a layer's experts on a GPU for many tokens, from the packed weights in host memory.
 
-A GPU multiplies so much faster than a CPU that with thousands of tokens it pays to send it all experts of a layer.
+With thousands of tokens a GPU saves more time than sending it all experts of a layer takes.
 Forward saves its input alone, in host memory. Backward sends the weights again and computes gate and up again.
 Out: what the kernel computes, in the GPU's rounding. Refused: what `ExpertStream` refuses.
 """
@@ -37,12 +37,12 @@ class Streamed:
         return out_TH.to(x_TH.device, x_TH.dtype)
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
-        """Nothing: forward saves hidden states alone."""
+        """Return 0: forward saves only hidden states."""
         return 0
 
 
 def compute(stream: ExpertStream, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-    """The layer's output on the stream's device, differentiable in hidden states, routing weights and factors.
+    """Compute the layer's output on the stream's device, differentiable in hidden states, routing weights and factors.
 
     `(T, H), (T, K) int64, (T, K) -> (T, H)`, each on any device. Raises `IndexError` for an expert that does not exist.
     """
@@ -128,7 +128,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """A pinned copy of what is on a GPU, made beside its other work."""
+    """Copy from a GPU to pinned memory, beside its other work."""
     if x.device.type != "cuda":
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -35,14 +35,14 @@ class ExpertsWeights:
 
     def _stock_tensor(self, name: StockTensor) -> nn.Parameter:
         shape = stock_shape(self.form, name, *self.sizes[:3])
-        if self.packed:  # NaN shows in the results of whoever computes with the stand-in
+        if self.packed:  # NaN shows in the results of any code that computes with it
             tensor = torch.full((), torch.nan, dtype=self.dtype).expand(shape)
         else:
             tensor = torch.zeros(shape, dtype=self.dtype)
         return nn.Parameter(tensor, requires_grad=False)
 
     def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
-        """The (expert, part) pairs that were never loaded, in order of expert."""
+        """Return the (expert, part) pairs that were never loaded, in order of expert."""
         parts = parts_of(self.form)
         return tuple(sorted(self._missing, key=lambda pair: (pair[0], parts.index(pair[1]))))
 
@@ -65,7 +65,7 @@ class ExpertsWeights:
         self._missing.discard((expert, part))
 
     def takes_codes(self, part: ExpertPart, method: str, group: int) -> bool:
-        """Whether the kernel multiplies such codes of a part."""
+        """Return whether the kernel multiplies such codes of a part."""
         return self.packed is not None and self.packed.coding(part) == (method, group) and not self.form.transposed
 
     def load_codes(self, expert: int, part: ExpertPart, codes: Tensor, scales: Tensor) -> None:
@@ -78,11 +78,14 @@ class ExpertsWeights:
         self._missing.discard((expert, part))
 
     def takes_blocks(self, part: ExpertPart, type_name: str) -> bool:
-        """Whether the kernel multiplies a part in GGUF blocks of this type."""
+        """Return whether the kernel multiplies a part in GGUF blocks of this type."""
         return self.packed is not None and self.packed.blocks(part) == type_name
 
     def load_blocks(self, expert: int, part: ExpertPart, blocks: Tensor) -> None:
-        """Store one part from uint8 rows of whole GGUF blocks. Raises `ValueError` for another shape or no blocks."""
+        """Store one part from uint8 rows of whole GGUF blocks, (I, bytes of H weights) or (H, bytes of I weights).
+
+        Raises `ValueError` for another shape, or if the kernel takes no blocks.
+        """
         self._require_packed().load_blocks(expert, part, blocks)
         self._missing.discard((expert, part))
 
@@ -105,7 +108,7 @@ class ExpertsWeights:
         self._missing.clear()
 
     def expert(self, expert: int, part: ExpertPart) -> Tensor:
-        """A copy of one part, in the dtype it is computed in."""
+        """Return a copy of one part, in the dtype it is computed in."""
         if self.packed:
             return self.packed.unpack(expert, part, self._shape(part))
         return self._stock_part(expert, part).clone(memory_format=torch.contiguous_format)
@@ -127,7 +130,7 @@ class ExpertsWeights:
         return (rows,) if part.endswith("_bias") else (rows, columns)
 
     def _stock_part(self, expert: int, part: ExpertPart) -> Tensor:
-        """A view of the stock tensor that holds it."""
+        """Return a view of the stock tensor that holds the part."""
         for name, tensor in self.stock.items():
             held = dict(canonical_parts(self.form, name, tensor.detach()[expert]))
             if part in held:

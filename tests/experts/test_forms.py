@@ -96,7 +96,7 @@ def test_every_part_of_the_form_must_be_loaded() -> None:
 @pytest.mark.parametrize(("part", "lacks"), [("gate", "without a gate"), ("up_bias", "without biases")])
 def test_a_kernel_refuses_parts_it_was_not_built_for(load: Load, part: str, lacks: str) -> None:
     module = load(random_layer(16, 12, 2, 1, 1, form="relu2 ungated"), spec_of(ISAS[0], form="relu2 ungated"))
-    module.form = parse_form("silu biased")
+    module.weights.form = parse_form("silu biased")
     with pytest.raises(ValueError, match=f"this kernel is for experts {lacks}"):
         module.load_expert(0, part, torch.zeros(12, 16) if part == "gate" else torch.zeros(12))  # type: ignore[arg-type]
 

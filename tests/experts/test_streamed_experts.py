@@ -28,8 +28,8 @@ def test_matrices_are_those_that_the_kernel_unpacks(load: Load, form: str) -> No
     stream = ExpertStream(module.weights.packed, module.form, torch.device("cpu"))
     for expert, (gate_up, down, gate_up_bias, down_bias) in stream.each(range(5)):
         assert torch.equal(down, module.expert(expert, "down"))
-        stacked = gate_up.unflatten(0, (-1, 2)).transpose(0, 1)
-        rows = stacked if module.form.interleaved else gate_up.unflatten(0, (-1, 37))
+        alternating = module.form.interleaved
+        rows = gate_up.unflatten(0, (-1, 2)).transpose(0, 1) if alternating else gate_up.unflatten(0, (-1, 37))
         parts = ("gate", "up") if module.form.gated else ("up",)
         for part, found in zip(parts, rows, strict=True):
             assert torch.equal(found, module.expert(expert, part))
