@@ -194,5 +194,7 @@ class FusedMoe(nn.Module):
             lora.down.check("down_proj", self.num_experts, self.intermediate, self.hidden)
 
     def extra_repr(self) -> str:
-        sizes = " ".join(f"{name}={size}," for name, size in self.weights.sizes._asdict().items())
-        return f"{sizes} form={self.form}, {'packed' if self.weights.packed else 'reference'}"
+        return (
+            f"num_experts={self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}, "
+            f"top_k={self.top_k}, form={self.form}, {'packed' if self.weights.packed else 'reference'}"
+        )
