@@ -24,12 +24,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_plan_tells_what_is_kept_and_what_is_dequantised_in_how_many_bytes(tmp_path: Path) -> None:
-    types = {"experts": Type.Q4_1, "down": (Type.Q8_0, Type.Q4_0), "rest": Type.Q8_0}
+    types = {"experts": Type.Q5_0, "down": (Type.Q8_0, Type.Q4_0), "rest": Type.Q8_0}
     folder = gguf_twins.write("qwen3_moe", tmp_path / "model", **types).folder
     plan = analyse(folder, "moe-lora").plan
     told = {(reason.path, reason.text) for reason in plan.reasons if reason.text.startswith("stored as")}
     experts, where = 2 * 2 * 16 * 64 * 64 * 2, "model.layers.[0..1].mlp.experts"
-    assert (where, f"stored as q4_1, dequantised to bf16 at load: {experts:,} bytes") in told
+    assert (where, f"stored as q5_0, dequantised to bf16 at load: {experts:,} bytes") in told
     for layer, name in enumerate(("q8_0", "q4_0")):
         assert (f"model.layers.{layer}.mlp.experts", f"stored as {name}, multiplied as stored") in told
     table = f"stored as q8_0, dequantised to bf16 at load: {512 * 64 * 2:,} bytes"

@@ -31,13 +31,10 @@ from ktc.plan.packed_size import packed_bytes
 
 NAMES = tuple(name for name, row in BLOCKS.items() if row.coded)
 QUANTISED = tuple(name for name in NAMES if BLOCKS[name].quantises)
-# Of gate and up, and of down: every format once, and the pair of most files.
-PAIRS: tuple[tuple[WeightFormat, WeightFormat], ...] = (
-    ("q4_k", "q6_k"),
-    ("q8_0", "q4_0"),
-    ("mxfp4", "q5_k"),
-    ("fp16", "q8_0"),
-)
+# Of gate and up, and of down: the pair of most files, two that can be made of other weights, and every other format.
+MADE: tuple[WeightFormat, WeightFormat] = ("q8_0", "q4_0")
+OTHERS = tuple(name for name in BLOCKS if name not in ("q4_k", "q6_k", *MADE))
+PAIRS = (("q4_k", "q6_k"), MADE, *zip(OTHERS[::2], (OTHERS[1:] + OTHERS[:1])[::2], strict=True))
 # So few rows of an expert are multiplied with the codes themselves, of formats exact in bf16.
 CODE_ROWS = {"avx512_bf16": 6, "amx": 4}
 # Hidden and intermediate in blocks, experts, experts per token, tokens, and how many experts get any.
@@ -253,7 +250,7 @@ def test_an_infinity_stays_one_however_many_tokens_there_are(library: Library, s
 
 @pytest.mark.slow
 def test_weights_of_other_formats_are_quantised_as_the_reference_does(library: Library) -> None:
-    spec = spec_for(ISAS[0], PAIRS[1])
+    spec = spec_for(ISAS[0], MADE)
     layer = layer_for(spec, (3, 2, 2, 1, 1, 2))
     module = module_for(library, spec, layer)
     assert module.takes_blocks("gate", "q8_0")
