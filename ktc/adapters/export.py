@@ -7,7 +7,6 @@ Refused: what reading, placing and the layouts refuse (A601 to A607), and a plac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,10 @@ from ktc.adapters.base_model import BaseModel, find_base, read_base
 from ktc.adapters.factors import FactorReader, Factors
 from ktc.adapters.gguf import read_gguf_adapter, write_gguf
 from ktc.adapters.layouts import place
-from ktc.adapters.new_files import new_file, new_folder, save_tensors
 from ktc.adapters.peft_layouts import written
+from ktc.adapters.save import require_new, save_adapter
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.files import new_folder, refusing, replaced_file
 
 ExportLayout = Literal["per-expert", "peft-fused", "peft-fused-018", "gguf"]
 
@@ -56,16 +56,15 @@ def export(source: Path, layout: ExportLayout, out: Path | None = None, model: P
     named = source if source.name not in ("", "..") else source.resolve()  # `.` has no name to add to
     stem = named.name.removesuffix(".gguf")
     path = out or named.with_name(f"{stem}-lora.gguf" if layout == "gguf" else f"{stem}-{layout}")
+    require_new(path)
     if layout == "gguf":
-        with new_file(path) as beside:
+        with refusing(path), replaced_file(path) as beside:
             count, notes = write_gguf(opened.factors, opened.base, beside), ()
             size = beside.stat().st_size
     else:
         content = written(opened.config, opened.factors, opened.base, layout)
-        with new_folder(path) as beside:
-            text = json.dumps(content.config, indent=2, sort_keys=True) + "\n"
-            (beside / folders.CONFIG).write_text(text, encoding="utf-8")
-            save_tensors(content.tensors, beside / folders.WEIGHTS)
+        with refusing(path), new_folder(path) as beside:
+            save_adapter(beside, content.config, content.tensors)
             size = (beside / folders.WEIGHTS).stat().st_size
         count, notes = len(content.tensors), content.notes
     return Exported(path, opened.layout, layout, len(opened.factors), count, size, notes)

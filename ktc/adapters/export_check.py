@@ -23,13 +23,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ktc import twin, versions
-from ktc.adapters import adapter as folders
 from ktc.adapters.base_model import BaseModel, Target, linears_of, targets_of
 from ktc.adapters.export import Exported, Opened, open_adapter
 from ktc.adapters.factors import Factors, Layout
 from ktc.adapters.layouts import SWAPPED_SINCE
-from ktc.adapters.new_files import save_tensors
 from ktc.adapters.peft_layouts import written
+from ktc.adapters.save import save_adapter
 from ktc.diagnostics import Diagnostic, HostLacks
 
 _PROGRAM = Path(__file__).with_name("stock_logits.py")
@@ -149,8 +148,7 @@ def _save(
     """The cut adapter under the config as it was exported; returns the sum of squares of its tensors."""
     tensors = written(config, factors, base, layout).tensors
     folder.mkdir()
-    (folder / folders.CONFIG).write_text(json.dumps(dict(config)), encoding="utf-8")
-    save_tensors(tensors, folder / folders.WEIGHTS)
+    save_adapter(folder, config, tensors)
     return sum(float(tensor.double().square().sum()) for tensor in tensors.values())
 
 

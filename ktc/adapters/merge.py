@@ -23,11 +23,12 @@ from ktc.adapters.adapter import read_adapter
 from ktc.adapters.base_model import BaseModel, find_base
 from ktc.adapters.factors import FactorReader, Factors, Placed, halves
 from ktc.adapters.layouts import PlacedAdapter, place
-from ktc.adapters.new_files import new_folder
+from ktc.adapters.save import require_new
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.index import INDEX_FILE, CheckpointIndex, open_index
 from ktc.checkpoint.reader import TORCH_DTYPE, TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.files import new_folder, refusing
 from ktc.hf.conversions import Place, Unmappable, placer
 from ktc.model.progress import Progress
 
@@ -65,7 +66,13 @@ def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progres
     index = _original(base)
     placed = place(opened, base)
     additions = plan_additions(placed, index)
-    with new_folder(out) as beside, FactorReader(opened.weights) as factors, TensorReader(base.folder) as reader:
+    require_new(out)
+    with (
+        refusing(out),
+        new_folder(out) as beside,
+        FactorReader(opened.weights) as factors,
+        TensorReader(base.folder) as reader,
+    ):
         writer = _Writer(index, additions, factors, reader, progress or (lambda done, total: None))
         for file in index.files:
             writer.write(file, beside / file)

@@ -16,6 +16,7 @@ from typing import Any
 
 from ktc.bench.report import Report, Row
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+from ktc.files import refusing, replaced_file
 
 _FORMATS = (".png", ".svg")
 _COLORS = [f"C{number}" for number in range(10)] + ["navy", "gold", "black", "teal", "crimson"]
@@ -38,15 +39,9 @@ def draw(report: Report, path: Path) -> None:
     """Writes the picture; a reader never sees half of it. Raises InputRefused (U003)."""
     matplotlib: Any = importlib.import_module("matplotlib")
     figure = _figure(report)
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters stay text: half the bytes
-            figure.savefig(draft, format=path.suffix[1:], bbox_inches="tight", dpi=150)
-        draft.replace(path)
-    except OSError as error:
-        raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {error.strerror}")) from error
-    finally:
-        draft.unlink(missing_ok=True)
+    letters_stay_text = matplotlib.rc_context({"svg.fonttype": "none"})  # half the bytes
+    with refusing(path), replaced_file(path) as beside, letters_stay_text:
+        figure.savefig(beside, format=path.suffix[1:], bbox_inches="tight", dpi=150)
 
 
 def _figure(report: Report) -> Any:

@@ -26,6 +26,7 @@ import typer
 from ktc import diagnostics as words
 from ktc import versions
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
+from ktc.files import refusing, write_file
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -137,11 +138,8 @@ class Session:
         if output is None:
             self._stdout.write(text if text.endswith("\n") else text + "\n")
             return
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InputRefused(Diagnostic("U003", f"cannot write `{output}`: {error.strerror}")) from error
+        with refusing(output):
+            write_file(output, text)
         self.console.print(f"wrote {output}", markup=False)
 
     def stream(self, text: str) -> None:

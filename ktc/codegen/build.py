@@ -31,7 +31,7 @@ from ktc.codegen.self_test_linear import self_test_linear
 from ktc.codegen.toolchain import Toolchain
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.experts.kernel_library import KernelLibrary
-from ktc.files import file_digest
+from ktc.files import file_digest, write_file
 from ktc.host import Host
 from ktc.isa import Isa
 
@@ -172,6 +172,4 @@ def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> P
 
 def _write_record(folder: Path, library: KernelLibrary) -> None:
     entry = {"file": library.path.name, "digest": library.digest, "entries": library.entries}
-    draft = folder / f"{_RECORD}.draft"
-    draft.write_text(json.dumps(entry, indent=1) + "\n", encoding="utf-8")
-    draft.rename(folder / _RECORD)
+    write_file(folder / _RECORD, json.dumps(entry, indent=1) + "\n")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.dsl.loader import SUFFIX, read_text
 from ktc.dsl.parser import parse
 from ktc.dsl.printer import print_module
+from ktc.files import refusing, write_file
 
 
 def format_text(text: str, file: str) -> str:
@@ -44,20 +43,6 @@ def format_file(path: Path, *, write: bool) -> bool:
     if wanted == text:
         return False
     if write:
-        _replace(path.resolve(), wanted)
+        with refusing(path, "E011"):
+            write_file(path, wanted)
     return True
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a temporary file and rename it. Raises InputRefused (E011) and removes the temporary file."""
-    beside: Path | None = None
-    try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", newline="\n", dir=path.parent, delete=False) as file:
-            beside = Path(file.name)
-            file.write(text)
-        beside.chmod(path.stat().st_mode)
-        os.replace(beside, path)
-    except OSError as error:
-        if beside is not None:
-            beside.unlink(missing_ok=True)
-        raise InputRefused(Diagnostic("E011", f"`{path}` cannot be written: {error.strerror}")) from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from ktc.decode import has_lone_surrogate
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.files import write_whole
+from ktc.files import refusing, write_file
 from ktc.generate.answers import Pace, Sampling, answer_all, set_seed
 from ktc.generate.language_model import LanguageModel
 from ktc.generate.prompts import ADDED, Prompt, Row, render, require_fit
@@ -66,7 +66,5 @@ def require_writable(path: Path) -> None:
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write all rows atomically. Raises InputRefused (U003)."""
-    try:
-        write_whole(path, jsonl(rows))
-    except OSError as error:
-        raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {error.strerror}")) from error
+    with refusing(path):
+        write_file(path, jsonl(rows))

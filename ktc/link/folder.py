@@ -6,7 +6,6 @@ is there already, a place that cannot be written, a disk that is full.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import importlib.util
@@ -16,16 +15,16 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.files import flush
+from ktc.files import exchange as _exchange
+from ktc.files import finish_folder, flush
 
 _MARK = "ktc.json"  # what tells a compiled model from any other folder
 _OLD = "-old"  # what OUT is called while a system that cannot swap folders replaces it
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def check_out(out: Path, force: bool = False) -> None:
@@ -165,9 +164,7 @@ def _swept(out: Path) -> Generator[Path]:
 
 def _fill_and_rename(beside: Path, out: Path, fill: Callable[[Path], None]) -> None:
     fill(beside)
-    beside.chmod(0o755)
-    for path in _bottom_up(beside):
-        flush(path)
+    finish_folder(beside)
     _replace(beside, out)
     flush(out.parent)
 
@@ -178,17 +175,6 @@ def _replace(beside: Path, out: Path) -> None:
         os.rename(beside, out)
     elif not _exchange(beside, out):
         _replace_in_two_steps(beside, out)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step. False where the system or the file system cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    done = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    if done != 0 and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOTSUP):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return done == 0
 
 
 def _replace_in_two_steps(beside: Path, out: Path) -> None:
@@ -218,9 +204,3 @@ def _sweep(out: Path) -> None:
             os.rename(left, out)
         else:
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _bottom_up(folder: Path) -> Iterator[Path]:
-    for parent, _, files in os.walk(folder, topdown=False):
-        yield from (Path(parent) / file for file in files)
-        yield Path(parent)

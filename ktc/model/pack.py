@@ -25,6 +25,7 @@ from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
+from ktc.files import remove_unfinished
 from ktc.model import load, load_as, packed_file, packed_store, weight_store
 from ktc.model.compiled_model import compiled_class
 from ktc.model.finite_weights import is_finite, not_finite
@@ -142,8 +143,7 @@ def _sole_writer(store: Path) -> Generator[None]:
             message = f"another process is packing into `{store}`"
             raise InputRefused(Diagnostic("L445", message, hint="wait for it to end")) from error
         with _told_of_writes(store):
-            for left in store.glob(".*.writing"):
-                left.unlink()
+            remove_unfinished(store)
             yield
     finally:
         os.close(lock)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ktc.decode import Undecodable, decode, read_json
-from ktc.files import flush
+from ktc.files import replaced_file
 
 SCHEMA: Final = 1
 DATA: Final = 2 << 20  # the packed bytes begin on a huge page, in the file as in memory
@@ -75,27 +75,23 @@ def write(path: Path, make_header: Callable[[str], Header], data: memoryview, wr
 
     `wrote` is told the bytes of each piece. Raises `OSError`; whatever it raises, nothing is left at `path` or beside.
     """
-    beside = path.with_name(f".{path.name}.writing")
-    try:
-        with beside.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-            descriptor = file.fileno()
-            _reserve(descriptor, len(data))
-            digests: list[bytes] = []
-            position = DATA
-            for piece in _pieces(data):
-                hashed = pool.submit(_sha256, piece)  # beside the write: neither holds the interpreter
-                _write_all(descriptor, piece, position)
-                digests.append(hashed.result())
-                position += len(piece)
-                wrote(len(piece))
-            header = make_header(content_digest(digests))
-            _write_all(descriptor, memoryview(_encoded(header)), 0)
-            os.fsync(descriptor)
-        os.rename(beside, path)
-        flush(path.parent)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    with (
+        replaced_file(path) as beside,
+        beside.open("wb", buffering=0) as file,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        descriptor = file.fileno()
+        _reserve(descriptor, len(data))
+        digests: list[bytes] = []
+        position = DATA
+        for piece in _pieces(data):
+            hashed = pool.submit(_sha256, piece)  # beside the write: neither holds the interpreter
+            _write_all(descriptor, piece, position)
+            digests.append(hashed.result())
+            position += len(piece)
+            wrote(len(piece))
+        header = make_header(content_digest(digests))
+        _write_all(descriptor, memoryview(_encoded(header)), 0)
     return header
 
 

@@ -21,7 +21,7 @@ from ktc import versions
 from ktc.checkpoint import CheckpointIndex, WeightSource
 from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.files import flush
+from ktc.files import write_file
 from ktc.model import packed_file
 from ktc.model.manifest import Manifest, Rewrite
 from ktc.model.packed_file import Damaged, Header, Origin
@@ -186,12 +186,7 @@ def make_index(headers: Sequence[Header], checkpoint: str) -> PackedIndex:
 
 def write_index(folder: Path, index: PackedIndex) -> None:
     """Write `packed.json`, whole or not at all. Raises `OSError`."""
-    path = folder / FOLDER / INDEX
-    beside = path.with_name(f".{INDEX}.writing")
-    beside.write_text(json.dumps(asdict(index), indent=1) + "\n", encoding="utf-8")
-    flush(beside)
-    beside.rename(path)
-    flush(path.parent)
+    write_file(folder / FOLDER / INDEX, json.dumps(asdict(index), indent=1) + "\n")
 
 
 def _checked_header(folder: Path, entry: PackedFile) -> Header:

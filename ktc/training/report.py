@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ktc import host, versions
 from ktc.experts.module import FusedMoe
-from ktc.files import write_whole
+from ktc.files import write_file
 from ktc.training import run_report
 from ktc.training.phases import PhaseClock, StepTimes
 from ktc.training.private_api import observe_steps
@@ -138,7 +138,7 @@ class KTReport(TrainerCallback):
 def write_report(folder: Path, report: RunReport) -> None:
     """Writes `ktc_report.json` into the folder, in place of one that is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / run_report.FILE, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
+    write_file(folder / run_report.FILE, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
 
 
 def report_of(trainer: Any) -> KTReport:

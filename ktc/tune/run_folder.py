@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from ktc.checkpoint.header import HeaderRefused, read_header
 from ktc.diagnostics import Diagnostic, InputRefused, listing
-from ktc.files import write_whole
+from ktc.files import move_file, write_file
 from ktc.tune.settings import TrainSettings
 
 SETTINGS = "train.yaml"
@@ -52,7 +52,7 @@ class RunFolder:
 
     def keep_settings(self, settings: TrainSettings) -> None:
         """Write `train.yaml`, which marks the folder as a run's."""
-        write_whole(self.path / SETTINGS, settings.to_yaml())
+        write_file(self.path / SETTINGS, settings.to_yaml())
 
     def keep_adapter(self, model: Any) -> None:
         """Save a PEFT model's adapter, each file atomically and the config last."""
@@ -60,7 +60,7 @@ class RunFolder:
         try:
             model.save_pretrained(str(draft))
             for file in sorted(draft.iterdir(), key=lambda each: each.suffix == ".json"):
-                file.replace(self.path / file.name)
+                move_file(file, self.path / file.name)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 

@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ktc import resources
-from ktc.files import write_whole
+from ktc.files import write_file
 from ktc.training.phases import PHASES
 from ktc.training.run_report import Logged, RunReport
 from ktc.tune.settings import TrainSettings
@@ -34,8 +34,8 @@ def write_page(folder: Path, report: RunReport, data: PreparedData, settings: Tr
     """Write both files. Without matplotlib the page has no plot, and there is no second file."""
     plot = loss_plot(report.history)
     if plot:
-        write_whole(folder / PLOT, plot)
-    write_whole(folder / PAGE, page(report, data, settings, plot))
+        write_file(folder / PLOT, plot)
+    write_file(folder / PAGE, page(report, data, settings, plot))
 
 
 def page(report: RunReport, data: PreparedData, settings: TrainSettings, plot: str = "") -> str:

@@ -7,9 +7,6 @@ LM family.
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, suggest
+from ktc.files import new_folder
 from ktc.twin.build import build
 from ktc.twin.families import default_config
 from ktc.twin.shrink import shrink
@@ -88,15 +86,11 @@ def write(name: str, cache_dir: Path) -> Path:
     if folder.is_dir():
         return folder
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache_dir))
-        try:
+        with new_folder(folder) as beside:
             _write_checkpoint(name, beside)
-            beside.chmod(0o755)
-            _move_into_place(beside, folder)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
+        if folder.is_dir():  # another process was first, with the same content
+            return folder
         message = f"the small twin cannot be written to `{cache_dir}`: {error.strerror or error}"
         hint = "set another cache folder with `KTC_CACHE_DIR`"
         raise HostLacks(Diagnostic("H229", message, hint=hint)) from error
@@ -108,14 +102,6 @@ def _recipe_digest() -> str:
 
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files) + __version__.encode()).hexdigest()[:10]
-
-
-def _move_into_place(beside: Path, folder: Path) -> None:
-    try:
-        os.rename(beside, folder)
-    except OSError:
-        if not folder.is_dir():  # otherwise another process has written the same content
-            raise
 
 
 def _write_checkpoint(name: str, folder: Path) -> None:

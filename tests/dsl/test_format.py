@@ -124,7 +124,7 @@ def test_a_layout_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, m
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.replace", refuse)
+    monkeypatch.setattr("os.rename", refuse)
     with pytest.raises(InputRefused) as refusal:
         format_file(path, write=True)
     assert refusal.value.diagnostics[0].code == "E011"
