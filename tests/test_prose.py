@@ -36,6 +36,7 @@ HELD = (
     "ktc/checkpoint",
     "ktc/dsl",
     "ktc/evaluate",
+    "ktc/explain",
     "ktc/generate",
     "ktc/graph",
     "ktc/hf",
