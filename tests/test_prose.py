@@ -31,6 +31,7 @@ HELD = (
     "docs/training.md",
     "docs/using.md",
     "grammar",
+    "ktc/bench",
     "ktc/capture",
     "ktc/census",
     "ktc/checkpoint",
