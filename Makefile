@@ -35,20 +35,27 @@ check: $(READY)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 
-# Two runs side by side: what computes with kernels and whole models, and all else. What the first one says is shown
-# when both are done. Each has one OpenMP thread, for a second one would spin on the other run's core.
-COMPUTING = tests/end_to_end tests/experts tests/linears tests/codegen tests/training tests/tune tests/adapters tests/generate tests/evaluate tests/learning
-QUICK = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not full"
-test: check
+# The quick tests and, beside them, the static checks, whose output is shown if they fail. ROOM=experts runs the quick
+# tests of one room alone. Each worker has one OpenMP thread: a second one would spin on the core of another worker.
+# Python keeps its bytecode, or every child process would compile torch and transformers anew.
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
+PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+QUICK = $(PYTEST) -m "not slow and not full" --numprocesses $(WORKERS) --dist worksteal
+test: $(READY)
+ifdef ROOM
+	@$(QUICK) tests/$(ROOM)
+else
 	@mkdir -p build
-	@$(QUICK) $(COMPUTING) > build/test-computing.log 2>&1 & computing=$$!; \
-	$(QUICK) $(COMPUTING:%=--ignore=%); rest=$$?; \
-	wait $$computing; status=$$?; cat build/test-computing.log; test $$rest -eq 0 -a $$status -eq 0
+	@echo "the static checks run beside the tests: build/check.log"
+	@$(MAKE) --no-print-directory check > build/check.log 2>&1 & checks=$$!; \
+	$(QUICK); tests=$$?; \
+	wait $$checks || { cat build/check.log; echo "the static checks failed"; exit 1; }; exit $$tests
+endif
 
-# Everything: slow tests, the census of all families, LLaMA-Factory in its own environment, and those that lean on
-# the supported packages with their oldest and newest versions.
+# Everything: slow tests with the compiler's flags of the product, the census of all families, LLaMA-Factory in its own
+# environment, and those that lean on the supported packages with their oldest and newest versions.
 test-all: check versions lf-environment
-	$(BIN)/python -m pytest -m ""
+	$(PYTEST) -m "" --optimised
 
 # The tests that lean on torch, transformers and peft, with the oldest and the newest supported, each in build/versions.
 versions: $(READY)

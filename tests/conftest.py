@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import cached_compiler
 import pytest
-from places import GOLDEN, TESTS
+from filelock import FileLock
+from places import GOLDEN, OBJECTS, TESTS
+
+if TYPE_CHECKING:
+    from ktc.codegen.render import KernelSource
+    from ktc.experts.kernel_library import KernelLibrary
 
 if TYPE_CHECKING:
     from ktc.codegen.render import KernelSource
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files with what the code gives now")
+    parser.addoption("--optimised", action="store_true", help="build kernels with the flags of the product, not at -O1")
 
 
 @pytest.fixture
@@ -65,18 +73,17 @@ def compiled(checkpoint: Path, hand_made: ModuleType, tmp_path_factory: pytest.T
 
 
 @pytest.fixture(scope="session")
-def compiled_twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`compiled_twin(model, rules, device)` compiles once and returns OUT; the package has a name of its own."""
+def compiled_twin(run_folder: Path) -> Callable[..., Path]:
+    """`compiled_twin(model, rules, device)` compiles once per run and returns OUT; the package has a name of its own."""
     import ktc
 
-    made: dict[tuple[str, str, str], Path] = {}
-    folder = tmp_path_factory.mktemp("compiled")
+    folder = run_folder / "compiled"
+    folder.mkdir(exist_ok=True)
 
     def compile_once(model: str, rules: str, device: str = "cpu") -> Path:
-        if (model, rules, device) not in made:
-            name = f"e2e_{model.rpartition(':')[2]}_{rules}_{device}".replace("-", "_")
-            made[model, rules, device] = ktc.compile(model, rules, folder / name, settings={"device": device})
-        return made[model, rules, device]
+        out = folder / f"e2e_{model.rpartition(':')[2]}_{rules}_{device}".replace("-", "_")
+        with FileLock(out.with_suffix(".lock")):
+            return out if out.is_dir() else ktc.compile(model, rules, out, settings={"device": device})
 
     return compile_once
 
@@ -100,12 +107,52 @@ def adapter(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A temporary folder that the worker processes of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_cache(run_folder: Path) -> Iterator[None]:
     """Twins and kernels are cached for this run only: tests neither use nor touch the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KTC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("KTC_CACHE_DIR", str(run_folder / "cache"))
         yield
+
+
+@pytest.fixture(scope="session")
+def compilers(run_folder: Path) -> dict[str, str]:
+    """The stand-ins for the C++ compiler, `quick` at -O1 and `optimised` as the product builds; none without one."""
+    from ktc.host import find_compiler
+
+    real = find_compiler()
+    if real is None:
+        return {}
+    cached_compiler.remove_unused(OBJECTS)
+    return {
+        kind: str(cached_compiler.installed(run_folder / kind, real.path, real.version, OBJECTS, flag))
+        for kind, flag in (("quick", "-O1"), ("optimised", "-O3"))
+    }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cached_compiler(compilers: dict[str, str], request: pytest.FixtureRequest) -> Iterator[None]:
+    """Objects are kept between runs (`tests/support/cached_compiler.py`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        if compilers:
+            patch.setenv("CXX", compilers["optimised" if request.config.getoption("--optimised") else "quick"])
+        yield
+
+
+@pytest.fixture
+def optimised(compilers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler makes of a kernel is the subject: the flags of the product."""
+    if compilers:
+        monkeypatch.setenv("CXX", compilers["optimised"])
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +177,25 @@ def _repaired_transformers() -> None:
 
     block = modeling_deepseek_v2.DeepseekV2Moe
     block.num_experts = property(lambda self: self.experts.num_experts)
+
+
+@pytest.fixture(scope="session")
+def kernel_source() -> KernelSource:
+    """The source of the kernels that most tests share."""
+    from kernel_layers import SPECS
+
+    from ktc.codegen.render import render
+
+    return render(SPECS, dict.fromkeys(SPECS, "tests/conftest.py:1:1"))
+
+
+@pytest.fixture(scope="session")
+def kernels(kernel_source: KernelSource) -> KernelLibrary:
+    """Their library, built once per run."""
+    from ktc import host
+    from ktc.codegen.build import build
+
+    return build(kernel_source, host.detect())
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The limits of this machine: multiply-adds on registers alone, and sequential reads of memory.
+"""What this machine can do at most: multiply-adds on registers alone, and reading memory in order.
 
 In: an instruction set and a number of threads. Out: GFLOP/s and GB/s by the clock that candidates are measured with.
 The loops are `runtime/include/ktc/machine_peak.hpp`, compiled here in about a second.
@@ -101,7 +101,7 @@ class Limits:
 
 
 def _last_level_cache() -> int:
-    """Return the bytes, 0 if the system does not report them."""
+    """Bytes, 0 where the system does not tell."""
     sizes = (path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     found = (re.fullmatch(r"(\d+)K", size.strip()) for size in sizes)
     return max((int(size[1]) * 1024 for size in found if size), default=0)

@@ -1,11 +1,11 @@
-"""Layers of the session's kernel library (`tests/conftest.py`)."""
+"""Layers of the kernels that most tests share (`tests/conftest.py`)."""
 
 from __future__ import annotations
 
 import pytest
-from kernel_layers import Layer, Load
+from kernel_layers import SLOW_SPECS, SPECS, Layer, Load, built
 
-from ktc.experts.kernel_library import KernelLibrary
+from ktc.experts.kernel_library import Kernel, KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.experts.stock_layout import canonical_parts
 from ktc.plan.kernel_spec import KernelSpec
@@ -15,6 +15,9 @@ from ktc.plan.kernel_spec import KernelSpec
 def load(kernels: KernelLibrary) -> Load:
     """`load(layer, spec, **options)` is a `FusedMoe` holding the layer's weights; `spec=None` is the reference."""
 
+    def kernel_of(spec: KernelSpec) -> Kernel:
+        return (kernels if spec in SPECS else built(SLOW_SPECS)).kernel(spec.entry)
+
     def make(layer: Layer, spec: KernelSpec | None, **options: object) -> FusedMoe:
         module = FusedMoe(
             layer.num_experts,
@@ -22,7 +25,7 @@ def load(kernels: KernelLibrary) -> Load:
             layer.intermediate,
             layer.top_k,
             layer.form,
-            kernel=kernels.kernel(spec.entry) if spec else None,
+            kernel=kernel_of(spec) if spec else None,
             **options,  # type: ignore[arg-type]
         )
         for name, tensor in layer.stock.items():

@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from kernel_layers import ISAS, Layer, error, random_layer, run, spec_of
+from kernel_layers import ISAS, Layer, built, error, random_layer, run, spec_of
 from lora_layers import adapt, assert_close, run_adapted
 from torch import Tensor
 
 from ktc import host
 from ktc.codegen import toolchain
-from ktc.codegen.build import build
-from ktc.codegen.render import render
 from ktc.experts.block_reference import dequantise_blocks, quantise_blocks, random_blocks
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
@@ -60,19 +58,9 @@ Library = Callable[[KernelSpec], KernelLibrary]
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+def library() -> Library:
     """The library of a spec: one for the quick ones, another for the others, each built when it is first asked for."""
-    built: dict[bool, KernelLibrary] = {}
-
-    def of(spec: KernelSpec) -> KernelLibrary:
-        quick = spec in QUICK
-        if quick not in built:
-            specs = tuple(QUICK if quick else SLOW)
-            folder = tmp_path_factory.mktemp("kernels")
-            built[quick] = build(render(specs, dict.fromkeys(specs, "test")), host.detect(), folder)
-        return built[quick]
-
-    return of
+    return lambda spec: built(tuple(QUICK if spec in QUICK else SLOW))
 
 
 def layer_for(spec: KernelSpec, shape: tuple[int, ...]) -> Layer:

@@ -14,13 +14,11 @@ from typing import Final
 
 import pytest
 import torch
-from kernel_layers import ISAS, Layer, random_layer, spec_of
+from kernel_layers import ISAS, Layer, built, random_layer, spec_of
 from lora_layers import Adapted, adapt, run_adapted
 from torch import Tensor
 
 from ktc import host
-from ktc.codegen.build import build
-from ktc.codegen.render import render
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.experts.quantised_reference import quantise
@@ -53,8 +51,8 @@ BOUNDS: Final = (3e-3, 4e-3, 5e-3, 5e-3, 5e-3, 5e-3, 5e-3)  # output, hidden sta
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    return build(render(SPECS, dict.fromkeys(SPECS, "grid")), host.detect(), tmp_path_factory.mktemp("kernels"))
+def library() -> KernelLibrary:
+    return built(SPECS)
 
 
 @dataclass(slots=True)

@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_layers import ISAS, Layer, error, random_layer, run, spec_of
+from kernel_layers import ISAS, Layer, built, error, quick_or_slow, random_layer, run, spec_of
 from lora_layers import adapt, assert_close, run_adapted
 from torch import Tensor
 
 from ktc import host
-from ktc.codegen.build import build
-from ktc.codegen.render import render
 from ktc.experts.form import ExpertsForm
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
@@ -30,6 +28,8 @@ INT4 = {f"int4 {GROUPS[isa]} {isa}": spec_of(isa, codes=("int4", GROUPS[isa])) f
 BIASED = spec_of(ISAS[0], form="relu2 ungated biased", codes=("int4", 128))
 FP8 = {f"fp8 {isa}": spec_of(isa, codes=("fp8", 128)) for isa in ("avx512_bf16", "avx2", "scalar") if isa in ISAS}
 SPECS = {**INT4, "int4 128 relu2 ungated biased": BIASED, **FP8}
+# Both formats with the best instruction set, and each with a lesser one.
+QUICK = {next(iter(INT4)), "int4 128 avx2", "fp8 avx512_bf16", "fp8 scalar"}
 # So few rows of an expert are multiplied with the codes themselves where the ISA has bf16 products. Those are products
 # of code x scale as it is; of more rows, and of all gradients, products of its rounding to bf16.
 CODE_ROWS = 6
@@ -45,13 +45,13 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    specs = tuple(SPECS.values())
-    return build(render(specs, dict.fromkeys(specs, "test")), host.detect(), tmp_path_factory.mktemp("kernels"))
+@pytest.fixture
+def library(request: pytest.FixtureRequest) -> KernelLibrary:
+    slow = request.node.get_closest_marker("slow")
+    return built(tuple(spec for name, spec in SPECS.items() if slow or name in QUICK))
 
 
-@pytest.fixture(params=SPECS.values(), ids=SPECS.keys())
+@pytest.fixture(params=[quick_or_slow(spec, name in QUICK, id=name) for name, spec in SPECS.items()])
 def spec(request: pytest.FixtureRequest) -> KernelSpec:
     return request.param
 

@@ -8,12 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_layers import ISAS, Layer, error, random_layer, run, spec_of
+from kernel_layers import ISAS, Layer, built, error, random_layer, run, spec_of
 from torch import Tensor
 
 from ktc import host
-from ktc.codegen.build import build
-from ktc.codegen.render import render
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.lora import ExpertsLora, Lora
 from ktc.experts.module import FusedMoe
@@ -42,8 +40,8 @@ Make = Callable[..., FusedMoe]
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    return build(render(SPECS, dict.fromkeys(SPECS, "test")), host.detect(), tmp_path_factory.mktemp("kernels"))
+def library() -> KernelLibrary:
+    return built(SPECS)
 
 
 @pytest.fixture(scope="module")

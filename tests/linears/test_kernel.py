@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_layers import ISAS as HOST_ISAS
-from kernel_layers import error
+from kernel_layers import built, error, quick_or_slow
 from torch import Tensor
 from torch.nn import functional
 
 from ktc import host
 from ktc.codegen import self_test_linear
-from ktc.codegen.build import build
 from ktc.codegen.render import KernelSource, render
 from ktc.diagnostics import KtcError
 from ktc.experts.kernel_library import KernelLibrary
@@ -24,7 +23,9 @@ from ktc.plan.linear_spec import ISAS, LinearSpec
 
 USABLE = tuple(isa for isa in ISAS if isa in HOST_ISAS)
 SPECS = tuple(LinearSpec("linear", dtype, isa) for isa in USABLE for dtype in ("bf16", "fp16", "fp32"))
-NAMES = [spec.entry for spec in SPECS]
+# Every dtype with the best instruction set, and one with every other.
+QUICK = (*SPECS[:3], *SPECS[4::4])
+EACH = [quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in SPECS]
 BOUNDS = {"bf16": 3e-3, "fp16": 1e-3, "fp32": 1e-6}
 # Outputs and inputs: whole lanes, one number short and beyond, less than lanes, more than a worker takes at once.
 SHAPES = ((64, 96), (37, 70), (1, 1), (5, 15), (17, 16), (16, 17), (130, 33), (3, 1000))
@@ -32,12 +33,12 @@ SHAPES = ((64, 96), (37, 70), (1, 1), (5, 15), (17, 16), (16, 17), (130, 33), (3
 
 @pytest.fixture(scope="module")
 def source() -> KernelSource:
-    return render(SPECS, dict.fromkeys(SPECS, "tests/linears/test_kernel.py:1:1"))
+    return render(QUICK, dict.fromkeys(QUICK, "tests/linears/test_kernel.py:1:1"))
 
 
-@pytest.fixture(scope="module")
-def library(source: KernelSource, tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    return build(source, host.detect(), tmp_path_factory.mktemp("linear"))
+@pytest.fixture
+def library(request: pytest.FixtureRequest) -> KernelLibrary:
+    return built(SPECS if request.node.get_closest_marker("slow") else QUICK)
 
 
 def gemv(library: KernelLibrary, spec: LinearSpec, threads: int = 1) -> Gemv:
@@ -52,7 +53,7 @@ def layer(spec: LinearSpec, rows: int, outputs: int, inputs: int, seed: int = 0)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=NAMES)
+@pytest.mark.parametrize("spec", EACH)
 def test_the_output_is_that_of_the_product_in_fp64(
     library: KernelLibrary, spec: LinearSpec, shape: tuple[int, int]
 ) -> None:
@@ -65,7 +66,7 @@ def test_the_output_is_that_of_the_product_in_fp64(
             assert rows == 0 or error(found, expected) <= BOUNDS[spec.dtype]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=NAMES)
+@pytest.mark.parametrize("spec", EACH)
 def test_neither_threads_nor_other_rows_change_a_bit(
     library: KernelLibrary, spec: LinearSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ def test_neither_threads_nor_other_rows_change_a_bit(
         assert torch.equal(gemv(library, spec)(x[row : row + 1], weight, bias)[0], alone[row]), row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_every_instruction_set_gives_nearly_the_same(library: KernelLibrary, dtype: str) -> None:
     specs = [spec for spec in SPECS if spec.dtype == dtype]
@@ -88,7 +90,7 @@ def test_every_instruction_set_gives_nearly_the_same(library: KernelLibrary, dty
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("spec", SPECS, ids=NAMES)
+@pytest.mark.parametrize("spec", EACH)
 def test_what_is_not_finite_spreads_as_in_pytorch(library: KernelLibrary, spec: LinearSpec, value: float) -> None:
     x, weight, bias = layer(spec, 3, 37, 70)
     clean = gemv(library, spec)(x, weight, bias)
@@ -104,7 +106,7 @@ def test_what_is_not_finite_spreads_as_in_pytorch(library: KernelLibrary, spec: 
 
 
 def test_what_is_too_large_for_fp16_becomes_infinite(library: KernelLibrary) -> None:
-    for spec in (spec for spec in SPECS if spec.dtype == "fp16"):
+    for spec in (spec for spec in QUICK if spec.dtype == "fp16"):
         x, weight = torch.full((2, 40), 200.0).half(), torch.full((3, 40), 60.0).half()
         found = gemv(library, spec)(torch.stack([x[0], -x[1]]), weight, None)
         assert found.tolist() == [[float("inf")] * 3, [float("-inf")] * 3]
@@ -113,13 +115,13 @@ def test_what_is_too_large_for_fp16_becomes_infinite(library: KernelLibrary) -> 
 
 
 def test_weights_need_no_alignment(library: KernelLibrary) -> None:
-    for spec in SPECS:
+    for spec in QUICK:
         x, weight, bias = layer(spec, 2, 9, 50)
         shifted = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(9, 50)
         assert torch.equal(gemv(library, spec)(x, shifted, bias), gemv(library, spec)(x, weight, bias))
 
 
-@pytest.mark.parametrize("spec", SPECS[:3], ids=NAMES[:3])
+@pytest.mark.parametrize("spec", EACH[:3])
 def test_a_layer_takes_the_kernel_for_few_rows_without_gradients_only(library: KernelLibrary, spec: LinearSpec) -> None:
     linear = torch.nn.Linear(70, 37, dtype=DTYPES[spec.dtype]).requires_grad_(False)
     decode = gemv(library, spec)
@@ -172,7 +174,7 @@ def test_a_wrong_kernel_is_found(library: KernelLibrary, monkeypatch: pytest.Mon
 
 
 def test_rendering_depends_on_neither_order_nor_repeats(source: KernelSource, tmp_path: Path) -> None:
-    again = render((*reversed(SPECS), SPECS[0]), dict.fromkeys(SPECS, "tests/linears/test_kernel.py:1:1"))
+    again = render((*reversed(QUICK), QUICK[0]), dict.fromkeys(QUICK, "tests/linears/test_kernel.py:1:1"))
     assert again == source
     other = replace(SPECS[0], dtype="fp32")
     assert render([other], {}).entries == ((other.entry, "fp32"),)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from ktc import host
+from ktc.codegen.build import build
+from ktc.codegen.render import render
 from ktc.experts.form import ExpertsForm, parse_form
+from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.experts.reference import fused_moe_reference
 from ktc.experts.stock_layout import StockTensor, stock_names, stock_shape
 from ktc.formats import WeightFormat
 from ktc.isa import Isa
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
+from ktc.plan.linear_spec import LinearSpec
 
 ISAS: tuple[Isa, ...] = tuple(isa for isa in host.detect().isas if isa in KERNELS)
 # Hidden, intermediate, experts, experts per token of the one kernel whose sizes are constants: no multiples of a panel.
@@ -31,6 +38,10 @@ FORMS = (
     "relu2 ungated",
     "silu ungated biased transposed",
 )
+# What the quick tests build: every form with the host's best instruction set, two forms with every other, and four of
+# the scalar kernels in float64. The slow tests build each form with each instruction set.
+EVERYWHERE = (FORMS[0], FORMS[1])
+EXACT = (FORMS[0], FORMS[1], FORMS[5], FORMS[6])
 Dtype = Literal["bf16", "fp32", "fp64"]
 
 
@@ -47,12 +58,39 @@ def spec_of(
     return KernelSpec("fused_moe", *sizes, dtype, stored, stored, isa, asked.activation, **settings)
 
 
+def is_quick(isa: Isa, form: str) -> bool:
+    return isa == ISAS[0] or form in EVERYWHERE
+
+
 SPECS = (
-    *(spec_of(isa, form=form) for isa in ISAS for form in FORMS),
-    *(spec_of("scalar", "fp64", form) for form in FORMS),
+    *(spec_of(isa, form=form) for isa in ISAS for form in FORMS if is_quick(isa, form)),
+    *(spec_of("scalar", "fp64", form) for form in EXACT),
     spec_of("scalar", "fp32", "gelu"),
     spec_of(ISAS[0], sizes=CONSTANT),
 )
+SLOW_SPECS = (
+    *(spec_of(isa, form=form) for isa in ISAS for form in FORMS if not is_quick(isa, form)),
+    *(spec_of("scalar", "fp64", form) for form in FORMS if form not in EXACT),
+)
+# Values of `parametrize`: those that need one of `SLOW_SPECS` are marked so.
+EXACT_FORMS = [form if form in EXACT else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+
+
+def isas_with(*forms: str) -> list[ParameterSet]:
+    """Every instruction set with each of these forms."""
+    pairs = ((isa, form) for isa in ISAS for form in forms)
+    return [pytest.param(*pair, marks=() if is_quick(*pair) else pytest.mark.slow) for pair in pairs]
+
+
+@cache
+def built(specs: tuple[KernelSpec | LinearSpec, ...]) -> KernelLibrary:
+    """Their library, built once per run: later builds, also of other processes, find it in the run's cache."""
+    return build(render(specs, dict.fromkeys(specs, "test")), host.detect())
+
+
+def quick_or_slow(value: object, quick: bool, **options: Any) -> ParameterSet:
+    """A value of `parametrize`, marked slow unless it is one of the sample that the quick tests take."""
+    return pytest.param(value, marks=() if quick else pytest.mark.slow, **options)
 
 
 @dataclass(frozen=True, slots=True)
