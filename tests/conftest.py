@@ -74,7 +74,7 @@ def compiled(checkpoint: Path, hand_made: ModuleType, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="session")
 def compiled_twin(run_folder: Path) -> Callable[..., Path]:
-    """`compiled_twin(model, rules, device)` compiles once per run and returns OUT; the package has a name of its own."""
+    """`compiled_twin(model, rules, device)` compiles once per run and returns OUT, a package with its own name."""
     import ktc
 
     folder = run_folder / "compiled"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
+from work import calls
 
 from ktc.checkpoint import TensorEntry, stored_weights
 from ktc.checkpoint.module_names import UnreadablePattern, read_names
@@ -189,6 +189,5 @@ def test_any_other_pattern_is_refused_with_words(pattern: str) -> None:
 )
 def test_no_pattern_takes_long(pattern: str, name: str) -> None:
     names = read_names([f"re:{pattern}"])
-    start = time.process_time()
     assert names.entry_for(name) is None
-    assert time.process_time() - start < 2
+    calls(lambda: names.entry_for(name), most=1_000_000)

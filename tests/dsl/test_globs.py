@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
+from work import calls
 
 from ktc.dsl.globs import GlobError, compile_glob, matches
 
@@ -64,6 +63,6 @@ def test_a_malformed_glob_is_refused_at_its_fault(glob: str, offset: int) -> Non
 
 
 def test_the_worst_globs_are_still_fast() -> None:
-    started = time.process_time()
-    assert not matches(".".join(["**", "*a*a*a*a"] * 15), ".".join(["a" * 60 + "b"] * 60))
-    assert time.process_time() - started < 1.0
+    glob, name = ".".join(["**", "*a*a*a*a"] * 15), ".".join(["a" * 60 + "b"] * 60)
+    assert not matches(glob, name)
+    calls(lambda: matches(glob, name), most=20_000)  # about 4,000

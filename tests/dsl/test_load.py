@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
+from work import calls
 
 from ktc import dsl, resources
 from ktc.diagnostics import Diagnostic, InputRefused, render
@@ -103,14 +103,12 @@ def test_the_shipped_programs_say_what_they_should() -> None:
     assert [rule.actions[0].on for rule in general.rules if rule.name == "opaque"] == [(("experts",),)]
 
 
-def test_the_shipped_programs_are_checked_quickly() -> None:
-    """Prints what `benchmarks/check.py` measures; the clock of a busy machine is nothing to assert on."""
+def test_the_shipped_programs_are_checked_with_little_work() -> None:
+    """`benchmarks/check.py` measures the time."""
     programs = sorted(path.stem for path in resources.rules().glob("*.ktr"))
     dsl.load(programs[0])  # reads the grammar
     for name in programs:
-        started = time.process_time()
-        dsl.load(name)
-        print(f"{name}: {1000 * (time.process_time() - started):.0f} ms")
+        calls(lambda name=name: dsl.load(name), most=1_500_000)
 
 
 # Settings --------------------------------------------------------------------------------------------------------
@@ -197,17 +195,17 @@ def test_deeply_nested_patterns_are_refused(tmp_path: Path) -> None:
     assert found[0].code == "E013"
 
 
-def test_large_programs_are_checked_or_refused_in_time(tmp_path: Path) -> None:
+def test_large_programs_are_checked_or_refused_with_little_work(tmp_path: Path) -> None:
     rule = 'rule r{} {{ match linear at "model.layers.{}.**" => keep(kernel) }}\n'
-    started = time.process_time()
-    dsl.load(write(tmp_path, main="".join(rule.format(n, n) for n in range(300))))
+    many = write(tmp_path, main="".join(rule.format(n, n) for n in range(200)))
+    calls(lambda: dsl.load(many), most=8_000_000)  # about 2,000,000
     crowded = "rule r { match linear as l " + "=> keep(kernel) " * 5000 + "}"
-    assert refused(write(tmp_path, main=crowded))[0].code == "E013"
     captures = "rule r { match linear as l => keep(kernel) on " + ", ".join(["l"] * 5000) + "}"
-    assert refused(write(tmp_path, main=captures))[0].code == "E013"
     bindings = "pattern p(x) -> y { " + " ".join(f"n{n} = relu(x)" for n in range(5000)) + " y = relu(x) }"
-    assert refused(write(tmp_path, main=bindings))[0].code == "E013"
-    assert time.process_time() - started < 10, "about 2 s where nothing else runs"
+    for text in (crowded, captures, bindings):
+        path, found = write(tmp_path, main=text), list[Diagnostic]()
+        calls(lambda path=path, found=found: found.extend(refused(path)), most=3_000_000)  # 60,000 to 700,000
+        assert found[0].code == "E013"
 
 
 @pytest.mark.parametrize(
@@ -264,10 +262,10 @@ def test_std_needs_no_checkout_path_in_messages() -> None:
 
 # Limits ----------------------------------------------------------------------------------------------------------
 def test_a_check_stops_at_far_too_many_errors(tmp_path: Path) -> None:
-    started = time.process_time()
-    many = "".join(f"pattern p{n}(x) -> y {{ y = sofmax{n}(x) }}\n" for n in range(1500))
-    assert len(refused(write(tmp_path, main=many))) == 200
-    assert time.process_time() - started < 5, "0.4 s where nothing else runs"
+    many = "".join(f"pattern p{n}(x) -> y {{ y = sofmax{n}(x) }}\n" for n in range(500))
+    path, found = write(tmp_path, main=many), list[Diagnostic]()
+    calls(lambda: found.extend(refused(path)), most=4_000_000)  # about 1,000,000
+    assert len(found) == 200
 
 
 def test_the_words_of_all_files_count(tmp_path: Path) -> None:
