@@ -27,7 +27,7 @@ def runtime_include() -> Path:
 
 
 def runtime_bindings() -> Path:
-    """The folder to put on the include path of a Python module: it holds `ktc_python/*.hpp`, which need pybind11."""
+    """The folder to put on the include path of a Python module: it holds `ktc_python/*.hpp` and `module.cpp`."""
     return _folder("runtime") / "python"
 
 

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from ktc.codegen.render import KernelSource
     from ktc.experts.kernel_library import KernelLibrary
 
-if TYPE_CHECKING:
-    from ktc.codegen.render import KernelSource
-    from ktc.experts.kernel_library import KernelLibrary
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files with what the code gives now")
@@ -223,22 +219,3 @@ def kt_python(tmp_path: Path) -> Callable[[str], str]:
         return str(program)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def kernel_source() -> KernelSource:
-    """The source of the kernels that most tests share."""
-    from kernel_layers import SPECS
-
-    from ktc.codegen.render import render
-
-    return render(SPECS, dict.fromkeys(SPECS, "tests/conftest.py:1:1"))
-
-
-@pytest.fixture(scope="session")
-def kernels(kernel_source: KernelSource, tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    """Their library, built once in a temporary cache."""
-    from ktc import host
-    from ktc.codegen.build import build
-
-    return build(kernel_source, host.detect(), tmp_path_factory.mktemp("kernels"))

@@ -53,6 +53,7 @@ def test_wheel_carries_the_data_folders(wheel: Path) -> None:
         ("templates", ".j2"),
         ("runtime/include/ktc", ".hpp"),
         ("runtime/python/ktc_python", ".hpp"),
+        ("runtime/python", "module.cpp"),
         ("rules/std", ".ktr"),
     ):
         assert any(name.startswith(f"ktc/_data/{kind}/") and name.endswith(ending) for name in names), kind

@@ -1,4 +1,4 @@
-"""KernelSpecs to C++ text: one translation unit per kernel and one for the Python module.
+"""KernelSpecs to C++ text: one translation unit per kernel, one that lists them and one for the Python module.
 
 The templates choose and instantiate; what is computed stands in `runtime/include/ktc`. Refused: a combination of
 instruction set and weight format for which no kernel is written.
@@ -88,7 +88,9 @@ def render(specs: Sequence[KernelSpec | LinearSpec], origin: Mapping[KernelSpec 
         text = linear.render(_linear_choices(spec, origin.get(spec, "none")))
         units.append(TranslationUnit(f"{spec.entry}.cpp", text, spec.isa))
     bindings = environment.get_template("bindings.cpp.j2").render(specs=(*distinct, *linears))
-    return KernelSource((*units, TranslationUnit("bindings.cpp", bindings, "scalar")), distinct, linears)
+    units.append(TranslationUnit("bindings.cpp", bindings, "scalar"))
+    module = (resources.runtime_bindings() / "module.cpp").read_text(encoding="utf-8")
+    return KernelSource((*units, TranslationUnit("module.cpp", module, "scalar")), distinct, linears)
 
 
 def _unsupported(spec: KernelSpec) -> Diagnostic | None:

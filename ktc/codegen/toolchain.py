@@ -44,8 +44,8 @@ class Toolchain:
         return (self.compiler.path, "-shared", "-pthread", *map(str, objects), "-o", str(target))
 
     def flags(self, isa: Isa, unit: str) -> tuple[str, ...]:
-        """Flags of one translation unit. The bindings hold no loop: there a short build counts, not the code."""
-        optimise = "-O1" if unit == "bindings.cpp" else "-O3"
+        """Flags of one translation unit. The Python module holds no loop: there a short build counts, not the code."""
+        optimise = "-O1" if unit == "module.cpp" else "-O3"
         unique = () if "clang" in Path(self.compiler.path).name else ("-fno-gnu-unique",)
         return (*_BASE_FLAGS, *unique, optimise, *INSTRUCTION_SETS[isa].compiler)
 

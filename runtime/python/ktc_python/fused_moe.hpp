@@ -1,5 +1,4 @@
-// `ktc::MoeKernel` as a Python class, and one function per entry that makes it. Calls that compute or copy weights
-// release the GIL.
+// `ktc::MoeKernel` as a Python class. Calls that compute or copy weights release the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,7 +15,6 @@
 namespace ktc_python::fused_moe {
 
 namespace py = pybind11;
-using Entry = ktc::KernelEntry;
 using ktc::MoeKernel;
 using ktc::SourceType;
 using ktc::weight_format::Part;
@@ -169,16 +167,3 @@ inline void add_class(py::module_& library) {
 }
 
 }  // namespace ktc_python::fused_moe
-
-namespace ktc_python {
-
-inline void expose(pybind11::module_& library, const fused_moe::Entry& entry) {
-  library.def(
-      entry.name,
-      [make = entry.make](std::int64_t num_experts, std::int64_t hidden, std::int64_t intermediate, std::int64_t top_k,
-                          int nodes) { return make({num_experts, hidden, intermediate, top_k, nodes}); },
-      pybind11::arg("num_experts"), pybind11::arg("hidden"), pybind11::arg("intermediate"), pybind11::arg("top_k"),
-      pybind11::arg("nodes") = 1);
-}
-
-}  // namespace ktc_python

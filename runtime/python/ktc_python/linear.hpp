@@ -1,4 +1,4 @@
-// `ktc::LinearKernel` as a Python class, and one function per entry that makes it. A call releases the GIL.
+// `ktc::LinearKernel` as a Python class. A call releases the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,7 +11,6 @@
 namespace ktc_python::linear {
 
 namespace py = pybind11;
-using Entry = ktc::LinearEntry;
 
 inline void forward(const ktc::LinearKernel& kernel, ktc::Engine& engine, Address x, Address weight, Address bias,
                     Address out, std::int64_t rows, std::int64_t inputs, std::int64_t outputs) {
@@ -30,11 +29,3 @@ inline void add_class(py::module_& library) {
 }
 
 }  // namespace ktc_python::linear
-
-namespace ktc_python {
-
-inline void expose(pybind11::module_& library, const linear::Entry& entry) {
-  library.def(entry.name, entry.make);
-}
-
-}  // namespace ktc_python

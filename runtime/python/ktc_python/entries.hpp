@@ -1,0 +1,27 @@
+// What ties the generated `bindings.cpp`, which lists the kernels of a library, to `module.cpp`, which is the same for
+// every library. No pybind11 here: its headers take the compiler longer than the kernels.
+#pragma once
+
+#include "ktc/linear.hpp"
+#include "ktc/moe_kernel.hpp"
+
+namespace pybind11 {
+class module_;
+}
+
+namespace ktc_python {
+
+namespace fused_moe {
+using Entry = ktc::KernelEntry;
+}
+namespace linear {
+using Entry = ktc::LinearEntry;
+}
+
+void expose(pybind11::module_& library, const fused_moe::Entry& entry);
+void expose(pybind11::module_& library, const linear::Entry& entry);
+
+// Exposes every kernel of the library.
+void expose_entries(pybind11::module_& library);
+
+}  // namespace ktc_python

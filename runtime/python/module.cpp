@@ -1,0 +1,30 @@
+// The Python module of a kernel library: its classes, and one function per entry that makes a kernel.
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+#include "ktc_python/engine.hpp"
+#include "ktc_python/entries.hpp"
+#include "ktc_python/fused_moe.hpp"
+#include "ktc_python/linear.hpp"
+
+namespace py = pybind11;
+
+void ktc_python::expose(py::module_& library, const fused_moe::Entry& entry) {
+  library.def(
+      entry.name,
+      [make = entry.make](std::int64_t num_experts, std::int64_t hidden, std::int64_t intermediate, std::int64_t top_k,
+                          int nodes) { return make({num_experts, hidden, intermediate, top_k, nodes}); },
+      py::arg("num_experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("top_k"), py::arg("nodes") = 1);
+}
+
+void ktc_python::expose(py::module_& library, const linear::Entry& entry) {
+  library.def(entry.name, entry.make);
+}
+
+PYBIND11_MODULE(ktc_kernels, library) {
+  ktc_python::add_engine(library);
+  ktc_python::fused_moe::add_class(library);
+  ktc_python::linear::add_class(library);
+  ktc_python::expose_entries(library);
+}
