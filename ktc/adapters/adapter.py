@@ -1,7 +1,8 @@
-"""Adapter folders as PEFT saves them: in a folder, out a frozen `Adapter`; and that adapter on a compiled model.
+"""Adapter folders as PEFT saves them, and attaching one to a model.
 
-Only headers are read until an adapter is attached. Refused by name: no adapter (A601), one that is damaged or half
-written (A602), one of another model (A603), one that is no LoRA (A604), and one of which PEFT takes a part only (A605).
+In: a folder. Out: a frozen `Adapter`. Only headers are read until an adapter is attached. Refused: a missing adapter
+(A601), a damaged or half-written one (A602), one of another model (A603), one that is not LoRA (A604), and one that
+PEFT loads only in part (A605).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Adapter:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """The adapter in `folder`. Raises `InputRefused` (A601, A602, A604), with all that is wrong together."""
+    """Return the adapter in `folder`. Raise `InputRefused` (A601, A602, A604) with all faults."""
     if not (folder / CONFIG).is_file() and not (folder / WEIGHTS).is_file():
         raise InputRefused(_no_adapter(folder))
     problems: list[Diagnostic] = []
@@ -69,7 +70,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def require_base(adapter: Adapter, model_name: str) -> None:
-    """Raises `InputRefused` (A603) where the adapter names another model. Folders are told apart by their last name."""
+    """Raise `InputRefused` (A603) if the adapter names another model. Folders are compared by their last name."""
     if adapter.base and PurePath(adapter.base).name != PurePath(model_name).name:
         message = f"adapter `{adapter.folder.name}` is of `{adapter.base}`, not of `{model_name}`"
         hint = f"if that is the same model, name it in `base_model_name_or_path` of `{adapter.folder / CONFIG}`"
@@ -77,7 +78,7 @@ def require_base(adapter: Adapter, model_name: str) -> None:
 
 
 def require_fit(adapter: Adapter, model: nn.Module, model_name: str) -> None:
-    """Raises `InputRefused` (A603) where the model lacks a layer of the adapter, or has it in another size."""
+    """Raise `InputRefused` (A603) if the model lacks a layer of the adapter, or has it in another size."""
     require_base(adapter, model_name)
     modules = {str(name): module for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
     wrong = [fault for entry in adapter.tensors if (fault := _misfit(entry, modules))]
@@ -91,9 +92,9 @@ def require_fit(adapter: Adapter, model: nn.Module, model_name: str) -> None:
 def attach(
     model: PreTrainedModel, folder: Path, *, trainable: bool = False, adapter_name: str = "default"
 ) -> PeftModel:
-    """The adapter in `folder` on a loaded model, compiled or stock, by stock PEFT and in place; in eval mode.
+    """Attach the adapter in `folder` to a loaded model, compiled or stock, by stock PEFT, in place and in eval mode.
 
-    Raises `InputRefused`: what `read_adapter` and `require_fit` raise, A605 where PEFT left tensors of it out.
+    Raise `InputRefused`: the errors of `read_adapter` and `require_fit`, and A605 if PEFT omitted tensors.
     """
     from peft import PeftModel
 
@@ -110,9 +111,9 @@ def attach(
 
 
 def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "default") -> None:
-    """Raises `InputRefused` (A605) where the model does not hold all of the adapter.
+    """Raise `InputRefused` (A605) if the model does not hold the whole adapter.
 
-    Every layout of one adapter has the same sum of squares: PEFT permutes its values and adds zeros, no more.
+    Every layout of one adapter has the same sum of squares: PEFT only permutes its values and adds zeros.
     """
     marks = (f".lora_A.{adapter_name}.", f".lora_B.{adapter_name}.")
     held = _squares(p for name, p in attached.named_parameters() if any(mark in f"{name}." for mark in marks))
@@ -124,7 +125,7 @@ def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "de
 
 
 def read_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the adapter under its name in the file, one at a time, on the CPU."""
+    """Yield every tensor of the adapter with its name in the file, one at a time, on the CPU."""
     from safetensors import safe_open
 
     with cast("Any", safe_open)(adapter.weights, framework="pt") as file:
@@ -138,13 +139,13 @@ def split_name(name: str) -> tuple[str, str] | None:
     return (found["module"], found["side"]) if found else None
 
 
-# What is wrong with a folder
+# Faults of a folder
 
 
 def _no_adapter(folder: Path) -> Diagnostic:
     if (folder / _PICKLE).is_file():
         return _damaged(folder, f"`{_PICKLE}` is a pickle, which is not read, and there is no `{WEIGHTS}`")
-    message = f"`{folder}` is no adapter: it has no `{CONFIG}`" if folder.exists() else f"there is no folder `{folder}`"
+    message = f"`{folder}` is not an adapter: no `{CONFIG}`" if folder.exists() else f"there is no folder `{folder}`"
     return Diagnostic("A601", message, hint="name the folder that `save_pretrained` of a `PeftModel` wrote")
 
 
@@ -181,7 +182,7 @@ def _read_tensors(folder: Path, problems: list[Diagnostic]) -> tuple[TensorEntry
 
 
 def _config_faults(folder: Path, config: Mapping[str, Any]) -> Iterator[Diagnostic]:
-    """A kind that is no LoRA, and values that no LoRA has."""
+    """Yield the faults of a config that is not LoRA, or has values that LoRA cannot have."""
     if config.get("peft_type") != "LORA":
         message = f"adapter `{folder}` is of kind `{config.get('peft_type')}`; ktc reads LoRA adapters"
         yield Diagnostic("A604", message, hint="train with `LoraConfig`")
@@ -192,7 +193,7 @@ def _config_faults(folder: Path, config: Mapping[str, Any]) -> Iterator[Diagnost
     if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
         yield _damaged(folder, f"`lora_alpha` of `{CONFIG}` is {alpha!s:.40}, not a number")
     if not isinstance(config.get("base_model_name_or_path") or "", str):
-        yield _damaged(folder, f"`base_model_name_or_path` of `{CONFIG}` is no text")
+        yield _damaged(folder, f"`base_model_name_or_path` of `{CONFIG}` is not a text")
 
 
 def _tensor_faults(folder: Path, tensors: tuple[TensorEntry, ...]) -> Iterator[Diagnostic]:
@@ -212,7 +213,7 @@ def _tensor_faults(folder: Path, tensors: tuple[TensorEntry, ...]) -> Iterator[D
 
 
 def _misfit(entry: TensorEntry, modules: Mapping[str, nn.Module]) -> str:
-    """What is wrong with one tensor of the adapter on these modules, "" if nothing."""
+    """Return the fault of one tensor of the adapter on these modules, "" if it is valid."""
     found = split_name(entry.name)
     if found is None:
         return ""  # not a factor: what PEFT makes of it is seen when it is loaded

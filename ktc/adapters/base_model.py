@@ -70,7 +70,7 @@ class BaseModel:
 
 
 def find_base(adapter: Adapter, given: Path | None = None) -> BaseModel:
-    """The model that `adapter` was trained on; `given` is a compiled model or a checkpoint. Raises `InputRefused`."""
+    """Return the model that `adapter` was trained on; `given` is a compiled model or a checkpoint."""
     base = read_base(given if given is not None else _local(adapter))
     if given is not None:
         require_base(adapter, base.name)
@@ -78,7 +78,7 @@ def find_base(adapter: Adapter, given: Path | None = None) -> BaseModel:
 
 
 def read_base(folder: Path) -> BaseModel:
-    """The stock model of a compiled folder or a checkpoint's. Raises `InputRefused` (A603, A606, L400 ...)."""
+    """Return the stock model of a compiled folder or a checkpoint. Raise `InputRefused` (A603, A606, L400 ...)."""
     name = str(folder.absolute())
     if (folder / compiled.FILE).is_file():
         record = compiled.read_manifest(folder).model
@@ -91,14 +91,14 @@ def read_base(folder: Path) -> BaseModel:
         model = build_on_meta(config)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [""])[0][:200]
-        message = f"`{folder.name}` is no model that the installed transformers builds by itself: {reason}"
+        message = f"`{folder.name}` is not a model that the installed transformers builds by itself: {reason}"
         hint = "adapters of models with code of their own are used as they are, with that code"
         raise InputRefused(Diagnostic("A606", message, hint=hint)) from error
     return BaseModel(folder, name, config, model, targets_of(model), linears_of(model))
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The stock class of `config` without storage."""
+    """Build the stock model of `config` without storage."""
     vars(config).pop("auto_map", None)
     with torch.device("meta"):
         return cast("PreTrainedModel", cast("Any", AutoModelForCausalLM).from_config(config))
@@ -110,7 +110,7 @@ def linears_of(model: nn.Module) -> frozenset[str]:
 
 
 def targets_of(model: nn.Module) -> Mapping[str, Target]:
-    """Every matrix and every stack of experts' matrices, by the name of its parameter."""
+    """Return every matrix and every stack of experts' matrices, by parameter name."""
     found: dict[str, Target] = {}
     for prefix, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         own = cast("Iterable[tuple[str, Tensor]]", module.named_parameters(recurse=False))
@@ -132,7 +132,7 @@ def _stack(name: str, module: nn.Module, tensor: Tensor, order: int) -> Target:
 
 
 def _is_interleaved(module: nn.Module) -> bool:
-    """Whether the second of two rows is up's first: then it reaches the first output of the module's gate code."""
+    """Return whether gate and up are interleaved: then the second row reaches the first output of the gate code."""
     code = getattr(module, "_apply_gate", None)
     if not callable(code):
         return False
@@ -144,7 +144,7 @@ def _is_interleaved(module: nn.Module) -> bool:
 
 
 def _local(adapter: Adapter) -> Path:
-    """The folder of the base that the adapter names: itself a path, or in the cache of the hub."""
+    """Return the folder of the base that the adapter names: a path, or in the cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -1,8 +1,8 @@
-"""`ktc export`: an adapter written anew in another layout, as a folder of PEFT's or a GGUF file.
+"""`ktc export`: an adapter in another layout, as a PEFT folder or a GGUF file.
 
-In: an adapter folder or a GGUF adapter, its original model, a layout. Out: the written adapter with what changed in it.
-The factors are the same in every layout, so that nothing is computed but the zeros and alphas that a layout needs.
-Refused: what reading, placing and the layouts refuse (A601 to A607), and a place that is taken (A609).
+In: an adapter folder or a GGUF adapter, its original model, a layout. Out: the written adapter and its changes.
+The factors are the same in every layout; only the zeros and alphas of a layout are computed. Refused: the errors of
+reading, placing and the layouts (A601 to A607), and an existing target (A609).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: `tensors` and `bytes` of the file of weights."""
+    """A written adapter; `tensors` and `bytes` are those of the file of weights."""
 
     path: Path
     found: str  # the layout that was read
@@ -51,7 +51,7 @@ class Exported:
 
 
 def export(source: Path, layout: ExportLayout, out: Path | None = None, model: Path | None = None) -> Exported:
-    """Writes the adapter `source` in `layout` to `out`; `model` is its original where it does not name it."""
+    """Write the adapter `source` in `layout` to `out`; `model` is its original, if it does not name it."""
     opened = open_adapter(source, model)
     named = source if source.name not in ("", "..") else source.resolve()  # `.` has no name to add to
     stem = named.name.removesuffix(".gguf")
@@ -71,7 +71,7 @@ def export(source: Path, layout: ExportLayout, out: Path | None = None, model: P
 
 
 def open_adapter(source: Path, model: Path | None = None) -> Opened:
-    """The factors of an adapter folder or a GGUF adapter, which needs `model` to be named. Raises `InputRefused`."""
+    """Return the factors of an adapter folder or a GGUF adapter; the latter needs `model`. Raise `InputRefused`."""
     if source.suffix == ".gguf" and source.is_file():
         if model is None:
             message = f"`{source.name}` does not say which model it is of"

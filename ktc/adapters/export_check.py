@@ -1,9 +1,9 @@
-"""`ktc export --check`: an exported adapter in stock peft, in a process that knows no ktc, beside what it should be.
+"""`ktc export --check`: compare an exported adapter in stock peft, in a process without ktc, with its source.
 
 In: the source and the exported adapter. Out: a `Checked` with the difference of logits. The model is a twin of the
-original's config with random weights, small enough for every machine; factors are cut to its sizes, the config stays as
-it was exported. What it should be is the source's factors added to the twin's weights. A GGUF file is read back and its
-factors are compared. Refused: a layout that the installed peft does not read (A608), a check that cannot be made.
+original's config with random weights, small enough for every machine. Factors are cut to its sizes; the config is the
+exported one. The reference is the twin with the source's factors added to its weights. A GGUF file is read back and
+its factors are compared. Refused: a layout that the installed peft does not read (A608).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _judged(result: Mapping[str, Any], squares: float, weights: int) -> Checked:
 
 
 def _twin(base: BaseModel) -> PreTrainedModel:
-    """A model of the base's kind with random weights: of its own sizes where those are small."""
+    """Build a model of the base's kind with random weights, at its own sizes where those are small."""
     numbers = (tensor.numel() for tensor in cast("Iterable[Tensor]", base.model.parameters()))
     config = base.config if sum(numbers) <= _SMALL else twin.shrink(base.config)
     vars(config).pop("quantization_config", None)
@@ -115,7 +115,7 @@ def _twin(base: BaseModel) -> PreTrainedModel:
 
 
 def _cut(factors: Factors, targets: Mapping[str, Target]) -> Factors | None:
-    """The factors at the sizes of the twin; None where it has no such weight."""
+    """Return the factors at the sizes of the twin; None for a weight that it lacks."""
     target = targets.get(factors.target.name)
     if target is None or (target.experts > 0) != (factors.target.experts > 0):
         return None
@@ -145,7 +145,7 @@ def _add(model: PreTrainedModel, factors: Sequence[Factors]) -> None:
 def _save(
     config: Mapping[str, Any], factors: Sequence[Factors], base: BaseModel, layout: Layout, folder: Path
 ) -> float:
-    """The cut adapter under the config as it was exported; returns the sum of squares of its tensors."""
+    """Write the cut adapter with the exported config; return the sum of squares of its tensors."""
     tensors = written(config, factors, base, layout).tensors
     folder.mkdir()
     save_adapter(folder, config, tensors)
@@ -161,7 +161,7 @@ def _last_line(text: str) -> str:
 
 
 def _compared(wanted: Sequence[Factors], found: Sequence[Factors]) -> Checked:
-    """What the factors add to each weight, relative to the largest value of it."""
+    """Return what the factors add to each weight, relative to its largest value."""
     there = {each.target.name: each for each in found}
     worst = effect = difference = 0.0
     for each in wanted:

@@ -79,7 +79,7 @@ class FactorReader:
         self._opened.__exit__(kind, error, trace)
 
     def read(self, placed: Placed) -> Factors:
-        """The factors of one weight, as they are stored. gate and up with A's of their own get twice the rank."""
+        """Return the factors of one weight as stored. gate and up with two A's get twice the rank."""
         if placed.layout == "per-expert":
             return _stacked(placed, self._file.get_tensor)
         a, b = (cast("Tensor", self._file.get_tensor(e.name)) for e in (placed.slots[0].a, placed.slots[0].b))
@@ -93,7 +93,7 @@ class FactorReader:
 
 
 def packed(factors: Factors, layout: Layout) -> tuple[Tensor, Tensor]:
-    """A and B of stacked experts as `layout` (a fused one) keeps them: expert by expert, and rank by rank."""
+    """Return A and B of stacked experts in the fused `layout`: expert by expert, and rank by rank."""
     a, b = factors.a, factors.b
     if layout == "peft-fused-018" and not factors.target.transposed:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
@@ -101,7 +101,7 @@ def packed(factors: Factors, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def _stacked(placed: Placed, get: Callable[[str], Tensor]) -> Factors:
-    """The factors of single experts as one stack; experts without any have zeros."""
+    """Stack the factors of single experts; experts without factors have zeros."""
     target = placed.target
     read = {(s.expert, s.part): (get(s.a.name), get(s.b.name)) for s in placed.slots}
     first = next(iter(read.values()))[0]
@@ -118,9 +118,9 @@ def _stacked(placed: Placed, get: Callable[[str], Tensor]) -> Factors:
 
 
 def joined(target: Target, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor], scaling: float) -> Factors:
-    """gate's and up's factors (E, r, in) and (E, I, r) as those of one weight, rows of gate before those of up.
+    """Join gate's and up's factors (E, r, in) and (E, I, r) into those of one weight, rows of gate first.
 
-    One A that both share is kept, as of a fused adapter that was taken apart; else the ranks are put side by side.
+    An A that both share is kept, as in a split fused adapter; otherwise the ranks are concatenated.
     """
     if torch.equal(gate[0], up[0]):
         a, b = gate[0], torch.cat((gate[1], up[1]), 1)

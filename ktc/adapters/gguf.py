@@ -1,9 +1,9 @@
-"""LoRA adapters as GGUF files, which llama.cpp takes beside a model: in factors, out a file, and back.
+"""LoRA adapters as GGUF files, which llama.cpp loads beside a model.
 
-Names of tensors are the `gguf` package's, with `.lora_a` (r, in) and `.lora_b` (out, r) behind them, experts stacked in
-front. What the model's converter permutes is permuted here: q and k of `llama`. One alpha is for all, so that other
-scalings go into B. Refused by name: a model of no known architecture, a weight without a name there, and the latent
-keys and values of `deepseek2`, to which llama.cpp applies no adapter (A606); a file that is no such adapter (A602).
+In: factors. Out: a file; and back. Tensors have the `gguf` package's names with `.lora_a` (r, in) and `.lora_b`
+(out, r), experts stacked first. q and k of `llama` are permuted as in the model's converter. One alpha holds for all
+weights, so other scalings go into B. Refused: an unknown architecture, a weight without a GGUF name, and the latent
+keys and values of `deepseek2`, to which llama.cpp applies no adapter (A606); an invalid file (A602).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Piece:
 
 
 def write_gguf(factors: Iterable[Factors], base: BaseModel, path: Path) -> int:
-    """Writes the adapter to `path` and returns how many tensors it has. Raises `InputRefused` (A606)."""
+    """Write the adapter to `path` and return its number of tensors. Raise `InputRefused` (A606)."""
     gguf = _gguf()
     architecture, factors = _architecture(base), tuple(factors)
     pieces = {each.target.name: tuple(_pieces(each.target, base, architecture)) for each in factors}
@@ -63,7 +63,7 @@ def write_gguf(factors: Iterable[Factors], base: BaseModel, path: Path) -> int:
 
 
 def read_gguf_adapter(path: Path, base: BaseModel) -> tuple[Factors, ...]:
-    """The factors in the file, as the model `base` has its weights. Raises `InputRefused` (A602, A603, A606)."""
+    """Return the factors in the file, for the weights of the model `base`. Raise `InputRefused` (A602, A603, A606)."""
     gguf = _gguf()
     try:
         file = gguf.GGUFReader(path)
@@ -73,7 +73,7 @@ def read_gguf_adapter(path: Path, base: BaseModel) -> tuple[Factors, ...]:
         name: file.fields[name].contents() for name in (_TYPE, _KIND, _ALPHA, _ARCHITECTURE) if name in file.fields
     }
     if (settings.get(_TYPE), settings.get(_KIND)) != ("adapter", "lora"):
-        raise InputRefused(_broken(path, "it is no LoRA adapter"))
+        raise InputRefused(_broken(path, "it is not a LoRA adapter"))
     architecture = _architecture(base)
     if settings.get(_ARCHITECTURE) != architecture:
         message = f"`{path.name}` is of architecture `{settings.get(_ARCHITECTURE)}`, `{base.name}` of `{architecture}`"
@@ -87,7 +87,7 @@ def read_gguf_adapter(path: Path, base: BaseModel) -> tuple[Factors, ...]:
 
 
 def _found(tensors: dict[str, Tensor], base: BaseModel, architecture: str, alpha: float) -> Iterator[Factors]:
-    """Takes from `tensors` what the weights of the model are called."""
+    """Pop from `tensors` the factors of the model's weights."""
     name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
     for target in base.targets.values():
         if not target.experts and name_of(target.name) is None:
@@ -111,7 +111,7 @@ def _found(tensors: dict[str, Tensor], base: BaseModel, architecture: str, alpha
 
 
 def _pieces(target: Target, base: BaseModel, architecture: str) -> Iterator[_Piece]:
-    """The tensors that `target` is in the file. Raises `InputRefused` (A606)."""
+    """Return the names of `target`'s tensors in the file. Raise `InputRefused` (A606)."""
     name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
     if architecture == "deepseek2" and target.leaf == "kv_b_proj":
         message = f"`{target.module}` cannot go into a GGUF adapter: llama.cpp applies none to latent keys and values"

@@ -1,10 +1,10 @@
-"""Where an adapter's file keeps the factors of each weight, whatever layout it is in.
+"""Where an adapter's file keeps the factors of each weight, in any layout.
 
 In: an `Adapter` and its `BaseModel`. Out: a `Placed` for each adapted weight, which `adapter_factors` reads. Layouts
 differ for stacked experts: `peft-fused` (peft 0.19 and newer), `peft-fused-018` (A and B change places where weights
-are stored (E, out, in)), `per-expert` (a key for each expert and projection), and what all share for plain layers.
-Refused by name, all together: variants of LoRA that are more than `W + s B A` (A604), tensors that no weight of the
-model takes (A603), ranks that contradict the config (A602), a layout that sizes cannot tell (A607).
+are stored (E, out, in)), `per-expert` (a key for each expert and projection), and one form for plain layers.
+Refused, all together: variants of LoRA other than `W + s B A` (A604), tensors that match no weight of the model
+(A603), ranks that contradict the config (A602), a layout that is ambiguous by sizes (A607).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class PlacedAdapter:
 
 
 def place(adapter: Adapter, base: BaseModel) -> PlacedAdapter:
-    """Every tensor of the adapter at its weight. Raises `InputRefused` (A602, A603, A604, A607)."""
+    """Place every tensor of the adapter at its weight. Raise `InputRefused` (A602, A603, A604, A607)."""
     problems = list(_variants(adapter))
     pairs, loose = _pairs(adapter)
     problems += [
-        _refused("A604", adapter, f"tensor `{name}` is no factor of a plain LoRA", _PLAIN_HINT) for name in loose[:3]
+        _refused("A604", adapter, f"tensor `{name}` is not a factor of a plain LoRA", _PLAIN_HINT) for name in loose[:3]
     ]
     if problems:
         raise InputRefused(*problems)
@@ -71,11 +71,11 @@ def place(adapter: Adapter, base: BaseModel) -> PlacedAdapter:
 
 
 def is_named(name: str, wanted: Sequence[str]) -> bool:
-    """Whether `target_parameters` has this parameter, as PEFT compares them."""
+    """Return whether `target_parameters` has this parameter, compared as PEFT does."""
     return any(name == each or name.endswith(f".{each}") for each in wanted)
 
 
-# What is no plain LoRA
+# Variants other than plain LoRA
 
 _PLAIN_HINT = "ktc converts and merges adapters that are `W + s B A` alone; use this one with peft"
 _FIT = "use the model that the adapter was trained on"
@@ -98,7 +98,7 @@ def _variants(adapter: Adapter) -> Iterator[Diagnostic]:
 
 
 def _pairs(adapter: Adapter) -> tuple[Mapping[str, tuple[TensorEntry, TensorEntry]], list[str]]:
-    """Both factors by the layer they are at, and the names of tensors that are none."""
+    """Return both factors by layer, and the names of tensors that are not factors."""
     sides: dict[str, dict[str, TensorEntry]] = {}
     loose: list[str] = []
     for entry in adapter.tensors:
@@ -126,7 +126,7 @@ class _Reader:
                 self._stacks.setdefault(target.module, []).append(target)
 
     def slot(self, layer: str, a: TensorEntry, b: TensorEntry) -> tuple[Slot, Target] | str:
-        """The pair's place, or in words what is wrong."""
+        """Return the pair's place, or a description of its fault."""
         bare = layer
         while bare.endswith(".base_layer"):
             bare = bare.removesuffix(".base_layer")
@@ -141,7 +141,7 @@ class _Reader:
         return Slot(a, b), target
 
     def _of_stack(self, module: str, depth: int, a: TensorEntry, b: TensorEntry) -> tuple[Slot, Target] | str:
-        """PEFT wraps a module once for each of its parameters, the first innermost: the depth tells which it is."""
+        """Return the parameter of a wrapper: PEFT wraps a module once per parameter, so the depth identifies it."""
         adapted = sorted(
             (target for target in self._stacks[module] if is_named(target.name, self._parameters)),
             key=lambda target: target.order,
@@ -176,7 +176,7 @@ class _Reader:
 
 
 def _layout(adapter: Adapter, pairs: Sequence[tuple[Slot, Target]]) -> Layout:
-    """Of the experts: told by a part of its own, by sizes, and where both fit by the peft that wrote the config."""
+    """Return the layout of experts: by its own key names, by sizes, and if ambiguous by the config's peft version."""
     stacked = [(slot, target) for slot, target in pairs if target.experts]
     if any(slot.part for slot, _ in stacked):
         return "per-expert"
@@ -191,13 +191,13 @@ def _layout(adapter: Adapter, pairs: Sequence[tuple[Slot, Target]]) -> Layout:
         return "peft-fused"  # the same in all releases
     release = str(adapter.config.get("peft_version") or "")
     if told or not release:
-        what = "has experts whose sizes do not tell A from B, and no `peft_version` that would"
+        what = "has experts whose sizes do not distinguish A from B, and no `peft_version` that decides"
         raise InputRefused(_refused("A607", adapter, what, "write the `peft_version` that saved it into its config"))
     return "peft-fused" if versions.release(release) >= SWAPPED_SINCE else "peft-fused-018"
 
 
 def _placed(adapter: Adapter, slots: Sequence[Slot], target: Target, layout: Layout) -> Placed:
-    """The pairs of one weight with their rank and scaling. Raises `InputRefused` (A602)."""
+    """Return the pairs of one weight with their rank and scaling. Raise `InputRefused` (A602)."""
     of_experts = layout if target.experts else None
     stack = target.experts if of_experts and of_experts != "per-expert" else 1
     ranks = {slot.a.shape[0] // stack for slot in slots}
@@ -217,7 +217,7 @@ def _placed(adapter: Adapter, slots: Sequence[Slot], target: Target, layout: Lay
 
 
 def _key(adapter: Adapter, slot: Slot, target: Target, layout: Layout | None) -> str:
-    """What `rank_pattern` and `alpha_pattern` are compared with: the name of the module, or of the parameter."""
+    """Return the name that `rank_pattern` and `alpha_pattern` match: that of the module, or of the parameter."""
     if layout == "per-expert":
         return (split_name(slot.a.name) or (target.name, ""))[0]
     parameters = [str(each) for each in adapter.config.get("target_parameters") or ()]
@@ -233,5 +233,5 @@ def _by_pattern(patterns: object, key: str, default: float) -> float:
 
 
 def key_of(layer: str, side: str) -> str:
-    """The name of a factor in the file."""
+    """Return the name of a factor in the file."""
     return f"{PREFIX}{layer}.{side}.weight"

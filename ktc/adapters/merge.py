@@ -2,9 +2,9 @@
 
 In: the original (a compiled model or its checkpoint) and an adapter of any of PEFT's layouts. Out: a folder with the
 original's shards under the same names, headers and dtypes, its index, config and tokenizer. `s B A` is added in fp32
-and rounded once to the stored dtype. Beside the factors of a few weights some megabytes are held, whatever the size.
-Refused by name: quantised and GGUF originals (A610), tensors of the adapter that no stored tensor takes, tied weights,
-storage that ktc cannot add to (A611), and a folder that is there already (A609).
+and rounded once to the stored dtype. Memory holds the factors of a few weights and some megabytes, for any size.
+Refused: quantised and GGUF originals (A610), tensors of the adapter that match no stored tensor, tied weights,
+storage that ktc cannot add to (A611), and an existing folder (A609).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HELD = 3  # weights whose factors are held
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What is added to one stored tensor: factors of `placed`, of one `expert` or all, and of `part` of their rows."""
+    """The addition to one stored tensor: factors of `placed`, of one `expert` or all, and of `part` of their rows."""
 
     entry: TensorEntry
     placed: Placed
@@ -51,7 +51,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What was written: how many stored tensors were added to, of how many, in how many bytes of shards."""
+    """A written checkpoint: the changed tensors, all tensors, and the bytes of its shards."""
 
     path: Path
     changed: int
@@ -60,7 +60,7 @@ class Merged:
 
 
 def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progress | None = None) -> Merged:
-    """Writes the original with `adapter` added to `out`; `model` is the original where the adapter does not say it."""
+    """Write the original with `adapter` added to `out`; `model` is the original, if the adapter does not name it."""
     opened = read_adapter(adapter)
     base = find_base(opened, model)
     index = _original(base)
@@ -108,7 +108,7 @@ def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str
 
 
 def _original(base: BaseModel) -> CheckpointIndex:
-    """The checkpoint's headers. Raises `InputRefused` (A610) for weights that are no plain numbers."""
+    """Return the checkpoint's headers. Raise `InputRefused` (A610) for quantised weights."""
     index = open_index(base.folder)
     text = base.config.get_text_config()
     quantised = getattr(base.config, "quantization_config", None) or getattr(text, "quantization_config", None)
@@ -121,7 +121,7 @@ def _original(base: BaseModel) -> CheckpointIndex:
 
 
 def _addition(entry: TensorEntry, spot: Place, placed: Placed) -> Addition | str:
-    """What the stored tensor takes of the factors, or in words why it cannot."""
+    """Return the addition to the stored tensor, or the reason why there cannot be one."""
     if spot.steps or spot.joined:
         return "is stored in another form than the model holds it"
     if entry.dtype not in _FLOATS:
@@ -215,7 +215,7 @@ class _Writer:
                 raise InputRefused(_changed(file))
 
     def _add(self, addition: Addition, out: IO[bytes]) -> None:
-        """One tensor with what is added to it, a band of rows at a time."""
+        """Write one tensor with its addition, a band of rows at a time."""
         entry, factors = addition.entry, self._of(addition.placed)
         columns = entry.shape[-1]
         band = max(1, _ADDED // max(1, columns))
@@ -243,7 +243,7 @@ class _Writer:
         out.write(data.view(torch.uint8).numpy().data)
 
     def _of(self, placed: Placed) -> Factors:
-        """The factors of a weight; those of the last few stay, since the tensors of experts come in turns."""
+        """Return the factors of a weight; the last few are cached, because the tensors of experts alternate."""
         name = placed.target.name
         if name not in self._held:
             while len(self._held) >= _HELD:
@@ -271,7 +271,7 @@ def _copy(source: IO[bytes], out: IO[bytes], size: int) -> None:
     while size:
         data = source.read(min(size, _COPIED))
         if not data:
-            return  # cut short after its header was read: told by the size of the shard
+            return  # truncated after its header was read: the size of the shard shows it
         out.write(data)
         size -= len(data)
 

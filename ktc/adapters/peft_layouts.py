@@ -23,7 +23,7 @@ from ktc.adapters.layouts import PARTS, SWAPPED_SINCE, key_of
 from ktc.diagnostics import Diagnostic, InputRefused
 
 EXPERT_NAMES = frozenset({"gate", *PARTS})
-# Which release a config says it is of, where nothing else tells the fused layouts apart.
+# The release that a config names, if the fused layouts cannot be distinguished otherwise.
 _WRITTEN_BY: Mapping[Layout, str] = {"peft-fused": "0.19.0", "per-expert": "0.19.0", "peft-fused-018": "0.18.1"}
 
 
@@ -37,7 +37,7 @@ class Written:
 
 
 def written(adapter_config: Mapping[str, Any], factors: Iterable[Factors], base: BaseModel, layout: Layout) -> Written:
-    """The adapter of these `factors` in a layout; `adapter_config` gives what the layout leaves as it was."""
+    """Return the adapter of these `factors` in a layout; `adapter_config` supplies the unchanged settings."""
     factors = tuple(factors)
     plain = [each for each in factors if not each.target.experts]
     stacks = [each for each in factors if each.target.experts]
@@ -74,7 +74,7 @@ def _fused(stacks: Sequence[Factors], layout: Layout) -> dict[str, Tensor]:
 
 
 def _one_by_one(stacks: Sequence[Factors], base: BaseModel) -> tuple[dict[str, Tensor], list[str]]:
-    """A key for each expert and projection, and the names of the projections."""
+    """Return a key for each expert and projection, and the names of the projections."""
     names = _projections(base)
     tensors: dict[str, Tensor] = {}
     used: list[str] = []
@@ -90,7 +90,7 @@ def _one_by_one(stacks: Sequence[Factors], base: BaseModel) -> tuple[dict[str, T
 
 
 def _projections(base: BaseModel) -> Mapping[str, str]:
-    """What the model's checkpoints call gate, up and down of one expert. Raises `InputRefused` (A606)."""
+    """Return the names of gate, up and down in the model's checkpoints. Raise `InputRefused` (A606)."""
     found: dict[str, str] = {}
     for step in get_model_conversion_mapping(base.model):
         if isinstance(step, WeightConverter) and "MergeModulelist" in [type(each).__name__ for each in step.operations]:
@@ -144,7 +144,7 @@ def _config(
     layout: Layout,
     expert_names: Sequence[str],
 ) -> dict[str, Any]:
-    """The old config with targets, ranks and alphas of the layout; use_rslora is worked into the alphas."""
+    """Return the old config with targets, ranks and alphas of the layout; use_rslora is folded into the alphas."""
     modules = [each for each in plain if _by_module(each.target, base)]
     parameters = [each.target.name for each in plain if not _by_module(each.target, base)]
     named = [(each, each.target.module if _by_module(each.target, base) else each.target.name) for each in plain]
@@ -176,20 +176,20 @@ def _by_module(target: Target, base: BaseModel) -> bool:
 
 
 def _alpha(factors: Factors) -> float:
-    """A whole number where it is one up to rounding, as configs have it."""
+    """Return an integer if the value is one up to rounding, as in configs."""
     alpha = factors.scaling * factors.r
     return round(alpha) if abs(alpha - round(alpha)) < 1e-9 * max(1.0, abs(alpha)) else alpha
 
 
 def _version(old: Mapping[str, Any], layout: Layout) -> str:
-    """The release that the old config names where it wrote this layout, else one that did."""
+    """Return the release that the old config names if it wrote this layout, otherwise one that did."""
     found = str(old.get("peft_version") or "")
     is_new = versions.release(found or "0") >= SWAPPED_SINCE
     return found if found and is_new == (layout != "peft-fused-018") else _WRITTEN_BY[layout]
 
 
 def _shortened(modules: Sequence[str], base: BaseModel) -> list[str]:
-    """`q_proj` where every layer of that name is meant, else whole names."""
+    """Return `q_proj` if every layer of that name is adapted, otherwise full names."""
     meant = set(modules)
     of_leaf: dict[str, set[str]] = {}
     for name in base.linears:

@@ -24,7 +24,7 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What a stretch of work took."""
+    """The time that a piece of work took."""
 
     cpu: float
     wall: float
@@ -38,19 +38,19 @@ class Candidate(Protocol):
     expert_bytes: float
 
     def reason_against(self, tokens: int, passes: Pass, rank: int) -> str:
-        """Why it is not measured so, "" if it is."""
+        """Return the reason why this is not measured, "" if it is."""
         ...
 
     def take(self, batches: Sequence[Batch]) -> None:
-        """The batches that `run` speaks of from now on."""
+        """Set the batches of the following calls of `run`."""
         ...
 
     def run(self, passes: Pass, rank: int, numbers: Sequence[int]) -> Seconds:
-        """Runs these batches one after the other. The first time it may load, pack and compile."""
+        """Run these batches one after the other. The first call may load, pack and compile."""
         ...
 
     def limits(self, shared: Samples) -> Samples:
-        """What its figures are shares of: measured where it runs."""
+        """Return the limits of the process that it runs in; its figures are shares of them."""
         ...
 
 
@@ -94,7 +94,7 @@ class LocalCandidate:
         return self._reason_against(tokens, passes, rank)
 
     def take(self, batches: Sequence[Batch]) -> None:
-        """The batches are shared by all local candidates."""
+        """Share the batches among all local candidates."""
         self._batches = batches
 
     def run(self, passes: Pass, rank: int, numbers: Sequence[int]) -> Seconds:
@@ -109,13 +109,13 @@ class LocalCandidate:
         return spent[0]
 
     def limits(self, shared: Samples) -> Samples:
-        """Those of this process."""
+        """Return the limits of this process."""
         return shared
 
 
 @contextmanager
 def measured() -> Generator[list[Seconds]]:
-    """A list that has one element after the block: what the block took in this process."""
+    """Yield a list that holds the time of the block after its end."""
     spent: list[Seconds] = []
     cpu, wall = time.process_time(), time.perf_counter()
     yield spent

@@ -1,4 +1,4 @@
-"""What candidates compute with: random weights of the experts, and batches with a random routing.
+"""Inputs of candidates: random weights of the experts, and batches with a random routing.
 
 Shapes: T tokens, H hidden, I intermediate, E experts, K experts per token, R rank. All experts hold the same values at
 rotated places, which costs a copy instead of a random number per weight, and is the same to every kernel.
@@ -39,7 +39,7 @@ class Batch:
 
 
 class Weights:
-    """The experts of one layer in bf16. The stacked tensors are made when somebody asks for them."""
+    """The experts of one layer in bf16. The stacked tensors are made at their first use."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape

@@ -1,7 +1,7 @@
-"""kt-kernel as a peer: in this process if it can be imported, else in a process of its own environment's Python.
+"""kt-kernel as a peer: in this process if it can be imported, otherwise in a child with its own environment's Python.
 
 The child answers one JSON line per request (`kt_worker.py`). It measures itself, and its machine's limits, since its
-figures are shares of those. What a child answers is checked, not trusted.
+figures are shares of those. The child's answers are checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMATS: Final = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
 
 
 def name_of(weight_format: str) -> str:
-    """The implementation's name; bf16 is `kt_kernel` alone."""
+    """Return the implementation's name; bf16 is `kt_kernel` alone."""
     return PREFIX if weight_format == "bf16" else f"{PREFIX}_{weight_format}"
 
 
@@ -40,13 +40,13 @@ _WORKER: Final = Path(__file__).with_name("kt_worker.py")
 
 
 class Transport(Protocol):
-    """What carries a request to a `kt_worker.Worker` and its answer back. `about`: which kt-kernel answers."""
+    """Carries a request to a `kt_worker.Worker` and its answer back. `about` names the kt-kernel that answers."""
 
     in_process: bool
     about: dict[str, Any]
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """The answer. Raises `RuntimeError` with kt-kernel's words where it failed."""
+        """Return the answer. Raise `RuntimeError` with kt-kernel's message if it failed."""
         ...
 
 
@@ -63,7 +63,7 @@ class KtCandidate:
         self._samples = Samples()
 
     def reason_against(self, tokens: int, passes: Pass, rank: int) -> str:
-        """Its classes for training take bf16; those for other formats read files that were quantised before."""
+        """Return the reason against a pass: its training classes take bf16 only."""
         if self._format == "bf16" or (passes == "forward" and not rank):
             return ""
         return f"kt-kernel trains {self._format} only from prequantised files"
@@ -84,14 +84,14 @@ class KtCandidate:
         return Seconds(_number(spent, "cpu"), _number(spent, "wall"))
 
     def limits(self, shared: Samples) -> Samples:
-        """Those of the child where it is one."""
+        """Return the limits of the child, or of this process."""
         return shared if self._transport.in_process else self._samples
 
 
 def candidates(request: Request, limits: Limits, stack: ExitStack) -> Iterator[KtCandidate]:
-    """Those formats that were asked for; nothing where kt-kernel is not here and was not asked for by name.
+    """Return candidates of the requested formats, none if kt-kernel is missing and was not named.
 
-    A child measures the same `limits` as this process. It ends with `stack`. Raises HostLacks (H241).
+    A child measures the same `limits` as this process. It ends with `stack`. Raise HostLacks (H241).
     """
     asked = [name for name, impl in zip(FORMATS, NAMES, strict=True) if impl in request.impls]
     if not asked:
@@ -101,12 +101,12 @@ def candidates(request: Request, limits: Limits, stack: ExitStack) -> Iterator[K
 
 
 def is_here(request: Request) -> bool:
-    """Whether kt-kernel can be asked at all."""
+    """Return whether kt-kernel is available."""
     return request.kt_python is not None or importlib.util.find_spec("kt_kernel") is not None
 
 
 def is_required(request: Request) -> bool:
-    """Whether a run without it is none: it was named, or its Python was."""
+    """Return whether the run requires it: it was named, or its Python was."""
     return request.kt_python is not None or not request.required.isdisjoint((*NAMES, "kt", "all"))
 
 
@@ -141,7 +141,7 @@ class InProcess:
         self._worker: Any = None
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """A call of the worker's method."""
+        """Call the worker's method."""
         from ktc.bench import kt_worker
 
         self._worker = self._worker or kt_worker.Worker()
@@ -152,7 +152,7 @@ class InProcess:
 
 
 class Child:
-    """kt-kernel in a process of the Python `python`; it ends with `stack`, whatever happens."""
+    """Start kt-kernel in a process of the Python `python`; it always ends with `stack`."""
 
     in_process = False
 
@@ -165,11 +165,11 @@ class Child:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said)
         except OSError as error:
             message = f"`{python}` cannot be run: {error.strerror}"
-            raise HostLacks(Diagnostic("H241", message, hint="`--kt-python` wants a Python with kt-kernel")) from error
+            raise HostLacks(Diagnostic("H241", message, hint="`--kt-python` takes a Python with kt-kernel")) from error
         stack.callback(self._end)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """A line there and a line back."""
+        """Send a line and read a line."""
         pipes = self._process.stdin, self._process.stdout
         assert pipes[0] is not None and pipes[1] is not None
         try:
@@ -186,7 +186,7 @@ class Child:
         return _answer(line)
 
     def _ended(self) -> str:
-        """Its status, and the last that it said."""
+        """Return its exit status and its last output."""
         status = self._process.wait(timeout=10)
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").split("\n")
@@ -199,7 +199,7 @@ class Child:
 
 
 def _answer(line: bytes) -> dict[str, Any]:
-    """The object in a line of the child's. Raises RuntimeError if it is none, or tells of an error."""
+    """Return the object in a line of the child. Raise RuntimeError if it is invalid or reports an error."""
     try:
         found: object = json.loads(line)
     except ValueError as error:
@@ -213,7 +213,7 @@ def _answer(line: bytes) -> dict[str, Any]:
 
 
 def _number(answer: dict[str, Any], name: str) -> float:
-    """A time or a rate. Raises RuntimeError for anything else."""
+    """Return a time or a rate. Raise RuntimeError for other values."""
     found = answer.get(name)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
         raise RuntimeError(f"its process answered `{found}` as {name}")

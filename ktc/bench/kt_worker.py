@@ -75,7 +75,7 @@ class Layer:
         self._worker.cpu.sync()
 
     def forward(self, batch: Batch, save: bool = False) -> None:
-        """The layer's output; with `save` also what backward needs."""
+        """Return the layer's output; with `save` also the tensors that backward needs."""
         count, x, out = (each.data_ptr() for each in (batch.count, batch.x_TH, batch.out_TH))
         index, weights = batch.index_TK.data_ptr(), batch.weights_TK.data_ptr()
         call = self._moe.forward_sft_task if self._training else self._moe.forward_task
@@ -147,16 +147,16 @@ class Worker:
         }
 
     def take(self, routings: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
-        """A batch for each routing, (tokens, top_k) expert numbers."""
+        """Set a batch for each routing, (tokens, top_k) expert numbers."""
         self._batches = [Batch(self.hidden, index) for index in routings]
         return {}
 
     def run(self, weight_format: str, passes: str, rank: int, numbers: Sequence[int]) -> dict[str, Any]:
-        """Runs these batches one after the other: seconds on the wall, and of CPU.
+        """Run these batches one after the other; return wall seconds and CPU seconds.
 
-        One thread works and another spins until it is done: the first one's time counts. Where the second has serial
-        work to do, the first spins, on a busy machine also while the second has no core. So its time is never less than
-        the work, and in the quickest round hardly more.
+        One thread works and another spins until it is done: the first one's time counts. While the second does serial
+        work, the first spins, on a busy machine also while the second has no core. Its time is therefore never less
+        than the work, and in the quickest round hardly more.
         """
         training = passes == "train" or rank > 0
         key = (weight_format, training, rank)
@@ -173,7 +173,7 @@ class Worker:
         return spent
 
     def limits(self) -> dict[str, Any]:
-        """FLOP/s and bytes/s of this process, by the clock that counts for so many threads."""
+        """Return FLOP/s and bytes/s of this process, by the clock that applies to this number of threads."""
         part = self._memory.numel() // self.threads // 512 * 512
 
         def multiply(thread: int) -> int:
@@ -208,7 +208,7 @@ def _is_worker(task: Path) -> bool:
 
 
 def serve() -> None:
-    """Answers requests until stdin ends. What libraries print to stdout goes to stderr."""
+    """Answer requests until stdin ends. The libraries' stdout goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     worker = Worker()

@@ -1,4 +1,4 @@
-"""What this machine can do at most: multiply-adds on registers alone, and reading memory in order.
+"""The limits of this machine: multiply-adds on registers alone, and sequential reads of memory.
 
 In: an instruction set and a number of threads. Out: GFLOP/s and GB/s by the clock that candidates are measured with.
 The loops are `runtime/include/ktc/machine_peak.hpp`, compiled here in about a second.
@@ -101,7 +101,7 @@ class Limits:
 
 
 def _last_level_cache() -> int:
-    """Bytes, 0 where the system does not tell."""
+    """Return the bytes, 0 if the system does not report them."""
     sizes = (path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     found = (re.fullmatch(r"(\d+)K", size.strip()) for size in sizes)
     return max((int(size[1]) * 1024 for size in found if size), default=0)

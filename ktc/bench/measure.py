@@ -1,7 +1,7 @@
 """The rounds: every candidate once in each, and the machine's limits before each of them; then medians.
 
-In: candidates and a request. Out: rows, and what was left out. A peer that fails is left out with its words; a failure
-of ktc's own kernels ends the run.
+In: candidates and a request. Out: rows, and the candidates left out. A failing peer is left out with its
+message; a failure of ktc's own kernels ends the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Case:
 
 
 def rounds_of(request: Request, tokens: int) -> int:
-    """How many rounds are counted at so many tokens; one more goes before them, in which everything is loaded."""
+    """Return the number of counted rounds for this number of tokens; one more before them loads everything."""
     return request.rounds or next((rounds for most, rounds in _ROUNDS if tokens <= most), _FEWEST_ROUNDS)
 
 
@@ -67,7 +67,7 @@ def measure(
 
 
 def _sorted_out(request: Request, tokens: int, candidates: Sequence[Candidate]) -> tuple[list[LeftOut], list[Case]]:
-    """What is not measured at so many tokens, and what is."""
+    """Split the candidates for this number of tokens into those left out and those measured."""
     left_out, cases = list[LeftOut](), list[Case]()
     for case in _cases(request, candidates):
         reason = case.candidate.reason_against(tokens, case.passes, case.rank)

@@ -16,13 +16,13 @@ _BASE = 2**30  # imports, the buffer that is read, what a compiler takes
 
 
 def require(request: Request) -> None:
-    """Raises HostLacks (H240) with the bytes that are missing and the number of experts that would fit."""
+    """Raise HostLacks (H240) with the missing bytes and the number of experts that would fit."""
     available = min(psutil.virtual_memory().available, host.detect().memory)
     wanted = needed(request)
     if wanted <= available:
         return
     fitting = next((number for number in _smaller(request) if needed(_with_experts(request, number)) <= available), 0)
-    message = f"these experts need {_gib(wanted)} of memory in the forms asked for, and {_gib(available)} are free"
+    message = f"these experts need {_gib(wanted)} of memory in the requested forms, and {_gib(available)} are free"
     fewer = f"`--experts {fitting}` would fit; or ask" if fitting else "ask"
     raise HostLacks(Diagnostic("H240", message, hint=f"{fewer} for fewer implementations with `--impl`"))
 
@@ -38,7 +38,7 @@ def needed(request: Request) -> int:
 
 
 def _peers(request: Request) -> int:
-    """How often the stacked weights are held in this process."""
+    """Return the number of copies of the stacked weights in this process."""
     if not any(impl in peers.NAMES for impl in request.impls):
         return 0
     # PEFT makes B A, its sum with the weights and, in training, the gradient of that: in turn, not for each peer.
@@ -47,7 +47,7 @@ def _peers(request: Request) -> int:
 
 
 def _kt(request: Request) -> float:
-    """How often kt-kernel holds as many bytes: what it is given, and what it makes of that for each of its classes."""
+    """Return kt-kernel's number of copies: its input, and the form of each of its classes."""
     formats = [size for name, size in kt.FORMATS.items() if kt.name_of(name) in request.impls]
     if not formats or not kt.is_here(request):
         return 0

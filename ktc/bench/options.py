@@ -1,7 +1,7 @@
-"""The options of `ktc bench moe` as they were typed, to a `Request`; what makes no sense is refused (U030).
+"""The options of `ktc bench moe`: from the typed words to a `Request`. Refused: invalid options (U030).
 
 Implementations may be named one by one or by group: `ktc` (every format that the instruction sets multiply), `hf`,
-`kt`, `all`. What is not named stays out of a run; what is named and not here ends it.
+`kt`, `all`. A run includes only the named ones; a missing named one ends it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """What stood on the command line; lists are comma-separated."""
+    """The words of the command line; lists are comma-separated."""
 
     shape: str = "v2lite"
     hidden: int | None = None
@@ -47,7 +47,7 @@ class Typed:
 
 
 def parse(typed: Typed) -> Request:
-    """Raises InputRefused (U030, H211) and HostLacks (H210)."""
+    """Return the request. Raise InputRefused (U030, H211) and HostLacks (H210)."""
     shape, isas = _shape(typed), _isas(typed.isas)
     _require_threads(typed.threads)
     asked = tuple(dict.fromkeys(each for word in _words(typed.impls) for each in _group(word, isas)))
@@ -72,7 +72,7 @@ def parse(typed: Typed) -> Request:
 
 
 def _require_threads(threads: int) -> None:
-    """As many as kernels of this process may use: limits and peers would run on more, and shares be of others."""
+    """Raise InputRefused for more threads than this process may use: limits and peers would run on more."""
     usable = max(1, host.usable_threads() // environment.local_world_size())
     if threads > usable:
         raise _refused(f"`--threads {threads}` is more than the {usable} that this process may use")
@@ -103,7 +103,7 @@ def _possible(shape: Shape) -> Shape:
 
 
 def _group(word: str, isas: Sequence[Isa]) -> tuple[str, ...]:
-    """The implementations that a word stands for. Every name is known, also of formats that another ISA has."""
+    """Return the implementations that a word names. Formats of other ISAs are known too."""
     own = ours.names(tuple(isas))
     groups = {"ktc": own, "hf": peers.HF, "kt": kt.NAMES, "all": (*own, *peers.NAMES, *kt.NAMES)}
     if word in groups:
@@ -135,7 +135,7 @@ def _numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
     words = _words(text)
     wrong = [word for word in words if not (word.isascii() and word.isdigit() and least <= int(word) <= most)]
     if wrong:
-        raise _refused(f"`{option}` wants numbers from {least} to {most}, found `{wrong[0]}`")
+        raise _refused(f"`{option}` takes numbers from {least} to {most}, found `{wrong[0]}`")
     return _some(option, tuple(dict.fromkeys(map(int, words))))
 
 
@@ -153,5 +153,5 @@ def _one_of(option: str, word: str, options: Iterable[T]) -> T:
     return known[word]
 
 
-def _refused(message: str, hint: str = "`ktc bench moe --help` lists what there is") -> InputRefused:
+def _refused(message: str, hint: str = "`ktc bench moe --help` lists the choices") -> InputRefused:
     return InputRefused(Diagnostic("U030", message, hint=hint))

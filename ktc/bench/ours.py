@@ -1,7 +1,7 @@
 """ktc's own kernels as candidates: one for each weight format and instruction set, built as a compilation builds them.
 
-In: the names `ktc_FORMAT` that were asked for. Formats are those of `KERNELS`, so a new one is measured as soon as it
-is there. Refused: what render and build refuse.
+In: the requested names `ktc_FORMAT`, for every format that an instruction set multiplies. Refused: the errors of
+render and build.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _BLOCK_SCALE = 0.02  # about as large as the other weights
 
 
 def names(isas: tuple[Isa, ...]) -> tuple[str, ...]:
-    """An implementation for each format that one of the instruction sets multiplies."""
+    """Return an implementation for each format that one of the instruction sets multiplies."""
     return tuple(dict.fromkeys(f"{PREFIX}{name}" for isa in isas for name in KERNELS[isa]))
 
 
 def candidates(request: Request, weights: Weights) -> Iterator[LocalCandidate]:
-    """One per format and instruction set, in the order they were asked for. The kernels are built here, all at once."""
+    """Return one per format and instruction set, in the requested order. The kernels are built here, all together."""
     specs = [spec for _, spec in asked(request)]
     if not specs:
         return
@@ -57,12 +57,12 @@ def asked(request: Request) -> tuple[tuple[str, KernelSpec], ...]:
 
 
 def even_rows(shape: Shape, weight_format: WeightFormat) -> bool:
-    """Whether the format can hold matrices of this shape: some cut rows into whole groups or blocks."""
+    """Return whether the format can hold matrices of this shape: some cut rows into whole groups or blocks."""
     return not any(columns % FORMATS[weight_format].whole for columns in (shape.hidden, shape.intermediate))
 
 
 def spec_of(request: Request, isa: Isa, weight_format: WeightFormat) -> KernelSpec:
-    """The kernel that a compilation would choose for such experts."""
+    """Return the kernel that a compilation would choose for these experts."""
     shape = request.shape
     dtype = FORMATS[weight_format].dtype
     group = CODES[weight_format].group_sizes[0] if weight_format in CODES else 0

@@ -1,7 +1,8 @@
 """Peers that run in this process on the same weights: Hugging Face's experts, torch.compile of them, and oneDNN.
 
-oneDNN stands for the best that a product of so many operations can do here: one expert's matrices for all tokens, no
-routing. LoRA on Hugging Face's experts is PEFT's `target_parameters`. What would copy gigabytes is left out.
+oneDNN represents the best possible product of this number of operations here: one expert's matrices for all tokens, no
+routing. LoRA on Hugging Face's experts is PEFT's `target_parameters`. Candidates that would copy
+gigabytes are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_COMPILED_TOKENS: Final = 4
 
 
 def candidates(request: Request, weights: Weights) -> Iterator[LocalCandidate]:
-    """Those that were asked for."""
+    """Return the requested ones."""
     shape = request.shape
     expert_bytes = 2.0 * shape.expert_weights
     make: dict[str, tuple[Callable[[int], Layer], Callable[[int, Pass, int], str]]] = {
@@ -69,7 +70,7 @@ def _against_dense(tokens: int, passes: Pass, rank: int) -> str:
 
 
 def _experts(shape: Shape, weights: Weights, implementation: str) -> nn.Module:
-    """A stock experts module on the shared weights. Those of all families compute the same."""
+    """Return a stock experts module on the shared weights. Those of all families compute the same."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 

@@ -24,7 +24,7 @@ _MARKERS = "os^Dv<>ph"
 
 
 def require_drawable(path: Path) -> None:
-    """Raises before anything is measured: InputRefused (U030, U003) or HostLacks (H242)."""
+    """Raise InputRefused (U030, U003) or HostLacks (H242) before anything is measured."""
     if path.suffix not in _FORMATS:
         hint = f"the ending says what is drawn: {' or '.join(_FORMATS)}"
         raise InputRefused(Diagnostic("U030", f"`--plot` cannot draw `{path.name}`", hint=hint))
@@ -36,7 +36,7 @@ def require_drawable(path: Path) -> None:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Writes the picture; a reader never sees half of it. Raises InputRefused (U003)."""
+    """Write the picture atomically. Raise InputRefused (U003)."""
     matplotlib: Any = importlib.import_module("matplotlib")
     figure = _figure(report)
     letters_stay_text = matplotlib.rc_context({"svg.fonttype": "none"})  # half the bytes
@@ -98,7 +98,7 @@ def _kind(row: Row) -> tuple[str, str]:
 
 
 def _label_tokens(axes: Any, rows: Sequence[Row]) -> None:
-    """The number of tokens once above each heap of points."""
+    """Write the number of tokens once above each group of points."""
     heaps = dict[tuple[int, int], Row]()
     for row in rows:
         heap = (row.tokens, round(2 * math.log2(_intensity(row))))

@@ -1,4 +1,4 @@
-"""What a run found: rows, what was left out and why, and the limits of the machine, all measured in the same run."""
+"""The result of a run: rows, the candidates left out with reasons, and the limits of the machine, from one run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Row:
     """One implementation at one number of tokens.
 
     `ms` is `cpu_ms` with one thread and `wall_ms` with more, medians of the rounds; `best_ms` is the quickest round:
-    peers that spin suffer most from whatever else a machine does. `gflops` counts the products of the routed experts,
-    not those of LoRA; `gbps` the weights of the experts in use in the format they lie in, once for each pass over them.
-    `ktc_speedup`: how many times as fast ktc's own kernel of that format is (None for ktc's own rows).
+    peers that spin suffer most from other work on the machine. `gflops` counts the products of the routed experts,
+    not those of LoRA; `gbps` the weights of the experts in use in their stored format, once for each pass over them.
+    `ktc_speedup`: the speed of ktc's own kernel of that format relative to this row (None for ktc's own rows).
     """
 
     impl: str
@@ -43,7 +43,7 @@ class Row:
         return self.passes, self.tokens, self.lora_rank
 
     def to_json(self) -> dict[str, Any]:
-        """A row of `ktc bench moe --json`, where the pass is called `pass`."""
+        """Return a row of `ktc bench moe --json`, where the pass is called `pass`."""
         return {"pass" if key == "passes" else key: value for key, value in asdict(self).items()}
 
 
@@ -64,7 +64,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole run. `host` tells where and with what; the limits are medians over the run."""
+    """A whole run. `host` describes machine and versions; the limits are medians over the run."""
 
     host: Mapping[str, Any]
     peak_gflops: float
@@ -73,7 +73,7 @@ class Report:
     left_out: tuple[LeftOut, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """What `ktc bench moe --json` prints."""
+        """Return the object that `ktc bench moe --json` prints."""
         return {
             "host": dict(self.host),
             "peak_gflops": self.peak_gflops,
@@ -84,9 +84,9 @@ class Report:
 
 
 def counterpart(row: Row, rows: Iterable[Row]) -> Row | None:
-    """ktc's own row that a peer's is compared with: of the same format, and of the instruction set that came first.
+    """Return ktc's own row to compare a peer's with: of the same format, and of the first instruction set.
 
-    Peers whose name tells no format compute in bf16; where ktc's bf16 was not asked for, its first format stands in.
+    Peers without a format in their name compute in bf16; without ktc's bf16, its first format is used.
     """
     ours = [each for each in rows if each.group == row.group and each.impl.startswith("ktc_")]
     _, _, suffix = row.impl.partition("kt_kernel_")

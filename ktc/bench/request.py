@@ -1,4 +1,4 @@
-"""What is measured, as data: a shape, numbers of tokens, passes, implementations. No torch here, and nothing checked.
+"""The request of a measurement: a shape, numbers of tokens, passes, implementations. No torch, no checks.
 
 `options.parse` makes a `Request` of a command line.
 """
@@ -35,7 +35,7 @@ class Shape:
         return 3 * self.hidden * self.intermediate
 
     def flops(self, tokens: int, passes: Pass) -> int:
-        """A multiply-add is two. Training adds the gradients of hidden states and routing weights: as many again."""
+        """Count two FLOPs per multiply-add. Training adds the gradients of hidden states and routing weights."""
         forward = 2 * tokens * self.top_k * self.expert_weights
         return forward if passes == "forward" else 2 * forward
 

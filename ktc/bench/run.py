@@ -1,4 +1,4 @@
-"""`run`: a request to a report. Candidates are made here, in the order in which they were asked for."""
+"""`run`: from a request to a report. Candidates are made here, in the requested order."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _run(request: Request, progress: Progress, stack: ExitStack) -> Report:
 
 
 def _of_kt(request: Request, limits: Limits, stack: ExitStack) -> tuple[Sequence[kt.KtCandidate], str]:
-    """kt-kernel's candidates, or why there are none. Raises HostLacks (H241) only where it was asked for."""
+    """Return kt-kernel's candidates, or the reason for their absence. Raise HostLacks (H241) if it was named."""
     if not kt.is_here(request):
         return (), f"{_NO_KT}: {_KT_HINT}"
     try:
@@ -76,7 +76,7 @@ def _of_kt(request: Request, limits: Limits, stack: ExitStack) -> tuple[Sequence
 
 
 def absent(request: Request, without_kt: str = "") -> Iterator[LeftOut]:
-    """What a group or the default has and this machine or this shape has not; `without_kt`: why not kt-kernel."""
+    """Return the members of a group that this machine or shape lacks; `without_kt`: the reason for kt-kernel."""
     own = {impl for impl, _ in ours.asked(request)}
     reasons = {impl: _UNEVEN for impl in request.impls if impl.startswith(ours.PREFIX) and impl not in own}
     if without_kt:

@@ -1,6 +1,7 @@
-"""What the codes of diagnostics mean, each with a bad and a good example: the texts beside this module as data.
+"""Explanations of all diagnostic codes, each with a bad and a good example, from the Markdown files in this folder.
 
-A code of any stage is explained here. Refused: a code that does not exist.
+Input: a code of any stage. Output: its explanation. Codes with the same remedy share one section, whose heading lists
+them: `## H226 H229 Title`. Refused: an unknown code.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from ktc.diagnostics import Diagnostic, InputRefused, suggest
 
 _TEXTS = Path(__file__).parent
 _WIDTH = 100
-_SECTION = re.compile(r"^## ([A-Z]\d{3}) (.+)$", re.MULTILINE)
+_SECTION = re.compile(r"^## ((?:[A-Z]\d{3} )+)(.+)$", re.MULTILINE)
 _EXAMPLE = re.compile(r"^```(\w+) (bad|good)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`language` is that of the examples: `ktr` for rule programs, `sh`, `toml`, `text` and so on."""
+    """The section of a code. `language` is that of the examples: `ktr` for rule programs, `sh`, `toml`, `text`, ..."""
 
     code: str
     title: str
@@ -46,8 +47,9 @@ def explanations() -> dict[str, Explanation]:
         heads = [*_SECTION.finditer(content)]
         ends = [*(head.start() for head in heads[1:]), len(content)]
         for head, end in zip(heads, ends, strict=True):
-            assert head[1] not in found, f"{head[1]} is explained twice"
-            found[head[1]] = _read(head[1], head[2], content[head.end() : end])
+            for code in head[1].split():
+                assert code not in found, f"{code} is explained twice"
+                found[code] = _read(code, head[2], content[head.end() : end])
     return found
 
 
@@ -56,7 +58,7 @@ def explain(code: str) -> Explanation:
     known = explanations()
     if code.upper() in known:
         return known[code.upper()]
-    hint = suggest(code.upper(), known) or "codes stand in brackets behind `error` and `warning`, for example `E042`"
+    hint = suggest(code.upper(), known) or "codes are in brackets after `error` and `warning`, for example `E042`"
     raise InputRefused(Diagnostic("U020", f"there is no code `{code}`", hint=hint))
 
 

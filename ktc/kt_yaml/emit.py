@@ -21,14 +21,14 @@ from ktc.kt_yaml.reach import import_attention, rewrite_rule
 from ktc.kt_yaml.rules import KtRule
 
 _NAMES = {"kt_linear": "linears", "cpu_moe": "experts", "gpu_moe": "gpu_experts", "fused": "fused"}
-_LINES = 10  # of the synthetic places: the comment of a declaration stands one line before it
+_LINES = 10  # between the synthetic spans: the comment of a declaration stands one line before it
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """`place(device, prefill = prefill)`."""
+class Devices:
+    """Where a module runs, as `place(run, prefill = prefill)` writes it."""
 
-    device: str
+    run: str
     prefill: str
 
 
@@ -117,35 +117,35 @@ def _prefills(found: Sequence[Outcome]) -> list[_Group]:
         if outcome.pinned and outcome.prefill != "cpu":
             members[outcome.prefill].append(outcome)
     return [
-        _group("experts_prefill", "module", _place(Place("cpu", device)), outcomes, None)
+        _group("experts_prefill", "module", _place(Devices("cpu", device)), outcomes, None)
         for device, outcomes in members.items()
     ]
 
 
 def _placements(found: Sequence[Outcome], universe: Sequence[str]) -> list[_Group]:
     located = {o.path: o for o in found if o.located and not o.pinned and o.path}
-    hoisted = _Hoist(located, universe).places
-    members: dict[Place, list[str]] = defaultdict(list)
-    for path, place in hoisted.items():
-        members[place].append(path)
+    hoisted = _Hoist(located, universe).devices
+    members: dict[Devices, list[str]] = defaultdict(list)
+    for path, devices in hoisted.items():
+        members[devices].append(path)
     groups: list[_Group] = []
-    for place, paths in members.items():
-        below = [o for path, o in located.items() if _place_of(o) == place and _under(path, paths)]
-        stem = re.sub(r"\W", "_", f"on_{place.device}")
-        stem += re.sub(r"\W", "_", f"_prefill_{place.prefill}") if place.prefill != place.device else ""
-        group = _group(stem, "module", _place(place), below, None)
+    for devices, paths in members.items():
+        below = [o for path, o in located.items() if _devices_of(o) == devices and _under(path, paths)]
+        stem = re.sub(r"\W", "_", f"on_{devices.run}")
+        stem += re.sub(r"\W", "_", f"_prefill_{devices.prefill}") if devices.prefill != devices.run else ""
+        group = _group(stem, "module", _place(devices), below, None)
         groups.append(replace(group, paths=tuple(paths)))
     return groups
 
 
 class _Hoist:
-    """`places` has the largest subtrees whose modules agree, and modules that differ from what stands below them."""
+    """`devices` has the largest subtrees whose modules agree, and modules that differ from what stands below them."""
 
     def __init__(self, located: dict[str, Outcome], universe: Sequence[str]) -> None:
         self.located = located
         self.children: dict[str, list[str]] = defaultdict(list)
         self.below: dict[str, list[Outcome]] = defaultdict(list)
-        self.places: dict[str, Place] = {}
+        self.devices: dict[str, Devices] = {}
         for path in universe:
             self.children[path.rpartition(".")[0]].append(path)
         for path, outcome in located.items():
@@ -155,28 +155,28 @@ class _Hoist:
         for top in self.children[""]:
             self.visit(top, None)
 
-    def visit(self, path: str, inherited: Place | None) -> None:
+    def visit(self, path: str, inherited: Devices | None) -> None:
         outcomes = self.below.get(path, [])
-        wanted = {_place_of(outcome) for outcome in outcomes}
+        wanted = {_devices_of(outcome) for outcome in outcomes}
         if not wanted or wanted == {inherited}:
             return
         if len(wanted) == 1:
             if inherited is not None or any(outcome.rule is not None for outcome in outcomes):
-                self.places[path] = wanted.pop()
+                self.devices[path] = wanted.pop()
             return  # else no rule says where it is: `unplaced`
         if path in self.located:
-            inherited = self.places[path] = _place_of(self.located[path])
+            inherited = self.devices[path] = _devices_of(self.located[path])
         for child in self.children[path]:
             self.visit(child, inherited)
 
 
-def _place_of(outcome: Outcome) -> Place:
-    return Place(outcome.device, outcome.prefill)
+def _devices_of(outcome: Outcome) -> Devices:
+    return Devices(outcome.device, outcome.prefill)
 
 
-def _place(place: Place) -> syntax.Action:
-    device = syntax.Argument(None, _value(place.device))
-    other = (syntax.Argument("prefill", _value(place.prefill)),) if place.prefill != place.device else ()
+def _place(devices: Devices) -> syntax.Action:
+    device = syntax.Argument(None, _value(devices.run))
+    other = (syntax.Argument("prefill", _value(devices.prefill)),) if devices.prefill != devices.run else ()
     return syntax.Action(syntax.Name("place"), (device, *other), ())
 
 
@@ -226,7 +226,7 @@ def _origin(origins: Sequence[KtRule]) -> str:
 def _with_comments(
     file: str, header: Sequence[str], declarations: Sequence[tuple[str, syntax.Declaration]]
 ) -> syntax.Module:
-    """The module with a comment before each declaration that has one: the printer goes by places."""
+    """The module with a comment before each declaration that has one: the printer orders by span."""
     placed: list[syntax.Declaration] = []
     comments = [syntax.Comment(f"# {line}", span=_at(file, number)) for number, line in enumerate(header, start=1)]
     line = len(header) + 1

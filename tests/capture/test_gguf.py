@@ -337,7 +337,7 @@ HALF: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"stride": 0}, "a stride"),
+        ({"stride": 0}, "an invalid stride"),
         ({"span": None, "stride": 2}, "a stride or a view without a span"),
         ({"span": None, "viewed": [4, 4]}, "a stride or a view without a span"),
         ({"viewed": [1 << 40, 1 << 40]}, "an invalid stride or view"),

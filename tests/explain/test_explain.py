@@ -48,10 +48,16 @@ def test_codes_of_rule_programs_are_explained_by_rule_programs() -> None:
 
 def test_an_explanation_reads_as_a_page() -> None:
     page = str(explain("e042"))
-    assert page.startswith("E042: a rewrite of what another rewrite absorbs\n\nSome rewrites take")
+    assert page.startswith("E042: rewrite of an absorbed capture\n\nSome rewrites absorb")
     assert "Bad:\n    import" in page
     assert "Good:\n    import" in page
     assert all(len(line) <= 130 for e in explanations().values() for line in str(e).splitlines())
+
+
+def test_codes_with_the_same_remedy_share_a_section() -> None:
+    no_python, no_compiler = explain("H222"), explain("H221")
+    assert no_python.code == "H222"
+    assert (no_python.title, no_python.text, no_python.bad) == (no_compiler.title, no_compiler.text, no_compiler.bad)
 
 
 def test_an_unknown_code_is_refused_with_a_suggestion() -> None:

@@ -17,7 +17,7 @@ from ktc.dsl.checker.names import Capture, CheckedPattern, UnitNames
 from ktc.dsl.checker.report import Report
 from ktc.dsl.checker.selectors import selection
 from ktc.dsl.ruleset import RuleAction, RuleDefinition
-from ktc.dsl.witness import Budget, OutOfBudget, Selection, witness
+from ktc.dsl.shared_path import Budget, OutOfBudget, Selection, shared_path
 
 STEPS = 100_000  # of all searches in a program together: a quarter of a second; beyond that, the plan decides
 
@@ -44,7 +44,7 @@ def check_overlaps(
 
 
 def _warn_if_nowhere(rule: RuleDefinition, budget: Budget, report: Report) -> None:
-    if rule.except_ and witness((Selection(rule.at, rule.except_),), budget) is None:
+    if rule.except_ and shared_path((Selection(rule.at, rule.except_),), budget) is None:
         message = f"rule `{rule.name}` selects no path: `except` removes everything that `at` selects"
         report.warning("W053", message, rule.declaration.name.span)
 
@@ -70,7 +70,7 @@ class _Pairs:
         contracts = self._contracts(first, second)
         if not shared and not contracts:
             return
-        path = witness((at_first, at_second), self.budget)
+        path = shared_path((at_first, at_second), self.budget)
         if path is None:
             return
         anywhere = not (at_first.at or at_second.at)

@@ -9,7 +9,7 @@ from ktc.dsl.evaluate import constant
 from ktc.dsl.globs import is_glob
 from ktc.dsl.intervals import ANY_LAYER, NO_LAYER, Layers, between
 from ktc.dsl.ruleset import RuleDefinition, Value
-from ktc.dsl.witness import Selection
+from ktc.dsl.shared_path import Selection
 
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 _INFINITE = 1e12

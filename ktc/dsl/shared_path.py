@@ -56,7 +56,7 @@ class _State:
     numbered: bool
 
 
-def witness(selections: tuple[Selection, ...], budget: Budget) -> str | None:
+def shared_path(selections: tuple[Selection, ...], budget: Budget) -> str | None:
     """Return a shortest path in every selection, or `None`. Raises OutOfBudget. The globs must be valid."""
     if not _may_meet(selections, budget):
         return None

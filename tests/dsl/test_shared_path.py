@@ -13,8 +13,8 @@ from ktc.dsl.globs import matches
 from ktc.dsl.intervals import ANY_LAYER, LAST, NO_LAYER, Layers, between
 from ktc.dsl.parser import parse
 from ktc.dsl.ruleset import RuleDefinition
+from ktc.dsl.shared_path import Budget, OutOfBudget, Selection, shared_path
 from ktc.dsl.syntax import Rule
-from ktc.dsl.witness import Budget, OutOfBudget, Selection, witness
 
 WORDS = ("a", "ab", "abb", "b", "x", "0", "1", "2", "7")
 WORLD = [".".join(path) for length in (1, 2, 3) for path in product(WORDS, repeat=length)]
@@ -40,7 +40,7 @@ def selects(chosen: Selection, path: str) -> bool:
 @quickly
 @given(selections, selections)
 def test_a_path_is_found_where_there_is_one_and_is_one(first: Selection, second: Selection) -> None:
-    found = witness((first, second), Budget(10**6))
+    found = shared_path((first, second), Budget(10**6))
     if found is not None:
         assert selects(first, found), found
         assert selects(second, found), found
@@ -51,7 +51,7 @@ def test_a_path_is_found_where_there_is_one_and_is_one(first: Selection, second:
 def test_a_search_ends_with_its_budget() -> None:
     hard = tuple(f"**.*{word}*.**.[{n}..].**" for n, word in enumerate(["ab", "ba", "aab", "bba"]))
     with pytest.raises(OutOfBudget):
-        witness((Selection(hard), Selection(hard, ("**",))), Budget(1000))
+        shared_path((Selection(hard), Selection(hard, ("**",))), Budget(1000))
 
 
 @pytest.mark.parametrize(
