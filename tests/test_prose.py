@@ -37,6 +37,7 @@ HELD = (
     "ktc/checkpoint",
     "ktc/dsl",
     "ktc/evaluate",
+    "ktc/experts",
     "ktc/explain",
     "ktc/generate",
     "ktc/graph",

@@ -1,4 +1,4 @@
-"""What the blocks of GGUF files mean, in plain PyTorch: the weights in them, and the blocks for given weights.
+"""GGUF blocks in plain PyTorch: the weights in them, and the blocks for given weights.
 
 In: bytes (rows, bytes of a row) of whole blocks, or weights (rows, columns); the row of `ktc/formats.py` says where a
 block has its codes and scales. The C++ of `runtime/include/ktc/weight_format` must agree to the last bit, and both with
@@ -70,7 +70,7 @@ def random_blocks(rows: int, columns: int, name: str, scale: float, generator: t
 
 
 def _half_sizes(scales: Halves, size: float, mean: float) -> Iterator[tuple[int, float]]:
-    """The places of a block's fp16 scale and minimum, and values that make weights of about `size` around zero."""
+    """Yield the offsets of a block's fp16 scale and minimum, and values for weights of about `size` around zero."""
     factor = _SIX if scales.sixes is not None else _BYTE if scales.factors is not None else 1.0
     yield scales.scale, size / factor
     if scales.minimum is not None:
@@ -115,7 +115,7 @@ def _codes(blocks: Tensor, row: Blocks) -> Tensor:
 
 
 def _packed(codes: Tensor, row: Blocks) -> Iterator[tuple[int, Tensor]]:
-    """The inverse: where each part of the codes begins, and its bytes (blocks, bytes)."""
+    """Yield the offset of each part of the codes and its bytes (blocks, bytes): the inverse."""
     up = 0
     for part in row.codes:
         bits = codes >> up & (1 << part.bits) - 1

@@ -1,4 +1,4 @@
-"""Packed experts read without the kernel: where the weights of one expert lie in its bytes, for a format without codes.
+"""Packed experts read without the kernel: where one expert's bytes have its weights, for a format without codes.
 
 The library's own `unpack` is the meaning (`runtime/include/ktc/weight_format/layout.hpp`); this is the same as tensor
 operations, so that it runs where the bytes are, on a GPU too. A test holds the two together.
@@ -23,7 +23,7 @@ Matrices = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class DenseLayout:
-    """Where the matrices of one expert lie in its packed bytes; H, I, and the same rounded up to whole panels."""
+    """The positions of one expert's matrices in its packed bytes; H, I, and the same rounded up to whole panels."""
 
     form: ExpertsForm
     hidden: int
@@ -54,7 +54,7 @@ class DenseLayout:
         return (self.parts + 1) * inner * outer * self.dtype.itemsize + biases
 
     def matrices(self, packed: Tensor) -> Matrices:
-        """One expert's uint8 bytes as (parts * I, H), (H, I) and their biases, ordered as the form says.
+        """Read one expert's uint8 bytes as (parts * I, H), (H, I) and their biases, ordered as the form says.
 
         Copies, on the device of `packed`.
         """
@@ -75,6 +75,6 @@ class DenseLayout:
         return gate_up[:, : self.hidden], down, gate_up_bias.to(self.dtype), down_bias.to(self.dtype)
 
     def _ordered(self, parts: Tensor) -> Tensor:
-        """(parts, padded I, ...) -> (parts * I, ...) as the rows of the stock weight stand."""
+        """(parts, padded I, ...) -> (parts * I, ...) in the order of the stock weight's rows."""
         parts = parts[:, : self.intermediate]
         return (parts.transpose(0, 1) if self.form.interleaved else parts).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""What the experts of a layer compute: activation, gate, biases, sizes, and how their weights are stored.
+"""The form of a layer's experts: activation, gate, biases, sizes, and how their weights are stored.
 
 Capture reads a form from the model's own code, the kernel spec and the recipe carry it, kernels and loader follow it.
 A form has one spelling (`silu`, `silu(alpha=1.702, limit=7.0, up_offset=1.0) biased transposed`), which graphs and
@@ -81,10 +81,10 @@ class ExpertsForm:
 
 
 def parse_form(text: str) -> ExpertsForm:
-    """The form that `str(form)` spells. Raises `ValueError` for any other text."""
+    """Return the form whose `str` is this text. Raises `ValueError` for any other text."""
     found = _FORM.fullmatch(text)
     if found is None or found["function"] not in get_args(Function):
-        raise ValueError(f"`{text}` is no form of experts")
+        raise ValueError(f"`{text}` is not a form of experts")
     flags = found["flags"].split()
     settings = dict(pair.split("=", 1) for pair in (found["settings"] or "").split(", ") if "=" in pair)
     try:
@@ -92,7 +92,7 @@ def parse_form(text: str) -> ExpertsForm:
         activation = Activation(found["function"], **numbers)  # pyright: ignore[reportArgumentType]
         form = ExpertsForm(activation, "ungated" not in flags, *(flag in flags for flag in _FLAGS[1:]))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"`{text}` is no form of experts") from error
+        raise ValueError(f"`{text}` is not a form of experts") from error
     if str(form) != text:
-        raise ValueError(f"`{text}` is no form of experts; expected the spelling `{form}`")
+        raise ValueError(f"`{text}` is not a form of experts; expected the spelling `{form}`")
     return form

@@ -1,4 +1,4 @@
-"""Calls of the experts' kernels with their times, told to whoever listens; nobody listening costs one comparison.
+"""Calls of the experts' kernels with their times, reported to listeners; without any, a call costs one comparison.
 
 In: a kernel's call, from the module that makes it. Out: a `KernelCall` for the listener, which is called in the thread
 that called the kernel; that may be one of autograd's.

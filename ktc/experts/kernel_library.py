@@ -31,7 +31,7 @@ NativeLora = tuple[int, int, int, int, int, float, bool, Strides, Strides]
 
 
 class Engine(Protocol):
-    """How many threads a call takes. The threads and the workspace, of so many bytes now, are those of the process."""
+    """The number of threads that a call takes. The threads and the workspace belong to the process."""
 
     threads: int
     workspace_bytes: int
@@ -112,7 +112,7 @@ class Kernel:
     dtype: str
 
     def instantiate(self, num_experts: int, hidden: int, intermediate: int, top_k: int, nodes: int = 1) -> NativeKernel:
-        """The kernel for one layer, its weights cut for so many NUMA nodes.
+        """Return the kernel for one layer, with weights cut for this number of NUMA nodes.
 
         Raises `ValueError` for a size other than the one it was built for.
         """
@@ -120,11 +120,11 @@ class Kernel:
         return cast("NativeKernel", make(num_experts, hidden, intermediate, top_k, nodes))
 
     def linear(self) -> NativeLinear:
-        """The kernel for linear layers of any size, where the entry is one."""
+        """Return the kernel for linear layers of any size; the entry must be one."""
         return cast("NativeLinear", getattr(_opened(self.library.path, self.library.digest), self.entry)())
 
     def engine(self, threads: int, nodes: tuple[NumaNode, ...] = ()) -> Engine:
-        """What a call with that many threads runs on. The library's layers share one set of threads in a process."""
+        """Return the engine of calls with this number of threads. All layers of a process share one set of threads."""
         return _engine(self.library.path, self.library.digest, threads, nodes)
 
 
@@ -137,7 +137,7 @@ class KernelLibrary:
     entries: tuple[tuple[str, str], ...]
 
     def kernel(self, entry: str) -> Kernel:
-        """One entry, ready for `FusedMoe(kernel=...)`."""
+        """Return one entry, for `FusedMoe(kernel=...)`."""
         dtypes = dict(self.entries)
         if entry not in dtypes:
             raise KeyError(f"the kernel library `{self.path.name}` has no entry `{entry}`; it has {', '.join(dtypes)}")
@@ -145,9 +145,11 @@ class KernelLibrary:
 
 
 def permitted_threads(threads: int) -> int:
-    """`threads`, or as many as this process may use now if these are fewer: of all the CPUs that it is given, or of the
-    quota of its container, one share for each process of its launch. The machine may be another one than that of the
-    plan, so this is asked when layers are made; the first time that it is less, a warning says so."""
+    """Return `threads`, or the number that this process may use now if that is smaller.
+
+    It is this process's share of its CPUs, or of its container's quota. The machine may differ from that of the plan,
+    so layers call this when they are made. The first smaller number causes a warning.
+    """
     permitted = max(1, host.usable_threads() // environment.local_world_size())
     if threads > permitted:
         _warn_of_fewer(threads, permitted)
@@ -155,8 +157,11 @@ def permitted_threads(threads: int) -> int:
 
 
 def nodes_for(threads: int) -> tuple[NumaNode, ...]:
-    """The NUMA nodes to cut weights for: those that this process may run on, if each gets a thread at least and has as
-    many CPUs as threads. They are shared evenly, so on a node of fewer CPUs several would wait for one."""
+    """Return the NUMA nodes to cut weights for: those that this process may run on, or none.
+
+    Each must get at least one thread and have a CPU for each of its threads. Nodes share the threads evenly, so on a
+    node of fewer CPUs several threads would wait for one.
+    """
     nodes = host.numa_nodes()
     if not 1 < len(nodes) <= min(threads, MAX_NODES):
         return ()
@@ -168,13 +173,13 @@ def nodes_for(threads: int) -> tuple[NumaNode, ...]:
 def _warn_of_fewer(threads: int, permitted: int) -> None:
     processes = environment.local_world_size()
     share = f", its share of {host.usable_threads()} among {processes} processes" if processes > 1 else ""
-    message = f"the plan asks for {threads} kernel threads; this process may use {permitted}{share}"
+    message = f"the plan needs {threads} kernel threads; this process may use {permitted}{share}"
     warnings.warn(message, stacklevel=5)
 
 
 class _Turns:
     """Calls of a process take turns, also where two compiled models have a library and so threads each: together they
-    would ask for twice the cores. A child of a fork begins anew, whoever had the turn in its parent."""
+    would use twice the cores. A child of a fork starts without a holder, whichever thread had the turn before."""
 
     def __init__(self) -> None:
         self.renew()
@@ -209,7 +214,7 @@ def _opened(path: Path, digest: str) -> _Module:
             )
         )
     # Several compiled models may live in one process. pybind11 remembers an extension by its full name, and would give
-    # the first library's module for the second: the digest makes the names differ, Python asks for the last part only.
+    # the first library's module for the second: the digest makes the names differ, and Python reads only the last part.
     name = f"ktc_{digest[:16]}.ktc_kernels"
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)

@@ -31,7 +31,7 @@ ASKED: Final = "_ktc_asked"
 
 @dataclass(frozen=True, slots=True)
 class AskedTargets:
-    """What a new `LoraConfig` named, before PEFT changed it; `modules` is a text where it is a pattern."""
+    """The targets of a new `LoraConfig`, before PEFT changed them; `modules` is a text if it is a pattern."""
 
     modules: frozenset[str] | str
     parameters: frozenset[str]
@@ -74,7 +74,7 @@ class ExpertsParamWrapper(ParamWrapper):
         return replace(lora, down=own) if self.parameter_name == "down_proj" else replace(lora, gate_up=own)
 
     def _active_lora(self) -> Lora | None:
-        """The factors of the active adapter as views of PEFT's own matrices: A (E, r, in), B (E, out, r)."""
+        """Return the factors of the active adapter as views of PEFT's own matrices: A (E, r, in), B (E, out, r)."""
         active = [str(name) for name in self.active_adapters if name in self.lora_A]
         if not active:
             return None
@@ -100,7 +100,7 @@ class ExpertsParamWrapper(ParamWrapper):
         )
 
 
-# PEFT asks for the class's name where it wraps a second parameter, so that this one must bear the stock name.
+# PEFT compares the class's name when it wraps a second parameter, so this class needs the stock name.
 ExpertsParamWrapper.__name__ = "ParamWrapper"
 
 
@@ -123,8 +123,8 @@ def _require_asked_for(adapter_name: str, config: LoraConfig | None) -> None:
         asked.modules - set(config.target_modules or ()) if isinstance(asked.modules, frozenset) else {asked.modules}
     )
     if taken:
-        message = f"names {_quoted(taken)} in `target_modules`, which PEFT takes for the routed experts"
-    else:  # its fields were set later, which nobody saw
+        message = f"names {_quoted(taken)} in `target_modules`, which PEFT interprets as the routed experts"
+    else:  # its fields were set later, unnoticed
         message = f"was made without {_quoted(added)} in `target_parameters`, which PEFT may have read in other targets"
     hint = (
         'for routed experts write `target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`; '
@@ -145,7 +145,7 @@ def _require_suited(adapter_name: str, r: int, settings: Mapping[str, Any]) -> N
 
 
 def _unsuited(r: int, settings: Mapping[str, Any]) -> str:
-    """What this adapter asks for and experts cannot have, "" if nothing."""
+    """Return the setting of this adapter that experts cannot have, "" if there is none."""
     # PEFT 0.19 and newer hand on the config, older releases its fields
     config = cast("Mapping[str, Any]", settings["config"].__dict__ if "config" in settings else settings)
     dropout, initialisation = config["lora_dropout"], config["init_lora_weights"]

@@ -1,4 +1,4 @@
-"""What the kernels' quantised formats mean, in plain PyTorch: which codes and scales stand for given weights, and back.
+"""The kernels' quantised formats in plain PyTorch: codes and scales for given weights, and the weights of codes.
 
 In: one matrix (rows, columns). Out: codes (rows, columns) of one byte and fp32 scales (rows, groups), or bf16 weights.
 `int8` quantises rows of activations too: `int8_product` is what such a kernel computes forward and backward.
@@ -25,7 +25,7 @@ def quantise(weights: Tensor, method: str, group: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, group: int) -> Tensor:
-    """The bf16 weights that codes and scales stand for: their product in fp32, rounded once."""
+    """Return the bf16 weights of codes and scales: their product in fp32, rounded once."""
     numbers = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
     product = _blocks(numbers.float(), group) * scales[..., None]
     return product.flatten(1)[:, : codes.shape[1]].bfloat16()

@@ -88,7 +88,7 @@ def expert_output(
     lora: ExpertsLora | None = None,
     products: Products | None = None,
 ) -> Tensor:
-    """What one expert makes of its rows, (T, H) -> (T, H), not weighted yet; `expert` is its place in `lora`."""
+    """Compute one expert's outputs, (T, H) -> (T, H), before routing weights; `expert` is its index in `lora`."""
     of_gate_up, of_down = products or (None, None)
     inner = _linear(form, x, gate_up, gate_up_bias, of_gate_up)
     if lora and lora.gate_up:

@@ -24,19 +24,19 @@ _HUGE_PAGE: Final = 2 << 20
 class SavedBuffers:
     """Blocks that were lent before and are free again.
 
-    Lent and free ones together are never more bytes than were lent at once, now or before. A lent block is no larger
-    than the largest that was ever asked for, rounded up to 2 MB: so a training step takes no more than its widest batch
-    does, which is what a plan counts. Free blocks stay until the process ends, through evaluation too.
+    Lent and free blocks together never exceed the most bytes that were lent at once. The largest request, rounded up to
+    2 MB, bounds every lent block. So a training step takes at most what its widest batch takes, which a plan counts.
+    Free blocks stay until the process ends, through evaluation too.
     """
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
         self._held = self._most = 0  # bytes lent and free, and most that were lent at once
         self._renew()
-        os.register_at_fork(after_in_child=self._renew)  # whoever was taking in the parent
+        os.register_at_fork(after_in_child=self._renew)  # a thread of the parent may hold the lock
 
     def _renew(self) -> None:
-        self._lock = threading.Lock()  # for who takes; to give back is one step of the interpreter
+        self._lock = threading.Lock()  # for `take`; to return a block is one step of the interpreter
 
     @property
     def free_bytes(self) -> int:
@@ -61,7 +61,7 @@ class SavedBuffers:
         return torch.frombuffer(lent, dtype=torch.uint8, count=size)
 
     def _fitting(self, size: int) -> mmap.mmap | None:
-        """The smallest block that is large enough, but not twice as large."""
+        """Take the smallest free block that is large enough, but not twice as large."""
         fitting = [block for block in self._free if size <= len(block) <= 2 * size + _HUGE_PAGE]
         if not fitting:
             return None

@@ -17,7 +17,7 @@ StockTensor = Literal["gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias
 
 
 def stock_names(form: ExpertsForm) -> tuple[StockTensor, ...]:
-    """The tensors that a stock experts module of this form holds; a bias follows the names of its weight."""
+    """Return the names of the tensors in a stock experts module of this form: weights, then their biases."""
     gate_up: StockTensor = "gate_up_proj" if form.gated else "up_proj"
     if not form.biased:
         return gate_up, "down_proj"
@@ -27,7 +27,7 @@ def stock_names(form: ExpertsForm) -> tuple[StockTensor, ...]:
 def stock_shape(
     form: ExpertsForm, name: StockTensor, num_experts: int, hidden: int, intermediate: int
 ) -> tuple[int, ...]:
-    """The shape of one of these tensors in the stock module."""
+    """Return the shape of one of these tensors in the stock module."""
     rows = {"gate_up_proj": 2 * intermediate, "up_proj": intermediate, "down_proj": hidden}[name.removesuffix("_bias")]
     if name.endswith("_bias"):
         return num_experts, rows
@@ -36,7 +36,7 @@ def stock_shape(
 
 
 def half_of(form: ExpertsForm, name: StockTensor, part: str, intermediate: int) -> tuple[Span, int]:
-    """The places of the stock tensor `name` that gate or up fills, and how far apart they are."""
+    """Return the span of the stock tensor `name` that gate or up fills, and its stride."""
     dim = 2 if form.transposed and not name.endswith("_bias") else 1
     second = part.startswith("up")
     if form.interleaved:
@@ -45,9 +45,9 @@ def half_of(form: ExpertsForm, name: StockTensor, part: str, intermediate: int) 
 
 
 def canonical_parts(form: ExpertsForm, name: StockTensor, tensor: Tensor) -> Iterator[tuple[ExpertPart, Tensor]]:
-    """What one expert's slice of the stock tensor `name` holds: gate and up (I, H), down (H, I), biases by their rows.
+    """Yield the parts in one expert's slice of the stock tensor `name`.
 
-    The results are views wherever the form allows it.
+    Gate and up are (I, H), down is (H, I), biases have their rows. The results are views wherever the form allows it.
     """
     is_bias = name.endswith("_bias")
     rows = tensor if is_bias or not form.transposed else tensor.transpose(0, 1)
@@ -61,6 +61,6 @@ def canonical_parts(form: ExpertsForm, name: StockTensor, tensor: Tensor) -> Ite
 
 
 def parts_of(form: ExpertsForm) -> tuple[ExpertPart, ...]:
-    """Every part that an expert of this form needs, in the order of `load_expert`."""
+    """Return every part that an expert of this form needs, weights before biases."""
     weights: tuple[ExpertPart, ...] = ("gate", "up", "down") if form.gated else ("up", "down")
     return (*weights, *(cast("ExpertPart", f"{w}_bias") for w in weights)) if form.biased else weights

@@ -25,7 +25,7 @@ Loader = Callable[[TensorReader, CheckpointIndex, int | None], None]
 
 
 def misfit_of_experts(experts: FusedMoe, source: WeightSource, leaf: str) -> str:
-    """Why a row cannot fill the tensor `leaf` of the experts; empty where only shapes are left to compare."""
+    """Say why a row cannot fill the tensor `leaf` of the experts; "" if only shapes are left to compare."""
     if leaf not in stock_names(experts.form) or source.part is None:
         return f"experts of the form `{experts.form}` are not filled so"
     half = is_half(source, leaf)
@@ -47,7 +47,7 @@ def is_half(source: WeightSource, leaf: str) -> bool:
 def by_part(
     source: WeightSource, form: ExpertsForm, leaf: StockTensor, tensor: Tensor
 ) -> Iterable[tuple[ExpertPart, Tensor]]:
-    """What an expert's slice, or a half of it that is stored apart, holds."""
+    """Yield the parts in an expert's slice, or in a half of it that is stored apart."""
     if is_half(source, leaf):
         turned = form.transposed and tensor.dim() == 2  # the row is written for the stock tensor
         return [(cast("ExpertPart", source.part), tensor.t() if turned else tensor)]
@@ -81,7 +81,7 @@ class _StoredRow:
 
     @property
     def parts(self) -> tuple[ExpertPart, ...]:
-        """What the matrices of the row are."""
+        """The parts that the row's matrices are."""
         if self.leaf == "gate_up_proj" and not is_half(self.source, self.leaf):
             return ("gate", "up")
         return (cast("ExpertPart", self.source.part),)

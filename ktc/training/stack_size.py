@@ -19,7 +19,7 @@ from ktc.experts.module import FusedMoe
 from ktc.training.layer_calls import ModelCall
 from ktc.training.layer_parts import SplitLayer
 
-_USED = 0.8  # of what is free: estimates err, and others want memory too
+_USED = 0.8  # of what is free: estimates err, and other programs need memory too
 _LAYER = 34  # bytes that a usual layer keeps per token and unit of width while one chunk of it is computed again
 _OFFLOADED = 12  # bytes per token and unit of width while experts run on a GPU: their input, sums in fp32, gradients
 _MANY = sys.maxsize  # tokens: a pass is large enough for any backend
@@ -27,7 +27,7 @@ _LOGITS = 14  # bytes per logit: itself, fp32 log-probabilities, and the gradien
 
 
 def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, int]:
-    """What each device holds of a token from forward to backward."""
+    """Count the bytes that each device holds of a token from forward to backward."""
     width = call.hidden.shape[-1] * call.hidden.element_size()
     held: dict[str, int] = {"cpu": 0}
     offloaded: set[str] = set()
@@ -60,7 +60,7 @@ def _ranks(experts: nn.Module) -> tuple[int, int]:
 
 
 def working_bytes(call: ModelCall, chunk_tokens: int, logits: int) -> dict[str, int]:
-    """What the largest part of a chunk takes on each device, and on the last one the `logits` of a micro-batch."""
+    """Count the bytes of a chunk's largest part on each device, and of a micro-batch's `logits` on the last one."""
     part = chunk_tokens * call.hidden.shape[-1] * _LAYER
     needed = {str(device): part for device in call.devices}
     needed[str(call.devices[-1])] += _LOGITS * logits
@@ -75,7 +75,7 @@ def free_bytes(device: str) -> int:
 
 
 def fitting_tokens(held: Mapping[str, int], working: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
-    """The tokens of one pass that each device has room for."""
+    """Return the tokens of one pass that each device has room for."""
     return {
         device: max(0, int(_USED * free[device]) - working.get(device, 0)) // size
         for device, size in held.items()

@@ -58,7 +58,7 @@ def test_a_form_is_read_back_as_it_is_spelled(form: str) -> None:
      "silu(limit=1.0) ungated", "relu ungated interleaved", "silu transposed biased", "silu(beta=1.0)"],
 )  # fmt: skip
 def test_another_spelling_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no form of experts"):
+    with pytest.raises(ValueError, match="is not a form of experts"):
         parse_form(text)
 
 

@@ -109,7 +109,7 @@ def test_more_threads_than_columns_do_no_harm(load: Load, monkeypatch: pytest.Mo
 
 def test_threads_beyond_the_cores_are_not_started(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "usable_threads", lambda: 1)
-    with pytest.warns(UserWarning, match="asks for 3 kernel threads; this process may use 1"):
+    with pytest.warns(UserWarning, match="needs 3 kernel threads; this process may use 1"):
         load(random_layer(17, 9, 3, 2, 2), spec_of(ISAS[0]), threads=3)
 
 

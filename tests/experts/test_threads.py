@@ -52,7 +52,7 @@ def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("eight_cpus")
 def test_processes_of_one_launch_share_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.warns(UserWarning, match=r"asks for 6 .* may use 2, its share of 8 among 4 processes"):
+    with pytest.warns(UserWarning, match=r"needs 6 .* may use 2, its share of 8 among 4 processes"):
         assert permitted_threads(6) == 2
     assert permitted_threads(2) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
