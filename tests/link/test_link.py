@@ -7,9 +7,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -137,49 +136,55 @@ def test_a_failed_replacement_keeps_the_old_model(tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["out_a"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from ktc.link.folder import write_folder
-def fill(folder):
-    (folder / "ktc.json").write_text("{}")
+def in_a_child(work: Callable[[], object]) -> int:
+    """How a forked child ends that does `work`: minus the signal's number if one killed it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_this(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-write_folder(Path(sys.argv[1]), fill)
-"""
 
 
 def test_a_killed_compile_leaves_nothing_at_out_and_the_next_one_cleans_up(tmp_path: Path) -> None:
     out = tmp_path / "out_a"
-    done = subprocess.run([sys.executable, "-c", KILLED, str(out)], check=False)
-    assert done.returncode == -signal.SIGKILL
+
+    def fill_half(path: Path) -> None:
+        (path / "ktc.json").write_text("{}")
+        kill_this()
+
+    assert in_a_child(lambda: write_folder(out, fill_half)) == -signal.SIGKILL
     assert not out.exists()
     write_folder(out, fill)
     assert [path.name for path in tmp_path.iterdir()] == ["out_a"]
 
 
-KILLED_WHILE_REPLACING = """
-import os, signal, sys
-from pathlib import Path
-from ktc.link import folder
-real = os.rename
-def rename(a, b):
-    real(a, b)
-    os.kill(os.getpid(), signal.SIGKILL)
-os.rename = rename
-if sys.argv[2] == "two steps":
-    folder._exchange = lambda a, b: False
-else:
-    folder.shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-folder.write_folder(Path(sys.argv[1]), lambda path: (path / "ktc.json").write_text("new"), force=True)
-"""
+def replace_and_die(out: Path, way: str) -> None:
+    """Replace OUT, killed behind the first step: the exchange of the folders, or the first of two renames."""
+    rename = os.rename
+
+    def rename_once(source: Path, target: Path) -> None:
+        rename(source, target)
+        kill_this()
+
+    os.rename = rename_once  # pyright: ignore[reportAttributeAccessIssue]
+    if way == "two steps":
+        folder._exchange = lambda *_: False
+    else:
+        folder.shutil.rmtree = kill_this
+    write_folder(out, lambda path: (path / "ktc.json").write_text("new"), force=True)
 
 
 @pytest.mark.parametrize("way", ["exchange", "two steps"])
 def test_a_kill_while_replacing_loses_no_model(tmp_path: Path, way: str) -> None:
     out = tmp_path / "out_a"
     write_folder(out, fill)
-    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_REPLACING, str(out), way], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert in_a_child(lambda: replace_and_die(out, way)) == -signal.SIGKILL
     assert out.exists() == (way == "exchange")
     with pytest.raises(InputRefused, match="I142"):
         write_folder(out, failing)
