@@ -6,7 +6,6 @@ oldest are refused, since they lack what ktc calls; newer ones than the newest t
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Mapping
 
@@ -45,9 +44,11 @@ def require() -> tuple[Diagnostic, ...]:
 
 def installed(package: str) -> str | None:
     """The version of an installed package, None if it is not there."""
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ktc import host
 from ktc.cli.options import (
     HostFile,
     IsaName,
@@ -25,8 +24,9 @@ from ktc.cli.options import (
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.host import Host
-from ktc.host_file import read_host_file
+
+if TYPE_CHECKING:
+    from ktc.host import Host
 
 Stage = Literal["captured", "matched", "planned", "rewritten"]
 Format = Literal["text", "json", "dot", "svg", "html"]
@@ -151,5 +151,8 @@ def _settings(pairs: list[str] | None) -> dict[str, str]:
 
 def _host(described: Path | None, isa: str | None) -> Host:
     """The machine to plan for: that of the file, else this one with its GPUs; with `isa` as its best set if given."""
+    from ktc import host
+    from ktc.host_file import read_host_file
+
     target = read_host_file(described) if described else host.detect(probe_gpu=True)
     return host.restrict(target, isa) if isa else target

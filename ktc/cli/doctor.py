@@ -11,13 +11,15 @@ import shutil
 import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ktc import versions
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.environment import cache_dir
-from ktc.host import Host, detect
+
+if TYPE_CHECKING:
+    from ktc.host import Host
 
 State = Literal["works", "limited", "missing"]
 
@@ -37,6 +39,8 @@ class Finding:
 
 def examine() -> tuple[Host, tuple[Finding, ...]]:
     """This machine and all findings about it, in the order in which they matter."""
+    from ktc.host import detect
+
     host = detect(probe_gpu=versions.installed("torch") is not None)
     findings = (
         _instruction_set(host),
