@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
@@ -88,33 +87,12 @@ _LONGEST_WORD = 48  # beyond it nobody has mistyped a name
 
 
 def suggest(word: str, options: Iterable[str]) -> str:
-    """A hint "did you mean `x`?" if one of the options is a few slips of the keyboard away, else an empty text."""
-    found, fewest = "", max(1, len(word) // 3) + 1
-    for option in sorted(set(options)) if 1 < len(word) <= _LONGEST_WORD else ():
-        if abs(len(option) - len(word)) < fewest and len(_letters(option) ^ _letters(word)) <= 2 * fewest:
-            slips = _slips(word.casefold(), option.casefold(), fewest)
-            found, fewest = (option, slips) if slips < fewest else (found, fewest)
-    return f"did you mean `{found}`?" if found else ""
+    """Return the hint "did you mean `x`?" if an option resembles `word`, else an empty text."""
+    from difflib import get_close_matches
 
-
-@lru_cache(maxsize=4096)
-def _letters(word: str) -> frozenset[str]:
-    return frozenset(word.casefold())
-
-
-def _slips(word: str, option: str, limit: int) -> int:
-    """Letters to insert, drop, replace or swap with their neighbour; anything from `limit` on is just too many."""
-    before, row = list[int](), list(range(len(option) + 1))
-    for i, letter in enumerate(word, start=1):
-        before, last, row = row, before, [i]
-        for j, other in enumerate(option, start=1):
-            slips = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
-            if i > 1 and j > 1 and letter == option[j - 2] and other == word[i - 2]:
-                slips = min(slips, last[j - 2] + 1)
-            row.append(slips)
-        if min(row) >= limit:
-            return limit
-    return row[-1]
+    spelt = {option.casefold(): option for option in sorted(set(options), reverse=True)}
+    found = get_close_matches(word.casefold(), spelt, n=1) if 1 < len(word) <= _LONGEST_WORD else []
+    return f"did you mean `{spelt[found[0]]}`?" if found else ""
 
 
 def listing(options: Iterable[str], limit: int = 12) -> str:
