@@ -32,11 +32,18 @@ class Request:
 
 
 def render(request: Request) -> str:
-    """The text to print or to write. Raises `InputRefused` (U010-U013, and what the compiler refuses)."""
+    """Return the text to print or to write.
+
+    Raises InputRefused (U010-U013, and what the compiler refuses) and HostLacks (H243).
+    """
     if request.diff is not None:
         return _difference(request, *request.diff)
     if request.model is None:
         raise InputRefused(Diagnostic("U010", "`ktc graph` wants a MODEL or `--diff A B`"))
+    if request.form in ("svg", "html"):
+        from ktc.pictures.layout import require_layout
+
+        require_layout()  # before the model is opened
     # a page shows the way to the stage, every other form the stage alone
     stages = STAGES[: STAGES.index(request.stage) + 1] if request.form == "html" else (request.stage,)
     dumps = _dumps(request, request.model, stages)

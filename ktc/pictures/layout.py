@@ -11,10 +11,10 @@ unpacks 110 MB of libraries.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
-import graphlay
-
+from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.pictures.dump import BlockDump, NodeDump
 from ktc.pictures.labels import (
     QUIET,
@@ -90,8 +90,18 @@ def drawn_edges(block: BlockDump) -> tuple[tuple[str, str], ...]:
     return tuple(dict.fromkeys(pairs))
 
 
+def require_layout() -> None:
+    """Raise HostLacks (H243) where the layout library, an extra of ktc, is not installed."""
+    if importlib.util.find_spec("graphlay") is None:
+        hint = "`pip install 'ktc[pictures]'`, or use `--format text`, `json` or `dot`"
+        raise HostLacks(Diagnostic("H243", "an svg or html picture needs graphlay, which is not installed", hint=hint))
+
+
 def place(block: BlockDump) -> Drawing:
-    """Return the picture's geometry. An empty block has an empty drawing."""
+    """Return the picture's geometry. An empty block has an empty drawing. Raises HostLacks (H243)."""
+    require_layout()
+    import graphlay
+
     nodes, home = {node.name: node for node in block.nodes}, home_device(block)
     boxes = [_box(node, nodes, home) for node in drawn_nodes(block)]
     pairs = drawn_edges(block)

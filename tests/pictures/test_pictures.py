@@ -12,6 +12,9 @@ from xml.etree import ElementTree
 import pytest
 from work import calls
 
+from ktc.cli.graph import Request
+from ktc.cli.graph import render as render_graph
+from ktc.diagnostics import HostLacks
 from ktc.pictures.diff import diff
 from ktc.pictures.dot import render_dot
 from ktc.pictures.dump import SCHEMA, BlockDump, MatchDump, ModelDump, ModuleDump, NodeDump
@@ -278,3 +281,12 @@ def test_labels() -> None:
     assert printable("a\nb\u202e") == "a\\nb\\u202e"
     assert len(printable("x" * 1000, 20)) == 20
     assert [quantity(n) for n in (7, 1234, 15.7e9)] == ["7", "1.23 k", "15.7 G"]
+
+
+def test_a_picture_without_the_layout_library_is_refused_before_the_model_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ktc.pictures.layout.importlib.util.find_spec", lambda name: None)
+    for form in ("svg", "html"):
+        with pytest.raises(HostLacks, match="H243"):
+            render_graph(Request("/no/such/model", "moe-lora", "rewritten", None, form, None))
