@@ -101,7 +101,7 @@ def prepared_inputs(trainer: Trainer, inputs: Mapping[str, Any]) -> Any:
 
 
 def prepares_inputs_itself(trainer: Trainer) -> bool:
-    """Tell whether this class of trainer overrides `_prepare_inputs`, as those do that generate their batches."""
+    """Return whether this class of trainer overrides `_prepare_inputs`, as those do that generate their batches."""
     return cast("Any", type(trainer))._prepare_inputs is not cast("Any", Trainer)._prepare_inputs
 
 
