@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 MATCHED, NONE = "matched", "none"  # verdicts; every other one is `opaque: ` and a reason
 
-Part = Literal["experts", "attention"]
+Component = Literal["experts", "attention"]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockProof:
     """The proof of one distinct rewrite. Errors are relative Frobenius norms; `failure` is set if there are none."""
 
-    part: Part
+    part: Component
     block: str
     class_name: str
     forward: float = 0.0

@@ -27,7 +27,7 @@ from ktc.diagnostics import Diagnostic
 from ktc.tune.settings import TrainSettings, types_of_settings
 
 if TYPE_CHECKING:
-    from ktc.tune.types import Place, PreparedData, TrainResult
+    from ktc.tune.types import PreparedData, RunPaths, TrainResult
 
 Command = Callable[..., None]
 
@@ -60,18 +60,18 @@ def train_command(
     from ktc.cli.train_progress import TrainProgress, show_data
     from ktc.tune import train
 
-    place = train.Place(out, output or train.default_output(out), resume, force, weights, trust)
+    paths = train.RunPaths(out, output or train.default_output(out), resume, force, weights, trust)
     if flags["targets"] is not None:
         flags["targets"] = tuple(name.strip() for name in flags["targets"].split(",") if name.strip())
-    settings = train.settings_for(place, config, flags)
+    settings = train.settings_for(paths, config, flags)
     if dry_run:
-        data = train.prepare(place, settings)
+        data = train.prepare(paths, settings)
         show_data(session, data, first=True)
         session.result({"data": _data_json(data)})
         return
     with TrainProgress(session) as progress, _stopping(session) as stop:
-        result = train.run(place, settings, observe=progress.observe, stop=stop)
-    _finish(session, place, result)
+        result = train.run(paths, settings, observe=progress.observe, stop=stop)
+    _finish(session, paths, result)
 
 
 def register(app: typer.Typer) -> None:
@@ -132,13 +132,13 @@ def _stopping(session: Session) -> Generator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _finish(session: Session, place: Place, result: TrainResult) -> None:
+def _finish(session: Session, paths: RunPaths, result: TrainResult) -> None:
     from ktc.cli.train_progress import report_table
 
     report = result.report
     session.result({"output": str(result.output), "report": report.to_json(), "data": _data_json(result.data)})
     if result.interrupted:
-        again = shlex.join(_going_on(place))
+        again = shlex.join(_going_on(paths))
         session.diagnose([Diagnostic("T528", f"stopped after step {report.steps}", hint=f"go on: `{again}`")])
         session.exit_code = INTERRUPTED
         return
@@ -151,8 +151,8 @@ def _data_json(data: PreparedData) -> dict[str, Any]:
     return {"train": data.train.summary.to_json(), "held_out": held_out}
 
 
-def _going_on(place: Place) -> list[str]:
+def _going_on(paths: RunPaths) -> list[str]:
     """The command that goes on with the run; what `train.yaml` does not keep is named again."""
-    moved = [] if place.weights is None else ["--weights", str(place.weights)]
-    trusted = ["--trust-remote-code"] if place.trusted else []
-    return ["ktc", "train", str(place.out), "--output", str(place.output), "--resume", "auto", *moved, *trusted]
+    moved = [] if paths.weights is None else ["--weights", str(paths.weights)]
+    trusted = ["--trust-remote-code"] if paths.trusted else []
+    return ["ktc", "train", str(paths.out), "--output", str(paths.output), "--resume", "auto", *moved, *trusted]

@@ -1,6 +1,6 @@
 """Training data as tokens, before the model is loaded.
 
-In: the place and the settings of a run. Out: `PreparedData`. Refused: bad data, a length that the model has no room for
+In: the paths and the settings of a run. Out: `PreparedData`. Refused: bad data, a length that the model has no room for
 (T503, T505, T510 to T520).
 """
 
@@ -16,15 +16,15 @@ from ktc.hf.tokenizer import read_tokenizer
 from ktc.tune.examples import TrainingData, read_training_data
 from ktc.tune.settings import TrainSettings
 from ktc.tune.tokenised import TokenisedData, tokenise
-from ktc.tune.types import Place, PreparedData
+from ktc.tune.types import PreparedData, RunPaths
 
 
-def prepare(place: Place, settings: TrainSettings) -> PreparedData:
+def prepare(paths: RunPaths, settings: TrainSettings) -> PreparedData:
     """Return the data as tokens, without loading the model. Raise InputRefused (T510 to T520)."""
     assert settings.data is not None, "`settings_for` ensures it"
     rows, held_out = _rows(settings, Path(settings.data))
-    limit = _limit(place, settings)
-    tokenizer = read_tokenizer(place.out, "T507")
+    limit = _limit(paths, settings)
+    tokenizer = read_tokenizer(paths.out, "T507")
 
     def encode(data: TrainingData) -> TokenisedData:
         return tokenise(
@@ -57,14 +57,14 @@ def _rows(settings: TrainSettings, path: Path) -> tuple[TrainingData, TrainingDa
     return replace(data, examples=parts[0]), replace(data, examples=parts[1])
 
 
-def _limit(place: Place, settings: TrainSettings) -> int:
+def _limit(paths: RunPaths, settings: TrainSettings) -> int:
     """Return the longest sequence. Raise InputRefused (T505) if it exceeds the model's length."""
     from ktc.model.load import stock_class
     from ktc.model.load_as import read_config
     from ktc.model.manifest import read_manifest
 
-    model_class = stock_class(read_manifest(place.out), place.out, place.weights, trust_remote_code=place.trusted)
-    config: Any = read_config(place.out, model_class).get_text_config()
+    model_class = stock_class(read_manifest(paths.out), paths.out, paths.weights, trust_remote_code=paths.trusted)
+    config: Any = read_config(paths.out, model_class).get_text_config()
     longest = int(getattr(config, "max_position_embeddings", 0) or settings.length)
     if settings.length > longest:
         message = f"`length` is {settings.length}, and the model has room for {longest} tokens"

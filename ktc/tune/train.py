@@ -15,7 +15,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.tune import run_folder
 from ktc.tune.prepare import prepare
 from ktc.tune.settings import TrainSettings, read_settings
-from ktc.tune.types import Observe, Place, Stop, TrainResult
+from ktc.tune.types import Observe, RunPaths, Stop, TrainResult
 
 
 def train(
@@ -35,7 +35,7 @@ def train(
     `config` names a YAML file of settings; `settings` are those of `TrainSettings` and override it. `resume` continues
     a run ("auto", or a checkpoint's path), `force` replaces one. Raise InputRefused with all faults.
     """
-    place = Place(
+    paths = RunPaths(
         Path(out),
         Path(output) if output else default_output(Path(out)),
         resume,
@@ -44,7 +44,7 @@ def train(
         trust_remote_code,
     )
     flags = {**settings, "data": None if data is None else str(data)}
-    return run(place, settings_for(place, Path(config) if config else None, flags))
+    return run(paths, settings_for(paths, Path(config) if config else None, flags))
 
 
 def default_output(out: Path) -> Path:
@@ -52,18 +52,18 @@ def default_output(out: Path) -> Path:
     return Path(f"{out.absolute().name}-adapter")
 
 
-def settings_for(place: Place, config: Path | None, flags: dict[str, Any]) -> TrainSettings:
+def settings_for(paths: RunPaths, config: Path | None, flags: dict[str, Any]) -> TrainSettings:
     """Return the settings of the run from `config` and `flags`; a resumed run without a config keeps its own."""
-    if place.resume and config is None:
-        kept = run_folder.settings_of_run(place.output)
+    if paths.resume and config is None:
+        kept = run_folder.settings_of_run(paths.output)
         chosen = {name: value for name, value in flags.items() if value is not None}
         settings = TrainSettings(**{**kept, **chosen})
     else:
         settings = read_settings(config, flags)
     if settings.data is None:
         raise InputRefused(Diagnostic("T504", "training data is missing", hint="name it: `--data FILE`"))
-    if place.resume:
-        run_folder.require_same_run(place.output, settings, TrainSettings(**run_folder.settings_of_run(place.output)))
+    if paths.resume:
+        run_folder.require_same_run(paths.output, settings, TrainSettings(**run_folder.settings_of_run(paths.output)))
     return settings
 
 
@@ -72,7 +72,7 @@ def _unobserved(event: str, value: object) -> None:
 
 
 def run(
-    place: Place, settings: TrainSettings, *, observe: Observe = _unobserved, stop: Stop = lambda: False
+    paths: RunPaths, settings: TrainSettings, *, observe: Observe = _unobserved, stop: Stop = lambda: False
 ) -> TrainResult:
     """Run the training. `observe` receives `data`, `folder`, `model`, each `step` and `saved`.
 
@@ -83,8 +83,8 @@ def run(
     from ktc.tune.training_run import TrainingRun
 
     if environment.process_rank() == 0:  # the one that will claim the folder
-        run_folder.require_usable(place.output, resume=place.resume, force=place.force)
-    data = prepare(place, settings)
+        run_folder.require_usable(paths.output, resume=paths.resume, force=paths.force)
+    data = prepare(paths, settings)
     observe("data", data)
-    with TrainingRun(place, settings, data, observe, stop) as running:
+    with TrainingRun(paths, settings, data, observe, stop) as running:
         return running.finish()

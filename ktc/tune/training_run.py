@@ -1,6 +1,6 @@
 """One training run on a loaded model: add the adapter, set up and run TRL's trainer, and keep its results.
 
-In: the place, the settings and the data as tokens. Out: a `TrainResult`. Refused: layers to adapt that the model does
+In: the paths, the settings and the data as tokens. Out: a `TrainResult`. Refused: layers to adapt that the model does
 not have (T526), a load-balancing loss for a model without one (T506).
 """
 
@@ -37,14 +37,16 @@ from ktc.training.report import KTReport, report_of, write_report
 from ktc.tune import run_folder
 from ktc.tune.run_page import write_page
 from ktc.tune.settings import TrainSettings
-from ktc.tune.types import Observe, Place, PreparedData, Progress, Stop, TrainResult
+from ktc.tune.types import Observe, PreparedData, Progress, RunPaths, Stop, TrainResult
 
 
 class TrainingRun:
     """Claims its folder when it begins and releases it when it ends, also after an error."""
 
-    def __init__(self, place: Place, settings: TrainSettings, data: PreparedData, observe: Observe, stop: Stop) -> None:
-        self._place, self._settings, self._data, self._observe, self._stop = place, settings, data, observe, stop
+    def __init__(
+        self, paths: RunPaths, settings: TrainSettings, data: PreparedData, observe: Observe, stop: Stop
+    ) -> None:
+        self._paths, self._settings, self._data, self._observe, self._stop = paths, settings, data, observe, stop
         self._open = ExitStack()
 
     def __enter__(self) -> TrainingRun:
@@ -59,8 +61,8 @@ class TrainingRun:
         """Run to the end, or until `stop` is true."""
         datasets.disable_progress_bars()  # they would overwrite ours
         set_seed(self._settings.seed)
-        model = adapted(self._load(), self._place.out, self._settings)
-        args = arguments(self._place.output, self._settings, has_held_out=self._data.held_out is not None, model=model)
+        model = adapted(self._load(), self._paths.out, self._settings)
+        args = arguments(self._paths.output, self._settings, has_held_out=self._data.held_out is not None, model=model)
         folder = self._claim() if args.process_index == 0 else None
         resume = folder.resume if folder else self._resumed()
         stopper = _Stopper(self._stop)
@@ -70,16 +72,16 @@ class TrainingRun:
         report = report_of(trainer).report(finished=not stopper.stopped)
         if folder is not None:
             self._keep(folder, trainer.model, report, stopper.stopped)
-        return TrainResult(self._place.output, report, self._data, stopper.stopped)
+        return TrainResult(self._paths.output, report, self._data, stopper.stopped)
 
     def _load(self) -> PreTrainedModel:
-        place = self._place
+        paths = self._paths
         reference = self._settings.precision == "fp32"
-        return load(place.out, weights=place.weights, reference=reference, trust_remote_code=place.trusted)
+        return load(paths.out, weights=paths.weights, reference=reference, trust_remote_code=paths.trusted)
 
     def _claim(self) -> run_folder.RunFolder:
-        place = self._place
-        folder = run_folder.claim(place.output, resume=place.resume, force=place.force)
+        paths = self._paths
+        folder = run_folder.claim(paths.output, resume=paths.resume, force=paths.force)
         self._open.callback(folder.release)
         folder.keep_settings(self._settings)
         self._observe("folder", folder)
@@ -87,7 +89,7 @@ class TrainingRun:
 
     def _resumed(self) -> Path | None:
         """Return the checkpoint that rank 0 resumes from."""
-        return run_folder.find_checkpoint(self._place.output, self._place.resume) if self._place.resume else None
+        return run_folder.find_checkpoint(self._paths.output, self._paths.resume) if self._paths.resume else None
 
     def _trainer(self, model: PeftModel, args: SFTConfig, stopper: _Stopper) -> Any:
         held_out = self._data.held_out
@@ -97,7 +99,7 @@ class TrainingRun:
             train_dataset=self._data.train.dataset(),
             eval_dataset=None if held_out is None else held_out.dataset(),
             stack_micro_batches=self._settings.stack,
-            processing_class=read_tokenizer(self._place.out, "T507"),
+            processing_class=read_tokenizer(self._paths.out, "T507"),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(stopper)
@@ -105,7 +107,7 @@ class TrainingRun:
         if self._settings.early_stopping:
             trainer.add_callback(EarlyStoppingCallback(self._settings.early_stopping))
         if self._settings.tensorboard:
-            trainer.add_callback(_tensorboard(self._place.output))
+            trainer.add_callback(_tensorboard(self._paths.output))
         return trainer
 
     def _keep(self, folder: run_folder.RunFolder, model: PeftModel, report: Any, stopped: bool) -> None:

@@ -17,7 +17,7 @@ Stop = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunPaths:
     """Where a run reads and writes. `resume` is "auto" or a checkpoint's path; `weights` the checkpoint if it moved."""
 
     out: Path

@@ -29,7 +29,7 @@ from ktc.diagnostics import InputRefused
 from ktc.tune import run_folder
 from ktc.tune.tokenised import TokenisedData
 from ktc.tune.train import run, settings_for
-from ktc.tune.types import Place, TrainResult
+from ktc.tune.types import RunPaths, TrainResult
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,7 +105,7 @@ def test_the_adapter_gives_the_stock_model_the_same_logits(done: TrainResult, ou
 
 def test_the_settings_that_are_kept_give_the_run_again(done: TrainResult, out: Path) -> None:
     kept = run_folder.SETTINGS
-    again = settings_for(Place(out, done.output.with_name("again")), done.output / kept, {})
+    again = settings_for(RunPaths(out, done.output.with_name("again")), done.output / kept, {})
     assert again.to_yaml() == (done.output / kept).read_text()
     assert (again.max_steps, again.precision) == (4, "fp32")
 
@@ -118,13 +118,13 @@ def test_the_report_is_a_page_that_needs_nothing_else(done: TrainResult) -> None
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: TrainResult, out: Path, data: Path, tmp_path: Path) -> None:
-    place = Place(out, tmp_path / "stopped")
-    settings = settings_for(place, None, {**SETTINGS, "data": str(data)})
+    paths = RunPaths(out, tmp_path / "stopped")
+    settings = settings_for(paths, None, {**SETTINGS, "data": str(data)})
     asked = iter((False, False, True, False))
-    first = run(place, settings, stop=lambda: next(asked))
+    first = run(paths, settings, stop=lambda: next(asked))
     assert first.interrupted
-    assert not (place.output / "adapter_config.json").exists()
-    on = Place(out, place.output, resume="auto")
+    assert not (paths.output / "adapter_config.json").exists()
+    on = RunPaths(out, paths.output, resume="auto")
     second = run(on, settings_for(on, None, {}))
     assert not second.interrupted
     one, two = (load_file(each.output / "adapter_model.safetensors") for each in (done, second))
@@ -222,7 +222,7 @@ def test_the_command_shows_the_data_and_refuses_what_is_too_long(
 def test_ctrl_c_ends_the_run_after_its_step_and_says_how_to_go_on(
     done: TrainResult, out: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def until_asked(place: Place, settings: object, *, observe: object, stop: Callable[[], bool]) -> TrainResult:
+    def until_asked(paths: RunPaths, settings: object, *, observe: object, stop: Callable[[], bool]) -> TrainResult:
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
         assert stop()
