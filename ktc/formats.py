@@ -204,6 +204,12 @@ def _to_q4_0(weights: Tensor) -> tuple[Tensor, None, Tensor]:
     return scale, None, (_scaled(weights, scale) + 8.5).trunc().clamp(0, 15)
 
 
+def _to_q4_1(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    least, largest = weights.aminmax(dim=1, keepdim=True)
+    scale = (largest - least) / 15
+    return scale, least, (_scaled(weights - least, scale) + 0.5).trunc().clamp(0, 15)
+
+
 def _to_mxfp4(weights: Tensor) -> tuple[Tensor, None, Tensor]:
     largest = weights.abs().amax(1, keepdim=True)
     exponent = (largest.log2().floor() + 125).masked_fill(largest == 0, 0).clamp(0, 254)
@@ -242,6 +248,10 @@ _ROWS: Final[tuple[Format, ...]] = (
         scales=Halves(0), codes=(CodeBits(2, 4, 16),), numbers=tuple(range(-8, 8)), quantise=_to_q4_0,
     ),
     Blocks(
+        name="q4_1", gguf=3, panel=Panel("q4_1", "Q4_1Panel"), weights=32, block_bytes=20,
+        scales=Halves(0, 2, added=True), codes=(CodeBits(4, 4, 16),), numbers=tuple(range(16)), quantise=_to_q4_1,
+    ),
+    Blocks(
         name="q4_k", gguf=12, panel=Panel("q4_k", "Q4_KPanel"), weights=256, block_bytes=144,
         scales=Halves(0, 2, sixes=4), codes=(CodeBits(16, 4, 32),), numbers=tuple(range(16)),
     ),
@@ -259,7 +269,6 @@ _ROWS: Final[tuple[Format, ...]] = (
         weights=32, block_bytes=17, span=2,
         scales=Exponent(0), codes=(CodeBits(1, 4, 16),), numbers=_E2M1, quantise=_to_mxfp4,
     ),
-    _read_only(3, "q4_1", 32, 20),
     _read_only(6, "q5_0", 32, 22),
     _read_only(7, "q5_1", 32, 24),
     _read_only(9, "q8_1", 32, 40),

@@ -237,7 +237,10 @@ def blocks_of(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> int:
     return seen
 
 
-@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", Type.MXFP4), ("qwen3_moe", Type.Q4_0), ("olmoe", Type.Q8_0)])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("gpt_oss", Type.MXFP4), ("qwen3_moe", Type.Q4_0), ("olmoe", Type.Q8_0), ("mixtral", Type.Q4_1)],
+)
 def test_blocks_are_the_weights(tmp_path: Path, family: str, kind: Type) -> None:
     folder = gguf_twins.write(family, tmp_path / "model", experts=kind).folder
     assert blocks_of(folder, meta(folder), torch.float32) == 6

@@ -32,7 +32,7 @@ QUANTISED = tuple(name for name in NAMES if BLOCKS[name].quantises)
 # Of gate and up, and of down: the pair of most files, two that can be made of other weights, and every other format.
 MADE: tuple[WeightFormat, WeightFormat] = ("q8_0", "q4_0")
 OTHERS = tuple(name for name in BLOCKS if name not in ("q4_k", "q6_k", *MADE))
-PAIRS = (("q4_k", "q6_k"), MADE, *zip(OTHERS[::2], (OTHERS[1:] + OTHERS[:1])[::2], strict=True))
+PAIRS = (("q4_k", "q6_k"), MADE, *zip((OTHERS[1:] + OTHERS[:1])[::2], OTHERS[::2], strict=True))
 # So few rows of an expert are multiplied with the codes themselves, of formats exact in bf16.
 CODE_ROWS = {"avx512_bf16": 6, "amx": 4}
 # Hidden and intermediate in blocks, experts, experts per token, tokens, and how many experts get any.
