@@ -45,7 +45,7 @@ class FusedMoe(nn.Module):
         dtype: that of the stock tensors, which the reference stores and computes in.
         activations: `keep` saves gate and up of every slot for backward, `recompute` computes them again.
         numa: `shard` cuts packed weights for the NUMA nodes that the process may run on, `none` does not.
-        offload: from how many tokens on, and on which device, a kernel's experts are computed elsewhere.
+        offload: the number of tokens from which a kernel's experts are streamed to a device, and that device.
     """
 
     gate_up_proj: nn.Parameter
