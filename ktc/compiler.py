@@ -65,7 +65,7 @@ def compile(
 
     proofs = prove(analysis.captured, analysis.blocks)
     observe("prove", proofs)
-    kernels = render((*analysis.plan.kernels, *analysis.plan.linears), kernel_origins(analysis.plan))
+    kernels = render(analysis.plan.kernels, kernel_origins(analysis.plan))
     observe("render", kernels)
     library = build(kernels, analysis.host) if kernels.specs else None
     observe("build", library)

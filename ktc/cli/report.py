@@ -123,7 +123,7 @@ class StageReport:
         parts: list[Any] = [rules_table(cast("RuleSet", self._values["rules"]), matches, plan)]
         parts += [devices_table(plan), workloads_table(plan), parameters_line(plan)]
         parts += [adapter_line(plan.lora)] if plan.lora else []
-        parts += [kernels_table(plan)] if plan.kernels or plan.linears else []
+        parts += [kernels_table(plan)] if plan.kernels else []
         parts += [proofs_table(proofs)] if proofs else []
         if self._session.verbose or proofs is None:
             parts.append(reasons_table(plan))
@@ -177,7 +177,7 @@ def _match(value: Matches) -> str:
 
 def _plan(value: Plan) -> str:
     nodes = sum(len(rewrite.sites) * len({action.node for action in rewrite.actions}) for rewrite in value.rewrites)
-    kernels = count(len(value.kernels) + len(value.linears), "kernel")
+    kernels = count(len(value.kernels), "kernel")
     return f"{count(nodes, 'module')} to rewrite, {kernels}, {count(value.threads, 'thread')}"
 
 

@@ -129,13 +129,7 @@ def kernels_table(plan: Plan) -> Table:
     """One row per generated kernel."""
     table = _table("kernel", "H", "I", "experts", "top k", "format", "ISA", "threads")
     for spec in plan.kernels:
-        sizes = (
-            "any" if size is None else str(size)
-            for size in (spec.hidden, spec.intermediate, spec.num_experts, spec.top_k)
-        )
-        table.add_row(f"{spec.op} ({spec.activation})", *sizes, ", ".join(spec.formats), spec.isa, str(plan.threads))
-    for spec in plan.linears:
-        table.add_row(f"{spec.op} (decode)", "any", "any", "", "", spec.dtype, spec.isa, str(plan.threads))
+        table.add_row(*spec.summary, spec.isa, str(plan.threads))
     return table
 
 

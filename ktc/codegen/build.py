@@ -25,9 +25,8 @@ from filelock import FileLock
 from ktc import environment, resources
 from ktc import host as hosts
 from ktc.codegen import toolchain
+from ktc.codegen.kinds import kind_of
 from ktc.codegen.render import KernelSource
-from ktc.codegen.self_test import self_test
-from ktc.codegen.self_test_linear import self_test_linear
 from ktc.codegen.toolchain import Toolchain
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.experts.kernel_library import KernelLibrary
@@ -138,9 +137,7 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
             source.entries,
         )
         for spec in source.specs:
-            self_test(library.kernel(spec.entry), spec)
-        for spec in source.linears:
-            self_test_linear(library.kernel(spec.entry), spec)
+            kind_of(spec).self_test(library.kernel(spec.entry), spec)
         with _written(folder.parent):
             _write_record(folder, library)
     except BaseException:

@@ -73,6 +73,13 @@ class KernelSpec:
         formats += f"g{self.group_size}" if self.group_size else ""
         return f"FusedMoe_{dims}_{self.dtype}_{formats}_{self.isa}_{_identifier(self)}"
 
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """What it computes, its sizes H, I, E and k, and what weights are stored in, for a table of kernels."""
+        constants = (self.hidden, self.intermediate, self.num_experts, self.top_k)
+        sizes = ("any" if size is None else str(size) for size in constants)
+        return f"{self.op} ({self.activation})", *sizes, ", ".join(self.formats)
+
 
 # What an identifier cannot hold: 1.702 is 1p702 there, -2.0 is m2p0.
 _SPELLED = str.maketrans({".": "p", "-": "m", "+": ""})

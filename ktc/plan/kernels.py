@@ -14,7 +14,7 @@ from ktc.graph import ops
 from ktc.host import Host
 from ktc.isa import Isa, isa_of
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
-from ktc.plan.linear_spec import LinearSpec
+from ktc.plan.spec import Spec
 from ktc.plan.types import Claim, Plan
 
 # A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.
@@ -142,7 +142,7 @@ def thread_count(settings: Mapping[str, Value], host: Host) -> int:
     return asked if isinstance(asked, int) else max(1, min(host.cores, host.threads))
 
 
-def kernel_origins(plan: Plan) -> dict[KernelSpec | LinearSpec, str]:
+def kernel_origins(plan: Plan) -> dict[Spec, str]:
     """The place in the rules that asked for each kernel."""
     actions = [action for rewrite in plan.rewrites for action in rewrite.actions]
     asked = ((action.kernel or action.linear, f"{action.rule} ({action.span})") for action in actions)

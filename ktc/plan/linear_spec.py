@@ -25,3 +25,8 @@ class LinearSpec:
     def entry(self) -> str:
         """The name under which the kernel library exposes it."""
         return f"Linear_{self.dtype}_{self.isa}"
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """What it computes, its sizes H, I, E and k, and what weights are stored in, for a table of kernels."""
+        return f"{self.op} (decode)", "any", "any", "", "", self.dtype

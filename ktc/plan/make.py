@@ -64,7 +64,7 @@ def make_plan(
         threads=threads,
         rewrites=rewrites,
         placements=placements,
-        kernels=tuple(dict.fromkeys(kernels.values())),
+        kernels=tuple(dict.fromkeys(spec for spec in (*kernels.values(), *linears.values()) if spec is not None)),
         lora=lora,
         memory=memory,
         reasons=(
@@ -75,7 +75,6 @@ def make_plan(
         over_budget=over_budget(memory, mode, asked),
         unavailable=unavailable,
         planned_only=planned_only(claims),
-        linears=tuple(dict.fromkeys(spec for spec in linears.values() if spec is not None)),
     )
 
 

@@ -11,6 +11,7 @@ from ktc.dsl.ruleset import Facet, Value
 from ktc.host import Host
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.linear_spec import LinearSpec
+from ktc.plan.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class Plan:
     threads: int
     rewrites: tuple[BlockRewrite, ...]
     placements: tuple[Placement, ...]
-    kernels: tuple[KernelSpec, ...]
+    kernels: tuple[Spec, ...]
     lora: LoraPlan | None
     memory: MemoryPlan
     reasons: tuple[Reason, ...]
@@ -172,7 +173,6 @@ class Plan:
     over_budget: tuple[Diagnostic, ...] = ()
     unavailable: tuple[Diagnostic, ...] = ()  # planned, but not built in this version
     planned_only: tuple[PlannedOnly, ...] = ()
-    linears: tuple[LinearSpec, ...] = ()
 
     @property
     def devices(self) -> tuple[DeviceMemory, ...]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from ktc import host, host_file, resources
 from ktc.codegen import self_test, toolchain
 from ktc.codegen.build import build
+from ktc.codegen.kinds import Kind
 from ktc.codegen.render import KernelSource, render
 from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.experts.kernel_library import KernelLibrary
@@ -271,7 +272,7 @@ def test_an_error_of_the_machine_keeps_its_own_words(
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("ktc.codegen.build.self_test", fail)
+    monkeypatch.setattr("ktc.codegen.build.kind_of", lambda _: Kind(dict, fail))
     with pytest.raises(expected, match=r"too little memory|Input/output error"):
         build(render([spec_of("scalar")], {}), quick_host, tmp_path / "cache")
     assert left_in(tmp_path / "cache") == []

@@ -38,3 +38,14 @@ def test_a_model_decodes_by_the_kernel_and_says_what_pytorch_does(tmp_path: Path
     assert float((one - whole).norm() / whole.norm()) < 2e-2
     tokens = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
     assert tokens.shape[1] <= 18
+
+
+def test_a_program_may_ask_for_linear_kernels_alone(tmp_path: Path) -> None:
+    (tmp_path / "decode.ktr").write_text('rule decode { match linear at "**.self_attn.*" => kt_linear(gemv) }\n')
+    out = ktc.compile("tiny:qwen3_moe", tmp_path / "decode.ktr", tmp_path / "attention_twin")
+    model = ktc.load(out).eval()
+    assert {module.decode is not None for module in model.modules() if isinstance(module, KTLinear)} == {True}
+    ids = torch.full((1, 1), 5)
+    with torch.no_grad():
+        ours, stock = (each(input_ids=ids).logits.float() for each in (model, ktc.load(out, reference=True)))
+    assert float((ours - stock).norm() / stock.norm()) < 2e-2

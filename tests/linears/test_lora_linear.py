@@ -201,7 +201,7 @@ def test_an_adapter_and_a_kernel_on_one_layer_are_one_module(tmp_path: Path) -> 
     model = captured("qwen3_moe")
     _, plan = planned(model, rules(ATTENTION % "gemv, prefill = torch" + ADAPTERS, tmp_path))
     assert not plan.unavailable
-    assert [(spec.dtype, spec.isa) for spec in plan.linears] == [("bf16", "avx512_bf16")]
+    assert [(spec.dtype, spec.isa) for spec in plan.kernels] == [("bf16", "avx512_bf16")]
     assert plan.lora is not None
     assert len(plan.lora.targets) == 3
     blocks = rewrite(model, plan)
@@ -214,7 +214,7 @@ def test_an_adapter_and_a_kernel_on_one_layer_are_one_module(tmp_path: Path) -> 
 
 def test_torch_is_a_kernel_too_and_needs_no_library(tmp_path: Path) -> None:
     _, plan = planned(captured("qwen3_moe"), rules(ATTENTION % "torch", tmp_path))
-    assert (plan.unavailable, plan.linears) == ((), ())
+    assert (plan.unavailable, plan.kernels) == ((), ())
     assert any("is run by PyTorch" in reason.text for reason in plan.reasons)
 
 

@@ -1,0 +1,64 @@
+"""What the template of a fused-MoE kernel may ask, and which specs no kernel is written for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from ktc.diagnostics import Diagnostic
+from ktc.experts.form import Function
+from ktc.formats import CODES, FORMATS
+from ktc.isa import INSTRUCTION_SETS
+from ktc.plan.kernel_spec import KERNELS, KernelSpec
+
+_ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
+_FUNCTIONS: Final[Mapping[Function, str]] = {
+    "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu", "relu2": "Relu2",
+}  # fmt: skip
+
+
+def choices(spec: KernelSpec) -> dict[str, object]:
+    """Return the template's variables."""
+    panels = {name: panel for name in spec.formats if (panel := FORMATS[name].panel)}
+    constants = (spec.hidden, spec.intermediate, spec.num_experts, spec.top_k)
+    return {
+        "dims": ["ktc::kDynamic" if size is None else size for size in constants],
+        "isa": INSTRUCTION_SETS[spec.isa].cxx_type(_ELEMENTS[spec.dtype]),
+        "isa_headers": [spec.isa, f"{spec.isa}_int8"] if spec.integer_products else [spec.isa],
+        "panels": [panel.type.format(spec.group_of(name)) for name, panel in panels.items()],
+        "weight_headers": sorted({"packed", *(panel.header for panel in panels.values())}),
+        "function": _FUNCTIONS[spec.activation.function],
+        "constants": {name: _constant(value) for name, value in _constants(spec)},
+    }
+
+
+def unsupported(spec: KernelSpec) -> Diagnostic | None:
+    """Return the reason (H220) why no kernel is written for `spec`, if there is one."""
+    groups = (CODES[name].group_sizes for name in spec.formats if name in CODES)
+    choice = max(groups, key=len, default=(0,))  # of the format that leaves one: at most one of a kernel's does
+    if (
+        set(spec.formats) <= set(KERNELS.get(spec.isa, ()))
+        and (len(spec.formats) == 1 or not any(FORMATS[name].integer_products for name in spec.formats))
+        and all(spec.dtype == FORMATS[name].dtype for name in spec.formats)
+        and spec.group_size in choice
+    ):
+        return None
+    stored = "/".join(spec.formats)
+    written = "; ".join(f"`{isa}`: {', '.join(names)}" for isa, names in KERNELS.items())
+    return Diagnostic(
+        "H220",
+        f"no kernel computes in `{spec.dtype}` on `{stored}` weights with `{spec.isa}`",
+        hint=f"kernels exist for {written}",
+    )
+
+
+def _constants(spec: KernelSpec) -> Iterator[tuple[str, float]]:
+    yield "kAlpha", spec.activation.alpha
+    yield "kLimit", math.inf if spec.activation.limit is None else spec.activation.limit
+    yield "kUpOffset", spec.activation.up_offset
+
+
+def _constant(value: float) -> str:
+    """A double in C++, to the last bit."""
+    return "std::numeric_limits<double>::infinity()" if value == math.inf else repr(float(value))

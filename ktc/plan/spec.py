@@ -1,0 +1,12 @@
+"""`Spec`: what one kernel is generated from, of either kind.
+
+Every spec is hashable and has `op`, the name of its kind; `entry`, the kernel's name in a library; `dtype` and `isa`,
+what the kernel computes in and with which instructions; and `summary`, for people.
+"""
+
+from __future__ import annotations
+
+from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.linear_spec import LinearSpec
+
+Spec = KernelSpec | LinearSpec
