@@ -1,0 +1,264 @@
+"""Thirty seeded bugs, over all rooms: which of them do the quick tests catch?
+
+Each mutant is applied to a copy of the tracked files, and the quick tests of the rooms that it names run there until
+one fails. `tests/mutants.md` has the last table. A mutant whose text is not in its file exactly once is an error: the
+code has moved, and the mutant has to follow it.
+
+    python tests/mutants.py [--check] [--folder build/mutants] [NUMBER ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old` becomes `new` in `file`; `tests` are the folders and files whose quick tests should notice."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant(
+        "runtime/include/ktc/activation.hpp",
+        "return {x * s, upstream * (s * (one + scaled(x) * (one - s)))};",
+        "return {x * s, upstream * (s * (one + scaled(x) * s))};",
+        "tests/experts",
+    ),
+    Mutant(
+        "runtime/include/ktc/activation.hpp",
+        "return {x * cdf, upstream * (cdf + x * density)};",
+        "return {x * cdf, upstream * cdf};",
+        "tests/experts",
+    ),
+    Mutant(
+        "runtime/include/ktc/routing.hpp",
+        "if (index[pair] < 0 || index[pair] >= num_experts) {",
+        "if (index[pair] < 0 || index[pair] > num_experts) {",
+        "tests/experts",
+    ),
+    Mutant(
+        "runtime/include/ktc/weight_format/int8.hpp",
+        "if (size <= kLargest) return;",
+        "if (size <= 2 * kLargest) return;",
+        "tests/experts",
+    ),
+    Mutant(
+        "runtime/include/ktc/lora_backward.hpp",
+        "Values v_down() const { return {v_down_packed_S_.data(), v_down_S_.data()}; }",
+        "Values v_down() const { return {v_down_packed_S_.data(), v_first_S_.data()}; }",
+        "tests/experts",
+    ),
+    Mutant(
+        "ktc/experts/lora.py",
+        "return torch.nn.functional.linear(torch.nn.functional.linear(x, a), b) * self.scale",
+        "return torch.nn.functional.linear(torch.nn.functional.linear(x, a), b)",
+        "tests/experts",
+    ),
+    Mutant(
+        "ktc/experts/quantised_reference.py",
+        "zero = largest < 2.0**-100",
+        "zero = largest < 2.0**-10",
+        "tests/experts",
+    ),
+    Mutant(
+        "ktc/linears/gemv.py",
+        "        if torch.is_grad_enabled():\n            return False\n",
+        "",
+        "tests/linears",
+    ),
+    Mutant(
+        "ktc/plan/packed_size.py",
+        "biases = 4 * (padded(inter) * (1 + spec.gated) + padded(hidden))",
+        "biases = 4 * (padded(inter) * 2 + padded(hidden))",
+        "tests/plan tests/experts",
+    ),
+    Mutant(
+        "ktc/plan/memory.py",
+        'adapter = held.adapter if mode == "train" else 0',
+        "adapter = 0",
+        "tests/plan tests/end_to_end",
+    ),
+    Mutant("ktc/plan/memory.py", "total - _idle(captured)", "total", "tests/plan"),
+    Mutant("ktc/plan/claims.py", "if a.rule in by_rule[b.rule].overrides:", "if False:", "tests/plan tests/match"),
+    Mutant(
+        "ktc/prove/compare.py",
+        "return all(error <= self.tolerance for error in (self.forward, *self.gradients.values()))",
+        "return self.forward <= self.tolerance",
+        "tests/prove tests/census",
+    ),
+    Mutant(
+        "ktc/rewrite/linear.py",
+        'first.linear.entry if first.linear else str(first.settings["kernel"])',
+        'str(first.settings["kernel"])',
+        "tests/rewrite tests/linears tests/end_to_end/test_linear_kernels.py",
+    ),
+    Mutant(
+        "ktc/rewrite/expert_rows.py",
+        "if gated and kind in ('gate', 'up') else kind",
+        "if kind in ('gate', 'up') else kind",
+        "tests/rewrite tests/capture tests/end_to_end/test_remote_code.py",
+    ),
+    Mutant(
+        "ktc/match/select.py",
+        "by_path = [m for m in candidates if _path_selected(rule, m.path)]",
+        "by_path = list(candidates)",
+        "tests/match",
+    ),
+    Mutant(
+        "ktc/match/expectations.py",
+        "if _value(require.condition, unit, rules, facts) is not True:",
+        "if _value(require.condition, unit, rules, facts) is False:",
+        "tests/match tests/plan",
+    ),
+    Mutant(
+        "ktc/dsl/intervals.py",
+        "return any(first <= layer <= last for first, last in self.intervals)",
+        "return any(first <= layer < last for first, last in self.intervals)",
+        "tests/dsl tests/match",
+    ),
+    Mutant(
+        "ktc/dsl/globs.py",
+        "return self.first <= int(segment) and (self.last is None or int(segment) <= self.last)",
+        "return self.first <= int(segment) and (self.last is None or int(segment) < self.last)",
+        "tests/dsl",
+    ),
+    Mutant(
+        "ktc/link/folder.py",
+        "if not out.name.isidentifier() or keyword.iskeyword(out.name):",
+        "if not out.name.isidentifier():",
+        "tests/link tests/end_to_end/test_bad_input.py",
+    ),
+    Mutant(
+        "ktc/model/packed_store.py",
+        "return path.name, status.st_size, status.st_mtime_ns",
+        "return path.name, status.st_size, 0",
+        "tests/model",
+    ),
+    Mutant(
+        "ktc/codegen/self_test.py",
+        "if not torch.equal(packed, expected):",
+        "if packed.shape != expected.shape:",
+        "tests/codegen tests/experts",
+    ),
+    Mutant(
+        "ktc/adapters/factors.py",
+        "return (b[rows].float() @ a.float()) * self.scaling",
+        "return b[rows].float() @ a.float()",
+        "tests/adapters",
+    ),
+    Mutant(
+        "ktc/generate/batch.py",
+        'return "".join(line + "\\n" for line in written)',
+        'return "\\n".join(written)',
+        "tests/generate tests/evaluate",
+    ),
+    Mutant(
+        "ktc/training/chunked_loss.py",
+        "if trainer.label_smoother is not None or trainer.compute_loss_func is not None:",
+        "if trainer.compute_loss_func is not None:",
+        "tests/training",
+    ),
+    Mutant(
+        "ktc/tune/examples.py",
+        'rows, faults = _array(text, path) if text.lstrip()[:1] == "[" else _lines(text, path)',
+        "rows, faults = _lines(text, path)",
+        "tests/tune",
+    ),
+    Mutant(
+        "ktc/evaluate/metrics.py",
+        "return float(total[0]) / samples if samples else 0.0",
+        "return float(total[0]) / (samples + 1)",
+        "tests/evaluate",
+    ),
+    Mutant("ktc/llama_factory/settings.py", "if versions.release(found) == TESTED:", "if True:", "tests/llama_factory"),
+    Mutant(
+        "ktc/host.py",
+        "return replace(host, isas=host.isas[host.isas.index(wanted) :])",
+        "return host",
+        "tests/test_host.py",
+    ),
+    Mutant(
+        "ktc/kt_yaml/path_globs.py",
+        "if layers == everywhere and len(layers) > 1:",
+        "if len(layers) > 1:",
+        "tests/kt_yaml",
+    ),
+)
+
+
+def problem_of(mutant: Mutant) -> str | None:
+    """Why the mutant cannot be applied; `None` if it can."""
+    path = ROOT / mutant.file
+    count = path.read_text(encoding="utf-8").count(mutant.old) if path.is_file() else 0
+    missing = [place for place in mutant.tests.split() if not (ROOT / place).exists()]
+    if count != 1:
+        return f"{mutant.file}: `{mutant.old}` is there {count} times, expected once"
+    return f"{mutant.file}: no tests `{' '.join(missing)}`" if missing else None
+
+
+def copy_tree(folder: Path) -> None:
+    """Make `folder` a copy of the tracked files; what an earlier run built there stays."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+
+
+def verdict(mutant: Mutant, folder: Path) -> str:
+    """`caught`, with the test that failed first; `survived`; or how pytest ended otherwise."""
+    path = folder / mutant.file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    options = ("-x", "-q", "-m", "not slow and not full", "-p", "no:cacheprovider", "--tb=no")
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    try:
+        command = [sys.executable, "-m", "pytest", *options, *mutant.tests.split()]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if done.returncode == 1 and failed:
+        return f"caught by `{failed[0].split()[1]}`"
+    return "survived" if done.returncode == 0 else f"pytest ended with {done.returncode}"
+
+
+def main() -> int:
+    """Run the mutants and print the table. Returns 1 if one cannot be applied or fewer than nine of ten are caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER", help="which mutants; default: all")
+    parser.add_argument("--check", action="store_true", help="only check that every mutant can be applied")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants", help="where the copy is made")
+    given = parser.parse_args()
+    problems = [problem for mutant in MUTANTS if (problem := problem_of(mutant))]
+    if problems or given.check:
+        print("\n".join(problems) or f"{len(MUTANTS)} mutants can be applied")
+        return 1 if problems else 0
+    copy_tree(given.folder)
+    chosen = given.numbers or range(1, len(MUTANTS) + 1)
+    caught = 0
+    print("| no | file | mutant | verdict |\n| --- | --- | --- | --- |")
+    for number in chosen:
+        mutant = MUTANTS[number - 1]
+        found = verdict(mutant, given.folder)
+        caught += found.startswith("caught")
+        new = mutant.new.strip().replace("|", "\\|") or "(removed)"
+        print(f"| {number} | {mutant.file} | `{new}` | {found} |", flush=True)
+    print(f"\n{caught} of {len(chosen)} caught")
+    return 0 if caught >= 0.9 * len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
