@@ -12,6 +12,7 @@ from typing import Final
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.dsl.ruleset import RuleSet
+from ktc.formats import FORMATS, Dense
 from ktc.host import Host
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.placement import require_gpu, resolve_device
@@ -20,7 +21,6 @@ from ktc.plan.types import Claim
 # A GPU on a bus of 55 GB/s takes the time of 16 AMX cores for 1,200 tokens of DeepSeek-V2-Lite (docs/benchmarks.md),
 # and that of slower cores for fewer; `plan { layerwise_prefill = N }` says otherwise.
 DEFAULT_TOKENS: Final = 1024
-_DENSE: Final = frozenset({"bf16", "fp32", "fp64"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def plan_prefill(
 
 def _unsuited(claim: Claim, claims: Sequence[Claim], spec: KernelSpec, host: Host) -> str:
     """Why the weights cannot be multiplied elsewhere, "" if they can."""
-    if not set(spec.formats) <= _DENSE:
+    if not all(isinstance(FORMATS[name], Dense) for name in spec.formats):
         return f"experts in `{' and '.join(spec.formats)}` are multiplied by their kernel alone"
     numa = next(c.settings["numa"] for c in claims if c.target == "cpu_moe" and c.path == claim.path)
     if host.numa > 1 and numa == "shard":
