@@ -1,7 +1,7 @@
-"""ktc, a compiler for mixture-of-experts language models: the whole public Python interface.
+"""ktc, a compiler for mixture-of-experts language models: the public Python interface.
 
-Importing it does nothing else: no torch, no folder made, no compiler probed. Each name is fetched from its module
-at its first use.
+Importing it has no side effects: it does not import torch, create a folder or run a compiler. Each name is imported
+from its module at its first use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> object:
 
 
 def _check_versions() -> None:
-    """Before the compiler is imported: another torch or transformers than it was made for may lack what it imports."""
+    """Check versions before the compiler is imported, since an unsupported torch or transformers may fail to import."""
     import warnings
 
     from ktc import versions

@@ -1,8 +1,8 @@
 """Strict reading of JSON, and decoding of its values into frozen dataclasses, driven by their annotations.
 
-In: JSON text; a value of it and a dataclass built from str, int, None, Any, Literal, unions, tuples and mappings.
-Out: the value; the dataclass. Refused: text that is no JSON or nested too deeply (`ValueError`), missing and unknown
-keys and values of another type (`Undecodable`, with the place).
+Input: JSON text; a JSON value and a dataclass of str, int, None, Any, Literal, unions, tuples and mappings. Output: the
+value; the dataclass. Refused: text that is not JSON or nested too deeply (`ValueError`), missing and unknown keys and
+values of a wrong type (`Undecodable`, with the place).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Decoded = TypeVar("Decoded")
 
 
 class Undecodable(Exception):
-    """The JSON has another form than the dataclass; the message names the place."""
+    """The JSON does not fit the dataclass; the message names the place."""
 
 
 def read_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value that `text` spells; bytes must be UTF-8. `pairs` makes each object, as `json.loads` has it.
+    """Return the value of a JSON text; bytes must be UTF-8. `pairs` builds each object, as in `json.loads`.
 
-    Raises `ValueError` for text that is no JSON, and for JSON nested deeper than the parser can follow.
+    Raises `ValueError` for text that is not JSON, and for JSON nested too deeply.
     """
     try:
         return json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=pairs)
@@ -34,7 +34,7 @@ def read_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] |
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Whether `text` has half of a character, as JSON's `\\ud83d` alone gives: UTF-8 has no bytes for it."""
+    """Return whether `text` has a lone surrogate, such as JSON's `\\ud83d` alone, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -43,7 +43,7 @@ def has_lone_surrogate(text: str) -> bool:
 
 
 def decode(value: Any, wanted: type[Decoded]) -> Decoded:
-    """`value` as the dataclass `wanted`, or `Undecodable`."""
+    """Return `value` as the dataclass `wanted`. Raises `Undecodable`."""
     return cast("Decoded", _object(value, wanted, ""))
 
 
@@ -75,7 +75,7 @@ def _value(value: Any, wanted: Any, place: str) -> Any:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether there is more nesting than what is done with a value later can follow."""
+    """Return whether a value is nested more deeply than later recursion supports."""
     if isinstance(value, dict):
         value = list(cast("dict[str, Any]", value).values())
     return isinstance(value, list) and (
@@ -115,7 +115,7 @@ def _object(value: Any, wanted: type[Any], place: str) -> Any:
 
 @cache
 def _hints(wanted: type[Any]) -> dict[str, Any]:
-    """The annotations of the fields, evaluated once: a table of weights has a hundred thousand rows of one class."""
+    """Return the field annotations, evaluated once: a table of weights has a hundred thousand rows of one class."""
     hints = get_type_hints(wanted)
     return {field.name: hints[field.name] for field in fields(wanted)}
 

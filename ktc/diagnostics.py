@@ -1,8 +1,8 @@
-"""What ktc says to its user: a located message with a code and one hint, and the errors that carry them.
+"""Messages to the user: diagnostics with a position, a code and one hint, and the errors that carry them.
 
-A user's mistake is a `Diagnostic`; a stage that cannot go on raises a `KtcError` holding every diagnostic it found.
-`render` turns diagnostics into text for people, `to_json` into the command line's JSON. The exit codes are part of
-the command line's contract: 1 internal error or a failed proof, 2 input refused, 3 the host lacks something.
+A user's mistake is a `Diagnostic`; a stage that cannot continue raises a `KtcError` with all diagnostics found.
+`render` converts diagnostics to text, `to_json` to the command line's JSON. The exit codes are part of the command
+line's contract: 1 internal error or a failed proof, 2 input refused, 3 the host lacks something.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of a text file. Lines and columns count from 1; the end is exclusive in columns."""
+    """A range of a text file. Lines and columns count from 1; the end column is exclusive."""
 
     file: str
     line: int
@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Related:
-    """A second place that belongs to a diagnostic, with what it has to do with it."""
+    """A second position of a diagnostic, and its relation to the diagnostic."""
 
     span: Span
     message: str
@@ -38,7 +38,7 @@ class Related:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One message. `code` is stable (`E042`), `label` stands under the caret, `hint` is the one thing to do next."""
+    """One message. `code` is stable (`E042`), `label` is shown under the caret, `hint` is the next action."""
 
     code: str
     message: str
@@ -50,15 +50,15 @@ class Diagnostic:
 
 
 class KtcError(Exception):
-    """An operation that was refused or failed, with all its diagnostics. Never constructed without one.
+    """An operation that was refused or failed, with at least one diagnostic.
 
-    `sources` has the text of the files that the spans name, as far as it is known, for `render`.
+    `sources` maps the files in the spans to their text, as far as known, for `render`.
     """
 
     exit_code = 1
 
     def __init__(self, *diagnostics: Diagnostic, sources: Mapping[str, str] | None = None) -> None:
-        assert diagnostics, "an error must say what is wrong"
+        assert diagnostics, "an error needs a diagnostic"
         self.diagnostics = diagnostics
         self.sources: Mapping[str, str] = sources or {}
         super().__init__("; ".join(f"{d.code}: {d.message}" for d in diagnostics))
@@ -77,13 +77,13 @@ class HostLacks(KtcError):
 
 
 class ProofFailed(KtcError):
-    """A rewritten block does not compute what the original computes: the compilation stops."""
+    """A rewritten block differs from the original: the compilation stops."""
 
     exit_code = 1
 
 
 # Wording -------------------------------------------------------------------------------------------------------------
-_LONGEST_WORD = 48  # beyond it nobody has mistyped a name
+_LONGEST_WORD = 48  # a longer word is not a mistyped name
 
 
 def suggest(word: str, options: Iterable[str]) -> str:
@@ -96,7 +96,7 @@ def suggest(word: str, options: Iterable[str]) -> str:
 
 
 def listing(options: Iterable[str], limit: int = 12) -> str:
-    """The options in backquotes, in their order, cut after `limit`; "none" if there are none."""
+    """Return the options in backquotes, in order, cut after `limit`; "none" if there are none."""
     names = list(options)
     shown = ", ".join(f"`{name}`" for name in names[:limit])
     return (f"{shown}, ..." if len(names) > limit else shown) or "none"
@@ -104,10 +104,10 @@ def listing(options: Iterable[str], limit: int = 12) -> str:
 
 # JSON ----------------------------------------------------------------------------------------------------------------
 def to_json(diagnostic: Diagnostic, sources: Mapping[str, str] | None = None) -> dict[str, object]:
-    """The object that `--json` prints for one diagnostic; the place is null where there is none.
+    """Return the object that `--json` prints for one diagnostic; a missing position is null.
 
-    `lsp` is the same in the shape of the language server protocol: lines and UTF-16 units from 0, numbered severities.
-    Its columns are exact where `sources` has the file's text.
+    `lsp` is the same in the form of the language server protocol: lines and UTF-16 units from 0, numbered severities.
+    Its columns are exact if `sources` has the file's text.
     """
     return {
         "code": diagnostic.code,
@@ -154,7 +154,7 @@ def _lsp(diagnostic: Diagnostic, texts: Mapping[str, list[str]]) -> dict[str, ob
 
 
 def _lsp_range(span: Span | None, texts: Mapping[str, list[str]]) -> dict[str, object]:
-    """An empty range at the start of the file where there is no place."""
+    """Return the range; without a position, an empty range at the start of the file."""
     if span is None:
         span = Span("", 1, 1, 1, 1)
     lines = texts.get(span.file, [])
@@ -173,13 +173,13 @@ def _lsp_position(line: int, column: int, lines: list[str]) -> dict[str, int]:
 # Text ----------------------------------------------------------------------------------------------------------------
 _COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "note": "\x1b[1;36m"}
 _DIM, _HELP, _BOLD, _RESET = "\x1b[34m", "\x1b[1;32m", "\x1b[1m", "\x1b[0m"
-_WIDTH = 160  # longest piece of a source line that is shown
+_WIDTH = 160  # maximum length of a shown source line
 
 
 def render(diagnostics: Iterable[Diagnostic], sources: Mapping[str, str] | None = None, color: bool = False) -> str:
-    """Every diagnostic as text, a blank line between two. A place whose file is in `sources` shows its line.
+    """Return all diagnostics as text, separated by blank lines. A position shows its line if `sources` has the file.
 
-    Characters that a terminal would obey (escapes in an untrusted file) are shown as `?`.
+    Control characters (escapes in an untrusted file) are shown as `?`.
     """
     texts = {file: text.split("\n") for file, text in (sources or {}).items()}
     return "\n\n".join("\n".join(_render_one(diagnostic, texts, color)) for diagnostic in diagnostics)
@@ -207,7 +207,7 @@ def _render_one(diagnostic: Diagnostic, texts: Mapping[str, list[str]], color: b
 def _quote(
     span: Span, text: list[str] | None, label: str, mark: str, margin: int, shade: str, color: bool
 ) -> list[str]:
-    """The source line of a place with its underline and label; the label alone where the text is not known."""
+    """Return a position's source line with underline and label; without the text, the label alone."""
     label = _visible(label)
     if text is None or not 1 <= span.line <= len(text):
         return [f"{' ' * margin} = {label}"] if label else []

@@ -1,4 +1,4 @@
-"""The environment variables that ktc reads and sets, each with its meaning. `NO_COLOR` and OpenMP's are `cli`'s."""
+"""The environment variables that ktc reads and sets, with their meanings. `cli` handles `NO_COLOR` and OpenMP's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def cxx() -> str | None:
-    """The C++ compiler that the user wants: `$CXX`."""
+    """Return the user's C++ compiler: `$CXX`."""
     return os.environ.get("CXX")
 
 
 def cache_dir() -> Path:
-    """Where built kernels and `tiny:` models lie: `$KTC_CACHE_DIR`, `$XDG_CACHE_HOME/ktc` or `~/.cache/ktc`."""
+    """Return the cache of kernels and `tiny:` models: `$KTC_CACHE_DIR`, `$XDG_CACHE_HOME/ktc` or `~/.cache/ktc`."""
     if own := os.environ.get("KTC_CACHE_DIR"):
         return Path(own).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -21,17 +21,17 @@ def cache_dir() -> Path:
 
 
 def local_world_size() -> int:
-    """How many processes of one torchrun share this machine (1 without torchrun)."""
+    """Return the number of processes of one torchrun on this machine (1 without torchrun)."""
     return _number("LOCAL_WORLD_SIZE")
 
 
 def world_size() -> int:
-    """How many processes the torchrun has that started this one (1 without torchrun)."""
+    """Return the number of processes of the current torchrun (1 without torchrun)."""
     return _number("WORLD_SIZE")
 
 
 def asked_processes() -> int:
-    """How many processes LLaMA-Factory's launcher would start: `NPROC_PER_NODE` on each of `NNODES`."""
+    """Return the number of processes that LLaMA-Factory's launcher would start: `NPROC_PER_NODE` times `NNODES`."""
     return _number("NPROC_PER_NODE") * _number("NNODES")
 
 
@@ -40,33 +40,33 @@ def _number(variable: str) -> int:
     return max(1, int(value)) if value.isdigit() else 1
 
 
-# `USE_KT`: the one switch for programs of others that run a compiled model
+# `USE_KT`: the one switch for foreign programs that run a compiled model
 
 
 def use_kt() -> bool:
-    """Whether `USE_KT` is on: `1`, `true` or `y`, as LLaMA-Factory reads it."""
+    """Return whether `USE_KT` is on: `1`, `true` or `y`, as LLaMA-Factory reads it."""
     return os.environ.get("USE_KT", "0").lower() in ("1", "true", "y")
 
 
 def switch_on_kt() -> None:
-    """As if this process had been started under `USE_KT=1`."""
+    """Set `USE_KT=1` for this process."""
     os.environ["USE_KT"] = "1"
 
 
 def apply_use_kt() -> None:
-    """Under `USE_KT=1` accelerate shall not judge the device map of a compiled model: called where one is loaded.
+    """Disable accelerate's check of a compiled model's device map under `USE_KT=1`; called when a model is loaded.
 
-    It refuses a map of several devices in a process group, and would tell DDP to move the model to one. What the user
-    has set himself stays.
+    The check refuses a map of several devices in a process group, and DDP would move the model to one device. Variables
+    that the user has set are kept.
     """
     if use_kt():
         os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
 
 
 def join_world_of_one() -> None:
-    """Outside torchrun: what torchrun tells the one process of `--nproc-per-node 1`.
+    """Set torchrun's variables for a single process (`--nproc-per-node 1`), outside torchrun.
 
-    In a process group transformers counts one GPU per process and wraps nothing in DataParallel, however many it sees.
+    In a process group, transformers counts one GPU per process and does not use DataParallel with several visible GPUs.
     """
     if "WORLD_SIZE" in os.environ:
         return
@@ -78,6 +78,6 @@ def join_world_of_one() -> None:
 
 
 def process_rank() -> int:
-    """Which of the processes that torchrun started this one is, over all machines; 0 without it."""
+    """Return the rank of this process among those of torchrun, over all machines; 0 without it."""
     rank = os.environ.get("RANK", "0")
     return int(rank) if rank.isdecimal() else 0

@@ -1,6 +1,6 @@
-"""The machine: which kernels it can run, its cores, memory and compiler.
+"""The machine: its kernels' instruction sets, cores, memory and compiler.
 
-`detect` reads this machine; `host_file` reads the description of another one. A `Host` is what plan and codegen see.
+`detect` reads this machine; `host_file` reads the description of another one. Plan and codegen use a `Host`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """A part of the machine whose memory is near to its CPUs: its number, and those that this process may use."""
+    """A NUMA node: its number, and those of its CPUs that this process may use."""
 
     number: int
     cpus: tuple[int, ...]
@@ -51,11 +51,11 @@ class Compiler:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine as plan and codegen see it.
+    """A machine for plan and codegen.
 
-    `isas` are the usable kernel instruction sets, best first, `scalar` always last; `features` the CPU's flags as Linux
-    names them; `cores` physical cores and `threads` hardware threads that this process may use; `memory` in bytes,
-    container limits included.
+    `isas` are the usable kernel instruction sets, best first, `scalar` always last; `features` the CPU flags with
+    Linux's names; `cores` physical cores and `threads` hardware threads that this process may use; `memory` in bytes,
+    within the container's limits.
     """
 
     isas: tuple[Isa, ...]
@@ -70,7 +70,7 @@ class Host:
 
 
 def detect(probe_gpu: bool = False) -> Host:
-    """This machine. GPUs are listed only if `probe_gpu`, since that imports torch (seconds)."""
+    """Return this machine. GPUs are listed only if `probe_gpu`, since that imports torch (seconds)."""
     features = _cpu_features()
     threads = usable_threads()
     return Host(
@@ -87,8 +87,11 @@ def detect(probe_gpu: bool = False) -> Host:
 
 
 def usable_isas(features: frozenset[str], amx_permitted: bool = True) -> tuple[Isa, ...]:
-    """The kernel instruction sets that a CPU with these flags runs, best first. Linux lists a vector flag only if the
-    kernel saves its registers, so the flags are enough; AMX needs the kernel's consent besides."""
+    """Return the kernel instruction sets of a CPU with these flags, best first.
+
+    Linux lists a vector flag only if the kernel saves its registers, so the flags suffice; AMX also needs the kernel's
+    permission.
+    """
     return tuple(isa for isa in PREFERENCE if _runs(INSTRUCTION_SETS[isa], features, amx_permitted))
 
 
@@ -97,21 +100,23 @@ def _runs(row: InstructionSet, features: frozenset[str], amx_permitted: bool) ->
 
 
 def restrict(host: Host, isa: str) -> Host:
-    """The host with `isa` as its best instruction set. Raises `InputRefused` (H211) if there is no such set,
-    `HostLacks` (H210) if the host cannot run it."""
+    """Return the host with `isa` as its best instruction set.
+
+    Raises `InputRefused` (H211) for an unknown instruction set, `HostLacks` (H210) if the host cannot run it.
+    """
     usable = "usable here: " + ", ".join(f"`{name}`" for name in host.isas)
     wanted = isa_of(isa)
     if wanted is None:
         raise InputRefused(Diagnostic("H211", f"unknown instruction set `{isa}`", hint=usable))
     if wanted not in host.isas:
         lacking = sorted(INSTRUCTION_SETS[wanted].cpu - host.features)
-        missing = ", ".join(f"`{flag}`" for flag in lacking) or "the kernel's consent"
+        missing = ", ".join(f"`{flag}`" for flag in lacking) or "the kernel's permission"
         raise HostLacks(Diagnostic("H210", f"this machine cannot run `{isa}` kernels: it lacks {missing}", hint=usable))
     return replace(host, isas=host.isas[host.isas.index(wanted) :])
 
 
 def find_compiler() -> Compiler | None:
-    """The C++ compiler: `$CXX`, else the first of g++, c++, clang++ on the path that answers."""
+    """Return the C++ compiler: `$CXX`, otherwise the first working one of g++, c++, clang++ on the path."""
     for name in filter(None, (environment.cxx(), "g++", "c++", "clang++")):
         path = shutil.which(name)
         version = _answer(path, "-dumpfullversion", "-dumpversion") if path else ""
@@ -124,19 +129,19 @@ def find_compiler() -> Compiler | None:
 
 
 def usable_threads() -> int:
-    """How many threads this process can run at once: the CPUs it may use, or the quota of its container if less."""
+    """Return the number of usable threads: the CPUs of this process, or the container's quota if less."""
     cpus = len(_own_cpus())
     return max(1, min(cpus, _cgroup_cpus() or cpus))
 
 
 def cpu_name() -> str:
-    """The processor as Linux names it, else the architecture."""
+    """Return Linux's name of the processor, otherwise the architecture."""
     found = re.search(r"^model name\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return found[1] if found else platform.machine()
 
 
 def numa_nodes() -> tuple[NumaNode, ...]:
-    """The NUMA nodes that this process may run on; none where the system does not name them."""
+    """Return the NUMA nodes that this process may run on; empty if the system does not list them."""
     own, found = _own_cpus(), list[NumaNode]()
     for folder in sorted(_NODES.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
         cpus = tuple(cpu for cpu in _listed(_read(folder / "cpulist")) if cpu in own)
@@ -146,7 +151,7 @@ def numa_nodes() -> tuple[NumaNode, ...]:
 
 
 def _listed(text: str) -> Iterator[int]:
-    """The numbers of a list as Linux writes them: `0-3,8`."""
+    """Yield the numbers of a list in Linux's format: `0-3,8`."""
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         yield from range(int(first), int(last or first) + 1)
 
@@ -161,7 +166,7 @@ def _cpu_features() -> frozenset[str]:
 
 
 def _kernel_supports_amx() -> bool:
-    """Whether the kernel would grant this process the AMX tile registers, asked without requesting them."""
+    """Return whether the kernel permits the AMX tile registers, without requesting them."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     supported = ctypes.c_uint64(0)
@@ -180,7 +185,7 @@ def _physical_memory() -> int:
 
 
 def _cgroup_cpus() -> int | None:
-    """The CPU quota of the container in whole processors, rounded up; `None` without one."""
+    """Return the CPU quota of the container in whole processors, rounded up; `None` without one."""
     limits = [_read(folder / "cpu.max").split() for folder in _control_groups("cpu")]
     limits += [
         [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")] for folder in _control_groups("cpu")
@@ -196,7 +201,7 @@ def _cgroup_memory() -> int | None:
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """The folders of this process's control group and of all groups above it, version 1 and 2 alike."""
+    """Yield the folders of this process's control group and of all groups above it, for versions 1 and 2."""
     for entry in _read("/proc/self/cgroup").splitlines():
         _, controllers, inside = entry.split(":", 2)
         if controllers and controller not in controllers.split(","):

@@ -1,4 +1,4 @@
-"""A machine that is not here, described by a TOML file to plan and compile for. A faulty file is refused as a whole."""
+"""Another machine, described by a TOML file, to plan and compile for. A faulty file is refused as a whole."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BYTE_UNITS = {"": 1, "B": 1} | {
 
 
 def read_host_file(path: str | Path) -> Host:
-    """The machine that a TOML file describes: `isa`, `cores`, `numa`, `memory` (bytes or `"512GiB"`), `[[gpu]] memory`.
+    """Return the machine in a TOML file: `isa`, `cores`, `numa`, `memory` (bytes or `"512GiB"`), `[[gpu]] memory`.
 
-    What the file leaves out is taken from this machine, except GPUs: none are assumed.
-    Raises `InputRefused` with every fault of the file (H200 unreadable, H201 no TOML, H202 key, H203 value).
+    Missing entries are taken from this machine, except GPUs: none are assumed.
+    Raises `InputRefused` with all faults of the file (H200 unreadable, H201 not TOML, H202 key, H203 value).
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -34,13 +34,13 @@ def read_host_file(path: str | Path) -> Host:
     try:
         entries = cast("dict[str, object]", tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        fault = Diagnostic("H201", f"the host file is no TOML: {error}", _toml_place(path, str(error)))
+        fault = Diagnostic("H201", f"the host file is not TOML: {error}", _toml_place(path, str(error)))
         raise InputRefused(fault, sources={str(path): text}) from error
     return _HostFile(str(path), text).read(entries, detect())
 
 
 class _HostFile:
-    """Checks the entries of a host file, keeping all faults until the end."""
+    """Check the entries of a host file, and collect all faults."""
 
     def __init__(self, path: str, text: str) -> None:
         self._path, self._text = path, text
@@ -73,7 +73,7 @@ class _HostFile:
             self._refuse_unknown(table, ("name", "memory"))
             memory = self._value(table, "memory", parse_bytes, 'a size such as "24GiB"')
             if memory is None and "memory" not in table:
-                self._fault("H203", "[[gpu]]", "a `[[gpu]]` table must say its `memory`")
+                self._fault("H203", "[[gpu]]", "a `[[gpu]]` table must have `memory`")
             gpus.append(Gpu(str(table.get("name", f"gpu {number}")), memory or 0))
         return tuple(gpus)
 
@@ -99,7 +99,7 @@ class _HostFile:
 
 
 def parse_bytes(value: object) -> int | None:
-    """A size in bytes from `1024`, `"64GiB"` or `"1.5 TB"`; `None` if it is no size."""
+    """Return a size in bytes from `1024`, `"64GiB"` or `"1.5 TB"`; `None` if it is not a size."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?(?:iB|B)?)", str(value).strip())

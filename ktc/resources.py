@@ -1,7 +1,7 @@
-"""Where the data folders of ktc lie: the grammar, the templates, the C++ headers and the bundled rules.
+"""The data folders of ktc: the grammar, the templates, the C++ headers and the bundled rules.
 
-A wheel carries them in `ktc/_data`; a checkout (also an editable install) has them beside the package.
-This is the only module that knows; everything else asks one of these functions.
+A wheel has them in `ktc/_data`; a checkout (also an editable install) has them next to the package. No other module
+depends on their location.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def grammar() -> Path:
-    """The folder with `ktr.lark`."""
+    """Return the folder with `ktr.lark`."""
     return _folder("grammar")
 
 
 def templates() -> Path:
-    """The folder with the Jinja templates (`*.cpp.j2`, `package/*.j2`)."""
+    """Return the folder with the Jinja templates (`*.cpp.j2`, `package/*.j2`)."""
     return _folder("templates")
 
 
 def runtime_include() -> Path:
-    """The folder to put on a C++ compiler's include path: it holds `ktc/*.hpp`."""
+    """Return the include folder of the C++ headers, `ktc/*.hpp`."""
     return _folder("runtime") / "include"
 
 
 def runtime_bindings() -> Path:
-    """The folder to put on the include path of a Python module: it holds `ktc_python/*.hpp` and `module.cpp`."""
+    """Return the include folder of Python modules: `ktc_python/*.hpp` and `module.cpp`."""
     return _folder("runtime") / "python"
 
 
 def runtime_sources() -> Path:
-    """The folder with C++ sources that are compiled as they are."""
+    """Return the folder with C++ sources that are compiled unchanged."""
     return _folder("runtime") / "src"
 
 
 def rules() -> Path:
-    """The folder with the bundled rule programs and, under `std`, the patterns they import."""
+    """Return the folder with the bundled rule programs and, under `std`, the patterns they import."""
     return _folder("rules")
 
 
