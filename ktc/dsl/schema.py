@@ -1,7 +1,7 @@
-"""The closed world that rule programs are checked against: operators, roles, rewrite targets, settings and facts.
+"""The fixed vocabulary of rule programs: operators, roles, rewrite targets, settings and facts.
 
-A new rewrite is a row here plus its pass; the grammar does not change. A target that is designed but not built yet has
-`available = False`: programs that use it are checked and planned like any other, and `compile` refuses them by name.
+A new rewrite is a row here plus its pass; the grammar does not change. A target that is not implemented yet has
+`available = False`: programs with it are checked and planned like any other, and `compile` refuses them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SCALARS = ("int", "float", "bool", "string", "size")
 
 
 def type_of(name: str) -> Type:
-    """The type a schema row means by `int`, `list[format]` or `set[isa]`."""
+    """Return the type of a schema entry such as `int`, `list[format]` or `set[isa]`."""
     container, _, element = name.removesuffix("]").rpartition("[")
     assert element in SCALARS or element in ENUMS, f"schema names an unknown type {name}"
     return Type(element, "list" if container == "list" else "set" if container == "set" else "one")
@@ -59,9 +59,9 @@ def _types(**rows: str) -> dict[str, Type]:
 # Operators of the normal form ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """`operands` is (fewest, most), most `None` for any number; `results` is `None` where it varies.
+    """`operands` is (fewest, most), most `None` for any number; `results` is `None` if it varies.
 
-    `kind` classifies what a name bound to it is; `value` is a plain intermediate.
+    `kind` is the kind of a capture bound to it; `value` is a plain intermediate.
     """
 
     operands: tuple[int, int | None]
@@ -117,7 +117,7 @@ OPERATORS: Mapping[str, Operator] = {
 }
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 
-# What `match` takes without a pattern, and the kind of node it then is.
+# Roots of `match` without a pattern, and the kind of the matched node.
 MATCHABLE: Mapping[str, str] = {
     "linear": "linear",
     "experts": "experts",
@@ -145,9 +145,9 @@ KIND_ATTRIBUTES: Mapping[str, Mapping[str, Type]] = {
 # Roles ---------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What `is ROLE` promises: captures that are always there, captures that may be, and computed attributes.
+    """The promise of `is ROLE`: captures that are always present, optional captures, and computed attributes.
 
-    A member's value is the kind or role that the capture must have.
+    A member's value is the required kind or role of the capture.
     """
 
     members: Mapping[str, str]
@@ -183,7 +183,7 @@ ROLES: Mapping[str, Role] = {
 # Rewrite targets -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class SettingSpec:
-    """One setting of a target. `required` wins over `default`; a default of `None` leaves the choice to the plan."""
+    """One setting of a target. `required` has precedence over `default`; with a default of `None` the plan chooses."""
 
     type: Type
     default: Value = None
@@ -192,11 +192,11 @@ class SettingSpec:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A rewrite. `facet` is `None` where the setting `facet` names it; the first setting may be positional.
+    """A rewrite. `facet` is `None` if the setting `facet` names it; the first setting may be positional.
 
-    `accepts` lists roles and kinds (`*` any); `absorbs` the captures that stop being nodes of their own;
-    `pins` the captures that it forces onto a device; `hosts` the targets that it carries out itself on what it absorbs;
-    `inside` the captures that it stands on where a rule names none.
+    `accepts` lists roles and kinds (`*` any). `absorbs` lists the captures that are no longer separate nodes
+    afterwards. `pins` lists the captures that it forces onto a device. `hosts` lists the targets that it performs
+    itself on absorbed captures. `inside` lists the captures that it applies to if a rule names none.
     """
 
     facet: Facet | None
@@ -301,10 +301,10 @@ TARGETS: Mapping[str, Target] = {
     "keep": Target(None, ("*",), {"facet": _setting("facet", required=True)}, available=True),
 }
 
-# What goes with what -------------------------------------------------------------------------------------------------
-# Kernels without a backward pass, whatever setting names them.
+# Compatibility -------------------------------------------------------------------------------------------------------
+# Kernels without a backward pass, in any setting.
 INFERENCE_ONLY = frozenset({"marlin", "fp8", "q8", "w8a8", "ipex", "llamafile", "flashinfer"})
-# Formats of `cpu_moe` that would quantise once more what a `quant` rewrite has quantised, and so the only one they can
+# Formats of `cpu_moe` that would quantise the weights of a `quant` rewrite again, with the only format that each can
 # host. `stored` is decided when the checkpoint is known; floating-point formats host every quantisation.
 REQUANTISING: Mapping[str, str | None] = {
     name: name if isinstance(row, Codes) else None for name, row in FORMATS.items() if row.coded
@@ -326,7 +326,7 @@ FACTS: Mapping[str, Mapping[str, Type]] = {
     "gpu": {"count": INT, "memory": SIZE},
     "model": {"type": STRING, "layers": INT, "hidden": INT, "experts": INT, "dtype": type_of("dtype")},
 }
-# Inclusive bounds of a setting, wherever it stands.
+# Inclusive bounds of a setting, in any block.
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "rank": (1, 1024),
     "alpha": (0, 2**20),
