@@ -87,7 +87,7 @@ _LONGEST_WORD = 48  # a longer word is not a mistyped name
 
 
 def suggest(word: str, options: Iterable[str]) -> str:
-    """Return the hint "did you mean `x`?" if an option resembles `word`, else an empty text."""
+    """Return the hint "did you mean `x`?" if an option resembles `word`, otherwise an empty text."""
     from difflib import get_close_matches
 
     spelt = {option.casefold(): option for option in sorted(set(options), reverse=True)}
