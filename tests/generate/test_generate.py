@@ -308,3 +308,13 @@ def test_the_conversation_reads_lines_and_ends_with_them(
     first, second = out.splitlines()[: len(out.splitlines()) // 2], out.splitlines()[len(out.splitlines()) // 2 :]
     assert first == second
     assert "the conversation is cleared" in err
+
+
+def test_every_line_of_jsonl_ends_with_a_newline() -> None:
+    """Two files of rows can be joined by `cat`, and no row is lost by a reader of lines."""
+    rows = [{"id": 1, "text": "ä"}, {"id": 2, "text": "\ud83d"}]
+    assert jsonl(rows[:1]) == '{"id": 1, "text": "ä"}\n'
+    assert jsonl(rows).count("\n") == 2
+    assert jsonl(rows).endswith("\n")
+    assert [json.loads(line) for line in jsonl(rows).splitlines()] == rows
+    assert jsonl([]) == ""
