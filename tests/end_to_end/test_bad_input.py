@@ -230,7 +230,8 @@ def test_a_disk_that_fills_up_while_out_is_written(
     refusal: Callable[..., dict[str, object]], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if "compiled_here" in os.readlink(f"/proc/self/fd/{descriptor}"):  # the cache of kernels has another disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     found = refusal(model)
