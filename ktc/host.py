@@ -68,6 +68,11 @@ class Host:
     python_abi: str
     compiler: Compiler | None
 
+    @property
+    def workers(self) -> int:
+        """Threads of a kernel's engine where a rule does not say how many: one per core that this process may use."""
+        return max(1, min(self.cores, self.threads))
+
 
 def detect(probe_gpu: bool = False) -> Host:
     """Return this machine. GPUs are listed only if `probe_gpu`, since that imports torch (seconds)."""

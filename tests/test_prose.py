@@ -53,6 +53,7 @@ HELD = (
     "ktc/match",
     "ktc/pictures",
     "ktc/resources.py",
+    "ktc/targets",
     "ktc/tune",
     "ktc/twin",
     "rules",

@@ -145,7 +145,7 @@ def _judged(
 
 
 def _experts_verdict(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> str:
-    rewritten = {(r.block, a.node) for r in rewrites for a in r.actions if a.target == "cpu_moe"}
+    rewritten = {(r.block, a.node) for r in rewrites for a in r.actions if a.target.takes_experts}
     graphs = [(b, b.graph) for b in captured.blocks if b.graph is not None]
     opaque = [
         b
@@ -219,7 +219,7 @@ def _nearest(block: BlockGraph, matches: Matches, roles: Collection[str]) -> str
 def _proven(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> BlockProof:
     """Return the proof of one rewrite; an exception becomes its failure."""
     class_name = captured.block(block.rewrite.block).class_name
-    part = "experts" if any(a.target == "cpu_moe" for a in block.rewrite.actions) else "attention"
+    part = "experts" if any(a.target.takes_experts for a in block.rewrite.actions) else "attention"
     try:
         proof = prove_block(captured, block, witness)
     except Exception as error:  # noqa: BLE001 - a failing block is a row; the census continues

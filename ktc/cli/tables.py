@@ -168,8 +168,7 @@ def _rewrites_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
     for rewrite in plan.rewrites:
         for action in rewrite.actions:
             if action.rule == rule:
-                device = "cpu" if action.kernel else rewrite.node_devices.get(action.node, rewrite.device)
-                key = (action.target, device)
+                key = (action.target.name, rewrite.node_devices.get(action.node, rewrite.device))
                 counts[key] = counts.get(key, 0) + len(rewrite.sites)
     for (target, device), modules in counts.items():
         yield target, str(modules), device

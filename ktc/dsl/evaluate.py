@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ktc.dsl import syntax
-from ktc.dsl.ruleset import Value
+from ktc.targets.settings import Value
 
 Resolve = Callable[[tuple[str, ...]], Value]
 Result = Value | range

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from ktc.diagnostics import Diagnostic, Span
 from ktc.dsl import syntax
-
-Value = int | float | bool | str | None | tuple["Value", ...]
-Facet = Literal["kernel", "adapter", "quant", "place"]
+from ktc.targets.settings import Facet, Value
+from ktc.targets.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +38,14 @@ class RuleAction:
     An empty path is the match itself, named by its alias.
     """
 
-    target: str
-    facet: Facet
-    settings: Mapping[str, Value]  # every setting of the target, defaults filled in
+    target: Target  # with all its settings
     on: tuple[tuple[str, ...], ...]
     span: Span
+
+    @property
+    def facet(self) -> Facet:
+        """The facet that the rewrite takes of what it claims."""
+        return self.target.claimed_facet
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""The fixed vocabulary of rule programs: operators, roles, rewrite targets, settings and facts.
+"""The fixed vocabulary of rule programs: operators, roles, words, settings and facts.
 
-A new rewrite is a row here plus its pass; the grammar does not change. A target that is not implemented yet has
-`available = False`: programs with it are checked and planned like any other, and `compile` refuses them.
+Rewrite targets are the rows of `ktc/targets`, whose fields are the settings.
 """
 
 from __future__ import annotations
@@ -9,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ktc.dsl.ruleset import Facet, Value
+from ktc.dsl.settings import SettingSpec, settings_of, words_of
 from ktc.dsl.types import FLOAT, INT, SIZE, STRING, Type
 from ktc.formats import FORMATS, Codes, Dense
 from ktc.isa import INSTRUCTION_SETS
+from ktc.targets import TARGETS, LoraLinear
+from ktc.targets.settings import Bounds
 
 DECLARATIONS = ("import", "param", "require", "pattern", "rule", "plan", "lora")
 _CLAUSES = ("as", "with", "in", "else", "is", "overrides", "match", "at", "except", "where", "expect", "on")
@@ -21,27 +22,18 @@ KEYWORDS = frozenset((*DECLARATIONS, *_CLAUSES, "and", "or", "not", "has", "true
 ENUMS: Mapping[str, tuple[str, ...]] = {
     "format": ("stored", *(name for name, row in FORMATS.items() if not (isinstance(row, Dense) and row.oracle))),
     "isa": ("auto", *INSTRUCTION_SETS),
-    "activations": ("keep", "recompute"),
-    "kernel": ("torch", "gemv", "marlin", "fp8", "q8", "w8a8", "ipex", "llamafile"),
-    "moe_kernel": ("torch", "grouped_mm", "marlin"),
-    "expert_part": ("gate", "up", "down"),
-    "attn": ("sdpa", "flash", "flashinfer", "eager"),
     "dtype": ("f64", "f32", "f16", "bf16", "fp8", "int8", "int4"),
-    "quant": ("int4", "int8", "fp8", "nvfp4"),
-    "pack": ("none", "int32x8", "marlin", "gguf_q4_k"),
     "act": ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"),
     "scoring": ("softmax", "sigmoid"),
     "phase": ("never", "decode", "prefill", "always"),
-    "cache": ("compressed", "expanded"),
-    "numa": ("none", "shard", "replicate"),
     "auto": ("none", "intensity", "sequential", "balanced"),
     "mode": ("train", "infer"),
     "weights": ("safetensors", "gguf"),
     "recompute": ("none", "experts", "layers"),
-    "facet": ("kernel", "adapter", "quant", "place"),
-    "device": ("auto", "cpu"),  # besides the literals cuda:0, xpu:1, npu:0, hip:0
+    "device": ("auto", "cpu"),  # besides the literals cuda:0, cuda:1
+    **words_of(TARGETS.values()),  # those that only targets' settings have
 }
-DEVICE_FAMILIES = ("cuda", "xpu", "npu", "hip")
+DEVICE_FAMILIES = ("cuda",)
 SCALARS = ("int", "float", "bool", "string", "size")
 
 
@@ -180,138 +172,15 @@ ROLES: Mapping[str, Role] = {
 }
 
 
-# Rewrite targets -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class SettingSpec:
-    """One setting of a target. `required` has precedence over `default`; with a default of `None` the plan chooses."""
+# Settings of rewrite targets ------------------------------------------------------------------------------------------
+SETTINGS: Mapping[str, Mapping[str, SettingSpec]] = {name: settings_of(target) for name, target in TARGETS.items()}
 
-    type: Type
-    default: Value = None
-    required: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A rewrite. `facet` is `None` if the setting `facet` names it; the first setting may be positional.
-
-    `accepts` lists roles and kinds (`*` any). `absorbs` lists the captures that are no longer separate nodes
-    afterwards. `pins` lists the captures that it forces onto a device. `hosts` lists the targets that it performs
-    itself on absorbed captures. `inside` lists the captures that it applies to if a rule names none.
-    """
-
-    facet: Facet | None
-    accepts: tuple[str, ...]
-    settings: Mapping[str, SettingSpec]
-    absorbs: tuple[str, ...] = ()
-    pins: Mapping[str, str] = field(default_factory=dict[str, str])
-    hosts: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
-    available: bool = False
-
-
-def _setting(type_name: str, default: Value = None, required: bool = False) -> SettingSpec:
-    return SettingSpec(type_of(type_name), default, required)
-
-
-_ADAPTER = {"rank": _setting("int"), "alpha": _setting("float")}  # unset: from the `lora` block
-_QUANTISATION = {
-    "format": _setting("quant", required=True),
-    "group": _setting("int", 32),
-    "symmetric": _setting("bool", True),
-    "scale": _setting("dtype", "bf16"),
-    "pack": _setting("pack", "none"),
-}
-_QUANTISABLE = ("linear", "experts", "moe", "mlp")
-_IN_EXPERTS = ("lora_experts", "fake_quant", "quantize")
-
-TARGETS: Mapping[str, Target] = {
-    "lora_linear": Target(
-        "adapter",
-        ("linear",),
-        {**_ADAPTER, "dropout": _setting("float"), "dtype": _setting("dtype")},
-        available=True,
-    ),
-    "lora_experts": Target(
-        "adapter",
-        ("moe", "experts"),
-        {"targets": _setting("list[expert_part]", ("gate", "up", "down")), **_ADAPTER},
-        inside=("experts",),
-        available=True,
-    ),
-    "kt_linear": Target(
-        "kernel",
-        ("linear",),
-        {"kernel": _setting("kernel", required=True), "prefill": _setting("kernel")},
-        available=True,
-    ),
-    "cpu_moe": Target(
-        "kernel",
-        ("moe", "experts"),
-        {
-            "format": _setting("format", "stored"),
-            "isa": _setting("isa", "auto"),
-            "numa": _setting("numa", "shard"),
-            "activations": _setting("activations", "keep"),
-            "threads": _setting("int"),
-        },
-        absorbs=("experts",),
-        pins={"experts": "cpu"},
-        hosts=_IN_EXPERTS,
-        available=True,
-    ),
-    "gpu_moe": Target(
-        "kernel",
-        ("moe", "experts"),
-        {"kernel": _setting("moe_kernel", required=True)},
-        absorbs=("experts",),
-        hosts=_IN_EXPERTS,
-    ),
-    "mla_absorbed": Target(
-        "kernel",
-        ("mla",),
-        {
-            "cache": _setting("cache", "compressed"),
-            "absorb": _setting("phase", "decode"),
-            "move_elision": _setting("bool", True),
-            "kernel": _setting("attn", "sdpa"),
-        },
-        absorbs=("kv_b", "core"),
-    ),
-    "fused_attention": Target(
-        "kernel", ("attention", "mla"), {"kernel": _setting("attn", required=True)}, absorbs=("core",)
-    ),
-    "sparse_attention": Target(
-        "kernel",
-        ("attention", "mla"),
-        {
-            "topk": _setting("int", required=True),
-            "block": _setting("int", 64),
-            "window": _setting("int", 0),
-            "sink": _setting("int", 0),
-            "min_context": _setting("int", 0),
-        },
-        absorbs=("core",),
-    ),
-    "fused": Target("kernel", ("router", "norm", "mlp", "module"), {"impl": _setting("string", "auto")}),
-    "fake_quant": Target("quant", _QUANTISABLE, _QUANTISATION),
-    "quantize": Target("quant", _QUANTISABLE, _QUANTISATION),
-    "place": Target(
-        "place", ("*",), {"device": _setting("device", required=True), "prefill": _setting("device")}, available=True
-    ),
-    "keep": Target(None, ("*",), {"facet": _setting("facet", required=True)}, available=True),
-}
-
-# Compatibility -------------------------------------------------------------------------------------------------------
-# Kernels without a backward pass, in any setting.
-INFERENCE_ONLY = frozenset({"marlin", "fp8", "q8", "w8a8", "ipex", "llamafile", "flashinfer"})
+# Compatibility --------------------------------------------------------------------------------------------------------
 # Formats of `cpu_moe` that would quantise the weights of a `quant` rewrite again, with the only format that each can
 # host. `stored` is decided when the checkpoint is known; floating-point formats host every quantisation.
 REQUANTISING: Mapping[str, str | None] = {
     name: name if isinstance(row, Codes) else None for name, row in FORMATS.items() if row.coded
 }
-# Layouts of packed weights that hold one format only.
-PACK_FORMATS: Mapping[str, str] = {"int32x8": "int4", "gguf_q4_k": "int4"}
-
 # Blocks, facts, limits -----------------------------------------------------------------------------------------------
 # `plan` also takes a size under each device: its budget.
 BLOCKS: Mapping[str, Mapping[str, Type]] = {
@@ -326,16 +195,10 @@ FACTS: Mapping[str, Mapping[str, Type]] = {
     "gpu": {"count": INT, "memory": SIZE},
     "model": {"type": STRING, "layers": INT, "hidden": INT, "experts": INT, "dtype": type_of("dtype")},
 }
-# Inclusive bounds of a setting, in any block.
-BOUNDS: Mapping[str, tuple[float, float]] = {
-    "rank": (1, 1024),
-    "alpha": (0, 2**20),
-    "dropout": (0, 1),
-    "group": (8, 4096),
-    "threads": (1, 4096),
-    "tokens": (1, 2**24),
-    "layerwise_prefill": (0, 2**24),
-    **dict.fromkeys(("topk", "block"), (1, 2**20)),
-    **dict.fromkeys(("window", "sink", "min_context"), (0, 2**24)),
+# Of the blocks' keys. Those of the `lora` block are the bounds of an adapter's settings.
+BOUNDS: Mapping[str, Bounds] = {
+    **{name: spec.bounds for name, spec in SETTINGS[LoraLinear.name].items() if spec.bounds is not None},
+    "tokens": Bounds(1, 2**24),
+    "layerwise_prefill": Bounds(0, 2**24),
 }
 PARAM_TYPES = (*SCALARS, *ENUMS)

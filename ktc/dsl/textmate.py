@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ktc.dsl.schema import DECLARATIONS, DEVICE_FAMILIES, ENUMS, KEYWORDS, OPERATORS, TARGETS
+from ktc.dsl.schema import DECLARATIONS, DEVICE_FAMILIES, ENUMS, KEYWORDS, OPERATORS
+from ktc.targets import TARGETS
 
 _WORDS_OF_LOGIC = ("and", "or", "not", "in", "has")
 _TRUTH = ("true", "false")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ktc.dsl.ruleset import Value
+from ktc.targets.settings import Value
 
 
 @dataclass(frozen=True, slots=True)

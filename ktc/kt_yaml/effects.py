@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ktc.dsl.schema import INFERENCE_ONLY
 from ktc.kt_yaml import names
 from ktc.kt_yaml.names import Defaults
 from ktc.kt_yaml.replay import Visit
 from ktc.kt_yaml.rules import KtRule
+from ktc.targets import TARGETS, CpuMoe, Fused, FusedAttention, GpuMoe, KtLinear, MlaAbsorbed
 
 UNMATCHED_DEVICE = "cuda:0"  # KTransformers' `default_device`
 MLA, GQA = "attn.mla", "attn.gqa"
@@ -45,7 +45,7 @@ class Outcome:
     @property
     def pinned(self) -> bool:
         """Whether the rewrite itself decides the device."""
-        return self.kernel is not None and self.kernel.target == "cpu_moe"
+        return self.kernel is not None and self.kernel.target == CpuMoe.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def outcomes(visits: Sequence[Visit], reach: Reach) -> tuple[Outcome, ...]:
     training = trains(visit.rule for visit in visits)
     found = [_outcome(visit, reach, training) for visit in visits]
     pinned = frozenset(outcome.path for outcome in found if outcome.pinned)
-    latent = frozenset(o.path for o in found if o.kernel is not None and o.kernel.target == "mla_absorbed")
+    latent = frozenset(o.path for o in found if o.kernel is not None and o.kernel.target == MlaAbsorbed.name)
     return tuple(_settled(outcome, pinned, latent, reach) for outcome in found)
 
 
@@ -76,7 +76,7 @@ def _settled(outcome: Outcome, pinned: frozenset[str], latent: frozenset[str], r
     if pinned & above:
         return replace(outcome, kernel=None, located=False, inside=True)
     if outcome.kernel is not None and outcome.path in reach.absorbed and latent & above:
-        lost = f"`mla_absorbed` absorbs `{outcome.path}`, which so has no kernel of its own"
+        lost = f"`{MlaAbsorbed.name}` absorbs `{outcome.path}`, which so has no kernel of its own"
         return replace(outcome, kernel=None, lost=lost)
     return outcome
 
@@ -98,9 +98,9 @@ def _outcome(visit: Visit, reach: Reach, training: bool) -> Outcome:
         return Outcome(path, None, UNMATCHED_DEVICE, UNMATCHED_DEVICE, located=holds)
     device, prefill = _devices(rule)
     kernel = _kernel(rule, path, reach, training) if visit.inside is None else None
-    lost = _lost(kernel, path, reach, training)
+    lost = _lost(kernel, path, reach, training) if kernel or visit.inside else _no_kernel(rule, training)
     kept = None if lost else kernel
-    if kept is not None and kept.target == "cpu_moe":
+    if kept is not None and kept.target == CpuMoe.name:
         device = "cpu"
     located = holds or (rule.kind == "rope" and path != "")
     return Outcome(path, rule, device, prefill, kept, lost, located, visit.inside is not None)
@@ -140,7 +140,7 @@ def operations(rule: KtRule) -> tuple[str, ...]:
 def _kernel(rule: KtRule, path: str, reach: Reach, training: bool) -> Kernel | None:
     match rule.kind:
         case "linear" if training:
-            return Kernel("linear", "kt_linear", (("kernel", "torch"),)) if operations(rule) else None
+            return Kernel("linear", KtLinear.name, (("kernel", "torch"),)) if operations(rule) else None
         case "linear":
             return _linear(rule)
         case "experts":
@@ -148,7 +148,7 @@ def _kernel(rule: KtRule, path: str, reach: Reach, training: bool) -> Kernel | N
         case "attention":
             return _attention(rule, path, reach)
         case "fused":
-            return Kernel("module", "fused", ())
+            return Kernel("module", Fused.name, ())
         case _:
             return None
 
@@ -158,26 +158,35 @@ def _linear(rule: KtRule) -> Kernel | None:
     kernel = names.LINEAR_KERNELS[generate] if generate else None
     during = names.LINEAR_KERNELS[prefill] if prefill else None
     main = kernel or during
-    if main is None:
+    if main is None or _no_kernel(rule, training=False):
         return None
     other = (("prefill", during),) if during and during != main else ()
-    return Kernel("linear", "kt_linear", (("kernel", main), *other))
+    return Kernel("linear", KtLinear.name, (("kernel", main), *other))
 
 
 def _experts(rule: KtRule) -> Kernel | None:
     operation = _operation(rule, "generate_op")
     if operation in names.CPU_EXPERTS:
         form, isa = names.BACKENDS[str(rule.settings.get("backend") or "llamafile")]
-        return Kernel("experts", "cpu_moe", (("format", form), ("isa", isa)))
-    return Kernel("experts", "gpu_moe", (("kernel", names.GPU_EXPERTS[operation]),)) if operation else None
+        return Kernel("experts", CpuMoe.name, (("format", form), ("isa", isa)))
+    kernel = names.GPU_EXPERTS[operation] if operation else None
+    return Kernel("experts", GpuMoe.name, (("kernel", kernel),)) if kernel else None
+
+
+def _no_kernel(rule: KtRule, training: bool) -> str:
+    """Return why ktc has no kernel for the operations of a rule, "" where it has one or the rule names none."""
+    asked = operations(rule)[:1] if rule.kind == "experts" else operations(rule)
+    kernels = {**names.GPU_EXPERTS, **({} if training else names.LINEAR_KERNELS)}
+    missing = next((name for name in asked if name in kernels and kernels[name] is None), "")
+    return f"ktc has no kernel for `{missing}`: the modules stay unchanged" if missing else ""
 
 
 def _attention(rule: KtRule, path: str, reach: Reach) -> Kernel:
     core = names.attention_kernel(rule.replacement)
     if path in reach.found[GQA]:
-        return Kernel(GQA, "fused_attention", (("kernel", core),))
+        return Kernel(GQA, FusedAttention.name, (("kernel", core),))
     absorb = "always" if rule.settings.get("absorb_for_prefill") else "decode"
-    return Kernel(MLA, "mla_absorbed", (("absorb", absorb), ("kernel", core)))
+    return Kernel(MLA, MlaAbsorbed.name, (("absorb", absorb), ("kernel", core)))
 
 
 def _lost(kernel: Kernel | None, path: str, reach: Reach, training: bool) -> str:
@@ -187,7 +196,7 @@ def _lost(kernel: Kernel | None, path: str, reach: Reach, training: bool) -> str
     if not path:
         return "the model as a whole is no module that a rule can name"
     own = dict(kernel.settings).get("kernel")
-    if training and own in INFERENCE_ONLY:
+    if training and own in TARGETS[kernel.target].without_backward:
         return f"`{own}` has no backward pass, and other rules of the file are for training"
     if kernel.root == "module" or path in reach.found[kernel.root]:
         return ""

@@ -11,16 +11,22 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ktc import targets
 from ktc.capture import CapturedModel
 from ktc.diagnostics import Span
 from ktc.dsl import syntax
-from ktc.dsl.schema import TARGETS
+from ktc.dsl.schema import SETTINGS
 from ktc.kt_yaml.effects import UNMATCHED_DEVICE, Kernel, Outcome, trains
 from ktc.kt_yaml.path_globs import globs_of
 from ktc.kt_yaml.reach import import_attention, rewrite_rule
 from ktc.kt_yaml.rules import KtRule
 
-_NAMES = {"kt_linear": "linears", "cpu_moe": "experts", "gpu_moe": "gpu_experts", "fused": "fused"}
+_NAMES = {
+    targets.KtLinear.name: "linears",
+    targets.CpuMoe.name: "experts",
+    targets.GpuMoe.name: "gpu_experts",
+    targets.Fused.name: "fused",
+}
 _LINES = 10  # between the synthetic spans: the comment of a declaration stands one line before it
 
 
@@ -86,14 +92,14 @@ def _kernels(found: Sequence[Outcome]) -> list[_Group]:
 
 
 def _stem(kernel: Kernel) -> str:
-    """`linears_marlin`, `experts`, `attention`: the name of a rewrite's rule."""
+    """`linears_torch`, `experts`, `attention`: the name of a rewrite's rule."""
     stem = _NAMES.get(kernel.target, "attention")
     return f"{stem}_{dict(kernel.settings)['kernel']}" if kernel.root == "linear" else stem
 
 
 def _action(kernel: Kernel) -> syntax.Action:
     """The target with the settings that differ from its defaults, the first one without its name."""
-    specs = TARGETS[kernel.target].settings
+    specs = SETTINGS[kernel.target]
     first = next(iter(specs))
     arguments = tuple(
         syntax.Argument(None if name == first else name, _value(value))
@@ -177,7 +183,7 @@ def _devices_of(outcome: Outcome) -> Devices:
 def _place(devices: Devices) -> syntax.Action:
     device = syntax.Argument(None, _value(devices.run))
     other = (syntax.Argument("prefill", _value(devices.prefill)),) if devices.prefill != devices.run else ()
-    return syntax.Action(syntax.Name("place"), (device, *other), ())
+    return syntax.Action(syntax.Name(targets.Place.name), (device, *other), ())
 
 
 def _under(path: str, tops: Sequence[str]) -> bool:

@@ -47,20 +47,20 @@ REFUSED_SETTINGS: Mapping[str, str] = {
     "dump_dir": "writing tensors to a folder of the file's choice is no rule's business"
 }
 
-# Operation -> our kernel. What a row loses is said in LOSSES.
-LINEAR_KERNELS: Mapping[str, str] = {
+# Operation -> our kernel, None where ktc has none and plans none. What a row loses is said in LOSSES.
+LINEAR_KERNELS: Mapping[str, str | None] = {
     "KLinearTorch": "torch",
-    "KLinearMarlin": "marlin",
-    "VLinearMarlin": "marlin",
+    "KLinearMarlin": None,
+    "VLinearMarlin": None,
     "KLinearFP8": "fp8",
     "KLinearQ8": "q8",
-    "KLinearIPEXLLM": "ipex",
+    "KLinearIPEXLLM": None,
     "KLinearTorchW8A8A2": "w8a8",
-    "KLinearCPUInfer": "llamafile",
+    "KLinearCPUInfer": None,
 }
 CPU_EXPERTS = ("KExpertsCPU", "KSFTExpertsCPU", "KExpertsCPUW8A8")
 TRAINING_EXPERTS = "KSFTExpertsCPU"
-GPU_EXPERTS: Mapping[str, str] = {"KExpertsMarlin": "marlin", "KExpertsTorch": "torch"}
+GPU_EXPERTS: Mapping[str, str | None] = {"KExpertsMarlin": None, "KExpertsTorch": "torch"}
 # Backend -> format and instruction set of the kernel that ktc generates. llamafile computes in the stored format.
 BACKENDS: Mapping[str, tuple[str, str]] = {
     "llamafile": ("stored", "auto"),

@@ -14,10 +14,10 @@ from ktc.capture import CapturedModel
 from ktc.dsl import syntax
 from ktc.dsl.printer import print_module
 from ktc.dsl.ruleset import RuleSet
-from ktc.dsl.schema import TARGETS
 from ktc.graph.typed import nodes_of
 from ktc.kt_yaml.effects import GQA, MLA, Reach
 from ktc.match import Match, Matches, NodeRef, match
+from ktc.targets import Keep, MlaAbsorbed
 
 _ROOTS = ("linear", "experts", MLA, GQA)
 
@@ -32,11 +32,11 @@ def find_reach(captured: CapturedModel) -> Reach:
 
 
 def _absorbed(found: Match, captured: CapturedModel) -> Iterator[str]:
-    """The paths of the linears that `mla_absorbed` absorbs in one match."""
+    """The paths of the linears that `MlaAbsorbed` absorbs in one match."""
     graph = captured.block(found.block).graph
     assert graph is not None, "a match of a pattern has a graph"
     nodes = {node.name: node for node in nodes_of(graph)}
-    for name in TARGETS["mla_absorbed"].absorbs:
+    for name in MlaAbsorbed.absorbs:
         binding = found.capture((name,))
         if isinstance(binding, NodeRef) and "fqn" in nodes[binding.node].meta:
             yield f"{found.site}.{nodes[binding.node].meta['fqn']}"
@@ -64,5 +64,5 @@ def rewrite_rule(
 
 
 def _claim(name: str, root: str) -> syntax.Rule:
-    keep = syntax.Action(syntax.Name("keep"), (syntax.Argument(None, syntax.Reference(("kernel",))),), ())
+    keep = syntax.Action(syntax.Name(Keep.name), (syntax.Argument(None, syntax.Reference(("kernel",))),), ())
     return rewrite_rule(name, root, (), keep, syntax.Expect(">=", syntax.Literal("int", 0)))

@@ -211,10 +211,10 @@ class _Reader:
         number = index if colon else "0"
         if value == "cpu":
             return "cpu"
-        if kind in ("cuda", "xpu", "npu") and number.isascii() and number.isdigit() and len(number) <= 3:
+        if kind == "cuda" and number.isascii() and number.isdigit() and len(number) <= 3:
             return f"{kind}:{int(number)}"
         shown = f"`{value}`" if isinstance(node, Scalar) else _kind(node)
-        self.say("K012", f"{shown} is no device", node.span, "known: `cpu`, `cuda`, `cuda:1`, `xpu`, `npu`")
+        self.say("K012", f"{shown} is not a device that ktc knows", node.span, "known: `cpu`, `cuda`, `cuda:1`")
         return None
 
     def transfers(self, node: Node) -> Mapping[int, str]:

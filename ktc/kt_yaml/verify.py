@@ -12,11 +12,12 @@ from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, ProofFailed
 from ktc.dsl import syntax
 from ktc.dsl.ruleset import RuleAction, RuleSet
-from ktc.dsl.schema import TARGETS
+from ktc.dsl.schema import SETTINGS
 from ktc.kt_yaml.effects import Kernel, Outcome
 from ktc.kt_yaml.reach import run_program
 from ktc.match import Matches
 from ktc.plan.claims import resolve_claims
+from ktc.targets import Place
 
 MAX_SHOWN = 10
 
@@ -64,9 +65,9 @@ def _effect(ruleset: RuleSet, matches: Matches) -> Effect:
             for action in rule.actions:
                 if action.facet == "kernel":
                     kernels[match.path] = (*kernels.get(match.path, ()), action)
-                elif action.facet == "place":
-                    device = str(action.settings["device"])
-                    places[match.path] = (device, str(action.settings["prefill"] or device))
+                elif isinstance(action.target, Place):
+                    device = action.target.device
+                    places[match.path] = (device, action.target.prefill or device)
     return Effect(kernels, places)
 
 
@@ -75,7 +76,7 @@ def _differences(outcome: Outcome, effect: Effect) -> list[str]:
     actions = effect.kernels.get(outcome.path, ())
     if not _same_kernel(outcome.kernel, actions):
         wanted = outcome.kernel.target if outcome.kernel else "no rewrite"
-        said.append(f"{wanted} expected, found {', '.join(action.target for action in actions) or 'none'}")
+        said.append(f"{wanted} expected, found {', '.join(action.target.name for action in actions) or 'none'}")
     if not outcome.located:
         return said
     device, prefill = effect.place_of(outcome.path)
@@ -92,5 +93,5 @@ def _same_kernel(wanted: Kernel | None, actions: Sequence[RuleAction]) -> bool:
     if wanted is None or len(actions) != 1:
         return wanted is None and not actions
     (action,) = actions
-    defaults = {name: spec.default for name, spec in TARGETS[wanted.target].settings.items()}
-    return action.target == wanted.target and dict(action.settings) == {**defaults, **dict(wanted.settings)}
+    defaults = {name: spec.default for name, spec in SETTINGS[wanted.target].items()}
+    return action.target.name == wanted.target and action.target.settings == {**defaults, **dict(wanted.settings)}

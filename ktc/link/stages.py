@@ -92,8 +92,9 @@ def _marked(block: BlockDump, rewrite: BlockRewrite) -> BlockDump:
 def _notes(rewrite: BlockRewrite) -> tuple[str, ...]:
     """What the plan will do to a block, one line per action."""
     return tuple(
-        f"{action.node} -> {action.target} at `{action.fqn}` on {rewrite.node_devices.get(action.node, rewrite.device)}"
-        + (f", kernel {spec.entry}" if (spec := action.kernel or action.linear) else "")
+        f"{action.node} -> {action.target.name} at `{action.fqn}`"
+        f" on {rewrite.node_devices.get(action.node, rewrite.device)}"
+        + (f", kernel {action.kernel.entry}" if action.kernel else "")
         + f" (rule {action.rule}, {action.span})"
         for action in rewrite.actions
     )

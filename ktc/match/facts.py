@@ -8,11 +8,11 @@ from functools import cached_property
 from torch import fx
 
 from ktc.capture import CapturedModel
-from ktc.dsl.ruleset import Value
 from ktc.graph import ops
 from ktc.graph.typed import nodes_of
 from ktc.host import Host
 from ktc.match.types import Binding, Match, NodeRef, SubMatch
+from ktc.targets.settings import Value
 
 _BITS = {"f64": 64, "f32": 32, "i64": 64, "fp8": 8}
 

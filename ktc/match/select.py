@@ -14,7 +14,7 @@ from ktc.capture import BlockGraph, CapturedModel, ModuleInfo
 from ktc.diagnostics import InputRefused
 from ktc.dsl import globs
 from ktc.dsl.evaluate import evaluate
-from ktc.dsl.ruleset import RuleDefinition, RuleSet, Value
+from ktc.dsl.ruleset import RuleDefinition, RuleSet
 from ktc.graph import ops
 from ktc.graph.fold import tensor_inputs
 from ktc.graph.typed import nodes_of
@@ -23,6 +23,7 @@ from ktc.match.expectations import Counts, unmet_expectation, unmet_requirements
 from ktc.match.facts import Facts, common_path
 from ktc.match.term import Attempt, BudgetExceeded, TermMatcher
 from ktc.match.types import Match, Matches, NearMiss, NodeRef, SubMatch
+from ktc.targets.settings import Value
 
 DEFAULT_TOKENS = 512
 NEAR = 4  # minimum of matched nodes in a reported near miss; fewer agree by accident

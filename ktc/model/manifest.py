@@ -21,6 +21,7 @@ from ktc import versions
 from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.isa import isa_of
+from ktc.targets import MODULES
 
 FILE = "ktc.json"
 SCHEMA = 6
@@ -28,15 +29,10 @@ SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ARGUMENTS: Mapping[str, Mapping[str, type]] = {
-    "lora_linear": {},
-    "kt_linear": {"threads": int},
+    **{name: target.arguments for name, target in MODULES.items()},
     "graph_block": {
         **dict.fromkeys(("num_experts", "hidden", "intermediate"), int),
         **dict.fromkeys(("file", "experts", "form", "parts"), str),
-    },
-    "fused_moe": {
-        **dict.fromkeys(("num_experts", "hidden", "intermediate", "top_k", "threads", "prefill_tokens"), int),
-        **dict.fromkeys(("form", "activations", "numa", "prefill"), str),
     },
 }
 

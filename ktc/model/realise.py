@@ -6,22 +6,17 @@ modules. Refused: a step for a module that is not there or of another kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.experts.backend import Offload
-from ktc.experts.form import parse_form
-from ktc.experts.kernel_library import Kernel, KernelLibrary
-from ktc.experts.module import FusedMoe
-from ktc.experts.stock_layout import StockTensor, canonical_parts, stock_names, stock_shape
-from ktc.linears.gemv import Gemv
-from ktc.linears.lora_linear import KTLinear
+from ktc.experts.kernel_library import KernelLibrary
 from ktc.model.graph_block import graph_block
 from ktc.model.manifest import Rewrite
+from ktc.targets import MODULES
+from ktc.targets.module_target import WrongModule
 
 
 def realise(
@@ -44,57 +39,12 @@ def realise(
                 assert folder is not None, "a recipe with code of blocks comes from a folder"
                 graph_block(old, step.args, folder)
                 continue
-            made = _MAKERS[step.module](old, step, kernel)
+            made = MODULES[step.module].realise(old, step.args, kernel)
+        except WrongModule as error:
+            raise InputRefused(_no_such_module(step, str(error))) from error
         except ValueError as error:  # the sizes of another model, or no activation of ours
             raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}` of another kind ({error})")) from error
         setattr(model.get_submodule(parent), name, made)
-
-
-def _linear(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Module:
-    if not isinstance(old, nn.Linear):
-        raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}`"))
-    return KTLinear.from_linear(old, Gemv(kernel, step.args["threads"]) if kernel is not None else None)
-
-
-def _fused_moe(old: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Module:
-    args = step.args
-    form = parse_form(args["form"])
-    experts, hidden, inner = args["num_experts"], args["hidden"], args["intermediate"]
-    stacked: dict[StockTensor, Tensor] = {}
-    for name in stock_names(form):
-        tensor = getattr(old, name, None)
-        if not isinstance(tensor, Tensor):
-            raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}` without `{name}`"))
-        wanted = stock_shape(form, name, experts, hidden, inner)
-        if tuple(tensor.shape) != wanted:
-            found = f"experts of other sizes: `{name}` {list(tensor.shape)} instead of {list(wanted)}"
-            raise InputRefused(_no_such_module(step, found))
-        stacked[name] = tensor
-    made = FusedMoe(
-        experts,
-        hidden,
-        inner,
-        args["top_k"],
-        form,
-        kernel=kernel,
-        threads=args["threads"],
-        dtype=stacked["down_proj"].dtype,
-        activations=args["activations"],
-        numa=args["numa"],
-        offload=Offload(torch.device(args["prefill"]), args["prefill_tokens"]) if args["prefill"] else None,
-    )
-    if not stacked["down_proj"].is_meta:
-        take_experts(made, stacked)
-    return made.train(old.training)
-
-
-def take_experts(module: FusedMoe, stacked: Mapping[StockTensor, Tensor], first: int = 0) -> None:
-    """Load experts `first`, `first + 1`, ... from the stock tensors of the module's form, by their names."""
-    with torch.no_grad():
-        for name, tensor in stacked.items():
-            for offset, slice_ in enumerate(tensor):
-                for part, matrix in canonical_parts(module.form, name, slice_):
-                    module.load_expert(first + offset, part, matrix)
 
 
 def _no_such_module(step: Rewrite, found: str) -> Diagnostic:
@@ -103,10 +53,3 @@ def _no_such_module(step: Rewrite, found: str) -> Diagnostic:
         f"rule `{step.rule}` puts `{step.module}` at `{step.fqn}`, where this model has {found}",
         hint="compile it again with the installed transformers",
     )
-
-
-_MAKERS: Mapping[str, Callable[[nn.Module, Rewrite, Kernel | None], nn.Module]] = {
-    "fused_moe": _fused_moe,
-    "kt_linear": _linear,
-    "lora_linear": _linear,
-}

@@ -9,7 +9,6 @@ from ktc.plan.types import (
     DeviceMemory,
     LoraPlan,
     MemoryPlan,
-    NodeAction,
     Placement,
     Plan,
     Point,
@@ -17,6 +16,6 @@ from ktc.plan.types import (
 )
 
 __all__ = [
-    "ANY_SIZE", "BlockRewrite", "DeviceMemory", "LoraPlan", "MemoryPlan", "NodeAction", "Placement", "Plan", "Point",
+    "ANY_SIZE", "BlockRewrite", "DeviceMemory", "LoraPlan", "MemoryPlan", "Placement", "Plan", "Point",
     "Reason", "kernel_origins", "make_plan", "require_feasible",
 ]  # fmt: skip

@@ -9,14 +9,15 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.dsl.ruleset import RuleSet
 from ktc.plan.expert_adapters import adapted_weights
 from ktc.plan.types import Claim, LoraPlan
+from ktc.targets import LoraExperts, LoraLinear
 
 DEFAULT_DROPOUT = 0.0
 
 
 def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) -> LoraPlan | None:
     """The adapter of the program, None without one. Raises InputRefused for targets that cannot be adapted."""
-    chosen = [claim for claim in claims if claim.target == "lora_linear"]
-    adapting = [claim for claim in claims if claim.target in ("lora_linear", "lora_experts")]
+    chosen = [claim for claim in claims if isinstance(claim.target, LoraLinear)]
+    adapting = [claim for claim in claims if isinstance(claim.target, LoraLinear | LoraExperts)]
     if not adapting:
         return None
     dropout = _dropout(adapting, rules)
@@ -50,7 +51,7 @@ def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) 
 
 def _setting(claim: Claim, rules: RuleSet, name: str) -> float:
     """The rule's own value, else that of the `lora` block; alpha defaults to the rank, as in PEFT's r = alpha."""
-    value = claim.settings.get(name)
+    value = claim.target.settings.get(name)
     if value is None:
         value = rules.lora.get(name)
     if value is None and name == "alpha":
@@ -61,7 +62,7 @@ def _setting(claim: Claim, rules: RuleSet, name: str) -> float:
 
 def _dropout(claims: Sequence[Claim], rules: RuleSet) -> float:
     """One dropout for the whole adapter: PEFT's LoraConfig has no other."""
-    values = {float(v) for c in claims if isinstance(v := c.settings.get("dropout"), int | float)}
+    values = {float(v) for c in claims if isinstance(v := c.target.settings.get("dropout"), int | float)}
     default = rules.lora.get("dropout")
     values = values or {float(default) if isinstance(default, int | float) else DEFAULT_DROPOUT}
     if len(values) > 1:
@@ -74,7 +75,7 @@ def _dropout(claims: Sequence[Claim], rules: RuleSet) -> float:
 def _no_linear(claim: Claim, class_name: str) -> Diagnostic:
     return Diagnostic(
         "M065",
-        f"`lora_linear` on `{claim.path}`, which is `{class_name}` and no linear layer that an adapter can wrap",
+        f"`{LoraLinear.name}` on `{claim.path}`, which is `{class_name}` and no linear layer that an adapter can wrap",
         claim.span,
         hint="name the projections with `on`",
     )

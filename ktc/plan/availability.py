@@ -5,27 +5,21 @@ Nothing that a program says is ignored. Where a later version builds one of thes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl import syntax
 from ktc.dsl.ruleset import RuleSet
-from ktc.dsl.schema import TARGETS
+from ktc.dsl.schema import SETTINGS
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import ON_EVERY_ISA
-from ktc.plan.linear_spec import BUILT
+from ktc.plan.linear_spec import LinearSpec
 from ktc.plan.prefill import asks_for_experts
 from ktc.plan.types import Claim, Plan, PlannedOnly
+from ktc.targets import TARGETS
 
-# Settings that no stage carries out yet, with the values that ask for nothing.
-_SETTINGS: dict[tuple[str, str], tuple[object, ...]] = {
-    ("place", "prefill"): (None,),
-    ("lora_linear", "dtype"): (None,),
-    ("kt_linear", "kernel"): BUILT,
-    ("kt_linear", "prefill"): (None, "torch"),
-    ("cpu_moe", "numa"): (None, "none", "shard"),  # no copies of the weights for each node
-}
+# Keys of the `plan` block that no stage carries out yet, with the values that ask for nothing.
 _PLAN_KEYS: dict[str, tuple[object, ...]] = {
     "auto": ("none",),
     "grads": (),
@@ -36,13 +30,13 @@ _PLAN_KEYS: dict[str, tuple[object, ...]] = {
 
 
 def not_built(
-    claims: Sequence[Claim], kernels: Sequence[tuple[Claim, KernelSpec]], rules: RuleSet
+    claims: Sequence[Claim], chosen: Mapping[Claim, KernelSpec | LinearSpec], rules: RuleSet
 ) -> tuple[Diagnostic, ...]:
     """One warning per place of the program that asks for what this version does not build (M066)."""
     found = [
         *_targets(claims),
         *_settings(claims),
-        *_kernels(kernels),
+        *_kernels(chosen),
         *_plan_keys(rules, any(asks_for_experts(c, claims) for c in claims)),
     ]
     return tuple({(d.span, d.message): d for d in found}.values())
@@ -60,35 +54,37 @@ def planned_only(claims: Sequence[Claim]) -> tuple[PlannedOnly, ...]:
     """The targets that are not built, by rule, with the modules they stand on."""
     paths: dict[tuple[str, str], list[str]] = {}
     for claim in claims:
-        if not TARGETS[claim.target].available:
-            held = paths.setdefault((claim.rule, claim.target), [])
+        if not claim.target.available:
+            held = paths.setdefault((claim.rule, claim.target.name), [])
             held += [path for path in (claim.site or claim.path,) if path not in held]
-    spans = {(claim.rule, claim.target): claim.span for claim in claims}
+    spans = {(claim.rule, claim.target.name): claim.span for claim in claims}
     return tuple(PlannedOnly(*key, tuple(held), spans[key]) for key, held in paths.items())
 
 
 def _targets(claims: Sequence[Claim]) -> Iterator[Diagnostic]:
     available = ", ".join(f"`{name}`" for name, target in TARGETS.items() if target.available)
     for claim in claims:
-        if not TARGETS[claim.target].available:
-            yield _missing(f"`{claim.target}`", claim, f"available: {available}")
+        if not claim.target.available:
+            yield _missing(f"`{claim.target.name}`", claim, f"available: {available}")
 
 
 def _settings(claims: Sequence[Claim]) -> Iterator[Diagnostic]:
     for claim in claims:
-        for name, value in claim.settings.items():
-            idle = _SETTINGS.get((claim.target, name))
-            if idle is not None and value not in idle and not asks_for_experts(claim, claims):
-                built = [word for word in idle if word is not None]
-                hint = f"write `{name} = {built[0]}`" if name == "kernel" else f"leave `{name}` out"
-                yield _missing(f"`{claim.target}({name} = {value})`", claim, hint)
+        for name, value in claim.target.settings.items():
+            built = claim.target.built.get(name)
+            if built is not None and value not in built and not asks_for_experts(claim, claims):
+                required = SETTINGS[claim.target.name][name].required
+                hint = f"write `{name} = {built[0]}`" if required else f"leave `{name}` out"
+                yield _missing(f"`{claim.target.name}({name} = {value})`", claim, hint)
 
 
-def _kernels(kernels: Sequence[tuple[Claim, KernelSpec]]) -> Iterator[Diagnostic]:
-    for claim, spec in kernels:
+def _kernels(chosen: Mapping[Claim, KernelSpec | LinearSpec]) -> Iterator[Diagnostic]:
+    for claim, spec in chosen.items():
+        if not isinstance(spec, KernelSpec):
+            continue
         for weight_format in spec.formats:
             if weight_format not in ON_EVERY_ISA:
-                stored = " (the checkpoint's own)" if claim.settings["format"] == "stored" else ""
+                stored = " (the checkpoint's own)" if claim.target.settings["format"] == "stored" else ""
                 usual = ON_EVERY_ISA[0]
                 hint = f"write `format = {usual}`, or `--set format={usual}` if the program has that parameter"
                 yield _missing(f"a kernel for `{weight_format}` weights{stored}", claim, hint)

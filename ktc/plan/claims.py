@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import get_args
 
 from torch import fx
 
 from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, InputRefused, Related
-from ktc.dsl.ruleset import Facet, RuleAction, RuleDefinition, RuleSet
-from ktc.dsl.schema import TARGETS
+from ktc.dsl.ruleset import RuleAction, RuleDefinition, RuleSet
 from ktc.graph import ops
 from ktc.graph.typed import nodes_by_name
 from ktc.match import Binding, Match, Matches, NodeRef, SubMatch
 from ktc.plan.types import Claim
 
 Slot = tuple[str, str, str]  # facet, site or module path, node
-FACETS: tuple[Facet, ...] = get_args(Facet)
 
 
 def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) -> tuple[Claim, ...]:
@@ -46,7 +43,7 @@ def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) ->
                     conflicts.setdefault((a.rule, b.rule, slot[0]), []).append(slot)
     kept = (claim for number, group in enumerate(groups) if number not in losers for claim in group)
     # Two matches of one rule may share a node; the node is rewritten once.
-    standing = tuple({(c.facet, c.site or c.path, c.node, c.target): c for c in kept}.values())
+    standing = tuple({(c.facet, c.site or c.path, c.node, c.target.name): c for c in kept}.values())
     problems = [
         *_conflict_diagnostics(conflicts, by_rule),
         *_adapters_on_absorbed(standing),
@@ -60,19 +57,10 @@ def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) ->
 def _claims_of(captured: CapturedModel, found: Match, rule: RuleDefinition) -> Iterable[list[Claim]]:
     """One non-empty list of claims per action of the rule."""
     for action in rule.actions:
-        facet, done = _facet(action), (rule.name, action.target, action.settings, action.span)
-        claims = [
-            Claim(facet, path, node, *done, found.site, found.block) for path, node in _claimed(captured, found, action)
-        ]
+        done = (rule.name, action.target, action.span)
+        claims = [Claim(path, node, *done, found.site, found.block) for path, node in _claimed(captured, found, action)]
         if claims:
             yield claims
-
-
-def _facet(action: RuleAction) -> Facet:
-    """The slot an action fills; `keep` holds the one it names."""
-    if action.target != "keep":
-        return action.facet
-    return next(facet for facet in FACETS if facet == action.settings["facet"])
 
 
 def _claimed(captured: CapturedModel, found: Match, action: RuleAction) -> list[tuple[str, str]]:
@@ -85,7 +73,7 @@ def _claimed(captured: CapturedModel, found: Match, action: RuleAction) -> list[
     if action.on:
         bindings = [b for path in action.on if (b := found.capture(path)) is not None]
     else:
-        absorbed = TARGETS[action.target].absorbs or TARGETS[action.target].inside
+        absorbed = action.target.absorbs or action.target.inside
         bindings = [found.bindings[name] for name in absorbed if name in found.bindings]
         bindings = bindings or [NodeRef(n) for n in found.nodes if ops.operator(nodes[n]) in absorbed]
     names = list(dict.fromkeys(name for binding in bindings for name in _roots(binding)))
@@ -122,13 +110,13 @@ def _conflict_diagnostics(
 
 
 def _adapters_on_absorbed(claims: tuple[Claim, ...]) -> Iterable[Diagnostic]:
-    absorbed = {(c.site, c.node): c for c in claims if c.node and TARGETS[c.target].absorbs}
+    absorbed = {(c.site, c.node): c for c in claims if c.node and c.target.absorbs}
     for claim in claims:
         other = absorbed.get((claim.site, claim.node))
-        if claim.facet == "adapter" and other is not None and claim.target not in TARGETS[other.target].hosts:
+        if claim.facet == "adapter" and other is not None and claim.target.name not in other.target.hosts:
             yield Diagnostic(
                 "E042",
-                f"`{claim.target}` on `{claim.path}`, but `{other.target}` absorbs it",
+                f"`{claim.target.name}` on `{claim.path}`, but `{other.target.name}` absorbs it",
                 claim.span,
                 hint="leave it out of the rule",
                 related=(Related(other.span, "absorbed here"),),
@@ -145,7 +133,7 @@ def _escaping(captured: CapturedModel, matches: Matches, by_rule: dict[str, Rule
     for found in matches.matches:
         graph = captured.block(found.block).graph if found.block else None
         for action in by_rule[found.rule].actions:
-            absorbs = TARGETS[action.target].absorbs
+            absorbs = action.target.absorbs
             if action.on or len(absorbs) < 2 or graph is None:
                 continue
             nodes = nodes_by_name(graph)
@@ -155,7 +143,9 @@ def _escaping(captured: CapturedModel, matches: Matches, by_rule: dict[str, Rule
                 outside = _used_outside(nodes[captures[name]], found.nodes, captures[last])
                 if outside and (found.rule, name) not in told:
                     told.add((found.rule, name))
-                    message = f"`{action.target}` would absorb `{name}` at {found.path}, which `{outside}` also uses"
+                    message = (
+                        f"`{action.target.name}` would absorb `{name}` at {found.path}, which `{outside}` also uses"
+                    )
                     yield Diagnostic("M062", message, action.span, hint="narrow the rule")
 
 

@@ -6,17 +6,22 @@ weight; a rank that the kernels do not take; a dropout.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 from ktc.capture import CapturedModel
 from ktc.capture.types import ModuleInfo
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.lora import MAX_RANK
 from ktc.plan.types import Claim
+from ktc.targets import TARGETS, LoraExperts
 
-TARGET: Final = "lora_experts"
+_HOSTS: Final = tuple(name for name, each in TARGETS.items() if each.available and LoraExperts.name in each.hosts)
+_NO_KERNEL: Final = (
+    f"no rule with `{'` or `'.join(_HOSTS)}` runs these experts, "
+    "and without its kernel they would be copied to be adapted"
+)
 _PARTS: Final = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
 
 
@@ -32,42 +37,40 @@ class AdaptedWeight:
 
 def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: float) -> tuple[AdaptedWeight, ...]:
     """What `lora_experts` names, in the order of the layers. Raises InputRefused (M076) for what cannot be adapted."""
-    on_kernel = {claim.path for claim in claims if claim.target == "cpu_moe"}
+    on_kernel = {claim.path for claim in claims if claim.target.available and LoraExperts.name in claim.target.hosts}
     modules = {module.fqn: module for module in captured.modules}
     found, problems = list[AdaptedWeight](), dict[str, Diagnostic]()
     for claim in claims:
-        if claim.target != TARGET:
+        if not isinstance(claim.target, LoraExperts):
             continue
         module = modules.get(claim.path)
-        why = _unsuited(claim, module, on_kernel, dropout)
+        why = "" if claim.path in on_kernel else _NO_KERNEL
+        why = why or _unsuited(claim.target, module, dropout)
         if why:
-            message = f"`{TARGET}` on `{claim.path}`: {why}"
+            message = f"`{LoraExperts.name}` on `{claim.path}`: {why}"
             problems.setdefault(why, Diagnostic("M076", message, claim.span, hint=_hint(why)))
         elif module is not None:
-            found += _weights(claim, module)
+            found += _weights(claim, claim.target, module)
     if problems:
         raise InputRefused(*problems.values())
     return tuple(found)
 
 
-def _weights(claim: Claim, module: ModuleInfo) -> Iterator[AdaptedWeight]:
+def _weights(claim: Claim, target: LoraExperts, module: ModuleInfo) -> Iterator[AdaptedWeight]:
     for tensor in module.tensors:
-        if _asked(claim, tensor.name):
+        if _asked(target, tensor.name):
             num_experts, *sizes = tensor.shape
             yield AdaptedWeight(f"{claim.path}.{tensor.name}", claim, num_experts, (sizes[0], sizes[1]))
 
 
-def _asked(claim: Claim, name: str) -> bool:
-    targets = cast("Collection[str]", claim.settings["targets"])
-    return any(part in targets for part in _PARTS.get(name, ()))
+def _asked(target: LoraExperts, name: str) -> bool:
+    return any(part in target.targets for part in _PARTS.get(name, ()))
 
 
-def _unsuited(claim: Claim, module: ModuleInfo | None, on_kernel: Collection[str], dropout: float) -> str:
-    """Why this claim cannot be carried out, "" if it can."""
+def _unsuited(target: LoraExperts, module: ModuleInfo | None, dropout: float) -> str:
+    """Why the target cannot be carried out at experts that a kernel runs, "" if it can."""
     names = {tensor.name for tensor in module.tensors} & _PARTS.keys() if module is not None else set[str]()
-    targets, rank = set(cast("Collection[str]", claim.settings["targets"])), claim.settings["rank"]
-    if claim.path not in on_kernel:
-        return "no rule with `cpu_moe` runs these experts, and without its kernel they would be copied to be adapted"
+    targets, rank = set(target.targets), target.rank
     if not names:
         return (
             "the model keeps its experts in a list of modules, where PEFT names every expert's linear layers; "
@@ -75,7 +78,7 @@ def _unsuited(claim: Claim, module: ModuleInfo | None, on_kernel: Collection[str
         )
     if "gate_up_proj" in names and len(targets & {"gate", "up"}) == 1:
         return "gate and up are one weight here, which has one adapter"
-    if not any(_asked(claim, name) for name in names):
+    if not any(_asked(target, name) for name in names):
         return f"these experts have none of {', '.join(sorted(targets))}"
     if isinstance(rank, int) and rank > MAX_RANK:
         return f"rank {rank}, of which the kernels take {MAX_RANK} at most"
@@ -88,7 +91,7 @@ def _hint(why: str) -> str:
     for word, hint in (
         ("dropout", "write `dropout = 0` in the `lora` block"),
         ("rank", f"write `rank = {MAX_RANK}` or less"),
-        ("cpu_moe", "add `=> cpu_moe()` to the rule"),
+        ("without its kernel", f"add `=> {_HOSTS[0]}()` to the rule"),
         ("gate and up", "name both in `targets`, or neither"),
     ):
         if word in why:

@@ -11,8 +11,11 @@ from ktc.capture import CapturedModel
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.types import BlockRewrite, Claim, LoraPlan, NodeAction, Placement, PlannedOnly, Reason
+from ktc.plan.linear_spec import LinearSpec
+from ktc.plan.types import BlockRewrite, Claim, LoraPlan, Placement, PlannedOnly, Reason
 from ktc.plan.working_memory import slots_of
+from ktc.targets import CpuMoe, LoraExperts, LoraLinear
+from ktc.targets.target import NodeAction, Spec
 
 
 def explain(
@@ -38,54 +41,51 @@ def _of_rewrite(rewrite: BlockRewrite, claims: Sequence[Claim], lora: LoraPlan |
     """One reason per rule and kind of rewrite; modules of a block are written as a choice."""
     groups: dict[tuple[str, str], list[NodeAction]] = {}
     for action in rewrite.actions:
-        groups.setdefault((action.rule, action.target), []).append(action)
+        groups.setdefault((action.rule, action.target.name), []).append(action)
     for actions in groups.values():
         names = [a.fqn for a in actions]
         tail = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
         what = f"{collapse([site.fqn for site in rewrite.sites])}.{tail}"
         yield Reason(what, _of_action(actions[0], rewrite, host))
-        if lora is not None and actions[0].kernel is not None:
+        target, spec = actions[0].target, actions[0].kernel
+        if lora is not None and isinstance(target, CpuMoe) and isinstance(spec, KernelSpec):
             path = f"{rewrite.sites[0].fqn}.{actions[0].fqn}"
-            yield from (Reason(what, why) for why in _of_training(actions[0].kernel, actions[0], path, claims, lora))
+            yield from (Reason(what, why) for why in _of_training(spec, target, path, claims, lora))
 
 
 def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     where = f"rule `{action.rule}` ({action.span})"
-    if action.target == "kt_linear":
-        return f"{_of_linear(action)}, on {rewrite.device}: {where}"
-    if action.kernel is None:
-        return f"takes LoRA, on {rewrite.device}: {where}"
     spec = action.kernel
-    automatic = action.settings["isa"] == "auto"
+    if isinstance(action.target, LoraLinear):
+        return f"takes LoRA, on {rewrite.device}: {where}"
+    if not isinstance(spec, KernelSpec):
+        return f"{_of_linear(spec)}, on {rewrite.device}: {where}"
+    automatic = action.target.settings["isa"] == "auto"
     chosen = f"the best this host can run{_passed_over(spec, host)}" if automatic else "asked for"
     moved = "" if rewrite.device == "cpu" else f", hidden states move {rewrite.device} -> cpu -> {rewrite.device}"
     how = f"{' and '.join(spec.formats)} weights, {spec.isa} kernel, {chosen}"
-    elsewhere = action.settings.get("prefill")
-    if elsewhere:
-        moved += f"; from {action.settings['prefill_tokens']} tokens on {elsewhere}, where the weights are sent"
+    if action.prefill:
+        moved += f"; from {action.prefill.tokens} tokens on {action.prefill.device}, where the weights are sent"
     return f"routed experts as one node on cpu ({how}){moved}: {where}"
 
 
-def _of_linear(action: NodeAction) -> str:
-    if action.linear is None:
+def _of_linear(spec: Spec | None) -> str:
+    if not isinstance(spec, LinearSpec):
         return "is run by PyTorch"
-    spec = action.linear
     return f"few rows without gradients by the {spec.isa} kernel for {spec.dtype}, all others by PyTorch"
 
 
-def _of_training(
-    spec: KernelSpec, action: NodeAction, path: str, claims: Sequence[Claim], lora: LoraPlan
-) -> Iterable[str]:
+def _of_training(spec: KernelSpec, target: CpuMoe, path: str, claims: Sequence[Claim], lora: LoraPlan) -> Iterable[str]:
     """The adapters of the experts at `path`, and what a token leaves for backward, the other choice beside it."""
     weights = [weight for weight in lora.parameters if weight.rpartition(".")[0] == path]
     ranks = {weight.rpartition(".")[2]: lora.rank_pattern.get(weight, lora.r) for weight in weights}
-    claim = next((c for c in claims if c.target == "lora_experts" and c.path == path), None)
+    claim = next((c for c in claims if isinstance(c.target, LoraExperts) and c.path == path), None)
     if claim is not None:
         named = " and ".join(f"{name} (r={rank})" for name, rank in ranks.items())
         yield f"take LoRA on {named}, in the same node: rule `{claim.rule}` ({claim.span})"
     down = ranks.pop("down_proj", 0)
     of_products = max(ranks.values(), default=0), down
-    chosen, other = str(action.settings["activations"]), {"keep": "recompute", "recompute": "keep"}
+    chosen, other = target.activations, {"keep": "recompute", "recompute": "keep"}
     kept, instead = (slots_of(spec, keep=each == "keep", ranks=of_products).saved for each in (chosen, other[chosen]))
     how = "gate and up are kept" if chosen == "keep" else "gate and up are computed again"
     yield f"{kept:,} bytes per token and layer wait for backward: {how} (`activations = {other[chosen]}`: {instead:,})"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import fx
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
-from ktc.dsl.ruleset import Value
 from ktc.experts.form import parse_form
 from ktc.formats import BLOCKS, CODES, FORMATS, STORED, Codes, WeightFormat
 from ktc.graph import ops
@@ -16,6 +13,7 @@ from ktc.isa import Isa, isa_of
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
 from ktc.plan.spec import Spec
 from ktc.plan.types import Claim, Plan
+from ktc.targets import CpuMoe
 
 # A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.
 ON_EVERY_ISA = tuple(name for name in FORMATS if all(name in formats for formats in KERNELS.values()))
@@ -26,15 +24,15 @@ StoredFormat = tuple[str, int]
 StoredFormats = tuple[tuple[StoredFormat, ...], tuple[StoredFormat, ...]]
 
 
-def choose_kernel(claim: Claim, node: fx.Node, stored: StoredFormats, host: Host) -> KernelSpec:
-    """The kernel for the experts node `node`, whose weights the checkpoint stores as `stored`.
+def choose_kernel(claim: Claim, target: CpuMoe, node: fx.Node, stored: StoredFormats, host: Host) -> KernelSpec:
+    """The kernel that `target` asks for at the experts node `node`, whose weights the checkpoint stores as `stored`.
 
     The format and the ISA may be ones that this version does not build; `availability` tells. Raises InputRefused where
     no kernel reads what is stored, HostLacks where the host lacks the ISA.
     """
     about = ops.attributes(node)
     hidden, inter = int(about["hidden"]), int(about["inter"])
-    gate_up, down, group_size = _formats(claim, stored, hidden, inter)
+    gate_up, down, group_size = _formats(claim, target.format, stored, hidden, inter)
     top_k, num_experts = int(ops.shape_of(node.args[1])[-1]), int(about["num_experts"])
     if not 1 <= top_k <= num_experts:
         message = f"the router of `{claim.path}` chooses {top_k} of {num_experts} experts"
@@ -49,7 +47,7 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: StoredFormats, host: Host
         dtype="bf16",
         format_gate_up=gate_up,
         format_down=down,
-        isa=_isa(claim, host),
+        isa=_isa(claim, target.isa, host),
         activation=form.activation,
         gated=form.gated,
         biased=form.biased,
@@ -57,28 +55,31 @@ def choose_kernel(claim: Claim, node: fx.Node, stored: StoredFormats, host: Host
     )
 
 
-def _formats(claim: Claim, stored: StoredFormats, hidden: int, inter: int) -> tuple[WeightFormat, WeightFormat, int]:
+def _formats(
+    claim: Claim, asked: str, stored: StoredFormats, hidden: int, inter: int
+) -> tuple[WeightFormat, WeightFormat, int]:
     """The formats of gate and up and of down, and the size of their groups, 0 where they have none."""
     products = tuple(zip(stored, (("hidden", hidden), ("intermediate", inter)), strict=True))
     found = [
-        _kept(claim, formats, size) or _converted(claim, formats, name, size) for formats, (name, size) in products
+        _kept(asked, formats, size) or _converted(claim, asked, formats, name, size)
+        for formats, (name, size) in products
     ]
     # A spec has one size of groups for both.
     if len({group for name, group in found if name in CODES and len(CODES[name].group_sizes) > 1}) > 1:
-        found = [_converted(claim, formats, name, size) for formats, (name, size) in products]
+        found = [_converted(claim, asked, formats, name, size) for formats, (name, size) in products]
     (gate_up, _), (down, _) = found
     if gate_up != down and not FORMATS[gate_up].dtype == FORMATS[down].dtype == "bf16":
         raise _unread(claim, " and ".join(sorted((gate_up, down))))
     return gate_up, down, next((group for name, group in found if name in CODES), 0)
 
 
-def _kept(claim: Claim, stored: tuple[StoredFormat, ...], size: int) -> tuple[WeightFormat, int] | None:
+def _kept(asked: str, stored: tuple[StoredFormat, ...], size: int) -> tuple[WeightFormat, int] | None:
     """The format of kernels that multiply rows of `size` as they are stored, and the size of its groups.
 
     None where they are not quantised, in several formats, or in another than the program asks for.
     """
     (name, group), *others = stored
-    if others or str(claim.settings["format"]) not in ("stored", name):
+    if others or asked not in ("stored", name):
         return None
     if name in BLOCKS:
         return None if group != BLOCKS[name].weights or size % group else (name, 0)
@@ -87,12 +88,13 @@ def _kept(claim: Claim, stored: tuple[StoredFormat, ...], size: int) -> tuple[We
     return name, group
 
 
-def _converted(claim: Claim, stored: tuple[StoredFormat, ...], name: str, size: int) -> tuple[WeightFormat, int]:
+def _converted(
+    claim: Claim, asked: str, stored: tuple[StoredFormat, ...], name: str, size: int
+) -> tuple[WeightFormat, int]:
     """The format that the loader makes of what is stored, and the size of groups: of rows of `size`, called `name`.
 
     Raises InputRefused (M068) where no kernel has it, or a row is not cut evenly.
     """
-    asked = str(claim.settings["format"])
     loaded_as = " and ".join(dict.fromkeys(_loaded(dtype) for dtype, _ in stored))
     found = loaded_as if asked == "stored" else asked
     row = FORMATS.get(found)
@@ -125,8 +127,7 @@ def _no_format(claim: Claim, message: str) -> InputRefused:
     return InputRefused(Diagnostic("M068", message, claim.span, hint=hint))
 
 
-def _isa(claim: Claim, host: Host) -> Isa:
-    asked = str(claim.settings["isa"])
+def _isa(claim: Claim, asked: str, host: Host) -> Isa:
     if asked == "auto":
         return host.isas[0]
     found = isa_of(asked)
@@ -136,14 +137,8 @@ def _isa(claim: Claim, host: Host) -> Isa:
     return found
 
 
-def thread_count(settings: Mapping[str, Value], host: Host) -> int:
-    """Workers of the kernel's engine: what the rule says, else one per core that this process may use."""
-    asked = settings.get("threads")
-    return asked if isinstance(asked, int) else max(1, min(host.cores, host.threads))
-
-
 def kernel_origins(plan: Plan) -> dict[Spec, str]:
     """The place in the rules that asked for each kernel."""
     actions = [action for rewrite in plan.rewrites for action in rewrite.actions]
-    asked = ((action.kernel or action.linear, f"{action.rule} ({action.span})") for action in actions)
-    return {spec: origin for spec, origin in asked if spec is not None}
+    asked = ((action.kernel, f"{action.rule} ({action.span})") for action in actions)
+    return {spec: origin for spec, origin in asked if isinstance(spec, Spec)}

@@ -7,8 +7,6 @@ from typing import Final, Literal
 
 from ktc.isa import INSTRUCTION_SETS, PREFERENCE, Isa
 
-# What `kt_linear` may name: PyTorch's product, and the kernel of `runtime/include/ktc/linear.hpp`.
-BUILT: Final = ("torch", "gemv")
 ISAS: Final = tuple(isa for isa in PREFERENCE if INSTRUCTION_SETS[isa].linear)
 Dtype = Literal["bf16", "fp16", "fp32"]
 

@@ -14,8 +14,8 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.host import Host
 from ktc.plan.linear_spec import ISAS, Dtype, LinearSpec
 from ktc.plan.types import Claim
+from ktc.targets import KtLinear
 
-TARGET: Final = "kt_linear"
 _DTYPES: Final[Mapping[torch.dtype, Dtype]] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -23,9 +23,9 @@ _DTYPES: Final[Mapping[torch.dtype, Dtype]] = {
 }
 
 
-def choose_linear(claim: Claim, dtype: torch.dtype, device: str, host: Host) -> LinearSpec | None:
+def choose_linear(claim: Claim, target: KtLinear, dtype: torch.dtype, device: str, host: Host) -> LinearSpec | None:
     """The kernel that a claim asks for, `None` where PyTorch is to run the layer. Raises InputRefused (M077)."""
-    if claim.settings["kernel"] != "gemv":
+    if target.kernel != "gemv":
         return None
     if device != "cpu":
         raise _unsuited(claim, f"the layer stands on {device}, and `gemv` runs on the CPU")
@@ -35,6 +35,6 @@ def choose_linear(claim: Claim, dtype: torch.dtype, device: str, host: Host) -> 
 
 
 def _unsuited(claim: Claim, why: str) -> InputRefused:
-    message = f"`{TARGET}(gemv)` on `{claim.path}`: {why}"
-    hint = f"write `{TARGET}(torch)`, or narrow the rule"
+    message = f"`{KtLinear.name}(gemv)` on `{claim.path}`: {why}"
+    hint = f"write `{KtLinear.name}(torch)`, or narrow the rule"
     return InputRefused(Diagnostic("M077", message, claim.span, hint=hint))

@@ -19,16 +19,16 @@ from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
 from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel, thread_count
-from ktc.plan.linear_spec import LinearSpec
+from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel
 from ktc.plan.linears import choose_linear
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.placement import device_of, place
-from ktc.plan.prefill import Prefill, plan_prefill
+from ktc.plan.prefill import plan_prefill
+from ktc.plan.spec import Spec
 from ktc.plan.stored import conversions
-from ktc.plan.types import ANY_SIZE, BlockRewrite, Claim, NodeAction, Plan, Point
-
-REWRITING = ("lora_linear", "kt_linear", "cpu_moe")  # targets that change nodes; `place` moves them, `keep` only claims
+from ktc.plan.types import ANY_SIZE, BlockRewrite, Claim, Plan, Point
+from ktc.targets import CpuMoe, KtLinear, ModuleTarget
+from ktc.targets.target import NodeAction, Prefill
 
 
 def make_plan(
@@ -44,18 +44,14 @@ def make_plan(
     claims = resolve_claims(captured, matches, rules)
     placements = place(claims, rules, host)
     devices = {p.fqn: p.device for p in placements}
-    kernels, specs = _kernels(captured, weights, claims, host)
-    linears = {
-        (c.site, c.node, c.rule): choose_linear(c, captured.model.dtype, device_of(c.path, devices), host)
-        for c in claims
-        if c.target == "kt_linear"
-    }
-    rewrites = _group(captured, claims, kernels, linears, devices, plan_prefill(claims, specs, rules, host))
-    unavailable = not_built(claims, [(c, specs[c.path]) for c in claims if c.target == "cpu_moe"], rules)
+    chosen = _choose(captured, weights, claims, devices, host)
+    specs = {claim.path: spec for claim, spec in chosen.items() if isinstance(spec, KernelSpec)}
+    rewrites = _group(captured, claims, chosen, devices, plan_prefill(claims, specs, rules, host))
+    unavailable = not_built(claims, chosen, rules)
     lora = plan_lora(captured, claims, rules)
     if not rewrites and not unavailable:
         raise InputRefused(_nothing_to_rewrite(captured, matches))
-    threads = max((thread_count(c.settings, host) for c in claims if c.target == "cpu_moe"), default=1)
+    threads = max((claim.target.num_threads(host) for claim in claims), default=1)
     mode = str(rules.plan.get("mode") or ("train" if lora else "infer"))
     memory = plan_memory(captured, rewrites, devices, specs, lora, rules, host, asked)
     return Plan(
@@ -64,7 +60,7 @@ def make_plan(
         threads=threads,
         rewrites=rewrites,
         placements=placements,
-        kernels=tuple(dict.fromkeys(spec for spec in (*kernels.values(), *linears.values()) if spec is not None)),
+        kernels=tuple(dict.fromkeys((*specs.values(), *chosen.values()))),
         lora=lora,
         memory=memory,
         reasons=(
@@ -78,17 +74,24 @@ def make_plan(
     )
 
 
-def _kernels(
-    captured: CapturedModel, weights: Sequence[WeightSource], claims: Sequence[Claim], host: Host
-) -> tuple[dict[tuple[str, str, str], KernelSpec], dict[str, KernelSpec]]:
-    """The kernel of every `cpu_moe` claim, by (site, node, rule) and by the experts' FQN."""
-    by_claim, by_fqn = dict[tuple[str, str, str], KernelSpec](), dict[str, KernelSpec]()
+def _choose(
+    captured: CapturedModel,
+    weights: Sequence[WeightSource],
+    claims: Sequence[Claim],
+    devices: Mapping[str, str],
+    host: Host,
+) -> dict[Claim, Spec]:
+    """The kernel of every claim whose target has one."""
+    chosen: dict[Claim, Spec] = {}
     for claim in claims:
-        if claim.target != "cpu_moe":
-            continue
-        spec = choose_kernel(claim, _node(captured, claim), _stored_formats(captured, weights, claim.path), host)
-        by_claim[claim.site, claim.node, claim.rule] = by_fqn[claim.path] = spec
-    return by_claim, by_fqn
+        if isinstance(claim.target, CpuMoe):
+            stored = _stored_formats(captured, weights, claim.path)
+            chosen[claim] = choose_kernel(claim, claim.target, _node(captured, claim), stored, host)
+        elif isinstance(claim.target, KtLinear):
+            device = device_of(claim.path, devices)
+            if spec := choose_linear(claim, claim.target, captured.model.dtype, device, host):
+                chosen[claim] = spec
+    return chosen
 
 
 def _node(captured: CapturedModel, claim: Claim) -> fx.Node:
@@ -116,24 +119,23 @@ def _stored_format(source: WeightSource) -> StoredFormat:
 def _group(
     captured: CapturedModel,
     claims: Sequence[Claim],
-    kernels: Mapping[tuple[str, str, str], KernelSpec],
-    linears: Mapping[tuple[str, str, str], LinearSpec | None],
+    chosen: Mapping[Claim, Spec],
     devices: Mapping[str, str],
     prefills: Mapping[str, Prefill],
 ) -> tuple[BlockRewrite, ...]:
     """Sites of one block with the same actions on the same devices are one rewrite."""
     by_site: dict[str, list[Claim]] = {}
     for claim in claims:
-        if claim.target in REWRITING and claim.node:
+        if isinstance(claim.target, ModuleTarget) and claim.node:
             by_site.setdefault(claim.site, []).append(claim)
     groups: dict[object, tuple[list[BlockSite], tuple[NodeAction, ...]]] = {}
     for site in captured.sites:
         held = by_site.get(site.fqn)
         if not held:
             continue
-        actions = tuple(_action(claim, kernels, linears, prefills.get(claim.path)) for claim in held)
+        actions = tuple(_action(claim, chosen.get(claim), prefills) for claim in held)
         device = device_of(site.fqn, devices)
-        done = repr([(a.node, a.target, sorted(a.settings.items()), a.kernel, a.linear) for a in actions])
+        done = tuple((a.node, a.target, a.kernel, a.prefill) for a in actions)
         groups.setdefault((site.block, device, done), ([], actions))[0].append(site)
     counts: dict[str, int] = {}
     rewrites: list[BlockRewrite] = []
@@ -141,29 +143,20 @@ def _group(
         block = sites[0].block
         counts[block] = counts.get(block, 0) + 1
         key = block if counts[block] == 1 else f"{block}_{counts[block]}"
-        pinned = {a.node: "cpu" for a in actions if a.target == "cpu_moe"}
+        pinned = {a.node: device for a in actions if (device := a.target.pinned)}
         rewrites.append(BlockRewrite(key, block, tuple(sites), actions, device_of(sites[0].fqn, devices), pinned))
     return tuple(rewrites)
 
 
-def _action(
-    claim: Claim,
-    kernels: Mapping[tuple[str, str, str], KernelSpec],
-    linears: Mapping[tuple[str, str, str], LinearSpec | None],
-    prefill: Prefill | None,
-) -> NodeAction:
-    key, fqn = (claim.site, claim.node, claim.rule), claim.path.removeprefix(claim.site).lstrip(".")
-    kernel = kernels.get(key) if claim.target == "cpu_moe" else None
-    linear = linears.get(key) if claim.target == "kt_linear" else None
-    settings = dict(claim.settings)
-    if prefill is not None and kernel is not None:
-        settings |= {"prefill": prefill.device, "prefill_tokens": prefill.tokens}
-    return NodeAction(claim.node, fqn, claim.target, settings, claim.rule, claim.span, kernel, linear)
+def _action(claim: Claim, kernel: Spec | None, prefills: Mapping[str, Prefill]) -> NodeAction:
+    fqn = claim.path.removeprefix(claim.site).lstrip(".")
+    prefill = prefills.get(claim.path) if isinstance(kernel, KernelSpec) else None
+    return NodeAction(claim.node, fqn, claim.target, claim.rule, claim.span, kernel, prefill)
 
 
 def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> Iterator[Diagnostic]:
     """A warning for every block that could not be captured and for routed experts that no rule rewrites."""
-    rewritten = {site.fqn for r in rewrites for site in r.sites if any(a.target == "cpu_moe" for a in r.actions)}
+    rewritten = {site.fqn for r in rewrites for site in r.sites if any(a.target.takes_experts for a in r.actions)}
     for block in captured.blocks:
         sites = [site.fqn for site in captured.sites_of(block.key) if site.fqn not in rewritten]
         if block.graph is None:

@@ -12,6 +12,7 @@ from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.dsl.ruleset import RuleSet
 from ktc.host import Host
 from ktc.plan.types import Claim, Placement
+from ktc.targets import Place
 
 BUDGET_SHARE = 0.9  # of a device's memory, where the program sets no budget
 
@@ -20,12 +21,12 @@ def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placemen
     """Every explicit placement, `auto` resolved, the root first. Raises HostLacks for a GPU the host has not."""
     default = resolve_device(str(rules.plan.get("unplaced") or "cpu"), host)
     placed = [Placement("", default, "", None)]
-    experts = {claim.path for claim in claims if claim.target == "cpu_moe"}  # they stand where their kernel runs
+    pinned = {claim.path for claim in claims if claim.target.pinned}  # they stand where their kernel runs
     missing: list[Diagnostic] = []
     for claim in claims:
-        if claim.target != "place" or claim.path in experts:
+        if not isinstance(claim.target, Place) or claim.path in pinned:
             continue
-        device = resolve_device(str(claim.settings["device"]), host)
+        device = resolve_device(claim.target.device, host)
         try:
             require_gpu(device, "", claim, host)
         except HostLacks as error:

@@ -7,7 +7,6 @@ how many tokens on. Refused: a GPU that the host has not, weights that only thei
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -17,24 +16,18 @@ from ktc.host import Host
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.placement import require_gpu, resolve_device
 from ktc.plan.types import Claim
+from ktc.targets import CpuMoe, Place
+from ktc.targets.target import Prefill
 
 # A GPU on a bus of 55 GB/s takes the time of 16 AMX cores for 1,200 tokens of DeepSeek-V2-Lite (docs/benchmarks.md),
 # and that of slower cores for fewer; `plan { layerwise_prefill = N }` says otherwise.
 DEFAULT_TOKENS: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """The device of calls with at least `tokens` tokens."""
-
-    device: str
-    tokens: int
-
-
 def asks_for_experts(claim: Claim, claims: Sequence[Claim]) -> bool:
-    """Whether a `place` with `prefill` stands on experts that `cpu_moe` takes."""
-    asked = claim.target == "place" and claim.settings["prefill"] is not None
-    return asked and any(other.target == "cpu_moe" and other.path == claim.path for other in claims)
+    """Whether a `place` with `prefill` stands on experts that run on the CPU."""
+    asked = isinstance(claim.target, Place) and claim.target.prefill is not None
+    return asked and any(isinstance(other.target, CpuMoe) and other.path == claim.path for other in claims)
 
 
 def plan_prefill(
@@ -44,9 +37,9 @@ def plan_prefill(
     found: dict[str, Prefill] = {}
     problems: dict[str, Diagnostic] = {}
     for claim in claims:
-        if not asks_for_experts(claim, claims):
+        if not isinstance(claim.target, Place) or not asks_for_experts(claim, claims):
             continue
-        device = resolve_device(str(claim.settings["prefill"]), host)
+        device = resolve_device(str(claim.target.prefill), host)
         if device == "cpu":
             continue
         require_gpu(device, "prefill", claim, host)
@@ -64,7 +57,7 @@ def _unsuited(claim: Claim, claims: Sequence[Claim], spec: KernelSpec, host: Hos
     """Why the weights cannot be multiplied elsewhere, "" if they can."""
     if not all(isinstance(FORMATS[name], Dense) for name in spec.formats):
         return f"experts in `{' and '.join(spec.formats)}` are multiplied by their kernel alone"
-    numa = next(c.settings["numa"] for c in claims if c.target == "cpu_moe" and c.path == claim.path)
-    if host.numa > 1 and numa == "shard":
-        return "weights that are cut for several NUMA nodes cannot be sent; write `cpu_moe(numa = none)`"
+    experts = next(c.target for c in claims if isinstance(c.target, CpuMoe) and c.path == claim.path)
+    if host.numa > 1 and experts.numa == "shard":
+        return f"weights that are cut for several NUMA nodes cannot be sent; write `{CpuMoe.name}(numa = none)`"
     return ""

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ktc.plan.types import BlockRewrite, Plan
+from ktc.targets.target import NodeAction
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -34,12 +35,18 @@ def _rewrite(rewrite: BlockRewrite) -> dict[str, Any]:
             {
                 "node": action.node,
                 "fqn": action.fqn,
-                "target": action.target,
+                "target": action.target.name,
                 "rule": action.rule,
-                "settings": dict(action.settings),
-                "kernel": spec.entry if (spec := action.kernel or action.linear) else None,
+                "settings": _settings(action),
+                "kernel": action.kernel.entry if action.kernel else None,
                 "device": rewrite.node_devices.get(action.node, rewrite.device),
             }
             for action in rewrite.actions
         ],
     }
+
+
+def _settings(action: NodeAction) -> dict[str, Any]:
+    """Those of the rule, and what another rule says of calls with many tokens."""
+    prefill = action.prefill
+    return action.target.settings | ({"prefill": prefill.device, "prefill_tokens": prefill.tokens} if prefill else {})

@@ -7,28 +7,10 @@ from dataclasses import dataclass, field
 
 from ktc.capture import BlockSite
 from ktc.diagnostics import Diagnostic, Span
-from ktc.dsl.ruleset import Facet, Value
 from ktc.host import Host
-from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.linear_spec import LinearSpec
 from ktc.plan.spec import Spec
-
-
-@dataclass(frozen=True, slots=True)
-class NodeAction:
-    """One rewrite of one node of a block's graph. `fqn` is the module it becomes, relative to the block.
-
-    A node has several where an adapter stands on a kernel; `kernel` is that of experts, `linear` of a linear layer.
-    """
-
-    node: str
-    fqn: str
-    target: str
-    settings: Mapping[str, Value]
-    rule: str
-    span: Span
-    kernel: KernelSpec | None = None
-    linear: LinearSpec | None = None
+from ktc.targets.settings import Facet
+from ktc.targets.target import NodeAction, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +122,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOnly:
-    """A target of a rule that this version does not build, and the modules it would rewrite."""
+    """A target of a rule that this version does not build, by name, and the modules it would rewrite."""
 
     rule: str
     target: str
@@ -184,12 +166,15 @@ class Plan:
 class Claim:
     """One slot of one node that a rule's action fills. `path` is absolute; `node` is empty for a module."""
 
-    facet: Facet
     path: str
     node: str
     rule: str
-    target: str
-    settings: Mapping[str, Value]
+    target: Target
     span: Span
     site: str
     block: str
+
+    @property
+    def facet(self) -> Facet:
+        """The facet of the node that it fills."""
+        return self.target.claimed_facet

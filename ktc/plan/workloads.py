@@ -17,10 +17,10 @@ from ktc.graph.typed import nodes_of
 from ktc.host import Host
 from ktc.plan.activations import Adapter, Footprint, footprint
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.kernels import thread_count
 from ktc.plan.placement import device_of
 from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, Point, Workload
 from ktc.plan.working_memory import Slots, slots_of
+from ktc.targets import CpuMoe, LoraLinear
 
 DEFAULT_LENGTH = 2048
 TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing", "infer"
@@ -213,14 +213,14 @@ def _of_block(
     adapters: dict[str, Adapter] = {}
     slots: Slots | None = None
     for action in rewrite.actions if rewrite is not None else ():
-        if action.target == "lora_linear" and rewrite is not None and lora is not None:
+        if isinstance(action.target, LoraLinear) and rewrite is not None and lora is not None:
             path = f"{rewrite.sites[0].fqn}.{action.fqn}"
             # A GPU keeps a dropout mask as bytes, a CPU as numbers.
             mask = 0 if lora.lora_dropout == 0 else 1 if rewrite.device != "cpu" else max(4, item)
             adapters[action.node] = Adapter(lora.rank_pattern.get(path, lora.r), max(4, item), mask)
-        elif isinstance(action.kernel, KernelSpec):
+        elif isinstance(action.target, CpuMoe) and isinstance(action.kernel, KernelSpec):
             ranks = (0, 0) if lora is None or rewrite is None else _ranks(f"{rewrite.sites[0].fqn}.{action.fqn}", lora)
-            keep, threads = action.settings["activations"] == "keep", thread_count(action.settings, host)
+            keep, threads = action.target.activations == "keep", action.target.num_threads(host)
             slots = slots_of(action.kernel, keep=keep, ranks=ranks, threads=threads)
     found = footprint(graph, adapters, hidden)
     if slots is None:

@@ -1,4 +1,4 @@
-"""The fixed tuple of passes, run over a copy of each block's graph.
+"""The passes of the rewrite targets, run in their fixed order over a copy of each block's graph.
 
 A pass takes a graph and the actions of the plan, replaces matched nodes, and leaves the graph runnable and verified;
 every new node says in `meta["rule"]` which rule made it.
@@ -16,14 +16,11 @@ from ktc.capture import CapturedModel, ExpertList
 from ktc.graph.typed import nodes_of
 from ktc.graph.verify import verify
 from ktc.plan import BlockRewrite, Plan
-from ktc.rewrite import fused_moe, linear, place
+from ktc.targets import ROWS
 
 Pass = Callable[[fx.GraphModule, BlockRewrite], None]
-PASSES: tuple[tuple[str, Pass], ...] = (
-    ("linear", linear.apply),
-    ("fused_moe", fused_moe.apply),
-    ("place", place.apply),
-)
+# In the order of the table of targets.
+PASSES: tuple[tuple[str, Pass], ...] = tuple((target.name, target.apply) for target in ROWS if target.changes_graphs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ def rewrite(captured: CapturedModel, plan: Plan) -> tuple[RewrittenBlock, ...]:
     for block_rewrite in plan.rewrites:
         block = captured.block(block_rewrite.block)
         assert block.graph is not None, f"the plan rewrites the opaque block `{block.key}`"
-        fused = any(action.target == "cpu_moe" for action in block_rewrite.actions)
+        fused = any(action.target.takes_experts for action in block_rewrite.actions)
         graph = rewrite_block(block.graph, block_rewrite)
         blocks.append(RewrittenBlock(block_rewrite, graph, block.experts if fused else None))
     return tuple(blocks)

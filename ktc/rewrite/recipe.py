@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 from torch import fx
 
 from ktc.capture import ExpertList
-from ktc.graph import ops
 from ktc.graph.typed import nodes_of
 from ktc.host import Host
 from ktc.model.manifest import Rewrite
-from ktc.plan import NodeAction, Plan
-from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.kernels import thread_count
+from ktc.plan import Plan
 from ktc.rewrite.apply import RewrittenBlock
+from ktc.targets.module_target import ModuleTarget, carriers
+from ktc.targets.target import NodeAction
 
 
 def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...]:
@@ -25,27 +22,19 @@ def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...
         for site in block.rewrite.sites:
             if block.experts is not None:
                 rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
-            for action in _one_of_each(block.rewrite.actions):
+            for action in carriers(block.rewrite.actions):
                 fqn = f"{site.fqn}.{action.fqn}"
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
-                module, entry, args = _module(action, nodes[action.fqn], plan.host)
-                rows.append((site.layer, Rewrite(fqn, module, entry, device, args, action.rule, str(action.span))))
+                rows.append((site.layer, _row(action, fqn, device, nodes[action.fqn], plan.host)))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 
-def _one_of_each(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:
-    """One action per node: an adapter on a node with a kernel asks for no module of its own."""
-    with_kernel = {action.node for action in actions if action.target == "kt_linear"}
-    yield from (a for a in actions if a.target != "lora_linear" or a.node not in with_kernel)
-
-
-def _module(action: NodeAction, node: fx.Node, host: Host) -> tuple[str, str | None, dict[str, int | str]]:
-    """What the loader puts in the place of a node: the module, its kernel, its arguments."""
-    if action.kernel is not None:
-        return "fused_moe", action.kernel.entry, _kernel_args(action.kernel, node, action, host)
-    if action.target != "kt_linear":
-        return action.target, None, {}
-    return action.target, action.linear and action.linear.entry, {"threads": thread_count({}, host)}
+def _row(action: NodeAction, fqn: str, device: str, node: fx.Node, host: Host) -> Rewrite:
+    """Return the loader's step for a node: the module, its kernel, its arguments."""
+    assert isinstance(action.target, ModuleTarget), f"`{action.target.name}` puts no module"
+    entry = action.kernel.entry if action.kernel else None
+    arguments = action.target.recipe(action, node, host)
+    return Rewrite(fqn, action.target.module, entry, device, arguments, action.rule, str(action.span))
 
 
 def block_file(block: RewrittenBlock) -> str:
@@ -55,7 +44,7 @@ def block_file(block: RewrittenBlock) -> str:
 
 def _graph_block(block: RewrittenBlock, experts: ExpertList, fqn: str) -> Rewrite:
     """The step before a block's others, where its own code loops over its experts."""
-    action = next(action for action in block.rewrite.actions if action.target == "cpu_moe")
+    action = next(action for action in block.rewrite.actions if action.target.takes_experts)
     args: dict[str, int | str] = {
         "file": block_file(block),
         "experts": experts.fqn,
@@ -66,22 +55,3 @@ def _graph_block(block: RewrittenBlock, experts: ExpertList, fqn: str) -> Rewrit
         "parts": " ".join(f"{part}={name}" for part, name in experts.parts.items()),
     }
     return Rewrite(fqn, "graph_block", None, block.rewrite.device, args, action.rule, str(action.span))
-
-
-def _kernel_args(kernel: KernelSpec, node: fx.Node, action: NodeAction, host: Host) -> dict[str, int | str]:
-    """What `FusedMoe` is built with when the model is loaded."""
-    about = ops.attributes(node)
-    return {
-        "num_experts": int(about["num_experts"]),
-        "hidden": int(about["hidden"]),
-        "intermediate": int(about["inter"]),
-        "top_k": int(kernel.top_k or 0),
-        "form": str(about["form"]),
-        "activations": str(action.settings["activations"]),
-        "threads": thread_count(action.settings, host),
-        "numa": str(action.settings["numa"]),
-        "prefill": str(action.settings.get("prefill") or ""),
-        "prefill_tokens": int(str(action.settings.get("prefill_tokens") or 1)),
-        "format_gate_up": kernel.format_gate_up,
-        "format_down": kernel.format_down,
-    }

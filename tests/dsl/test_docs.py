@@ -40,12 +40,12 @@ def test_the_reference_has_both_kinds_of_examples() -> None:
 
 def test_the_reference_names_everything_that_programs_can() -> None:
     words = set(re.findall(r"[A-Za-z_0-9]+", REFERENCE))
-    settings = {name for target in schema.TARGETS.values() for name in target.settings}
+    settings = {name for specs in schema.SETTINGS.values() for name in specs}
     roles = {name for role in schema.ROLES.values() for table in (role.members, role.optional) for name in table}
     facts = {name for topic in schema.FACTS.values() for name in topic}
     keys = {name for block in schema.BLOCKS.values() for name in block}
     constants = {name for names in schema.ENUMS.values() for name in names}
-    tables = (schema.TARGETS, schema.OPERATORS, schema.ROLES, schema.ENUMS, schema.KEYWORDS, schema.CAPTURE_ATTRIBUTES)
+    tables = (schema.SETTINGS, schema.OPERATORS, schema.ROLES, schema.ENUMS, schema.KEYWORDS, schema.CAPTURE_ATTRIBUTES)
     named = settings | roles | facts | keys | constants | {name for table in tables for name in table}
     assert not named - words
 

@@ -6,8 +6,8 @@ import pytest
 
 from ktc.dsl.evaluate import Result, constant, evaluate
 from ktc.dsl.parser import parse
-from ktc.dsl.ruleset import Value
 from ktc.dsl.syntax import Require
+from ktc.targets.settings import Value
 
 FACTS: dict[tuple[str, ...], Value] = {
     ("model", "type"): "deepseek_v2",

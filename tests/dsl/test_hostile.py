@@ -13,6 +13,7 @@ from ktc.codegen.render import render
 from ktc.diagnostics import InputRefused
 from ktc.dsl import schema
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.targets import TARGETS
 
 SPEC = KernelSpec("fused_moe", 64, 48, 16, 4, "bf16", "bf16", "bf16", "avx2")
 HOSTILE = (
@@ -48,8 +49,8 @@ def test_the_name_of_a_rule_file_stays_inside_its_comment(name: str, tmp_path: P
 
 
 def test_what_a_built_rewrite_is_told_is_a_number_or_a_word_of_the_schema() -> None:
-    for name, target in schema.TARGETS.items():
-        for setting, spec in target.settings.items():
+    for name, target in TARGETS.items():
+        for setting, spec in schema.SETTINGS[name].items():
             listed = spec.type.name in ("int", "float", "bool") or spec.type.name in schema.ENUMS
             assert listed or not target.available, f"{name}.{setting} takes any text"
 
@@ -76,7 +77,7 @@ def test_a_hostile_text_stays_a_text(text: str, tmp_path: Path) -> None:
     ruleset = dsl.load(path)
     assert ruleset.requires[0][1].message is not None
     assert ruleset.requires[0][1].message.value == text
-    assert text not in str([action.settings for rule in ruleset.rules for action in rule.actions])
+    assert text not in str([action.target.settings for rule in ruleset.rules for action in rule.actions])
     path.write_text(f'rule r {{ match linear at "{quoted}" => place(cpu) }}')
     with pytest.raises(InputRefused):
         dsl.load(path)

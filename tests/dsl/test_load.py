@@ -10,6 +10,7 @@ from work import calls
 from ktc import dsl, resources
 from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.dsl import schema
+from ktc.targets import TARGETS, Place
 
 PROGRAM = """
 import "std/moe.ktr"
@@ -55,10 +56,16 @@ def test_a_rule_is_resolved(program: Path) -> None:
     experts = rules["experts"]
     assert (experts.root, experts.at, experts.except_) == ("moe.block", ("model.layers.*.mlp",), ("**.0.**",))
     moe, place = experts.actions
-    assert (moe.target, moe.facet, moe.on) == ("cpu_moe", "kernel", ())
-    assert moe.settings == {"format": "stored", "isa": "auto", "numa": "shard", "activations": "keep", "threads": 30}
-    assert (place.target, place.on) == ("place", (("router", "gate"), ()))
-    assert place.settings == {"device": "auto", "prefill": None}
+    assert (moe.facet, moe.on) == ("kernel", ())
+    assert moe.target.settings == {
+        "format": "stored",
+        "isa": "auto",
+        "numa": "shard",
+        "activations": "keep",
+        "threads": 30,
+    }
+    assert (place.facet, place.on) == ("place", (("router", "gate"), ()))
+    assert place.target == Place(device="auto", prefill=None)
     assert str(place.span) == f"{program}:11:3"
 
 
@@ -73,10 +80,10 @@ def test_adapters_take_what_they_do_not_say_from_the_lora_block(program: Path) -
     ruleset = dsl.load(program)
     rules = {rule.name: rule for rule in ruleset.rules}
     assert ruleset.lora == {"rank": 16, "alpha": 16.0, "dropout": 0.0, "targets": ("**.q_proj",)}
-    assert rules["lower"].actions[0].settings == {"rank": 2, "alpha": 7.0, "dropout": 0.0, "dtype": None}
+    assert rules["lower"].actions[0].target.settings == {"rank": 2, "alpha": 7.0, "dropout": 0.0, "dtype": None}
     targets = rules["lora.targets"]
     assert (targets.root, targets.at) == ("linear", ("**.q_proj",))
-    assert targets.actions[0].settings == {"rank": 16, "alpha": 16.0, "dropout": 0.0, "dtype": None}
+    assert targets.actions[0].target.settings == {"rank": 16, "alpha": 16.0, "dropout": 0.0, "dtype": None}
 
 
 def test_plan_units_and_sources(program: Path) -> None:
@@ -227,13 +234,13 @@ def test_a_missing_program_is_refused_with_a_suggestion(tmp_path: Path) -> None:
 
 # The schema itself -----------------------------------------------------------------------------------------------
 def test_the_targets_of_this_version() -> None:
-    available = {name for name, target in schema.TARGETS.items() if target.available}
+    available = {name for name, target in TARGETS.items() if target.available}
     assert available == {"lora_linear", "lora_experts", "kt_linear", "cpu_moe", "place", "keep"}
 
 
 def test_every_default_of_the_schema_has_the_type_of_its_setting() -> None:
-    for name, target in schema.TARGETS.items():
-        for setting, spec in target.settings.items():
+    for name, specs in schema.SETTINGS.items():
+        for setting, spec in specs.items():
             values = spec.default if isinstance(spec.default, tuple) else (spec.default,)
             words = schema.ENUMS.get(spec.type.name)
             assert words is None or all(value is None or value in words for value in values), f"{name}.{setting}"

@@ -84,7 +84,7 @@ def meaning(ruleset: RuleSet) -> dict[str, object]:
     rules = {
         rule.name: (
             rule.root, rule.at, rule.except_, rule.overrides, rule.declaration,
-            tuple((a.target, a.facet, tuple(a.settings.items()), a.on) for a in rule.actions),
+            tuple((a.target, a.facet, tuple(a.target.settings.items()), a.on) for a in rule.actions),
         )
         for rule in ruleset.rules
     }  # fmt: skip

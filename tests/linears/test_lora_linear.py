@@ -218,7 +218,7 @@ def test_torch_is_a_kernel_too_and_needs_no_library(tmp_path: Path) -> None:
     assert any("is run by PyTorch" in reason.text for reason in plan.reasons)
 
 
-@pytest.mark.parametrize("asked", ["marlin", "llamafile", "gemv, prefill = gemv", "torch, prefill = q8"])
+@pytest.mark.parametrize("asked", ["fp8", "w8a8", "gemv, prefill = gemv", "torch, prefill = q8"])
 def test_other_kernels_stay_planned(tmp_path: Path, asked: str) -> None:
     _, plan = planned(captured("qwen3_moe"), rules(ATTENTION % asked, tmp_path))
     assert [problem.code for problem in plan.unavailable] == ["M066"]

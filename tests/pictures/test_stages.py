@@ -15,8 +15,10 @@ from ktc.cli.graph import STAGES, Request, render
 from ktc.diagnostics import InputRefused, Span
 from ktc.link.stages import dump_stage
 from ktc.pictures.dump import Stage, from_json, to_json
-from ktc.plan import BlockRewrite, NodeAction
+from ktc.plan import BlockRewrite
 from ktc.rewrite import RewrittenBlock
+from ktc.targets import Keep
+from ktc.targets.target import NodeAction
 
 
 def captured() -> CapturedModel:
@@ -32,7 +34,7 @@ def captured() -> CapturedModel:
 
 def rewrites(model: CapturedModel) -> tuple[BlockRewrite, ...]:
     """Layer 0 on one device, layer 1 on another, layer 2 as it was."""
-    action = NodeAction("silu_default", "act", "keep", {}, "acts", Span("r.ktr", 3, 1, 3, 9))
+    action = NodeAction("silu_default", "act", Keep("kernel"), "acts", Span("r.ktr", 3, 1, 3, 9))
     return (
         BlockRewrite("mlp_0", "mlp_0", model.sites[:1], (action,), "cuda:0"),
         BlockRewrite("mlp_0_2", "mlp_0", model.sites[1:2], (action,), "cuda:1", {"silu_default": "cpu"}),

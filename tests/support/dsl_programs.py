@@ -19,7 +19,7 @@ literals = st.one_of(
     st.floats(0, 1e300, allow_nan=False).map(lambda x: syntax.Literal("float", x)),
     st.booleans().map(lambda b: syntax.Literal("bool", b)),
     texts.map(lambda text: syntax.Literal("string", text.value)),
-    st.sampled_from(["cuda:0", "xpu:12"]).map(lambda device: syntax.Literal("device", device)),
+    st.sampled_from(["cuda:0", "cuda:12"]).map(lambda device: syntax.Literal("device", device)),
 )
 _OPERATORS = ["or", "and", "==", "!=", "<", "<=", ">", ">=", "in", "not in", "+", "-", "*", "/", "%"]
 
@@ -60,7 +60,7 @@ bindings = st.lists(st.builds(syntax.Binding, st.lists(names, **_SHORT).map(tupl
 actions = st.builds(syntax.Action, names, arguments, st.lists(qualified, max_size=2).map(tuple))
 expectations = st.builds(syntax.Expect, st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), literals)
 type_names = st.builds(syntax.TypeName, names, st.none() | names)
-keys = names | st.sampled_from(["cuda:0", "hip:3"]).map(syntax.Name)
+keys = names | st.sampled_from(["cuda:0", "cuda:3"]).map(syntax.Name)
 settings = st.lists(st.builds(syntax.Setting, keys, expressions), max_size=3).map(tuple)
 some_texts = st.lists(texts, max_size=2).map(tuple)
 

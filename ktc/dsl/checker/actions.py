@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ktc.diagnostics import Related, Span, listing, suggest
 from ktc.dsl import syntax
 from ktc.dsl.checker.blocks import CheckedBlock, check_bounds
 from ktc.dsl.checker.expressions import Expressions
 from ktc.dsl.checker.names import Capture, UnitNames, find_capture
 from ktc.dsl.checker.report import Report
-from ktc.dsl.ruleset import Facet, RuleAction, Value
-from ktc.dsl.schema import ENUMS, TARGETS, SettingSpec, Target
-
-_FACETS: Mapping[str, Facet] = {"kernel": "kernel", "adapter": "adapter", "quant": "quant", "place": "place"}
+from ktc.dsl.ruleset import RuleAction
+from ktc.dsl.schema import ENUMS, SETTINGS
+from ktc.dsl.settings import SettingSpec
+from ktc.targets import TARGETS, Target
+from ktc.targets.settings import Value
 
 
 def check_action(
@@ -35,11 +34,10 @@ def check_action(
         _check_fit(action, target, root, rule.root.span, str(rule.root), report)
     elif not captures:
         return None
-    facet = target.facet or _FACETS.get(str(settings.get("facet")), "kernel")
-    return RuleAction(action.target.text, facet, settings, tuple(captures), action.span)
+    return RuleAction(target(**settings), tuple(captures), action.span)
 
 
-def target_of(action: syntax.Action, report: Report) -> Target | None:
+def target_of(action: syntax.Action, report: Report) -> type[Target] | None:
     """Return the target of an action, or `None` after a report."""
     name = action.target.text
     target = TARGETS.get(name)
@@ -50,30 +48,31 @@ def target_of(action: syntax.Action, report: Report) -> Target | None:
 
 
 def _settings(
-    action: syntax.Action, target: Target, unit: UnitNames, lora: CheckedBlock, report: Report
+    action: syntax.Action, target: type[Target], unit: UnitNames, lora: CheckedBlock, report: Report
 ) -> dict[str, Value]:
     """Return every setting of the target: given values, then the `lora` block's (for adapters), then defaults."""
     given = _given(action, target, unit, report)
-    values = {name: spec.default for name, spec in target.settings.items()}
-    if target.facet == "adapter":
+    values = {name: spec.default for name, spec in SETTINGS[target.name].items()}
+    if target.fills == "adapter":
         values |= {name: lora.values[name] for name in values if name in lora.values and name != "targets"}
     values |= given
-    for name, spec in target.settings.items():
+    for name, spec in SETTINGS[target.name].items():
         if spec.required and name not in given:
             message = f"`{action.target.text}` needs `{name}`"
             report.error("E031", message, action.target.span, hint=_examples(spec))
     lost = lora.span is None and unit.source.damaged  # the block may be the part that does not parse
-    if target.facet == "adapter" and values["rank"] is None and "rank" not in lora.spans and not lost:
+    if target.fills == "adapter" and values["rank"] is None and "rank" not in lora.spans and not lost:
         hint = "add `lora { rank = 8 }`, or write `rank = 8` here"
         report.error("E031", f"`{action.target.text}` needs a rank", action.target.span, hint=hint)
-    if target.facet == "adapter" and values["alpha"] is None and isinstance(values["rank"], int):
+    if target.fills == "adapter" and values["alpha"] is None and isinstance(values["rank"], int):
         values["alpha"] = float(values["rank"])
     return values
 
 
-def _given(action: syntax.Action, target: Target, unit: UnitNames, report: Report) -> dict[str, Value]:
+def _given(action: syntax.Action, target: type[Target], unit: UnitNames, report: Report) -> dict[str, Value]:
     values: dict[str, Value] = {}
-    names = list(target.settings)
+    specs = SETTINGS[target.name]
+    names = list(specs)
     expressions = Expressions(report, unit, {})
     for index, argument in enumerate(action.arguments):
         if argument.name is None and index > 0:
@@ -81,7 +80,7 @@ def _given(action: syntax.Action, target: Target, unit: UnitNames, report: Repor
             report.error("E025", message, argument.span, hint="write `name = value`")
             continue
         name = argument.name or names[0]
-        spec = target.settings.get(name)
+        spec = specs.get(name)
         if spec is None:
             hint = suggest(name, names) or f"settings: {listing(names)}"
             report.error("E025", f"`{action.target.text}` has no setting `{name}`", argument.span, hint=hint)
@@ -89,7 +88,7 @@ def _given(action: syntax.Action, target: Target, unit: UnitNames, report: Repor
             report.error("E020", f"`{name}` is given twice", argument.span)
         else:
             values[name] = expressions.value(argument.value, spec.type)
-            check_bounds(name, values[name], argument.value.span, report)
+            check_bounds(name, values[name], spec.bounds, argument.value.span, report)
     return values
 
 
@@ -100,7 +99,9 @@ def _examples(spec: SettingSpec) -> str:
     return f"one of {listing(ENUMS[name], 20)}" if name in ENUMS else f"its type is {spec.type}"
 
 
-def _check_fit(action: syntax.Action, target: Target, capture: Capture, span: Span, shown: str, report: Report) -> None:
+def _check_fit(
+    action: syntax.Action, target: type[Target], capture: Capture, span: Span, shown: str, report: Report
+) -> None:
     if "*" in target.accepts or capture.role in target.accepts or capture.kind in target.accepts:
         return
     fitting = [

@@ -10,9 +10,9 @@ from ktc.dsl import syntax
 from ktc.dsl.checker.expressions import Expressions
 from ktc.dsl.checker.names import UnitNames
 from ktc.dsl.checker.report import Report
-from ktc.dsl.ruleset import Value
 from ktc.dsl.schema import BLOCKS, BOUNDS, DEVICE_FAMILIES
 from ktc.dsl.types import SIZE, Type
+from ktc.targets.settings import Bounds, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,10 @@ def check_blocks(units: list[UnitNames], report: Report) -> dict[str, CheckedBlo
     return {**found, "lora": _complete_lora(found["lora"], report)}
 
 
-def check_bounds(key: str, value: Value, span: Span, report: Report) -> None:
-    """Report a number outside the bounds that the schema sets for its key."""
-    if key in BOUNDS and isinstance(value, int | float) and not BOUNDS[key][0] <= value <= BOUNDS[key][1]:
-        low, high = BOUNDS[key]
-        report.error("E032", f"`{key}` = {value} is outside {low:.0f}..{high:.0f}", span)
+def check_bounds(key: str, value: Value, bounds: Bounds | None, span: Span, report: Report) -> None:
+    """Report a number outside the bounds of its key."""
+    if bounds is not None and isinstance(value, int | float) and not bounds.low <= value <= bounds.high:
+        report.error("E032", f"`{key}` = {value} is outside {bounds.low:.0f}..{bounds.high:.0f}", span)
 
 
 def _check_block(unit: UnitNames, block: syntax.Block, report: Report) -> CheckedBlock:
@@ -69,7 +68,7 @@ def _check_block(unit: UnitNames, block: syntax.Block, report: Report) -> Checke
             value = expressions.value(setting.value, wanted)
             if value is not None:
                 values[key] = value
-                check_bounds(key, value, setting.value.span, report)
+                check_bounds(key, value, BOUNDS.get(key), setting.value.span, report)
     return CheckedBlock(values, spans, unit.source.index, block.span)
 
 

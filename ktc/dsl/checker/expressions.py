@@ -14,9 +14,9 @@ from ktc.dsl import syntax
 from ktc.dsl.checker.names import Capture, UnitNames, find_capture
 from ktc.dsl.checker.report import Report
 from ktc.dsl.evaluate import constant
-from ktc.dsl.ruleset import Value
 from ktc.dsl.schema import ENUMS, FACTS
 from ktc.dsl.types import BOOL, EMPTY_LIST, FLOAT, INT, RANGE, SIZE, STRING, UNKNOWN, Type, convert, fits
+from ktc.targets.settings import Value
 
 _ORDERINGS = ("<", "<=", ">", ">=")
 _Guard = tuple[str, ...]

@@ -10,9 +10,9 @@ from ktc.diagnostics import Related, Span, listing, suggest
 from ktc.dsl import syntax
 from ktc.dsl.checker.report import Report
 from ktc.dsl.loader import SourceUnit
-from ktc.dsl.ruleset import Value
 from ktc.dsl.schema import CAPTURE_ATTRIBUTES, FACTS, KIND_ATTRIBUTES, ROLES
 from ktc.dsl.types import Type
+from ktc.targets.settings import Value
 
 _Declaration = TypeVar("_Declaration", syntax.Pattern, syntax.Rule, syntax.Param)
 

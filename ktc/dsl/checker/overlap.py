@@ -18,6 +18,7 @@ from ktc.dsl.checker.report import Report
 from ktc.dsl.checker.selectors import selection
 from ktc.dsl.ruleset import RuleAction, RuleDefinition
 from ktc.dsl.shared_path import Budget, OutOfBudget, Selection, shared_path
+from ktc.targets import Place
 
 STEPS = 100_000  # of all searches in a program together: a quarter of a second; beyond that, the plan decides
 
@@ -116,13 +117,11 @@ class _Pairs:
     def _report_overlap(
         self, first: RuleDefinition, second: RuleDefinition, one: RuleAction, other: RuleAction, example: str
     ) -> None:
-        devices = (one.settings.get("device"), other.settings.get("device"))
-        contradictory = one.target == other.target == "place" and devices[0] != devices[1]
-        message = (
-            f"`{first.name}` places it on {devices[0]}, `{second.name}` on {devices[1]}"
-            if contradictory
-            else f"rules `{first.name}` and `{second.name}` overlap on facet `{other.facet}`"
-        )
+        message = f"rules `{first.name}` and `{second.name}` overlap on facet `{other.facet}`"
+        devices = [action.target.device for action in (one, other) if isinstance(action.target, Place)]
+        contradictory = len(set(devices)) == 2
+        if contradictory:
+            message = f"`{first.name}` places it on {devices[0]}, `{second.name}` on {devices[1]}"
         hint = f"narrow one of the paths, or write `rule {second.name} overrides {first.name}`"
         related = (Related(one.span, "also claimed here"),)
         code = "E041" if contradictory else "E040"

@@ -15,9 +15,9 @@ from ktc.dsl.checker.names import UnitNames
 from ktc.dsl.checker.report import Report
 from ktc.dsl.evaluate import constant
 from ktc.dsl.parser import parse_value
-from ktc.dsl.ruleset import Value
 from ktc.dsl.schema import PARAM_TYPES
 from ktc.dsl.types import RANGE, STRING, UNKNOWN, Type
+from ktc.targets.settings import Value
 
 
 def bind_params(units: list[UnitNames], settings: Mapping[str, str], report: Report) -> None:

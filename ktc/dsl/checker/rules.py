@@ -16,6 +16,7 @@ from ktc.dsl.globs import GlobError, compile_glob
 from ktc.dsl.ruleset import RuleDefinition
 from ktc.dsl.schema import FACTS, MATCHABLE
 from ktc.dsl.types import INT, RANGE, UNKNOWN
+from ktc.targets import LoraLinear
 
 MAX_ACTIONS = 64  # per rule
 MAX_CAPTURES = 256  # per action
@@ -145,7 +146,7 @@ def _lora_targets(
         except_=(),
         where=None,
         expect=None,
-        actions=(syntax.Action(syntax.Name("lora_linear", span=span), (), (), span=span),),
+        actions=(syntax.Action(syntax.Name(LoraLinear.name, span=span), (), (), span=span),),
         span=span,
     )
     checked = _RuleCheck(units[lora.unit], patterns, lora, report).check(rule)

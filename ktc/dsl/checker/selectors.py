@@ -8,8 +8,9 @@ from ktc.dsl import syntax
 from ktc.dsl.evaluate import constant
 from ktc.dsl.globs import is_glob
 from ktc.dsl.intervals import ANY_LAYER, NO_LAYER, Layers, between
-from ktc.dsl.ruleset import RuleDefinition, Value
+from ktc.dsl.ruleset import RuleDefinition
 from ktc.dsl.shared_path import Selection
+from ktc.targets.settings import Value
 
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 _INFINITE = 1e12

@@ -10,6 +10,7 @@ from ktc.dsl.checker.names import UnitNames
 from ktc.dsl.checker.report import Report
 from ktc.dsl.loader import alias_of
 from ktc.dsl.ruleset import RuleDefinition
+from ktc.targets import Place
 
 
 def warn_unused(
@@ -31,7 +32,8 @@ def _warn_budgets(rules: list[RuleDefinition], plan: CheckedBlock, report: Repor
     """Warn of unused budgets. Unplaced nodes use the CPU, an automatic plan any device; `auto` is the first GPU."""
     if plan.values.get("auto", "none") != "none":
         return
-    named = {action.settings.get(key) for rule in rules for action in rule.actions for key in ("device", "prefill")}
+    places = [a.target for rule in rules for a in rule.actions if isinstance(a.target, Place)]
+    named = {device for place in places for device in (place.device, place.prefill)}
     named |= {plan.values.get("unplaced"), plan.values.get("grads")}
     for key, span in plan.spans.items():
         if ":" in key and key not in named and not ("auto" in named and key == "cuda:0"):

@@ -1,0 +1,52 @@
+"""The rewrite targets of the rule language: one file and one row each.
+
+The file of a target holds its settings, its claims, its graph pass, its arguments in `ktc.json` and its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ktc.targets.cpu_moe import CpuMoe
+from ktc.targets.fake_quant import FakeQuant
+from ktc.targets.fused import Fused
+from ktc.targets.fused_attention import FusedAttention
+from ktc.targets.gpu_moe import GpuMoe
+from ktc.targets.keep import Keep
+from ktc.targets.kt_linear import KtLinear
+from ktc.targets.lora_experts import LoraExperts
+from ktc.targets.lora_linear import LoraLinear
+from ktc.targets.mla_absorbed import MlaAbsorbed
+from ktc.targets.module_target import ModuleTarget
+from ktc.targets.place import Place
+from ktc.targets.quantize import Quantize
+from ktc.targets.sparse_attention import SparseAttention
+from ktc.targets.target import Target
+
+# In the order in which their passes run; `place` follows all that change nodes, since it moves what is then there.
+ROWS: Final[tuple[type[Target], ...]] = (
+    LoraLinear,
+    LoraExperts,
+    KtLinear,
+    CpuMoe,
+    GpuMoe,
+    MlaAbsorbed,
+    FusedAttention,
+    SparseAttention,
+    Fused,
+    FakeQuant,
+    Quantize,
+    Place,
+    Keep,
+)
+TARGETS: Final[Mapping[str, type[Target]]] = {target.name: target for target in ROWS}
+# By the name of its module in `ktc.json`.
+MODULES: Final[Mapping[str, type[ModuleTarget]]] = {
+    target.module: target for target in ROWS if issubclass(target, ModuleTarget)
+}
+
+__all__ = [
+    "MODULES", "ROWS", "TARGETS", "CpuMoe", "FakeQuant", "Fused", "FusedAttention", "GpuMoe", "Keep", "KtLinear",
+    "LoraExperts", "LoraLinear", "MlaAbsorbed", "ModuleTarget", "Place", "Quantize", "SparseAttention", "Target",
+]  # fmt: skip

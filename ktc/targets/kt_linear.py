@@ -1,0 +1,61 @@
+"""`kt_linear`: a linear layer is computed by the kernel that a rule names.
+
+It becomes `KTLinear` at its FQN. With `gemv` few rows without gradients are the kernel's, all others PyTorch's; with
+`torch` all are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from ktc.targets.module_target import Arguments, ModuleTarget
+from ktc.targets.settings import Words
+from ktc.targets.target import NodeAction
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+    from ktc.experts.kernel_library import Kernel
+    from ktc.host import Host
+
+LinearKernel = Annotated[Literal["torch", "gemv", "fp8", "q8", "w8a8"], Words("kernel")]
+
+
+@dataclass(frozen=True, slots=True)
+class KtLinear(ModuleTarget):
+    """`prefill` is the kernel for many rows."""
+
+    kernel: LinearKernel
+    prefill: LinearKernel | None = None
+
+    name: ClassVar = "kt_linear"
+    fills: ClassVar = "kernel"
+    accepts: ClassVar = ("linear",)
+    available: ClassVar = True
+    built: ClassVar = {"kernel": ("torch", "gemv"), "prefill": (None, "torch")}
+    without_backward: ClassVar = frozenset({"fp8", "q8", "w8a8"})
+    module: ClassVar = "kt_linear"
+    arguments: ClassVar = {"threads": int}
+
+    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+        """Return `KTLinear` with the weights of the graph."""
+        from ktc.targets.linear_module import linear_in_graph
+
+        return linear_in_graph(graph, node, action.fqn)
+
+    def kernel_name(self, action: NodeAction) -> str:
+        """Return the library's entry, or the word of the rule where PyTorch is the kernel."""
+        return action.kernel.entry if action.kernel else self.kernel
+
+    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+        """Return the number of threads, which is the host's."""
+        return {"threads": host.workers}
+
+    @staticmethod
+    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+        """Return `KTLinear` with the layer's own weights, and the kernel where the plan chose one."""
+        from ktc.targets.linear_module import linear_of_model
+
+        return linear_of_model(old, arguments, kernel)

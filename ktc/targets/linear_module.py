@@ -1,0 +1,36 @@
+"""`KTLinear` in a graph and in a model: what the targets on linear layers share.
+
+`KTLinear` is an `nn.Linear` with the same weight, so PEFT adapts it and the checkpoint's names stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ktc.experts.kernel_library import Kernel
+from ktc.graph import ops
+from ktc.linears.gemv import Gemv
+from ktc.linears.lora_linear import KTLinear
+from ktc.targets.module_target import WrongModule
+
+
+def linear_in_graph(graph: fx.GraphModule, node: fx.Node, fqn: str) -> KTLinear:
+    """Return the module for a linear node, with the weights of the graph."""
+    weight, bias = graph.get_parameter(f"{fqn}.weight"), ops.argument(node, "bias")
+    with torch.device("meta"):
+        linear = KTLinear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight.detach())
+    if bias is not None:
+        linear.bias = nn.Parameter(graph.get_parameter(f"{fqn}.bias").detach())
+    return linear
+
+
+def linear_of_model(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> KTLinear:
+    """Return the module for a stock layer. Raises `WrongModule` for a module that is not an `nn.Linear`."""
+    if not isinstance(old, nn.Linear):
+        raise WrongModule(f"a `{type(old).__name__}`")
+    return KTLinear.from_linear(old, Gemv(kernel, arguments["threads"]) if kernel is not None else None)

@@ -1,0 +1,93 @@
+"""`ModuleTarget`: a rewrite that puts a module of ktc in the place of a node, and of the stock module at its FQN.
+
+In: a graph and the plan's actions, later the stock model and the row of `ktc.json`. Out: the graph with a call of the
+module, the module for the model. Refused (`WrongModule`): a stock module that the rewrite is not for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ktc.targets.target import Block, NodeAction, Target
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+    from ktc.experts.kernel_library import Kernel
+    from ktc.host import Host
+
+Arguments = dict[str, int | str]
+
+
+class WrongModule(ValueError):
+    """The model has another module at the FQN than the one that was compiled; the message says what it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTarget(Target):
+    """`module` is the name of the module in `ktc.json`, `arguments` the types of what it is built with.
+
+    `operands` is how many operands of the node the module takes.
+    """
+
+    module: ClassVar[str]
+    arguments: ClassVar[Mapping[str, type]] = {}
+    operands: ClassVar[int] = 1
+    changes_graphs: ClassVar = True
+
+    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+        """Return the module that replaces `node` in the graph. It runs without a kernel: proofs need no compiler."""
+        raise NotImplementedError
+
+    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+        """Return the arguments of the module in the loaded model, as `arguments` declares them. `node` is its call."""
+        return {}
+
+    @staticmethod
+    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+        """Return the module for the model, with the weights of the stock module. Without `kernel` it runs in PyTorch.
+
+        Raises ValueError where `old` is not what was compiled.
+        """
+        raise NotImplementedError
+
+    def kernel_name(self, action: NodeAction) -> str:
+        """Return the name of the node's kernel in pictures, "" for none."""
+        return action.kernel.entry if action.kernel else ""
+
+    @classmethod
+    def apply(cls, graph: fx.GraphModule, block: Block) -> None:
+        """Replace the nodes that actions of this target name."""
+        from ktc.graph.typed import nodes_by_name
+
+        nodes = nodes_by_name(graph)
+        for action in carriers(block.actions):
+            if isinstance(action.target, cls):
+                others = tuple(other for other in block.actions if other.node == action.node and other is not action)
+                action.target.replace(graph, nodes[action.node], action, others)
+
+    def replace(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction, others: Sequence[NodeAction]) -> None:
+        """Put a call of the module in the place of `node`; the call names the rules of all actions on the node."""
+        from ktc.graph import ops
+
+        graph.set_submodule(action.fqn, self.put(graph, node, action))
+        with graph.graph.inserting_before(node):
+            call = graph.graph.call_module(action.fqn, node.args[: self.operands])
+        together = (action, *others)
+        call.meta = {**node.meta, "op": self.name, "attributes": ops.attributes(node), "fqn": action.fqn}
+        call.meta |= {
+            "rule": ", ".join(dict.fromkeys(each.rule for each in together)),
+            "span": ", ".join(dict.fromkeys(str(each.span) for each in together)),
+        }
+        if kernel := self.kernel_name(action):
+            call.meta["kernel"] = kernel
+        node.replace_all_uses_with(call)
+        graph.graph.erase_node(node)
+
+
+def carriers(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:
+    """Yield one action per node, whose target makes the module: an adapter shares the module of a kernel."""
+    with_kernel = {action.node for action in actions if action.target.fills == "kernel"}
+    yield from (a for a in actions if a.target.fills == "kernel" or a.node not in with_kernel)

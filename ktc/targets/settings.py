@@ -1,0 +1,45 @@
+"""How a target says what its settings may be: annotations of its fields, and the types that several targets share.
+
+A field annotated with `Words` takes words of the rule language. Where its type is a `Literal`, that lists the words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+Value = int | float | bool | str | None | tuple["Value", ...]
+Facet = Literal["kernel", "adapter", "quant", "place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The name of an enum of the rule language."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The smallest and the largest number that a setting takes."""
+
+    low: float
+    high: float
+
+
+Rank = Annotated[int, Bounds(1, 1024)]
+Alpha = Annotated[float, Bounds(0, 2**20)]
+Dropout = Annotated[float, Bounds(0, 1)]
+Threads = Annotated[int, Bounds(1, 4096)]
+Count = Annotated[int, Bounds(0, 2**24)]
+Positive = Annotated[int, Bounds(1, 2**20)]
+
+# Their words are those of the whole language (`ktc/dsl/schema.py`).
+Format = Annotated[str, Words("format")]
+Isa = Annotated[str, Words("isa")]
+Dtype = Annotated[str, Words("dtype")]
+Device = Annotated[str, Words("device")]
+Phase = Annotated[str, Words("phase")]
+
+AttentionKernel = Annotated[Literal["sdpa", "flash", "flashinfer", "eager"], Words("attn")]
+ATTENTION_WITHOUT_BACKWARD = frozenset({"flashinfer"})
