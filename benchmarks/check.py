@@ -1,4 +1,4 @@
-"""How long the shipped rule programs take to check, imports done: `python benchmarks/check.py [ROUNDS]`."""
+"""The time to check the shipped rule programs, imports done: `python benchmarks/check.py [ROUNDS]`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ktc import dsl, resources
 
 
 def milliseconds(program: str, rounds: int) -> list[float]:
-    """The time of each round, in order."""
+    """Return the time of each round, in order."""
     times: list[float] = []
     for _ in range(rounds):
         started = time.perf_counter()

@@ -1,4 +1,5 @@
-"""LoRA tuning of DeepSeek-V2-Lite at its real size on one GPU: token/s, GPU memory, and where the time of a step goes.
+"""LoRA tuning of DeepSeek-V2-Lite at its real size on one GPU: token/s, GPU memory, and the time of each phase of a
+step.
 
     python benchmarks/finetune.py [--layers 27] [--steps 4] [--accumulation 16] [--length 512] [--experts gpu,cpu]
 
@@ -6,7 +7,7 @@ Builds a checkpoint of random bf16 weights from tests/configs/deepseek-v2-lite (
 below the system's temporary one, removed at the end), compiles it by `moe-lora` with attention on the GPU, and trains
 on random tokens with KTrainer: rank 8, alpha 32, dropout 0.1, bf16. `--experts gpu` sends the experts of a layer to the
 GPU in each pass (`prefill`), `cpu` multiplies them on the host; both are measured in one process, on one load. The
-first step of each is not counted. Without a GPU everything runs on the CPU: give it few layers.
+first step of each is not counted. Without a GPU everything runs on the CPU: choose few layers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ktc.training import KTrainer
 
 CONFIG: Final = Path(__file__).parent.parent / "tests" / "configs" / "deepseek-v2-lite"
 RULES: Final = "moe-lora"
-_NOISE: Final = 1 << 22  # random numbers that all weights of a layer are made of
+_NOISE: Final = 1 << 22  # random numbers from which all weights of a layer are made
 
 
 def main() -> None:
@@ -87,7 +88,7 @@ def _run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(model: Any, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One run, and its figures: step_time in seconds and GPU memory in bytes."""
+    """Train once and return the figures: step_time in seconds, GPU memory in bytes."""
     generator = torch.Generator().manual_seed(0)
     size = (options.accumulation * options.steps, options.length)
     ids = torch.randint(0, model.config.vocab_size, size, generator=generator)
@@ -122,7 +123,7 @@ def train(model: Any, folder: Path, options: argparse.Namespace) -> dict[str, An
 
 
 def write_checkpoint(folder: Path, layers: int) -> None:
-    """A checkpoint with one tensor per expert and projection, in one file per layer."""
+    """Write a checkpoint with one tensor per expert and projection, in one file per layer."""
     settings = json.loads((CONFIG / "config.json").read_text()) | {"num_hidden_layers": layers}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(settings, indent=2))
@@ -139,7 +140,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 
 def _stored(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors that a published checkpoint has for one of the model's."""
+    """Return the tensors that a published checkpoint has for one of the model's."""
     parent, _, leaf = name.rpartition(".")
     if leaf == "gate_up_proj":
         experts, rows, columns = shape
@@ -160,7 +161,7 @@ def _write(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         if name.endswith("norm.weight"):
             tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
             continue
-        begin = 7919 * number % _NOISE  # else all experts would be one
+        begin = 7919 * number % _NOISE  # otherwise all experts would be equal
         whole = noise[begin : begin + _NOISE].repeat(-(-size // _NOISE))
         tensors[name] = whole[:size].reshape(shape).clone()
     save_file(tensors, path, metadata={"format": "pt"})

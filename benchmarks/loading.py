@@ -2,12 +2,13 @@
 
     python benchmarks/loading.py [--size-gb 4] [--shape qwen3] [--json]
 
-Builds a checkpoint of random bf16 weights in shards, with one tensor per expert and projection as older checkpoints
-have them, compiles it with `moe-lora`, packs it, and measures each way of loading in processes of its own: seconds of
-the weights stage, most anonymous memory, and the time of decoding afterwards: the first pass over 16 tokens (where a
-mapped model touches its pages), then one token at a time. ktc's kernels use the threads that the plan chose, PyTorch
-one: compare the tokens of ktc's rows with one another, not with "hf". "cold" drops the files from the page cache first,
-"warm" follows a load of the same kind. All of it lies in a folder below the system's temporary one and is removed.
+Builds a checkpoint of random bf16 weights in shards, with one tensor per expert and projection as in older checkpoints.
+Compiles it with `moe-lora`, packs it, and measures each way of loading in its own processes. Measured are the seconds
+of the weights stage, the most anonymous memory, and the time of decoding afterwards. Decoding is the first pass over 16
+tokens (where a mapped model touches its pages), then one token at a time. ktc's kernels use the threads that the plan
+chose, PyTorch one: compare the tokens of ktc's rows with one another, not with "hf". "cold" drops the files from the
+page cache first, "warm" follows a load of the same kind. All files are in a folder below the system's temporary one and
+are removed.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _run(folder: Path, size_gb: float, shape: str) -> dict[str, Any]:
 
 
 def _write_checkpoint(folder: Path, size_gb: float, shape: str) -> int:
-    """Shards, index and config of a Qwen3-MoE model of at least `size_gb`; returns the bytes of its tensors."""
+    """Write shards, index and config of a Qwen3-MoE model of at least `size_gb`; return the bytes of its tensors."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig
@@ -116,7 +117,7 @@ def _write_checkpoint(folder: Path, size_gb: float, shape: str) -> int:
     noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(1)).mul_(0.02).bfloat16()
     noise = noise.repeat(-(-VOCABULARY * hidden // len(noise)) + 1)
     for place, (name, size) in enumerate(_tensors(config)):
-        begin = place * 4099 % (1 << 24)  # each tensor another stretch of the noise
+        begin = place * 4099 % (1 << 24)  # each tensor is a different slice of the noise
         values = noise[begin : begin + torch.Size(size).numel()].reshape(size)
         shard[name] = torch.ones_like(values) if "norm" in name else values.clone()
         if sum(tensor.nbytes for tensor in shard.values()) > SHARD_BYTES:
@@ -138,7 +139,7 @@ def _write_shard(folder: Path, shard: dict[str, Any], weight_map: dict[str, str]
 
 
 def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes as checkpoints of this family have them, experts one by one."""
+    """Yield names and shapes as in checkpoints of this family, experts one by one."""
     hidden, inner, head = config.hidden_size, config.moe_intermediate_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
@@ -177,7 +178,7 @@ def _row(method: str, cache: str, folder: Path) -> dict[str, Any]:
 
 
 def layer_speed(shape: str) -> dict[str, float]:
-    """CPU milliseconds of one layer's experts on one token, one thread, all pages touched: read and mapped in turn."""
+    """Time one layer's experts: one token, one thread, all pages touched. CPU milliseconds, read and mapped in turn."""
     import torch
 
     from ktc import host
@@ -231,7 +232,7 @@ def _forget(folder: Path) -> None:
 
 
 def _measured(method: str, folder: str, decode: str) -> dict[str, Any]:
-    """One load in this process, and the decoding after it."""
+    """Measure one load in this process, and the decoding after it."""
     import torch
 
     torch.set_num_threads(1)
@@ -244,7 +245,7 @@ def _measured(method: str, folder: str, decode: str) -> dict[str, Any]:
 
 
 def _load(method: str, folder: str) -> tuple[Any, float, float]:
-    """The model, the seconds of the whole load, and those of its weights stage."""
+    """Return the model, the seconds of the whole load, and those of its weights stage."""
     import torch
 
     if method == "hf":
@@ -271,7 +272,7 @@ def _load(method: str, folder: str) -> tuple[Any, float, float]:
 
 
 def _decoded(model: Any) -> dict[str, float]:
-    """Milliseconds of the first pass, and of one token with a cache: the median after the first few."""
+    """Return milliseconds of the first pass, and of one token with a cache: the median after the first few."""
     import torch
 
     ids = torch.arange(100, 116)[None]
@@ -289,7 +290,7 @@ def _decoded(model: Any) -> dict[str, float]:
 
 
 class _Watch:
-    """The most anonymous memory that the process had while it was watched, above what it had before."""
+    """The most anonymous memory of the process while watched, above its amount before."""
 
     def __enter__(self) -> _Watch:
         self._done = threading.Event()

@@ -1,4 +1,4 @@
-// A kernel without Python: first against the scalar oracle in fp64, then timed on all the threads asked for.
+// A kernel without Python: first checked against the scalar oracle in fp64, then timed on the given numbers of threads.
 //
 //     g++ -std=c++20 -ffp-contract=off -O3 -pthread -Iruntime/include -include ktc/isa/amx.hpp -DKTC_ISA=amx
 //         -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni
@@ -6,10 +6,10 @@
 //     for int8 with -include ktc/isa/amx_int8.hpp -DKTC_PANEL=Int8Panel
 //     native_moe check | native_moe THREADS,.. H I E K TOKENS,..
 //
-// Timed are calls on memory that earlier calls have touched; of each the phases between two barriers, beside what the
-// machine reaches at most in the same run.
+// Timed are calls on memory that earlier calls have touched. Each phase between two barriers is reported beside the
+// most that the machine reaches in the same run.
 //
-// Without bf16 products the peak takes a multiply and an add apart, so measure it with `ktc bench moe`.
+// Without bf16 products the peak uses a separate multiply and add, so measure it with `ktc bench moe`.
 #include <sched.h>
 
 #include <algorithm>
@@ -142,7 +142,7 @@ bool same_bits(const std::vector<Value>& a, const std::vector<Value>& b) {
   return std::memcmp(a.data(), b.data(), a.size() * sizeof(Value)) == 0;
 }
 
-// Whether the kernel computes what the oracle does, and the same bits however it is run.
+// Whether the kernel agrees with the oracle, and gives the same bits in every way of running.
 bool check(const MoeSizes& sizes, std::int64_t tokens) {
   std::mt19937 random(1);
   const Kernel kernel(sizes);
@@ -169,8 +169,8 @@ bool check(const MoeSizes& sizes, std::int64_t tokens) {
   const bool same = same_bits(found.out, other.out) && same_bits(found.grad_hidden, other.grad_hidden) &&
                     same_bits(found.grad_weight, other.grad_weight);
   const bool near = out <= 3e-3 && grad <= 4e-3 && weight <= 5e-3;
-  // Products of integers against the oracle of fp64 weights: how near they come to their emulation, which is what
-  // matters, is held by tests/experts/test_w8a8.py.
+  // Products of integers against the oracle of fp64 weights. Their error against their emulation matters more:
+  // tests/experts/test_w8a8.py bounds it.
   const bool right = same && (near || (kIntegerProducts && std::max({out, grad, weight}) <= 3.5e-2));
   std::printf("H%ld I%ld E%ld k%ld T%ld: output %.1e, d hidden %.1e, d weights %.1e, %s bits: %s\n", sizes.hidden,
               sizes.intermediate, sizes.num_experts, sizes.top_k, tokens, out, grad, weight, same ? "same" : "OTHER",
@@ -178,7 +178,7 @@ bool check(const MoeSizes& sizes, std::int64_t tokens) {
   return right;
 }
 
-// `work(thread)` on every thread at once; the seconds from the first start to the last end.
+// Runs `work(thread)` on every thread at once; returns the seconds from the first start to the last end.
 template <class Work>
 double on_all(int threads, const Work& work) {
   std::vector<std::thread> team;
@@ -197,7 +197,8 @@ double on_all(int threads, const Work& work) {
   return std::chrono::duration<double>(last - first).count();
 }
 
-// Ticks that the machine's owner gave to others while ours wanted to run, and all ticks, since it was started.
+// Since the start of the machine: ticks that its host gave to other guests while this one was ready to run, and all
+// ticks.
 struct Ticks {
   double stolen = 0, all = 0;
 
@@ -223,7 +224,7 @@ void print_machine() {
   std::printf("%d cores may be used; cpu.max: %s\n", CPU_COUNT(&allowed), limit.c_str());
 }
 
-// The micro-kernel over `panels` x `groups` at hand, again and again: TFLOP/s of one thread's products from its caches.
+// TFLOP/s of one thread's products from its caches: the micro-kernel repeated over `panels` x `groups`.
 template <class MicroKernel>
 double multiply_in_cache(std::int64_t panels, std::int64_t groups, std::int64_t contraction, std::int64_t rounds) {
   using Element = typename MicroKernel::Element;
@@ -254,7 +255,7 @@ double multiply_in_cache(std::int64_t panels, std::int64_t groups, std::int64_t 
   return 2e-12 * static_cast<double>(rounds * panels * groups * kRows * kPanelWidth * contraction) / seconds;
 }
 
-// What `threads` reach together at most: products of registers, of L1, of L2, and reading the packed weights once.
+// The most that `threads` reach together: products of registers, of L1, of L2, and one read of the packed weights.
 void print_limits(int threads, const HugePages& packed) {
   std::vector<double> rate(static_cast<std::size_t>(threads));
   const auto total = [&](const auto& work) {
@@ -288,7 +289,7 @@ class PhaseClock final : public PhaseObserver {
     for (auto& times : workers_) times->clear();
   }
 
-  // Of each phase how long its work took, mean and longest over the workers, and what they waited on average.
+  // For each phase: the mean and longest time of its work over the workers, and their average wait.
   std::string summary(std::initializer_list<const char*> names) const {
     std::string text;
     std::size_t at = 0;
@@ -355,7 +356,7 @@ void measure(const MoeKernel& kernel, const MoeSizes& sizes, const HugePages& pa
   constexpr int kRounds = 7;
   std::mt19937 random(1);
   const std::int64_t slots = tokens * sizes.top_k;
-  const int num_batches = slots < 2 * sizes.num_experts ? 8 : 1;  // so few of the experts that they would stay in L3
+  const int num_batches = slots < 2 * sizes.num_experts ? 8 : 1;  // otherwise the few experts would stay in L3
   std::vector<Batch> batches;
   double active = 0;
   for (int i = 0; i < num_batches; ++i) {
@@ -401,7 +402,7 @@ void measure_layer(const std::vector<std::int64_t>& threads, const MoeSizes& siz
   const HugePages packed(kernel.packed_bytes());
   const auto most = static_cast<int>(*std::max_element(threads.begin(), threads.end()));
   const std::size_t share = kernel.packed_bytes() / static_cast<std::size_t>(most) / 512 * 512;
-  on_all(most, [&](int thread) {  // any values of a usual size; where they lie matters, not what they are
+  on_all(most, [&](int thread) {  // any values of a usual size: only their place matters
     auto* weights = reinterpret_cast<std::uint16_t*>(packed.data() + share * static_cast<std::size_t>(thread));
     for (std::size_t i = 0; i < share / 2; ++i) weights[i] = static_cast<std::uint16_t>(0x3c00 | (i * 40503 & 0x80ff));
   });

@@ -1,6 +1,6 @@
-"""What is known of a model under rules before anything is built: the values of the stages from `dsl` to `rewrite`.
+"""The analysis of a model under rules before the build: the values of the stages from `dsl` to `rewrite`.
 
-In: those values. Out: `Analysis`, from which a compilation goes on, and `Report`, which `ktc.inspect` returns.
+In: those values. Out: `Analysis`, with which a compilation continues, and `Report`, which `ktc.inspect` returns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Analysis:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ktc would do to a model, without doing it. `to_json` gives plain values."""
+    """The changes that ktc would make to a model. `to_json` returns plain values."""
 
     matches: tuple[Match, ...]
     near_misses: tuple[NearMiss, ...]
@@ -55,7 +55,7 @@ class Report:
 
     @classmethod
     def of(cls, analysis: Analysis, proofs: tuple[Proof, ...]) -> Report:
-        """The report of an analysis whose rewrites were proven."""
+        """Return the report of an analysis whose rewrites were proven."""
         matches = analysis.matches
         return cls(
             matches.matches, matches.near_misses, proofs,
@@ -63,7 +63,7 @@ class Report:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """The report without graphs."""
+        """Return the report without graphs."""
         found = decisions_json(self.matches, self.near_misses, self.plan, self.proofs)
         return {**found, "diagnostics": [to_json(d) for d in self.diagnostics]}
 
@@ -71,7 +71,7 @@ class Report:
 def decisions_json(
     matches: Sequence[Match], near_misses: Sequence[NearMiss], plan: Plan, proofs: Sequence[Proof]
 ) -> dict[str, Any]:
-    """What was matched, planned and proven, as plain values."""
+    """Return the matches, the plan and the proofs as plain values."""
     return {
         "matches": [{"rule": m.rule, "pattern": m.root, "path": m.path, "coverage": m.coverage} for m in matches],
         "near_misses": [str(miss) for miss in near_misses],

@@ -1,7 +1,7 @@
 """Files and folders that a reader finds whole or not at all: the one place that writes beside, flushes and renames.
 
 In: a path and its content. Out: the content at that path, safe from a loss of power. After an error or a kill, `path`
-is what it was before; an error also leaves nothing beside it. Raises OSError; callers word it in codes of their own.
+is unchanged; an error also leaves nothing beside it. Raises OSError; callers report it under their own codes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def replaced_file(path: Path) -> Generator[Path]:
 
 
 def move_file(finished: Path, path: Path) -> None:
-    """Flush a finished file and rename it to `path`, in place of what is there."""
+    """Flush a finished file and rename it to `path`, which it replaces."""
     flush(finished)
     os.rename(finished, path)
     flush(path.parent)
@@ -56,7 +56,7 @@ def move_file(finished: Path, path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Generator[Path]:
-    """Yield a folder to fill, which becomes `path` when the block ends. What is at `path` by then is an OSError."""
+    """Yield a folder to fill, which becomes `path` when the block ends. Raises OSError if `path` exists by then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", suffix=_UNFINISHED, dir=path.parent))
     try:

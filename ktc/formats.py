@@ -30,9 +30,9 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """What every format has.
+    """The fields that every format has.
 
-    `stored` is what checkpoints call it, if not `name`; `gguf` its number among GGUF's types. `methods` are the names
+    `stored` is the name in checkpoints, if not `name`; `gguf` is its number among GGUF's types. `methods` are the names
     that `quantization_config` has for it. With `integer_products`, forward quantises rows of activations too.
     """
 
@@ -45,7 +45,7 @@ class Format:
 
     @property
     def dtype(self) -> Dtype:
-        """What kernels compute in."""
+        """The dtype that kernels compute in."""
         return "bf16"
 
     @property
@@ -60,13 +60,13 @@ class Format:
 
     @property
     def quantises(self) -> bool:
-        """Whether weights that are stored otherwise can be made into it."""
+        """Whether weights stored in another format can be converted to it."""
         return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense(Format):
-    """Values. Programs cannot name an `oracle`, which tests compute in."""
+    """Plain values. Programs cannot name an `oracle`: only tests compute in it."""
 
     bits: int
     computes: Dtype
@@ -74,7 +74,7 @@ class Dense(Format):
 
     @property
     def dtype(self) -> Dtype:
-        """What kernels compute in."""
+        """The dtype that kernels compute in."""
         return self.computes
 
     @property
@@ -87,9 +87,9 @@ class Dense(Format):
 class Codes(Format):
     """Codes with one scale for a group of an output's weights; a weight is their product.
 
-    `group_sizes` are those that kernels multiply, 0 for a whole row; the first is what a program gets that quantises.
-    With `even`, rows must be whole groups. Rows are padded to a multiple of `unit`. Codes go from -`largest` to
-    `largest`; a scale is at least `least_scale`.
+    `group_sizes` are those that kernels multiply, 0 for a whole row; a program that quantises gets the first. With
+    `even`, rows must be whole groups. Rows are padded to a multiple of `unit`. Codes go from -`largest` to `largest`; a
+    scale is at least `least_scale`.
     """
 
     bits: int
@@ -172,12 +172,12 @@ class Blocks(Format):
 
     @property
     def quantises(self) -> bool:
-        """Whether weights that are stored otherwise can be made into it."""
+        """Whether weights stored in another format can be converted to it."""
         return self.quantise is not None or not self.coded
 
 
 def _read_only(number: int, name: str, weights: int, block_bytes: int) -> Blocks:
-    """A type of GGUF files that no kernel multiplies."""
+    """Return a type of GGUF files that no kernel multiplies."""
     return Blocks(name=name, gguf=number, weights=weights, block_bytes=block_bytes)
 
 

@@ -1,6 +1,6 @@
 """The instruction sets that kernels are written for, one row each.
 
-Host detection, the rule language, plan, codegen and bench read these rows. What an instruction set computes stands in
+Host detection, the rule language, plan, codegen and bench read these rows. The kernels of an instruction set are in
 `runtime/include/ktc/isa/NAME.hpp`.
 """
 
@@ -18,7 +18,7 @@ Dtype = Literal["bf16", "fp32", "fp64"]  # of hidden states and outputs
 class InstructionSet:
     """One instruction set.
 
-    `cpu` names the CPU flags it needs, as Linux spells them, and `compiler` the flags of its translation units.
+    `cpu` names the CPU flags it needs, as Linux reports them, and `compiler` the flags of its translation units.
     `dtypes` are what its kernels compute in; with more than one, the C++ type is a template over the element.
     """
 
@@ -31,7 +31,7 @@ class InstructionSet:
     linear: bool = True  # has a kernel for linear layers of few rows
 
     def cxx_type(self, element: str) -> str:
-        """The C++ type that kernels on `element` are instantiated with."""
+        """Return the C++ type that kernels on `element` are instantiated with."""
         name = f"ktc::{self.name}::Isa"
         return f"{name}<{element}>" if len(self.dtypes) > 1 else name
 
@@ -58,5 +58,5 @@ PREFERENCE: Final[tuple[Isa, ...]] = tuple(reversed(INSTRUCTION_SETS))
 
 
 def isa_of(value: object) -> Isa | None:
-    """The instruction set of that name, `None` for an unknown one."""
+    """Return the instruction set of that name, `None` for an unknown one."""
     return next((isa for isa in PREFERENCE if isa == value), None)

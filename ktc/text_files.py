@@ -1,7 +1,7 @@
-"""Text that a user wrote, and what is wrong with it: read as UTF-8, or refused with its line.
+"""Text that a user wrote: read as UTF-8, or refused with the line of the fault.
 
-In: a path, and the codes that its reader refuses by. Out: the text without a byte order mark. Of many faults the first
-are told, and how many more there are.
+In: a path, and the codes of its reader's refusals. Out: the text without a byte order mark. Of many faults the first
+are reported, and the number of the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST_FAULTS: Final = 20
 
 
 def read_text(path: Path, *, unreadable: str, not_utf8: str, most_bytes: int | None = None) -> str:
-    """The text in `path`. Raises InputRefused: `unreadable`, too large as well, or `not_utf8`."""
+    """Return the text in `path`. Raises InputRefused: `unreadable` (also for too large a file) or `not_utf8`."""
     try:
         content = path.read_bytes()
         if most_bytes is not None and len(content) > most_bytes:
@@ -32,7 +32,7 @@ def read_text(path: Path, *, unreadable: str, not_utf8: str, most_bytes: int | N
 
 
 def bounded(faults: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The first faults in order of their lines, and how many more there are of which codes."""
+    """Return the first faults in order of their lines, and a note with the number and the codes of the others."""
     found = sorted(faults, key=lambda each: each.span.line if each.span else 0)
     more = found[MOST_FAULTS:]
     if not more:

@@ -1,7 +1,7 @@
 """Which versions of torch, transformers and peft ktc works with, and whether the installed ones are among them.
 
-In: the metadata of installed packages; none is imported. Out: release numbers and diagnostics. Older ones than the
-oldest are refused, since they lack what ktc calls; newer ones than the newest tried get a warning.
+In: the metadata of installed packages; none is imported. Out: release numbers and diagnostics. Releases older than the
+oldest lack functions that ktc calls and are refused. Releases newer than the newest tried get a warning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __version__ = "0.1.0"  # of ktc itself
 
 Release = tuple[int, ...]
 
-# Oldest release that has what ktc uses, newest one that it was tried with: `make test-all` runs the tests with both.
+# The oldest release with all that ktc uses, and the newest one tried: `make test-all` runs the tests with both.
 SUPPORTED: Mapping[str, tuple[Release, Release]] = {
     "torch": ((2, 11), (2, 15)),
     "transformers": ((5, 6), (5, 23)),
@@ -24,8 +24,7 @@ SUPPORTED: Mapping[str, tuple[Release, Release]] = {
 
 
 def require() -> tuple[Diagnostic, ...]:
-    """A warning (H231) per package that is newer than the newest tried. Raises HostLacks (H230) with all that are
-    missing or too old."""
+    """Return a warning (H231) per package newer than those tried. Raises HostLacks (H230): all missing or too old."""
     refused, warnings = list[Diagnostic](), list[Diagnostic]()
     for name, (oldest, newest) in SUPPORTED.items():
         found = installed(name)
@@ -43,7 +42,7 @@ def require() -> tuple[Diagnostic, ...]:
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package, None if it is not there."""
+    """Return the version of an installed package, None if it is missing."""
     from importlib import metadata
 
     try:
@@ -53,15 +52,15 @@ def installed(package: str) -> str | None:
 
 
 def range_of(package: str) -> str:
-    """`2.11 to 2.13`."""
+    """Return `2.11 to 2.13`."""
     return " to ".join(map(dotted, SUPPORTED[package]))
 
 
 def release(version: str) -> Release:
-    """`2.13.0+cpu` -> (2, 13, 0)."""
+    """Convert `2.13.0+cpu` to (2, 13, 0)."""
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0]))
 
 
 def dotted(numbers: Release) -> str:
-    """(2, 13) -> `2.13`."""
+    """Convert (2, 13) to `2.13`."""
     return ".".join(map(str, numbers))

@@ -1,7 +1,7 @@
-"""`Gemv`: a linear layer's product with few rows, by a kernel that reads the weights where they lie.
+"""`Gemv`: a linear layer's product with few rows, by a kernel that reads the weights as PyTorch stores them.
 
-In: CPU tensors of the kernel's dtype, weights (outputs, inputs) as PyTorch stores them. Out: F.linear's result, rounded
-once. Not differentiable; `serves` says for which calls it stands in, and F.linear takes all others.
+In: CPU tensors of the kernel's dtype, weights (outputs, inputs). Out: F.linear's result, rounded once. It is not
+differentiable. It replaces F.linear for the calls that `serves` accepts.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativeLinear, permitted_threads
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The rows, first to last, for which it was faster than F.linear (docs/kernels.md). One fp32 row F.linear reads as fast
-# as memory gives it, and so one of fp16 where it can convert what AVX2 alone cannot.
+# The fewest and most rows for which it was faster than F.linear (docs/kernels.md). For one fp32 row F.linear reads at
+# the speed of memory. So it does for one fp16 row where the CPU has conversions beyond AVX2.
 ROWS: Final[Mapping[str, tuple[int, int]]] = {"bf16": (1, 8), "fp16": (2, 8), "fp32": (2, 8)}
-_BYTES_PER_THREAD: Final = 128 << 10  # below it a thread wakes up for less than it takes
+_BYTES_PER_THREAD: Final = 128 << 10  # with less, waking a thread costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class Gemv:
-    """A kernel, and how many threads it may take."""
+    """A kernel, and the most threads it may use."""
 
     kernel: Kernel
     threads: int
 
     def serves(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether this call is one for the kernel: few rows, under `no_grad`, plain CPU tensors of its dtype."""
+        """Return whether the kernel takes this call: few rows, under `no_grad`, plain CPU tensors of its dtype."""
         dtype, (fewest, most) = DTYPES[self.kernel.dtype], ROWS[self.kernel.dtype]
         if not fewest * weight.shape[1] <= x.numel() <= most * weight.shape[1] or x.shape[-1:] != weight.shape[1:]:
             return False
@@ -43,7 +43,7 @@ class Gemv:
         return plain and weight.is_contiguous() and not _is_watched()
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x (..., inputs) -> (..., outputs), for what `serves` has taken."""
+        """Multiply x (..., inputs) to (..., outputs), for a call that `serves` accepts."""
         outputs, inputs = weight.shape
         x = x.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], outputs))
@@ -71,6 +71,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_watched() -> bool:
-    """Whether somebody traces the call or computes it in another dtype: they see F.linear."""
+    """Return whether a mode traces the call or computes it in another dtype. Such a mode sees F.linear."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
     return traced or torch.is_autocast_enabled("cpu")

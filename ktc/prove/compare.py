@@ -1,7 +1,7 @@
 """Numeric equivalence of an original block and its rewritten graph: output and every gradient, relative Frobenius.
 
-The two share weights, inputs and output gradients. Compared are the output, the gradients of the hidden states, of the
-routing weights (the experts' third input) and of every parameter that the rewrite leaves trainable.
+The two share weights, inputs and output gradients. The comparison covers the output and the gradients of the hidden
+states, of the routing weights (the experts' third input) and of every parameter that the rewrite leaves trainable.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ktc.capture.export import flatten_call, main_output
 from ktc.experts.module import FusedMoe
 from ktc.graph.typed import input_names, named_modules
 
-# Witnesses run in fp32 and routers cast to fp32 themselves; measured errors of right rewrites stay below 1e-6, those of
-# wrong ones (tests/prove/test_prove.py) above 1e-3.
+# Witnesses run in fp32 and routers cast to fp32 themselves; measured errors of correct rewrites stay below 1e-6, those
+# of wrong ones (tests/prove/test_prove.py) above 1e-3.
 TOLERANCE = 2e-5
-# Where terms cancel, fp32 alone may be off by more than the tolerance. Up to here fp64 decides; beyond, nothing does.
+# Where terms cancel, the error of fp32 may exceed the tolerance. Up to this error fp64 decides; a larger one fails.
 CLOSE = 5e-4
 
 
@@ -76,10 +76,10 @@ class Proof:
 def compare(
     original: nn.Module, rewritten: fx.GraphModule, calls: Sequence[Call], seed: int
 ) -> tuple[float, dict[str, float]]:
-    """The worst forward error and the worst error of each gradient over `calls`.
+    """Return the worst forward error and the worst error of each gradient over `calls`.
 
-    `rewritten` must hold the same tensors as `original` under the same block-relative FQNs; its frozen experts are fed
-    from those of `original` by the caller.
+    `rewritten` must hold the same tensors as `original` under the same block-relative FQNs. The caller fills its frozen
+    experts from those of `original`.
     """
     forward, gradients = 0.0, dict[str, float]()
     generator = torch.Generator().manual_seed(seed)
@@ -95,7 +95,7 @@ def compare(
 
 
 class InDouble(TorchDispatchMode):
-    """While inside, what asks for fp32 gets fp64: stock code casts to fp32 wherever it wants to be exact."""
+    """Replace fp32 by fp64 in every call inside: stock code casts to fp32 wherever it needs to be exact."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wider: Any = pytree.tree_map(_widened, (args, kwargs or {}))
@@ -107,7 +107,7 @@ def _widened(argument: object) -> object:
 
 
 def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
-    """||actual - expected|| / ||expected||; absent means zero. Infinite where only one of the two is zero."""
+    """Return ||actual - expected|| / ||expected||. A missing tensor counts as zero; if only one is zero, infinity."""
     if expected is None or not bool(expected.any()):
         return 0.0 if actual is None or not bool(actual.any()) else float("inf")
     if actual is None:
@@ -123,7 +123,7 @@ def _norm(tensor: Tensor) -> Tensor:
 def _run(
     original: nn.Module, rewritten: fx.GraphModule, call: Call, random_state: Tensor, use_original: bool
 ) -> dict[str, Tensor | None]:
-    """Output and gradients by name, of one side."""
+    """Return the output and the gradients of one side by name."""
     generator = torch.Generator()
     generator.set_state(random_state)
     names, tensors, rebuild = flatten_call(call.args, call.kwargs)
@@ -140,7 +140,7 @@ def _run(
         for name, p in module.named_parameters()
         if p.requires_grad and not any(name.startswith(f + ".") for f in frozen)
     }
-    # A list of experts is not called, so there only the router's own gradients tell of the routing weights.
+    # A list of experts is not called, so there only the router's own gradients cover the routing weights.
     called = {name for name in frozen if not isinstance(original.get_submodule(name), nn.ModuleList)}
     with _routing_weights(module, called) as routing:
         if use_original:
@@ -156,7 +156,7 @@ def _run(
 
 @contextmanager
 def _routing_weights(module: nn.Module, experts: set[str]) -> Generator[dict[str, Tensor]]:
-    """Collects the routing weights that reach each experts module while inside."""
+    """Collect the routing weights that reach each experts module while inside."""
     seen: dict[str, Tensor] = {}
 
     def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

@@ -1,7 +1,7 @@
-"""The plan's rewrites, carried out on a witness by the same passes and compared there.
+"""Apply the plan's rewrites to a witness with the same passes and compare there.
 
-A witness is the same family shrunk: same classes, same code paths, small widths, random weights and buffers. A block
-of the witness stands for a block of the model only if their normal forms are the same but for sizes.
+A witness is a shrunk model of the same family: same classes, same code paths, small widths, random weights and buffers.
+A block of the witness represents a block of the model only if their normal forms differ in sizes alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Witness:
 
 
 def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> tuple[Proof, ...]:
-    """One proof per distinct rewrite. Raises ProofFailed if one does not hold or the witness has no such block."""
+    """Prove every distinct rewrite. Raises ProofFailed if a proof does not hold or the witness has no such block."""
     config = twin.shrink(captured.source.config)
     config.dtype = torch.float32
     witness = witness_of(capture(ModelSource("witness", None, config, None)))
@@ -56,7 +56,7 @@ def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> tuple[Pr
 
 @contextmanager
 def _one_thread() -> Generator[None]:
-    """Witnesses are too small to share out: a team of threads would wait for its slowest at every operation."""
+    """Run on one thread inside: on a small witness all threads would wait for the slowest at every operation."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -66,7 +66,7 @@ def _one_thread() -> Generator[None]:
 
 
 def witness_of(captured: CapturedModel) -> Witness:
-    """The witness of a capture in fp32 of witness size. Raises ProofFailed (P302) if it does not run."""
+    """Return the fp32 witness of a capture of witness size. Raises ProofFailed (P302) if it does not run."""
     with _one_thread():
         model = twin.build(captured.source.config, SEED, torch.float32, "cpu")
         _choose_stock_code(model)
@@ -74,10 +74,10 @@ def witness_of(captured: CapturedModel) -> Witness:
 
 
 def _choose_stock_code(model: PreTrainedModel) -> None:
-    """The plainest stock implementations: what rewrites are compared with."""
+    """Choose the plainest stock implementations, with which rewrites are compared."""
     try:
         model.set_attn_implementation("sdpa")
-    except ValueError:  # attention with sinks has eager code alone
+    except ValueError:  # attention with sinks has only eager code
         model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
 
@@ -92,7 +92,7 @@ def _recorded(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
 
 
 def prove_block(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> Proof:
-    """The proof of one rewrite, whether it holds or not. Raises ProofFailed (P301) if the witness has no such block."""
+    """Return the proof of one rewrite, valid or not. Raises ProofFailed (P301) if the witness has no such block."""
     full = captured.block(block.rewrite.block)
     assert full.graph is not None
     shape_free = signature(full.graph)
@@ -102,7 +102,7 @@ def prove_block(captured: CapturedModel, block: RewrittenBlock, witness: Witness
     renamed = dict(zip(significant(full.graph), significant(small.graph), strict=True))
     actions = tuple(replace(action, node=renamed[action.node]) for action in block.rewrite.actions)
     site = witness.captured.sites_of(small.key)[0]
-    # The witness lives on the CPU; the transfers of the plan's placement carry values and change none.
+    # The witness is on the CPU; the transfers of the plan's placement copy values and change none.
     graph = rewrite_block(small.graph, BlockRewrite(block.rewrite.key, small.key, (site,), actions, "cpu"))
     original = witness.model.get_submodule(site.fqn)
     rules = tuple(dict.fromkeys(a.rule for a in actions))
@@ -127,14 +127,14 @@ def _no_witness(block: BlockGraph) -> Diagnostic:
 
 
 def significant(graph: fx.GraphModule) -> list[str]:
-    """The names of the nodes that compute on data, in order."""
+    """Return the names of the nodes that compute on data, in order."""
     return [n.name for n in nodes_of(graph) if _is_significant(n)]
 
 
 def signature(graph: fx.GraphModule) -> tuple[object, ...]:
-    """A graph without its sizes: operators with the choices they make, how they are connected, the parameters they use.
+    """Return a graph without sizes: its operators with their choices, their connections and the parameters they use.
 
-    Full and windowed attention of one class differ in nothing but such a choice.
+    Full and windowed attention of one class differ only in such a choice.
     """
     numbers = {name: i for i, name in enumerate(significant(graph))}
     rows: list[object] = []
@@ -147,7 +147,7 @@ def signature(graph: fx.GraphModule) -> tuple[object, ...]:
 
 
 def _choices(node: fx.Node) -> tuple[tuple[str, object], ...]:
-    """The attributes of a node that are no size, and whether attention has a window at all."""
+    """Return the attributes of a node that are not sizes, and whether attention has a window."""
     attributes = ops.attributes(node)
     chosen: list[tuple[str, object]] = [(name, v) for name, v in attributes.items() if isinstance(v, bool | str)]
     if ops.operator(node) == "sdpa":
@@ -160,20 +160,20 @@ def _carries_data(node: fx.Node) -> bool:
 
 
 def _is_significant(node: fx.Node) -> bool:
-    """A node that computes on tensors; one with several results has no shape of its own."""
+    """Return whether a node computes on tensors. A node with several results has no shape of its own."""
     structure = node.op in ("placeholder", "get_attr", "output") or ops.operator(node) in ops.TRANSPARENT | {"getitem"}
     return not structure and ("shape" in node.meta or isinstance(node.meta.get("val"), tuple | list))
 
 
 def _behind(node: fx.Node) -> fx.Node:
-    """The node whose result `node` only reshapes, casts or picks from."""
+    """Return the node whose result `node` only reshapes, casts or picks from."""
     while ops.operator(node) in ops.TRANSPARENT or ops.operator(node) == "getitem":
         node = input_of(node, 0)
     return node
 
 
 def bind(graph: fx.GraphModule, original: nn.Module, experts: ExpertList | None = None) -> None:
-    """Gives a rewritten graph the tensors of the block it stands for: experts are loaded, everything else is shared."""
+    """Bind a rewritten graph to the tensors of the block it replaces: experts are loaded, everything else is shared."""
     for name, module in named_modules(graph):
         if isinstance(module, FusedMoe):
             sizes = (module.num_experts, module.hidden, module.intermediate, module.top_k)
@@ -187,7 +187,7 @@ def bind(graph: fx.GraphModule, original: nn.Module, experts: ExpertList | None 
 
 
 def load_experts(module: FusedMoe, experts: nn.Module, listed: ExpertList | None = None) -> None:
-    """Gives `module` the weights of a stock experts module of its form, or of the modules that `listed` describes."""
+    """Load the weights of a stock experts module of the same form, or of the modules that `listed` describes."""
     if listed is not None and isinstance(experts, nn.ModuleList):
         experts = ExpertStack(stacked_experts(experts, module.form, listed.parts))
     for name in stock_names(module.form):
@@ -198,7 +198,7 @@ def load_experts(module: FusedMoe, experts: nn.Module, listed: ExpertList | None
 
 
 def record_calls(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
-    """The calls of every block in one forward of the witness per shape."""
+    """Return the calls of every block in one forward of the witness per shape."""
     calls: dict[str, list[Call]] = {fqn: [] for fqn in fqns}
 
     def remember(fqn: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
