@@ -318,7 +318,7 @@ def _anonymous() -> int:
     return int(found[1]) << 10
 
 
-# Telling
+# Reporting
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,7 @@
-// What experts do between their products, over an ISA's `Lanes`: functions of one value, and what combines them with
-// gate and up. `Constants` are what the template chose: kAlpha, kLimit (infinite for none) and kUpOffset.
+// The computation of experts between their products, over an ISA's `Lanes`: functions of one value, and their
+// combination with gate and up. The template chooses `Constants`: kAlpha, kLimit (infinite for none) and kUpOffset.
 //
-// Where PyTorch's derivative is zero the gradient is, even if what it would be multiplied with is infinite.
+// Where PyTorch's derivative is zero, the gradient is zero, even if the other factor is infinite.
 #pragma once
 
 #include <limits>
@@ -122,8 +122,9 @@ struct Relu2 {
   }
 };
 
-// From the gradient of what the down product reads, before it is weighted. `d_weight` is this much of the routing
-// weight's gradient, lane by lane, and `activated` what the down product read; the others carry the routing weight.
+// Computed from the gradient of the down product's input, without the routing weight. `d_weight` is a share of the
+// routing weight's gradient, lane by lane. `activated` is the input of the down product. The other fields carry the
+// routing weight.
 template <class Lanes>
 struct GatedGradients {
   Lanes activated;
@@ -134,8 +135,8 @@ struct GatedGradients {
 
 // f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
 //
-// `gradients` reads gate and up as `kept_gate` and `kept_up` gave them to be kept. What lies beyond a limit is kept as
-// infinite: rounded to bf16 it might lie upon the limit, and get a gradient.
+// `gradients` reads gate and up as `kept_gate` and `kept_up` returned them. A value beyond a limit is kept as infinite:
+// rounded to bf16 it might equal the limit and get a gradient.
 template <template <class> class FunctionType, class Constants>
 struct Gated {
   using Function = FunctionType<Constants>;

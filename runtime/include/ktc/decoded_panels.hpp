@@ -1,6 +1,6 @@
-// Panels of quantised weights: decoded into a scratch that stays in L2, as they are stored or transposed, and then
-// multiplied as any others. Each is decoded at once, at the speed of the code; the codes of the next one are fetched
-// into L2 while the current one is multiplied.
+// Panels of quantised weights: decoded into a scratch that stays in L2, as stored or transposed, and then multiplied
+// like all others. Each is decoded at once, so computation limits the speed. The codes of the next one are fetched into
+// L2 while the current one is multiplied.
 #pragma once
 
 #include <algorithm>
@@ -25,12 +25,12 @@
 
 namespace ktc {
 
-// Up to how many rows an ISA multiplies codes themselves.
+// The most rows for which an ISA multiplies codes directly.
 template <class Isa, class Panel>
 constexpr int code_rows() {
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<typename Isa::Lanes, avx512_bf16::Lanes>) {
-    // Of more rows an ISA with tiles has packed the tiles' way.
+    // An ISA with tiles has packed larger groups in the order of the tiles.
     constexpr int kRows = Isa::kBlocked ? Isa::kStreamRows : weight_format::kMaxCodeRows;
     static_assert(kRows <= weight_format::kMaxCodeRows);
     if constexpr (weight_format::StoredInBlocks<Panel>) return kRows;
@@ -97,7 +97,8 @@ class DecodedPanels {
 
  private:
 #if defined(__AVX512BF16__)
-  // Of the rows at `a`, for formats that want them, made once for all panels of an expert; null where not finite.
+  // The sums of the rows at `a`, for formats that need them, made once for all panels of an expert; null where not
+  // finite.
   const float* sums_of(int rows, const Element* a) {
     if constexpr (weight_format::kWantsFinite<typename Panel::Format>) {
       auto* sums = reinterpret_cast<float*>(scratch_);
@@ -119,7 +120,7 @@ class DecodedPanels {
 };
 
 // Fetches one block from each of several panels, line by line, evenly over `calls` of `step`: a block at once would
-// fill what a core can wait for.
+// fill a core's queue of misses.
 class FetchBlocksAhead {
  public:
   FetchBlocksAhead() = default;
@@ -159,7 +160,7 @@ class FetchBlocksAhead {
   std::int64_t lines_per_step_ = 0;
 };
 
-// The same matrices transposed: of each stored panel one block, decoded into L1 and transposed into the scratch.
+// The same matrices transposed: one block of each stored panel is decoded into L1 and transposed into the scratch.
 template <class Isa, class Panel>
 class DecodedTransposedPanels {
  public:
@@ -192,7 +193,7 @@ class DecodedTransposedPanels {
   Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {
     const std::int64_t first = next.first_k / kPanelWidth;
     const std::byte* from = stored_.panel(next.expert, first);
-    // Those of other nodes lie elsewhere, and are read as they come.
+    // Blocks of other nodes are in other shards and are not fetched ahead.
     const std::int64_t blocks = std::min(next.size_k / kPanelWidth, stored_.places().shard_with(first).end - first);
     return Ahead(from + Panel::scales_at(next.panel), Panel::kScaleBytes, from + Panel::codes_at(next.panel),
                  Panel::kBlockBytes, Panel::bytes(stored_.contraction()), blocks, calls);
@@ -205,11 +206,11 @@ class DecodedTransposedPanels {
   Element* scratch_;
 };
 
-// Panels of codes beside scales, whatever they mean.
+// Panels of codes beside scales, of any format.
 template <class Panel>
 concept Decoded = requires { Panel::scales_at(0); };
 
-// Where products with panels of one type get them from.
+// The panel source of products with panels of one type.
 template <class Isa, class Panel>
 struct PanelSources {
   using Stored = StoredPanels<Isa>;

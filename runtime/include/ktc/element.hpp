@@ -7,7 +7,7 @@
 
 namespace ktc {
 
-// The upper half of an fp32: storage only, every sum is taken in fp32.
+// The upper half of an fp32: storage only, every sum is in fp32.
 struct bf16 {
   std::uint16_t bits = 0;
 
@@ -26,7 +26,8 @@ struct bf16 {
   explicit operator double() const { return static_cast<float>(*this); }
 };
 
-// kDepth: how many neighbours along the contraction lie side by side, because one multiply consumes them together.
+// kDepth: the number of neighbours along the contraction that are stored side by side, because one multiply consumes
+// them together.
 template <class Element>
 struct ElementTraits;
 

@@ -1,4 +1,4 @@
-// What all layers of a process share: the threads, and one workspace, for one call at a time.
+// The threads and the one workspace that all layers of a process share, for one call at a time.
 #pragma once
 
 #include <unistd.h>
@@ -15,12 +15,12 @@
 
 namespace ktc {
 
-// How many threads a layer's calls take. Engines own nothing: the threads and the workspace behind them are those of
-// the process, so that layers with engines of different sizes do not hold the cores twice.
+// The number of threads that a layer's calls use. Engines own nothing. The threads and the workspace belong to the
+// process, so that layers with engines of different sizes do not hold the cores twice.
 class Engine {
  public:
-  // Throws std::runtime_error where so many threads cannot be started. Where there are several `nodes`, each gets a
-  // contiguous run of the threads.
+  // Throws std::runtime_error if that number of threads cannot be started. With several `nodes`, each gets a contiguous
+  // run of the threads.
   explicit Engine(int threads, NodeCpus nodes = {}) : threads_(threads), nodes_(std::move(nodes)) {
     Shared& shared = of_this_process();
     const std::lock_guard lock(shared.busy);
@@ -29,7 +29,7 @@ class Engine {
 
   int threads() const { return threads_; }
 
-  // Bytes of the workspace as it is now.
+  // Current bytes of the workspace.
   std::size_t workspace_bytes() const {
     Shared& shared = of_this_process();
     const std::lock_guard lock(shared.busy);
@@ -52,11 +52,10 @@ class Engine {
     pid_t owner = getpid();
   };
 
-  // A forked child has the parent's objects but none of its threads, and a mutex perhaps locked for ever. Neither can
-  // be destroyed there, so the child leaves what the parent shares alone and makes its own. Several threads of the
-  // child may make their first call together: one puts its object in place, the others drop theirs. A lock around this
-  // could itself have been held while the process forked. Nothing is destroyed when the process ends: a thread may
-  // still be inside a call then.
+  // A forked child has the parent's objects but none of its threads, and perhaps a mutex that stays locked. The child
+  // cannot destroy these, so it leaves the parent's objects alone and makes its own. Several threads of the child may
+  // make their first call together: one stores its object, the others drop theirs. A lock around this could itself have
+  // been held during the fork. Nothing is destroyed when the process ends, because a thread may still be inside a call.
   static Shared& of_this_process() {
     static std::atomic<Shared*> current{nullptr};
     Shared* shared = current.load(std::memory_order_acquire);

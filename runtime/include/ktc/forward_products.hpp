@@ -1,7 +1,7 @@
-// The two products of forward, and the rows they read: of gate and up from hidden states, of down from what the
-// activation made of those. Backward computes the first of them again where forward kept nothing.
+// The two products of forward, and the rows they read: gate and up of hidden states, and down of the activation's
+// result. Backward computes the first of them again where forward kept nothing.
 //
-// Rows of elements are packed as the micro-kernel reads them and multiplied; integer products quantise theirs first
+// Rows of elements are packed in the order of the micro-kernel and multiplied; integer products quantise theirs first
 // (`integer_products.hpp`).
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace ktc {
 
-// What one worker has of its own for a sweep: `sums_at_hand()` accumulators, and `panel_scratch()` elements.
+// The scratch of one worker for a sweep: `sums_at_hand()` accumulators, and `panel_scratch()` elements.
 template <class Layer>
 struct SweepScratch {
   typename Layer::Accumulator* sums;
@@ -47,7 +47,7 @@ class ElementProducts {
   }
   void read_activated(Worker, Range, const Element*, Element*) const {}
 
-  // What this worker takes from the queue, of all slots.
+  // The panels that this worker takes from the queue, for all slots.
   template <class Epilogue>
   void first(int, PanelQueue& queue, const Element* hidden_S, Scratch scratch, const Epilogue& epilogue) const {
     sweep<Isa>(routing_, queue, layer_.first_panels(packed_, scratch.panel), hidden_S, scratch.sums, epilogue);

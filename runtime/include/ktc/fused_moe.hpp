@@ -1,5 +1,5 @@
 // The fused mixture of experts: one class per ISA, weight format, activation (gated or not), biases or none, and shape.
-// This is what a template instantiates.
+// A template instantiates this class.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ class FusedMoe final : public MoeKernel {
   static_assert(kHalfPanel % ElementTraits<Element>::kDepth == 0);
 
  public:
-  // Throws std::runtime_error where the system does not let the process use the ISA's registers.
+  // Throws std::runtime_error if the system refuses the ISA's registers to the process.
   explicit FusedMoe(const MoeSizes& sizes) : layer_(sizes) { Isa::require(); }
 
   std::size_t packed_bytes() const override { return static_cast<std::size_t>(layer_.format.packed_bytes()); }

@@ -1,4 +1,4 @@
-// Where integer products get their panels from: the packed codes themselves, with scales and offsets beside them.
+// The panel source of integer products: the packed codes themselves, with scales and offsets beside them.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ class IntegerPanels {
   IntegerPanels(const PanelPlaces& places, std::int64_t padded_k)
       : places_(places), contraction_(Panel::contraction(padded_k)) {}
 
-  // What a packed row holds: the codes' padding included.
+  // The size of a packed row, with the padding of the codes.
   std::int64_t contraction() const { return contraction_; }
 
   const float* scales(PanelPart part) const { return reinterpret_cast<const float*>(panel(part)); }

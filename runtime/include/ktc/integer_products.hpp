@@ -1,9 +1,9 @@
 // Forward's products in integers: weights of 8 bits with a scale per output, rows quantised to 8 bits with a scale per
-// slot. A sum of integers is exact, so that every ISA has the same; multiplied with both scales it goes on as any other
-// product: to LoRA, to the activation, to the tokens.
+// slot. A sum of integers is exact, so every ISA has the same. It is multiplied with both scales. Like every other
+// product it then goes to LoRA, to the activation and to the tokens.
 //
-// Tokens are quantised once and then gathered. What the activation made is kept in rows of elements until a slot has
-// all of them: its scale is that of the largest.
+// Tokens are quantised once and then gathered. The activation's result is kept in rows of elements until the row of a
+// slot is complete, because the scale is that of its largest value.
 #pragma once
 
 #include <algorithm>
@@ -156,10 +156,10 @@ class IntegerProducts {
   static_assert(Isa::kMaxRows == Layer::Isa::kMaxRows, "both multiply the same groups");
   static_assert(sums_at_hand<Isa>() <= sums_at_hand<typename Layer::Isa>());
 
-  // The two products' rows share their room: those of the first are done with when the others come.
+  // The two products' rows share their memory: those of the first are no longer needed when the others are written.
   std::int64_t row_size() const { return std::max(first_.contraction(), down_.contraction()); }
 
-  // Codes are a half of elements, and padded otherwise: other experts are multiplied in blocks.
+  // Codes have half the size of elements and another padding, so the choice of experts multiplied in blocks differs.
   PanelQueues<Isa> queues(PanelSet set, const Panels& panels) const {
     set.contraction = panels.contraction();
     return {routing_, set, threads_, layer_.nodes};

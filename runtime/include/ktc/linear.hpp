@@ -1,5 +1,5 @@
-// y = x W^T + b for a handful of rows of x: what one more token asks of a linear layer. W is read as PyTorch stores it,
-// so there is one copy of it, and training and merged adapters see the same bytes.
+// y = x W^T + b for a handful of rows of x: the product of a linear layer when one token is decoded. W is read as
+// PyTorch stores it. So there is one copy of it, and training and merged adapters see the same bytes.
 //
 // An output is one dot product along a row of W, summed in fp32 in an order that only the number of inputs decides:
 // neither the threads nor the other rows of x change a bit. Memory is the limit, and a row of W is loaded once for up
@@ -38,7 +38,7 @@ class LinearKernel {
   virtual void forward(Engine& engine, const LinearArguments& arguments) const = 0;
 };
 
-// How a library lists a kernel for linear layers: what it is called there, and what makes one.
+// How a library lists a kernel for linear layers: its name, and the function that makes one.
 struct LinearEntry {
   const char* name;
   std::unique_ptr<LinearKernel> (*make)();
@@ -63,7 +63,7 @@ template <class Lanes, class Element>
   }
 }
 
-// To nearest even; what is too large for the element becomes infinite.
+// To nearest even; a value too large for the element becomes infinite.
 template <class Element>
 Element narrowed(float value) {
   if constexpr (std::is_same_v<Element, weight_format::fp16>)
@@ -132,8 +132,8 @@ class Linear final : public LinearKernel {
       }
     }
 
-    // As many outputs side by side as have room for their sums in registers: one chain of additions alone would wait
-    // for itself, not for memory.
+    // Outputs side by side, up to the number whose sums fit in registers: a single chain of additions would wait for
+    // its own latency, not for memory.
     template <int kRows>
     void rows(std::int64_t row, Range outputs) const {
       constexpr int kSideBySide = std::clamp(Isa::kMaxRows / kRows, 1, 4);

@@ -1,9 +1,8 @@
-// LoRA on a product of the experts: y = (W + s B A) x, of which only u = s A x is ever made, `rank` values per slot.
+// LoRA on a product of the experts: y = (W + s B A) x, of which only u = s A x is computed, `rank` values per slot.
 //
 // Masters are accumulators (fp32), rounded to elements where they are multiplied. Backward of such a product, with d
 // the gradient of its output: v = s B^T d; dx += A^T v; and, summed over the slots of an expert, dA = v x^T and dB = d
-// u^T. A low-rank value is kept twice: packed as the micro-kernel reads it, and as plain rows that gradients are made
-// of.
+// u^T. A low-rank value is kept twice: packed as the micro-kernel reads it, and as plain rows for the gradients.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +23,7 @@ namespace ktc {
 // Rows of the plain low-rank values and of gradients' tiles are this much or a multiple: they live in registers.
 inline constexpr std::int64_t kRankUnit = 8;
 inline constexpr std::int64_t kMaxRank = 128;
-// Packed values are contracted over: tiles take 32 neighbours at once, the other ISAs are content with half of them.
+// Packed values are contracted over: tiles take 32 neighbours at once, the other ISAs need only half of them.
 template <class Isa>
 inline constexpr std::int64_t kPackedRankUnit = Isa::kBlocked ? kPanelWidth : kHalfPanel;
 
@@ -68,8 +67,8 @@ class LoraProduct {
     return (copies_grad_b() ? copied_grad_b_.data() : grad_b_) + expert * b_size();
   }
 
-  // B and its gradient expert after expert, where they are stored otherwise: a panel reads a stretch of one expert's,
-  // and PEFT has those of all experts side by side.
+  // Copies of B and its gradient, expert after expert, where the caller stores them in another order: a panel reads a
+  // stretch of one expert, and PEFT stores those of all experts side by side.
   template <class Visit>
   void regions(const Visit& visit) {
     visit(copied_b_);
@@ -91,7 +90,7 @@ class LoraProduct {
       std::fill(grad_b(active.expert) + share.begin, grad_b(active.expert) + share.end, Accumulator{});
     }
   }
-  // A worker's share of the finished gradients, to where the caller wants them.
+  // Copies a worker's share of the finished gradients to the caller's memory.
   void write(const Routing& routing, Worker worker) const {
     if (!copies_grad_b()) return;
     const Range share = Range::share(b_size(), worker.index, worker.count);
@@ -103,7 +102,7 @@ class LoraProduct {
                  });
   }
 
-  // Half panels of outputs, without those that are padding altogether.
+  // Half panels of outputs, without those that are only padding.
   std::int64_t output_halves() const { return round_up(size_, kHalfPanel) / kHalfPanel * parts_; }
   // The half panel of outputs with this number, in the order in which the product's panels have them.
   OutputRows output_rows(std::int64_t half_panel) const {
@@ -144,7 +143,7 @@ class LoraProduct {
 
   // Calls `move(expert, index, offsets, count)` for stretches of an expert's factors: `count` of them from `index` on,
   // which are stored at `offsets` from the expert's first. Experts take turns at each stretch: stored values of
-  // different experts are neighbours, and their lines are in L1 until all have had theirs.
+  // different experts are neighbours, and their lines stay in L1 until all experts have used them.
   template <class Move>
   void in_stretches(const Routing& routing, Range share, const FactorStrides& strides, const Move& move) const {
     std::int64_t offsets[kHalfPanel];
@@ -178,7 +177,8 @@ class LoraProduct {
   Region<Accumulator> copied_grad_b_;
 };
 
-// Panels of factors, packed anew for each expert: what an optimiser changes at every step is not worth keeping packed.
+// Panels of factors, packed again for each expert: an optimiser changes them at every step, so a packed copy would not
+// pay.
 template <class Layer>
 class LoraPanels {
  public:
@@ -253,7 +253,7 @@ class LoraPanels {
     for (std::int64_t i = whole; i < count; ++i) target[i] = Element(source[i]);
   }
 
-  // The rows of B that are half a panel of outputs, one after the other; how many there are.
+  // The rows of B for half a panel of outputs, one after the other; returns their number.
   static std::int64_t round_rows_of_b(const Product& product, std::int64_t expert, std::int64_t half, Element* target) {
     const OutputRows rows = product.output_rows(half);
     const std::int64_t rank = product.rank();
@@ -310,7 +310,7 @@ struct LowRank {
   }
 };
 
-// What forward keeps for backward: gate and up of each slot, then the low-rank rows of both products.
+// The values that forward keeps for backward: gate and up of each slot, then the low-rank rows of both products.
 template <class Layer>
 class SavedSlots {
  public:
@@ -333,7 +333,7 @@ class SavedSlots {
   Accumulator* down_rows_S;
 
  private:
-  // A slot's gate and up are whole panels: what follows them is aligned.
+  // A slot's gate and up are whole panels, so the rows after them are aligned.
   static std::int64_t padded_size(const Layer& layer, std::int64_t slots) { return slots * layer.first_size(); }
 };
 

@@ -10,7 +10,7 @@
 
 namespace ktc {
 
-// u and v of both products, with what they are made of. Nothing is allocated or done for a product without LoRA.
+// u and v of both products, with their operands. Nothing is allocated or done for a product without LoRA.
 template <class Layer>
 class LoraBackward {
  public:
@@ -76,7 +76,8 @@ class LoraBackward {
     return WithLora(first_, u_first(), Panels::outputs_of_b, scratch_.factors(worker), inner);
   }
 
-  // v of down from the packed gradient of the output. Rows get their routing weight: gradients are made of them.
+  // v of down from the packed gradient of the output. Rows are multiplied by their routing weight, because gradients
+  // are made of them.
   void begin_down(int worker, Range groups, const Element* grad_out_S, const Accumulator* weight_S) const {
     to_low_rank(down_, routing_, groups, grad_out_S, layer_.shape.padded_hidden(), Panels::ranks_of_b,
                 scratch_.low_rank(worker), v_down());
@@ -139,7 +140,7 @@ class LoraBackward {
   Region<Element> v_down_packed_S_;
   Region<Accumulator> v_down_S_;
   Region<Accumulator> u_down_S_;
-  // What forward kept of u; null where it is computed again.
+  // The u that forward kept; null where it is computed again.
   Accumulator* saved_u_first_S_ = nullptr;
   const Accumulator* saved_u_down_S_ = nullptr;
 };

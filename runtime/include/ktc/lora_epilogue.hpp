@@ -1,8 +1,8 @@
-// What LoRA adds to the sweeps of a layer: the low-rank part of each tile before its epilogue sees it, and in backward
-// the factors' gradients, from values that the epilogues have at hand.
+// The parts of LoRA in the sweeps of a layer: the low-rank part of each tile, added before its epilogue, and in
+// backward the factors' gradients, from values of the epilogues.
 //
 // A panel's share of a gradient is summed by the worker that owns the panel, in the order of the slots, and added to
-// the whole when the panel ends: no result depends on how many workers there are.
+// the whole when the panel ends: no result depends on the number of workers.
 #pragma once
 
 #include <algorithm>
@@ -125,7 +125,7 @@ class LoraSums {
     }
   }
 
-  // What a panel's sums will be added to when it ends.
+  // The gradient to which a panel's sums are added when it ends.
   void prefetch_grad_a(PanelPart part) const {
     for (std::int64_t rank = 0; rank < product_.rank(); ++rank) {
       prefetch_row(product_.grad_a(part.expert) + rank * product_.inputs() + part.panel * kPanelWidth, kPanelWidth);
@@ -167,7 +167,7 @@ class LoraSums {
   Accumulator* sums_;
 };
 
-// Gradients that a panel of 32 intermediate columns gives: of down's A, and of B of the first product.
+// Gradients from a panel of 32 intermediate columns: of down's A, and of B of the first product.
 template <class Layer>
 class LoraColumnGradients {
  public:
@@ -193,7 +193,7 @@ class LoraColumnGradients {
     if (down_.active()) down_sums_.prefetch_grad_a(part);
     if (first_.active()) first_sums_.prefetch_grad_b(part.expert, part.panel * kFirstHalves, kFirstHalves);
   }
-  // Half a panel of a group: what the activation gave, and the weighted gradients of what it read.
+  // Half a panel of a group: the results of the activation, and the weighted gradients of its inputs.
   void add(const SlotGroup& group, std::int64_t half, const Element (*activated)[kHalfPanel],
            const Element (*d_first)[Layer::Isa::kMaxRows][kHalfPanel]) const {
     const Element* rows[Layer::Isa::kMaxRows];
@@ -221,8 +221,8 @@ class LoraColumnGradients {
   LoraSums<Layer> first_sums_;
 };
 
-// Gradients that a panel of 32 hidden columns gives: of A of the first product, from the hidden states, and of down's
-// B, from the gradient of the output. An epilogue around that of the last product of backward.
+// Gradients from a panel of 32 hidden columns: of A of the first product, from the hidden states, and of down's B, from
+// the gradient of the output. An epilogue around that of the last product of backward.
 template <class Layer, class Inner>
 class LoraHiddenGradients {
  public:
@@ -257,7 +257,7 @@ class LoraHiddenGradients {
     prefetch_tokens(group, part);
   }
   void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const {
-    prefetch_tokens(group, part);  // once more: they share few sets of L1, so that the product has thrown them out
+    prefetch_tokens(group, part);  // again: they share few sets of L1, so the product has evicted them
     inner_(group, part, tile);
     if (first_.active()) {
       add(group, part, hidden_TH_, first_sums_, first_values_.rows(first_, group.first_slot));

@@ -1,4 +1,4 @@
-// What this machine can do at most: the two limits a kernel's speed is given as a share of.
+// The two limits of this machine; the speed of a kernel is reported as a share of them.
 #pragma once
 
 #include <array>
@@ -65,7 +65,7 @@ inline std::int64_t multiply_in_registers(std::int64_t rounds) {
     for (auto& sum : sums) {
       sum = PeakMultiply::step(sum);
 #if defined(__x86_64__)
-      asm volatile("" : "+v"(sum));  // the result is never read; the work must be done all the same
+      asm volatile("" : "+v"(sum));  // the result is never read, but the work must be done
 #endif
     }
   }

@@ -1,5 +1,5 @@
 // Element-wise functions over an ISA's `Lanes`, in fp32 to about one unit in the last place. NaN stays NaN and exp
-// overflows to infinity, as PyTorch's do: a diverging model must look the same with and without the kernel.
+// overflows to infinity, as in PyTorch: a diverging model must look the same with and without the kernel.
 #pragma once
 
 namespace ktc {

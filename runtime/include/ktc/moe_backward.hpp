@@ -18,7 +18,7 @@
 namespace ktc {
 
 // The parts of each routing weight's gradient: (S, Ip / 32 and one for the bias of down). Fixed columns, summed in
-// order afterwards, so that no worker's share shows.
+// order afterwards, so the result does not depend on the workers' shares.
 template <class Layer>
 class WeightGradients {
  public:
@@ -127,7 +127,7 @@ class ActivationGradient {
   LoraColumnGradients<Layer> lora_;
 };
 
-// <dY, b_down> of each slot in `groups`: what the routing weight of an expert with a bias earns beside its product.
+// <dY, b_down> of each slot in `groups`: the bias's part of the routing weight's gradient.
 template <class Layer>
 void add_bias_to_weight_gradients(const Layer& layer, const std::byte* packed, const Routing& routing, Range groups,
                                   const MatrixView<const typename Layer::Element>& grad_out_TH,
@@ -216,7 +216,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
         products->read_hidden(worker, share(num_groups), hidden_TH, reads_elements ? packed_S : nullptr);
         if (lora.first()) lora.recompute_first(worker.index, share(num_groups), packed_S);
         worker.barrier.arrive_and_wait();
-        auto* activated_S = lora.down() ? d_first_S : nullptr;  // there is room: gradients come later
+        auto* activated_S = lora.down() ? d_first_S : nullptr;  // there is space: gradients come later
         products->first(
             worker.index, first_queues->of(worker.index), packed_S, {at_hand, own_scratch},
             lora.around_first(worker.index, FirstEpilogue<Layer>(layer, arguments.packed, activated_S, recomputed_S)));

@@ -1,5 +1,5 @@
-// out[t] = sum over k of weight[t, k] * down(act(gate x, up x)), for the experts that token t was sent to; each of
-// the three products has its bias where the layer has biases, and LoRA where the call has factors for it.
+// out[t] = sum over k of weight[t, k] * down(act(gate x, up x)), for the experts of token t. Each of the three products
+// has its bias if the layer has biases, and LoRA if the call has factors for it.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   const auto* weight = static_cast<const Accumulator*>(arguments.top_k_weights);
   auto lora_first = LoraProduct<Layer>::of_first(layer, arguments.lora_first);
   auto lora_down = LoraProduct<Layer>::of_down(layer, arguments.lora_down);
-  // Products that pack rows of their own leave those of elements to LoRA, if there is any.
+  // Products that pack their own rows leave the rows of elements to LoRA, if the call has any.
   const std::int64_t hidden_size = Products::kPacksRows && !lora_first.active() ? 0 : slots * shape.padded_hidden();
   const std::int64_t repacked_size =
       Products::kPacksRows && lora_down.active() ? slots * shape.padded_intermediate() : 0;

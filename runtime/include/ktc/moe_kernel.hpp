@@ -1,4 +1,4 @@
-// What a caller sees of a kernel, whatever its specialisation.
+// The interface of a kernel, the same for every specialisation.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace ktc {
 
 enum class SourceType { kBf16, kFp32, kFp64 };
 
-// Where B, or its gradient, has the next expert, output and rank, in values. All 0: contiguous (E, outputs, rank).
+// The strides of B, or of its gradient, in values: per expert, output and rank. All 0: contiguous (E, outputs, rank).
 struct FactorStrides {
   std::int64_t expert = 0;
   std::int64_t output = 0;
@@ -56,7 +56,7 @@ struct BackwardArguments {
   const std::byte* packed;
   const std::int64_t* top_k_index;
   const void* top_k_weights;
-  const void* saved;          // what forward saved, or null
+  const void* saved;          // the bytes that forward saved, or null
   const void* hidden_states;  // read where `saved` is null: gate and up are computed again; and for LoRA's gradients
   const void* grad_out;
   void* grad_hidden_states;
@@ -66,8 +66,8 @@ struct BackwardArguments {
   LoraFactors lora_down = {};
 };
 
-// How a part's weights are stored: the name of their codes, null where they have none, and how many of a row share a
-// scale.
+// How a part's weights are stored: the name of their codes, null if they have none, and the number of a row's weights
+// that share a scale.
 struct Coding {
   const char* name;
   std::int64_t group;
@@ -80,14 +80,14 @@ class MoeKernel {
   // Bytes of all experts' packed weights; the storage must begin at a multiple of 64 bytes, and of a huge page where
   // weights are cut for several NUMA nodes.
   virtual std::size_t packed_bytes() const = 0;
-  // Ask for the shards' memory on these nodes, before it is written for the first time.
+  // Requests the shards' memory on these nodes, before the first write to it.
   virtual void bind(std::byte* packed, const std::vector<int>& nodes) const = 0;
   // Copy one expert from `whole`, `expert_bytes()` as a kernel for one node packs them, into its shards, and back.
   virtual std::size_t expert_bytes() const = 0;
   virtual void shard(const std::byte* whole, std::int64_t expert, std::byte* packed) const = 0;
   virtual void join(const std::byte* packed, std::int64_t expert, std::byte* whole) const = 0;
   virtual Coding coding(weight_format::Part part) const = 0;
-  // The type of blocks that a part is stored in, null where it is in none.
+  // The type of blocks in which a part is stored, null if not in blocks.
   virtual const char* blocks(weight_format::Part part) const = 0;
   // The ranks are those of LoRA on the first product and on down, 0 without.
   virtual std::size_t saved_bytes(std::int64_t tokens, std::int64_t first_rank = 0,
@@ -113,8 +113,8 @@ class MoeKernel {
   virtual void backward(Engine& engine, const BackwardArguments& arguments) const = 0;
 };
 
-// How a library lists a kernel: what it is called there, and what makes one for a layer (throws std::invalid_argument
-// for sizes it was not built for).
+// How a library lists a kernel: its name, and the function that makes one for a layer (throws std::invalid_argument for
+// sizes it was not built for).
 struct KernelEntry {
   const char* name;
   std::unique_ptr<MoeKernel> (*make)(const MoeSizes&);

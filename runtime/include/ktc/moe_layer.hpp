@@ -26,12 +26,12 @@ struct MoeLayer {
   using Lanes = typename Isa::Lanes;
   using FirstSources = PanelSources<Isa, typename Format::FirstPanel>;
   using DownSources = PanelSources<Isa, typename Format::DownPanel>;
-  // Forward multiplies the codes with rows quantised to integers; backward and LoRA compute in elements as ever.
+  // Forward multiplies the codes with rows quantised to integers; backward and LoRA still compute in elements.
   static constexpr bool kIntegerProducts = requires { Format::FirstPanel::kIntegerProducts; };
   static_assert(kIntegerProducts == requires { Format::DownPanel::kIntegerProducts; }, "both products or none");
   static constexpr bool kBiased = kHasBiases;
   static constexpr bool kGated = Activation::kGated;
-  // Of the first product: how many vectors of a panel one half panel of intermediate columns takes, gate and up or up.
+  // Vectors of a first panel for one half panel of intermediate columns: gate and up, or up alone.
   static constexpr std::int64_t kFirstParts = kGated ? 2 : 1;
   static constexpr std::int64_t kHalvesPerFirstPanel = 2 / kFirstParts;
 
@@ -79,7 +79,7 @@ struct MoeLayer {
                     DownSources::Transposed::scratch_size(format.num_down_panels()));
   }
 
-  // Lanes of the 16-wide half panel that are no padding.
+  // Lanes of the 16-wide half panel that are not padding.
   std::int64_t valid_lanes(std::int64_t half_panel) const {
     return std::min(kHalfPanel, shape.intermediate() - half_panel * kHalfPanel);
   }
@@ -90,7 +90,8 @@ struct MoeLayer {
     std::fill(lanes + valid, lanes + kHalfPanel, Accumulator{});
   }
 
-  // What forward keeps of a slot: gate if there is one, then up, Ip elements each, as the activation reads them.
+  // The values that forward keeps of a slot: gate if the expert has one, then up, Ip elements each, as the activation
+  // reads them.
   template <class SavedElement>
   SavedElement* saved(SavedElement* saved_S, std::int64_t slot) const {
     return saved_S + slot * first_size();
@@ -105,7 +106,7 @@ struct MoeLayer {
   }
 };
 
-// 16 elements of each row of a group, written where a packed group of `contraction` elements per slot has them.
+// Writes 16 elements of each row of a group to their places in a packed group of `contraction` elements per slot.
 template <class Layer>
 class PackedRows {
  public:
@@ -126,7 +127,7 @@ class PackedRows {
   std::int64_t contraction_;
 };
 
-// The same written where the slots' rows of `row_size` elements are.
+// Writes the same to the slots' rows of `row_size` elements.
 template <class Layer>
 class PlainRows {
  public:
@@ -145,7 +146,7 @@ class PlainRows {
   std::int64_t row_size_;
 };
 
-// After a panel of the first product: the activation, in the rows that the down product wants. Either target may be
+// After a panel of the first product: the activation, in the rows that the down product reads. Either target may be
 // null.
 template <class Layer, class ActivatedRows = PackedRows<Layer>>
 class FirstEpilogue {
@@ -249,7 +250,7 @@ class TokenSums {
   }
 
  private:
-  // A panel more than needed: rows a power of two apart would share one set of L1, and wait for each other's stores.
+  // One panel more than needed: rows a power of two apart would share one set of L1 and wait for each other's stores.
   static std::int64_t stride(std::int64_t padded_hidden) { return padded_hidden + kPanelWidth; }
 
   Accumulator* at(std::int64_t token, std::int64_t panel) const {

@@ -1,8 +1,8 @@
 // The loop all four products of a layer share: expert by expert, panel by panel, slots group by group.
 //
-// Workers take panels from a queue. Whoever has a panel of an expert multiplies all of its slots, and panels that
-// several experts add to are handed on in ascending order of expert. So no result depends on how many workers there
-// are, or on which of them is fast.
+// Workers take panels from a queue. The worker with a panel of an expert multiplies all slots of the expert. Panels to
+// which several experts add are passed from expert to expert in ascending order. So no result depends on the number of
+// workers or on their speed.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,8 @@
 
 namespace ktc {
 
-// How much of one expert's product an ISA keeps at hand: `groups` of slots against `panels`, `contraction` at a time.
+// The block of one expert's product that an ISA keeps in caches: `groups` of slots against `panels`, `contraction` at a
+// time.
 struct Blocking {
   std::int64_t panels;
   std::int64_t groups;
@@ -47,8 +48,8 @@ bool multiplied_in_blocks([[maybe_unused]] const Routing& routing, [[maybe_unuse
   return false;
 }
 
-// The panels of a product that is to be shared out: their contraction, whether they have turns, and how many must stay
-// together because one worker is to write what they have in the same cache lines.
+// The panels of a product, to be divided among workers: their contraction, whether they have turns, and the number that
+// must stay together because they share cache lines that one worker must write.
 struct PanelSet {
   std::int64_t num_panels;
   std::int64_t contraction;
@@ -59,9 +60,9 @@ struct PanelSet {
 // The panels of a product: a queue for all workers, or with several NUMA nodes one for each, so that workers read
 // weights from the memory beside them. Fewer workers than nodes share one.
 //
-// Blocks want many panels at a time, because their rows come from L3 once for all of these. But every worker should
-// take dozens of times, lest all wait for the last; and of panels that are handed on an expert should have enough for
-// what each worker has in hand and ahead, lest a fast one wait for a slow one.
+// Blocks need many panels at a time, because their rows come from L3 once for all of these. But every worker should
+// take dozens of times, so that they end at nearly the same time. Of panels with turns, an expert should have enough
+// for the current and the next takes of every worker, so that a fast worker does not wait for a slow one.
 template <class Isa>
 class PanelQueues {
  public:
@@ -98,9 +99,9 @@ class PanelQueues {
   std::vector<std::unique_ptr<PanelQueue>> queues_;
 };
 
-// The parts of panels that a worker multiplies, in its order: what it takes from the queue; of that block by block, in
-// which all panels get the first stretch of the contraction, then all the next. Without blocking that is panel by
-// panel.
+// The parts of panels that a worker multiplies, in order: take by take from the queue, and block by block in a take. In
+// a block all panels get the first stretch of the contraction, then all the next. Without blocking the order is panel
+// by panel.
 template <class Isa>
 class SweepOrder {
  public:
@@ -120,7 +121,7 @@ class SweepOrder {
   const SlotGroup* begin() const { return routing_->groups().data() + first_group_; }
   const SlotGroup* end() const { return routing_->groups().data() + last_group(); }
   std::int64_t num_groups() const { return last_group() - first_group_; }
-  // Where the sums of the first group belong among those kept at hand; the others' follow.
+  // The place of the first group's sums among the accumulators; those of the other groups follow.
   std::int64_t first_sum() const { return keeps_sums() ? (panel_ - panels_.begin) * num_groups() : 0; }
   bool keeps_sums() const { return !(ends_sum() && begins_sum()); }
 
@@ -167,7 +168,7 @@ class SweepOrder {
   std::int64_t first_k_ = 0;
 };
 
-// The part that a worker is at and, if asked for, the next two, which are then taken from the queue.
+// The current part of a worker and, if requested, the next two, which are then taken from the queue.
 template <class Isa>
 class SweepWindow {
  public:
@@ -187,7 +188,7 @@ class SweepWindow {
     --known_;
   }
 
-  // What to do beside the products of this part: get the next one ready, and nothing after the last.
+  // The work beside the products of this part: prepare the next one, and nothing after the last.
   template <class Panels>
   typename Panels::Ahead work_ahead(Panels& panels, std::int64_t calls) {
     if (next(1).done()) return {};
@@ -216,8 +217,8 @@ constexpr std::int64_t sums_at_hand() {
 
 // For every active expert and each panel that this worker takes from the queue: multiply all slots and call
 // `epilogue(group, part, tile)`, announced by `epilogue.prefetch(group, part)`. Before it, `epilogue.complete(isa,
-// group, part, tile)` may add products of its own; `epilogue.begin(part)` and `epilogue.end(part)` stand around the
-// calls of a panel. `rows` are packed slots, `panels.contraction()` elements each (see `gather_slots`). `sums` are
+// group, part, tile)` may add products of its own; `epilogue.begin(part)` and `epilogue.end(part)` enclose the calls of
+// a panel. `rows` are packed slots, `panels.contraction()` elements each (see `gather_slots`). `sums` are
 // `sums_at_hand()` accumulators of this worker's own.
 template <class Isa, class Panels, class Epilogue>
 void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typename Isa::Element* rows,
@@ -229,7 +230,7 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
   SweepWindow<Isa> window(SweepOrder<Isa>(routing, queue, contraction));
   if (!window.here().done()) panels.start(window.here().part());
 
-  // A group's products are all there: what its panel's turn has to wait for comes last.
+  // A group's products are complete; the wait for the turn of its panel comes last.
   const auto finish = [&](const SweepOrder<Isa>& here, const SlotGroup& group, PanelPart part, auto* tile) {
     epilogue.complete(isa, group, part, tile);
     queue.await_turn(part.panel, here.active());
@@ -273,7 +274,7 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
 }
 
 // Packed slots: group after group, [k / depth][row][depth neighbours of k], with the depth in which the ISA reads a
-// group of so many rows, so that the micro-kernel reads one stretch. Rows of the source, thousands of bytes apart,
+// group of that many rows, so that the micro-kernel reads one stretch. Rows of the source, thousands of bytes apart,
 // would fall into the same sets of L1.
 template <class Isa, class Function>
 void with_row_depth(int rows, Function&& function) {
@@ -284,7 +285,7 @@ void with_row_depth(int rows, Function&& function) {
 }
 
 // Write 16 elements of a row to its places from `target` on, in a packed group of `num_rows`. Unrolled by hand: the
-// compiler would make scatters of a loop, which take four times as long as the stores they stand for.
+// compiler would turn a loop into scatters, which take four times as long as the stores they replace.
 template <int kRowDepth, class Element>
 [[gnu::always_inline]] inline void interleave_row(const Element* row, int num_rows, Element* target) {
   constexpr std::int64_t kCopied = std::min<std::int64_t>(kRowDepth, kHalfPanel);

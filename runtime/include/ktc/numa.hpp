@@ -1,4 +1,4 @@
-// The nodes of a machine whose memory is not equally near to all its cores: where memory lies, and where threads run.
+// The nodes of a machine whose memory is not equally near to all its cores: the placement of memory and of threads.
 #pragma once
 
 #include <sched.h>
@@ -11,7 +11,7 @@
 
 namespace ktc {
 
-// The CPUs of each node that a process uses; none, or those of one node only, where threads may run anywhere.
+// The CPUs of each node that a process uses; empty, or those of one node only, if threads may run anywhere.
 using NodeCpus = std::vector<std::vector<int>>;
 
 // The node that a worker belongs to: as with panels, each has a contiguous run of them.
@@ -21,8 +21,8 @@ inline int node_of(int worker, int workers, int nodes) {
   return node;
 }
 
-// Ask for memory on a node where it is written for the first time. It is advice: where it is refused, or the node is
-// full, the memory comes from elsewhere.
+// Requests memory on a node before the first write to it. It is advice: if it is refused or the node is full, the
+// memory comes from another node.
 inline void bind_to_node(void* begin, std::size_t bytes, int node) {
   constexpr int kPreferred = 1;  // MPOL_PREFERRED
   constexpr unsigned kBits = 8 * sizeof(unsigned long);

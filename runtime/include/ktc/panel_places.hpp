@@ -1,5 +1,5 @@
-// Where the panels of one product lie: in as many shards as the machine has NUMA nodes, each one stretch of memory with
-// the panels of a node's columns, of all experts one after the other. On one node that is expert after expert.
+// The places of the panels of one product. Each NUMA node has one shard, a stretch of memory with the panels of the
+// node's columns, of all experts one after the other. On one node that is expert after expert.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace ktc {
 
 inline constexpr int kMaxNodes = 16;
 
-// Of `size` panels, so many of which stay together, those of one node; the workers of that node share them.
+// The panels of one node, of `size` panels of which `together` stay together; the workers of that node share them.
 inline Range shard_of(std::int64_t size, int node, int nodes, std::int64_t together) {
   const Range sets = Range::share((size + together - 1) / together, node, nodes);
   return {sets.begin * together, std::min(sets.end * together, size)};
@@ -22,13 +22,13 @@ inline Range shard_of(std::int64_t size, int node, int nodes, std::int64_t toget
 class PanelPlaces {
  public:
   struct Shard {
-    const std::byte* origin;    // where panel 0 of expert 0 would lie if this shard had it
+    const std::byte* origin;    // where panel 0 of expert 0 would be if this shard had it
     std::int64_t expert_bytes;  // from an expert's panels to the next one's
     std::int64_t end;           // its last panel, exclusive
   };
 
   explicit PanelPlaces(std::int64_t panel_bytes) : panel_bytes_(panel_bytes) {}
-  // The shards in the order of their panels; `first` is where the first of them lies, of expert 0.
+  // The shards in the order of their panels; `first` points to the first of them, of expert 0.
   void add(const std::byte* first, std::int64_t expert_bytes, Range panels) {
     shards_[static_cast<std::size_t>(count_++)] = {first - panels.begin * panel_bytes_, expert_bytes, panels.end};
   }

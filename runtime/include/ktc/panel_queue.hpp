@@ -1,4 +1,4 @@
-// Which worker multiplies which panels of a sweep: whoever is free takes the next few, expert by expert. The cores of a
+// The assignment of panels of a sweep to workers: a free worker takes the next few, expert by expert. The cores of a
 // shared machine differ in speed, by four times where one of them has a busy neighbour; fixed shares would wait for the
 // slowest.
 #pragma once
@@ -15,7 +15,7 @@
 
 namespace ktc {
 
-// Whether a panel's columns are added to by one expert after the other, in their order, or each expert has its own.
+// Whether the experts add to a panel's columns one after the other, in their order, or each expert has its own columns.
 enum class PanelTurns { kNone, kByExpert };
 
 class PanelQueue {
@@ -25,7 +25,7 @@ class PanelQueue {
     Range panels;
   };
 
-  // `at_a_time(active)` says how many panels of an expert are taken together.
+  // `at_a_time(active)` returns the number of an expert's panels that are taken together.
   template <class AtATime>
   PanelQueue(const Routing& routing, Range panels, PanelTurns turns, const AtATime& at_a_time)
       : panels_(panels), finished_(static_cast<std::size_t>(turns == PanelTurns::kNone ? 0 : panels.size())) {
@@ -46,8 +46,8 @@ class PanelQueue {
     return {active, {first, std::min(first + at_a_time_[active], panels_.end)}};
   }
 
-  // Until the active experts before this one are finished with a panel. They were taken earlier, so nobody waits for
-  // ever: of all that is taken and not finished, the first waits for nothing.
+  // Waits until the active experts before this one are finished with a panel. They were taken earlier, so no deadlock
+  // is possible: the first of all unfinished takes waits for nothing.
   void await_turn(std::int64_t panel, std::size_t active) const {
     if (finished_.empty()) return;
     const auto& finished = finished_[static_cast<std::size_t>(panel - panels_.begin)];
@@ -68,7 +68,7 @@ class PanelQueue {
   Range panels_;
   std::vector<std::int64_t> at_a_time_;               // by active expert
   std::vector<std::int64_t> last_item_;               // exclusive, likewise
-  std::vector<std::atomic<std::uint32_t>> finished_;  // by panel: how many experts were added
+  std::vector<std::atomic<std::uint32_t>> finished_;  // by panel: the number of experts added
   alignas(64) std::atomic<std::int64_t> next_{0};
 };
 

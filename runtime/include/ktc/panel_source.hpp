@@ -1,7 +1,7 @@
-// Where a product gets its weight panels from: as they are stored, or transposed.
+// The source of a product's weight panels: as stored, or transposed.
 //
-// Both are asked for one part of a panel after the other, in the order of a sweep, and prepare the next one while the
-// current one is multiplied. `Ahead` is what the micro-kernel calls for that at each of its steps.
+// Both return one part of a panel after the other, in the order of a sweep, and prepare the next one while the current
+// one is multiplied. For that the micro-kernel calls `Ahead` at each of its steps.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ class StoredPanels {
  public:
   using Element = typename Isa::Element;
   using Ahead = FetchAhead<Isa>;
-  static constexpr int kStreamRows = Isa::kStreamRows;  // so few are read from memory as they are multiplied
+  static constexpr int kStreamRows = Isa::kStreamRows;  // this few rows are multiplied while read from memory
   static constexpr bool kMultipliesCodes = false;
 
   // No scratch is needed; quantised weights take one.
@@ -61,17 +61,17 @@ class StoredPanels {
   std::int64_t contraction_;
 };
 
-// Rebuilds a panel of the transposed weights, piece by piece, over `calls` of `step`.
-// Done between the products it would wait for memory, which at few tokens per expert takes most of the time.
+// Rebuilds a panel of the transposed weights, piece by piece, over `calls` of `step`. Between the products the same
+// work would wait for memory, which at few tokens per expert takes most of the time.
 //
-// Blocks are fetched a few at a time: stored panels often lie a multiple of 64 KB apart, so that the blocks of one
+// Blocks are fetched a few at a time. Stored panels are often a multiple of 64 KB apart, so that the blocks of one
 // transposed panel share 32 sets of L2, which hold 16 of them.
 template <class Isa>
 class TransposeAhead {
  public:
   using Element = typename Isa::Element;
 
-  // Where the next panel lies in another shard than the last: when `target` has come `at` the block of that panel, the
+  // A change of shard between one panel and the next: when `target` reaches `at`, the block of the next panel, the
   // source is `jump` elements away. A table of them ends with one that is never reached.
   struct Crossing {
     const Element* at;
@@ -96,7 +96,7 @@ class TransposeAhead {
     if (fetches_left_ <= 0) fetched_ = after_;
   }
 
-  // One more in the first steps than in the others: what takes turns, a branch predictor gets wrong.
+  // One more in the first steps than in the others: a branch predictor mispredicts an alternation.
   [[gnu::always_inline]] void step() {
     const std::int64_t parts = std::min(parts_per_step_ + (steps_with_more_ > 0 ? 1 : 0), parts_left_);
     --steps_with_more_;
@@ -109,7 +109,7 @@ class TransposeAhead {
 
  private:
   static constexpr std::int64_t kBlocksAhead = 8;
-  // A step of tiles is long enough for two pieces, which then lie at places known beforehand. With four GCC 13 keeps
+  // A step of tiles is long enough for two pieces, whose places are then known in advance. With four, GCC 13 keeps
   // operands of few rows on the stack.
   static constexpr unsigned kPartPieces = Isa::kBlocked ? 2 : 1;
   static constexpr unsigned kBlockParts = weight_format::kBlockPieces / kPartPieces;
@@ -131,7 +131,7 @@ class TransposeAhead {
     fetched_ = --fetches_left_ == 0 ? after_ : fetched_ + stride_;
     if (target_ == crossing_->at) [[unlikely]] {  // nothing is called here: it would spill the micro-kernel's sums
       source_ += crossing_->jump;
-      if (fetches_left_ > 0) fetched_ += crossing_->jump;  // what it fetched beyond the shard was of no use
+      if (fetches_left_ > 0) fetched_ += crossing_->jump;  // its fetches beyond the shard were useless
       ++crossing_;
     }
   }

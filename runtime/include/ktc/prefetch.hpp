@@ -1,4 +1,5 @@
-// What runs beside a product, a little at each of the micro-kernel's steps, so that the next one finds its data near.
+// Work beside a product, a little at each of the micro-kernel's steps, so that the next product finds its data in a
+// cache.
 #pragma once
 
 #include <algorithm>
@@ -8,23 +9,23 @@ namespace ktc {
 
 inline constexpr std::int64_t kCacheLine = 64;
 
-// Bring what an epilogue will read or add to while the product before it is computed: rows of different tokens lie far
-// apart, so that no hardware prefetcher foresees them.
+// Prefetches the rows that an epilogue will read or add to, while the product before it is computed. Rows of different
+// tokens are far apart, so no hardware prefetcher predicts them.
 template <class T>
 void prefetch_row(const T* row, std::int64_t size) {
-  asm volatile("");  // GCC takes a function that only prefetches for one without effects, and drops calls of it
+  asm volatile("");  // GCC treats a function that only prefetches as one without effects and drops its calls
   const auto* begin = reinterpret_cast<const char*>(row);
   for (const char* line = begin; line < reinterpret_cast<const char*>(row + size); line += kCacheLine) {
     __builtin_prefetch(line, 0, 3);
   }
 }
 
-// Where a panel is fetched to: L1 and L2, which served better than L2 alone (0.87 to 0.90 of peak at 32 rows per
-// expert). Tiles are read from L1 many times, and what else comes there throws them out.
+// The target of a fetched panel: L1 and L2, which was faster than L2 alone (0.87 to 0.90 of peak at 32 rows per
+// expert). Tiles are read from L1 many times, and other data there would evict them.
 template <class Isa>
 inline constexpr int kPanelLocality = Isa::kBlocked ? 2 : 3;
 
-// Brings a stored panel near, evenly over `calls` of `step`.
+// Fetches a stored panel, evenly over `calls` of `step`.
 template <class Isa>
 class FetchAhead {
  public:

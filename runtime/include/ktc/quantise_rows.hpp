@@ -9,12 +9,12 @@
 
 namespace ktc {
 
-// What is added to a code: VPDPBUSD multiplies unsigned bytes with signed ones.
+// Added to a code: VPDPBUSD multiplies unsigned bytes with signed ones.
 inline constexpr int kCodeOffset = 128;
 
-// Writes `size` codes, and up to 15 more where `size` is no multiple of 16, and returns the scale. A row whose largest
-// magnitude is below 2^-100 counts as zero, since 127 times its inverse might be no number; one with an infinity or a
-// NaN in it has the scale NaN, and so will all that is computed of it.
+// Writes `size` codes, and up to 15 more where `size` is not a multiple of 16, and returns the scale. A row whose
+// largest magnitude is below 2^-100 counts as zero, since 127 times its inverse might not be finite. A row with an
+// infinity or a NaN has the scale NaN, and all results from it are NaN.
 template <class Lanes, class Element>
 float quantise_row(const Element* row, std::int64_t size, std::uint8_t* codes) {
   const std::int64_t whole = size / kHalfPanel * kHalfPanel;

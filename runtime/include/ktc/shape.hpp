@@ -45,7 +45,7 @@ struct MoeSizes {
   std::int64_t hidden;
   std::int64_t intermediate;
   std::int64_t top_k;
-  int nodes = 1;  // of NUMA: into how many shards packed weights are cut
+  int nodes = 1;  // of NUMA: the number of shards of the packed weights
 };
 
 template <std::int64_t Hidden, std::int64_t Intermediate, std::int64_t NumExperts, std::int64_t TopK>

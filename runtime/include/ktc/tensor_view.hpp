@@ -1,4 +1,4 @@
-// A row-major matrix that somebody else owns.
+// A view of a row-major matrix.
 #pragma once
 
 #include <cstdint>

@@ -26,9 +26,9 @@ inline void relax() {
 #endif
 }
 
-// Wait for `value` to leave `seen`: briefly by looking, then asleep. A layer's next call comes within microseconds,
-// a training step's next phase within milliseconds: the first is worth a spin, the second is not. Who looks yields
-// between looks: a thread that was just woken may stand on the same core, and what is waited for is often its work.
+// Waits for `value` to differ from `seen`: a brief spin, then sleep. A layer's next call comes within microseconds, a
+// training step's next phase within milliseconds: the first is worth a spin, the second is not. The spin yields between
+// its reads: a thread that was just woken may be on the same core, and the wait is often for its work.
 inline void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint32_t seen) {
   using Clock = std::chrono::steady_clock;
   constexpr auto kPatience = std::chrono::microseconds(200);
@@ -44,8 +44,8 @@ inline void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint3
   value.wait(seen, std::memory_order_acquire);
 }
 
-// Told by each worker when it starts on something and when it is done and waits for the others: from this a benchmark
-// learns how long every phase of a call took, and who waited for whom.
+// Called by each worker when it starts a phase and when it is done and waits for the others. From this a benchmark
+// computes the time of every phase of a call, and the waits between workers.
 class PhaseObserver {
  public:
   virtual ~PhaseObserver() = default;
@@ -56,7 +56,7 @@ inline PhaseObserver* phase_observer = nullptr;  // set while nothing runs
 
 class Barrier {
  public:
-  // Not while anybody waits.
+  // Not while a thread waits.
   void reset(int count) { count_ = count; }
 
   void arrive_and_wait() {
@@ -90,8 +90,8 @@ struct Worker {
   Barrier& barrier;
 };
 
-// Threads that sleep until they are called. There are as many as the largest call asked for, and any call takes the
-// first so many of them: layers that want different numbers of threads share them.
+// Threads that sleep until they are called. Their number is that of the largest call, and every call uses the first
+// ones. So layers with different numbers of threads share them.
 class ThreadPool {
  public:
   ThreadPool() = default;
@@ -99,8 +99,8 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
   ~ThreadPool() { dismiss(0); }
 
-  // Have so many threads, the caller included. Throws std::runtime_error where they cannot be started; then those that
-  // were there remain, and no other.
+  // Starts threads up to this number, the caller included. Throws std::runtime_error if they cannot be started; the
+  // number of threads is then unchanged.
   void require(int threads) {
     if (threads < 1) throw std::invalid_argument("threads must be at least 1, found " + std::to_string(threads));
     const std::size_t before = workers_.size();
@@ -176,7 +176,7 @@ class ThreadPool {
     }
   }
 
-  // To the node that the thread belongs to in this call: seldom another one than in the last.
+  // Moves to the node that the thread belongs to in this call; it is seldom another one than in the last.
   void move(Member& self, int index) const {
     static const std::vector<int> kAnywhere;
     const int nodes = static_cast<int>(nodes_->size());

@@ -1,4 +1,4 @@
-// Scratch memory that fits the largest call of late and is handed out anew for each one.
+// Scratch memory that fits the largest recent call and is divided again for each call.
 #pragma once
 
 #include <sys/mman.h>
@@ -18,8 +18,8 @@ namespace ktc {
 
 inline constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-// Ask for huge pages where memory will be touched for the first time: 17 MB of saved activations are 9 page faults
-// then, not 4200, which took 5 ms. It is advice: where it is refused nothing changes.
+// Requests huge pages before memory is touched for the first time. 17 MB of saved activations are then 9 page faults,
+// not 4200, which took 5 ms. It is advice: if it is refused, nothing changes.
 inline void prefer_huge_pages(void* begin, std::size_t bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(begin);
   const auto first = (address + kHugePage - 1) / kHugePage * kHugePage;
@@ -59,14 +59,15 @@ class HugePages {
   std::size_t mapped_ = 0;
 };
 
-// One array of a call's scratch memory: how many values of which type. `Workspace::lay_out` gives it its address.
+// One array of a call's scratch memory: the number and the type of its values. `Workspace::lay_out` gives it its
+// address.
 template <class T>
 class Region {
  public:
   explicit Region(std::int64_t count = 0) : count_(count) {}
 
   std::int64_t count() const { return count_; }
-  // Contents are whatever the last call left.
+  // The contents are undefined: those of an earlier call.
   T* data() const { return data_; }
   T* data_or_null() const { return count_ == 0 ? nullptr : data_; }
 
@@ -79,13 +80,13 @@ class Region {
 
 // The block that holds the regions of one call.
 //
-// The block stays for the next call. It gives memory back when it has been much too large for a while: after
-// `kPatience` calls in a row that took less than a quarter of it, it shrinks to the largest of these. So a long prompt
-// does not hold its memory through the text that follows, and steps that alternate in size keep theirs.
+// The block stays for the next call. It releases memory when it has been much too large for a while: after `kPatience`
+// calls in a row that took less than a quarter of it, it shrinks to the largest of these. So a long prompt does not
+// hold its memory through the text that follows, and steps that alternate in size keep theirs.
 class Workspace {
  public:
   static constexpr int kPatience = 256;
-  static constexpr std::size_t kSmall = 8 * kHugePage;  // not worth giving back
+  static constexpr std::size_t kSmall = 8 * kHugePage;  // not worth releasing
 
   // Gives every region an address. A part is a region, or has `regions(visit)`, which calls `visit` with each of its
   // own; an empty `std::optional` has none. Addresses of an earlier call are invalid from here on.

@@ -1,5 +1,5 @@
-// What ties the generated `bindings.cpp`, which lists the kernels of a library, to `module.cpp`, which is the same for
-// every library. No pybind11 here: its headers take the compiler longer than the kernels.
+// The interface between the generated `bindings.cpp`, which lists the kernels of a library, and `module.cpp`, which is
+// the same for every library. It does not include pybind11, whose headers take longer to compile than the kernels.
 #pragma once
 
 #include "ktc/linear.hpp"

@@ -1,8 +1,8 @@
 // AMX: TDPBF16PS multiplies 16 rows of 32 bf16 with 16 outputs. Groups of up to 32 rows take 2 x 2 tiles of sums and
-// four loads per four products. An expert with a handful of tokens is read as fast as memory gives it either way, and
-// its few rows would leave the tiles empty: AVX512-BF16 computes it, from the same packed weights.
+// four loads per four products. An expert with a handful of tokens is limited by memory either way, and its few rows
+// would leave the tiles empty. AVX512-BF16 computes it, from the same packed weights.
 //
-// A packed panel is what the weights' tiles are loaded from: [k / 2][32 outputs][2], two tiles side by side.
+// The weights' tiles are loaded from a packed panel: [k / 2][32 outputs][2], two tiles side by side.
 #pragma once
 
 #include <immintrin.h>
@@ -18,8 +18,8 @@
 
 namespace ktc::amx {
 
-// The four products of one step, of rows in tiles 4 and 5 with weights in 6 and 7. They are instructions with the
-// numbers of their registers in them; other types have theirs with the same names.
+// The four products of one step, of rows in tiles 4 and 5 with weights in 6 and 7. Their instructions contain the
+// numbers of the registers; other types have their own under the same names.
 struct Bf16Products {
   using Row = bf16;
   using Weight = bf16;
@@ -32,12 +32,12 @@ struct Bf16Products {
   [[gnu::always_inline]] static void lower_right() { _tile_dpbf16ps(3, 5, 7); }
 };
 
-// Every tile is set to zero after its last use, which costs nothing: a zero needs no register, and a core has few tile
-// registers to rename with, half of them when its other hardware thread is busy. Then eight tiles in use leave hardly
-// any for what is in flight, and loads and products wait for each other: 0.53 TFLOP/s instead of 0.85 from L1, where a
-// core to itself gives 1.9 either way.
+// Every tile is set to zero after its last use, which costs nothing. A zero needs no register, and a core has few tile
+// registers for renaming, half of them when its other hardware thread is busy. Then eight tiles in use leave hardly any
+// for instructions in flight, and loads and products wait for each other. That gives 0.53 TFLOP/s instead of 0.85 from
+// L1; a core with one busy thread reaches 1.9 either way.
 //
-// tile[row][32] of `kAdd` ? what it is : zero, plus the sum over k of a[k][row] * panel[k][32]. The tiles must have the
+// tile[row][32] = (`kAdd` ? its value : zero) + the sum over k of a[k][row] * panel[k][32]. The tiles must have the
 // shape for `kLower` ? 17 to 32 : 1 to 16 rows.
 template <class Products, bool kLower, bool kAdd, class Ahead>
 [[gnu::noinline]] void multiply_tiles(std::int64_t depth_steps, int rows, const typename Products::Row* a,
@@ -45,7 +45,7 @@ template <class Products, bool kLower, bool kAdd, class Ahead>
                                       Ahead& next) {
   using Sum = typename Products::Sum;
   constexpr int kDepth = Products::kDepth;
-  constexpr int kStride = kPanelWidth * sizeof(Sum);  // neighbours of k are as many as make up a sum's bytes
+  constexpr int kStride = kPanelWidth * sizeof(Sum);  // the neighbours of k fill a sum's bytes
   constexpr std::int64_t kPanelStep = kDepth * kPanelWidth;
   constexpr int kRight = kHalfPanel * sizeof(Sum) / sizeof(typename Products::Weight);
   Sum* lower = tile + kTileRows * kPanelWidth;
@@ -108,14 +108,14 @@ class Isa {
   using Lanes = avx512_bf16::Lanes;
   static constexpr int kMaxRows = 2 * kTileRows;
   static constexpr int kStreamRows = avx512_bf16::kStreamRows;
-  // Of the few rows' prefetch: into L2. These cores have 16 lines on their way to L1, and 48 to L2: 139 instead of 72
+  // The prefetch for few rows goes into L2. These cores have 16 lines in flight to L1, and 48 to L2: 139 instead of 72
   // GB/s at one token with 16 threads.
   static constexpr int kStreamLocality = 2;
 
   // At 512 of k and 12 groups, the rows (384 KB) and the sums of 16 panels (768 KB) stay in L2 and a stretch of a panel
-  // (32 KB) in L1. An expert with fewer rows is waited for, not multiplied, and best read panel by panel; and so is one
-  // whose rows stay in L2 beside two panels, because sums are then kept in tiles: 12 % less time at 192 rows of 2048,
-  // where blocks save as much at 64 rows of 7168.
+  // (32 KB) in L1. Memory limits an expert with fewer rows, which is best read panel by panel. So is one whose rows
+  // stay in L2 beside two panels, because sums are then kept in tiles: 12 % less time at 192 rows of 2048. Blocks save
+  // the same at 64 rows of 7168.
   static constexpr bool kBlocked = true;
   static constexpr Blocking kBlocking{.panels = 16, .groups = 12, .contraction = 512};
   static constexpr std::int64_t kBlockedRows = 48;
@@ -133,7 +133,7 @@ class Isa {
     by_tiles<false>(rows, steps, a, panel, tile, ahead);
   }
 
-  // The same added to what `tile` holds.
+  // Adds the same to `tile`.
   template <class Ahead>
   void multiply_add(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
     by_tiles<true>(rows, steps, a, panel, tile, ahead);
@@ -144,7 +144,8 @@ class Isa {
     return multiplies_tiles(rows) ? steps / kPairs : avx512_bf16::Isa::steps_ahead(rows, steps);
   }
 
-  // Other products must tell these which shape they need: the registers have one for all.
+  // All products share the one shape of the registers, so other products must set the shape that they need through
+  // these.
   Tiles& tiles() { return tiles_; }
 
   [[gnu::always_inline]] static void transpose_piece(const bf16* source, bf16* target, unsigned piece) {

@@ -1,5 +1,5 @@
-// Integer products with AMX: TDPBUSD multiplies 16 rows of 64 bytes with 16 outputs, from panels that lie as those of
-// bf16 do. An expert with a handful of tokens is multiplied with VNNI.
+// Integer products with AMX: TDPBUSD multiplies 16 rows of 64 bytes with 16 outputs, from panels in the layout of bf16.
+// An expert with a handful of tokens is multiplied with VNNI.
 #pragma once
 
 #include <immintrin.h>
@@ -53,7 +53,7 @@ class IntegerIsa {
     by_tiles<false>(rows, steps, a, panel, tile, ahead);
   }
 
-  // The same added to what `tile` holds.
+  // Adds the same to `tile`.
   template <class Ahead>
   void multiply_add(int rows, std::int64_t steps, const std::uint8_t* a, const std::int8_t* panel, std::int32_t* tile,
                     Ahead& ahead) {

@@ -1,4 +1,4 @@
-// The tile registers of AMX: permission to use them, their shape, and what is done with them.
+// The tile registers of AMX: permission to use them, their shape, and their instructions.
 #pragma once
 
 #include <immintrin.h>
@@ -16,8 +16,8 @@ namespace ktc::amx {
 inline constexpr int kTileRows = 16;
 inline constexpr int kTileBytes = 64;  // of a row
 
-// The kernel saves 8 KB more per thread for whoever uses tiles, so a process asks first. Throws std::runtime_error
-// where that is refused.
+// Linux saves 8 KB more per thread of a process that uses tiles, so a process must request permission. Throws
+// std::runtime_error if it is refused.
 inline void request_tiles() {
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
@@ -25,7 +25,7 @@ inline void request_tiles() {
   if (refused != 0) throw std::runtime_error("the operating system does not let this process use the AMX tiles");
 }
 
-// The intrinsics do not tell the compiler what memory they read: nothing may be put off past this.
+// The intrinsics do not declare the memory they read: the compiler must not delay a store past this.
 [[gnu::always_inline]] inline void settle_memory() {
   asm volatile("" ::: "memory");
 }
@@ -54,7 +54,7 @@ class Tiles {
   }
 
  private:
-  struct Shape {  // what LDTILECFG reads
+  struct Shape {  // the operand of LDTILECFG
     std::uint8_t palette = 1;
     std::uint8_t start_row = 0;
     std::array<std::uint8_t, 14> reserved{};

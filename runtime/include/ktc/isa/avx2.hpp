@@ -82,7 +82,7 @@ class Lanes {
     };
     return {of_bits(a.low_, b.low_), of_bits(a.high_, b.high_)};
   }
-  // In two steps: 2^n itself may lie outside fp32 where x * 2^n does not, and the other way round.
+  // In two steps: 2^n itself may be outside the range of fp32 where x * 2^n is not, and the reverse.
   friend Lanes times_power_of_two(Lanes x, Lanes n) {
     const Lanes half = rounded(n * Lanes(0.5f));
     return x * power_of_two(half) * power_of_two(n - half);
@@ -94,7 +94,7 @@ class Lanes {
     return {_mm256_min_ps(highest, _mm256_max_ps(lowest, x.low_)),
             _mm256_min_ps(highest, _mm256_max_ps(lowest, x.high_))};
   }
-  // `value` where low <= x <= high, elsewhere and where x is NaN zero.
+  // `value` where low <= x <= high, otherwise (also for NaN) zero.
   friend Lanes zero_outside(float low, float high, Lanes x, Lanes value) {
     const __m256 lowest = _mm256_set1_ps(low);
     const __m256 highest = _mm256_set1_ps(high);
@@ -103,7 +103,7 @@ class Lanes {
     };
     return {_mm256_and_ps(inside(x.low_), value.low_), _mm256_and_ps(inside(x.high_), value.high_)};
   }
-  // Zero where x <= bound, elsewhere and where x is NaN `value`.
+  // Zero where x <= bound, otherwise (also for NaN) `value`.
   friend Lanes zero_up_to(float bound, Lanes x, Lanes value) {
     const __m256 last = _mm256_set1_ps(bound);
     return {_mm256_and_ps(_mm256_cmp_ps(x.low_, last, _CMP_NLE_UQ), value.low_),
@@ -164,7 +164,7 @@ inline constexpr int kMaxRows = 4;
 
 inline constexpr int kUnroll = 2;
 
-// Two bf16 read as one integer, which the type rules would otherwise forbid.
+// Two bf16 read as one integer, without a violation of the aliasing rules.
 using Pair [[gnu::may_alias]] = std::int32_t;
 
 template <int kRows, class Ahead>

@@ -1,5 +1,5 @@
-// Integer products with AVX2: bytes are widened to words, of which VPMADDWD adds products of two exactly. What adds
-// products of bytes, VPMADDUBSW, saturates at 16 bits.
+// Integer products with AVX2: bytes are widened to words, and VPMADDWD adds products of two words exactly. VPMADDUBSW,
+// which adds products of bytes, saturates at 16 bits.
 #pragma once
 
 #include <immintrin.h>

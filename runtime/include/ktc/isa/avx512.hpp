@@ -28,11 +28,11 @@ struct IntegerRounding {
 
 // 12 rows x 2 vectors are 24 accumulators; 4 vectors of widened weights, 2 of a row's values and the mask fit beside.
 inline constexpr int kMaxRows = 12;
-// As for avx512_bf16: up to so many rows the panel is streamed ahead of use instead of the next one fetched.
+// As for avx512_bf16: up to this many rows the panel is streamed ahead of use, and the next one is not fetched.
 inline constexpr int kStreamRows = 4;
 inline constexpr int kUnroll = 2;
 
-// Two bf16 read as one integer, which the type rules would otherwise forbid.
+// Two bf16 read as one integer, without a violation of the aliasing rules.
 using Pair [[gnu::may_alias]] = std::int32_t;
 
 template <int kRows, class Ahead>

@@ -1,5 +1,5 @@
-// AVX-512 with VDPBF16PS: two bf16 products per fp32 lane and instruction. That instruction rounds to nearest even and
-// takes and gives denormals as zero, whatever MXCSR says.
+// AVX-512 with VDPBF16PS: two bf16 products per fp32 lane and instruction. For every setting of MXCSR that instruction
+// rounds to nearest even and reads and writes denormals as zero.
 #pragma once
 
 #include <immintrin.h>
@@ -25,8 +25,8 @@ using Lanes = avx512::Lanes<Rounding>;
 // 32 registers free, and each load of the panel feeds 12 instructions.
 inline constexpr int kMaxRows = 12;
 
-// Up to this many rows an expert is read as fast as memory gives it, not as fast as it is multiplied. Then a prefetch
-// into L1, 4 KB ahead, serves better than one of the next panel into L2: 31 instead of 21 GB/s at one token.
+// Up to this many rows memory limits the speed of an expert, not the products. Then a prefetch into L1, 4 KB ahead, is
+// faster than one of the next panel into L2: 31 instead of 21 GB/s at one token.
 inline constexpr int kStreamRows = 4;
 
 // `kLocality` of that prefetch as of `__builtin_prefetch`: 0 is past L2.
@@ -34,7 +34,7 @@ inline constexpr int kStreamLocality = 0;
 
 inline constexpr int kUnroll = 4;
 
-// Two bf16 read as one integer, which the type rules would otherwise forbid.
+// Two bf16 read as one integer, without a violation of the aliasing rules.
 using Pair [[gnu::may_alias]] = std::int32_t;
 
 template <int kRows, int kLocality, class Ahead>

@@ -1,5 +1,5 @@
-// The loop of integer products for every ISA with AVX-512: `Products` says how four neighbours of k of one row and of
-// 16 outputs are multiplied.
+// The loop of integer products for every ISA with AVX-512: `Products` multiplies four neighbours of k of one row and of
+// 16 outputs.
 #pragma once
 
 #include <immintrin.h>
@@ -57,7 +57,7 @@ template <class Products, int kUnroll, int kStreamRows, int kLocality, int kRows
   next = ahead;
 }
 
-// The integer side of `ElementIsa`, in groups of as many rows.
+// The integer side of `ElementIsa`, in groups of the same number of rows.
 template <class ElementIsa, class Products, int kUnroll>
 class CodesIsa {
  public:

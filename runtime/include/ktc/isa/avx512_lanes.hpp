@@ -65,13 +65,13 @@ class Lanes {
     // MAXPS and MINPS return their second operand when one is NaN, so x comes second.
     return Lanes(_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), x.v_)));
   }
-  // `value` where low <= x <= high, elsewhere and where x is NaN zero.
+  // `value` where low <= x <= high, otherwise (also for NaN) zero.
   friend Lanes zero_outside(float low, float high, Lanes x, Lanes value) {
     const __mmask16 from_low = _mm512_cmp_ps_mask(x.v_, _mm512_set1_ps(low), _CMP_GE_OQ);
     return Lanes(
         _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(from_low, x.v_, _mm512_set1_ps(high), _CMP_LE_OQ), value.v_));
   }
-  // Zero where x <= bound, elsewhere and where x is NaN `value`.
+  // Zero where x <= bound, otherwise (also for NaN) `value`.
   friend Lanes zero_up_to(float bound, Lanes x, Lanes value) {
     return Lanes(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v_, _mm512_set1_ps(bound), _CMP_NLE_UQ), value.v_));
   }

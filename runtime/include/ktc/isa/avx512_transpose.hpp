@@ -13,8 +13,8 @@ namespace ktc::avx512 {
 // Transposing a 16 x 16 quarter of a block: k and n are its two indices; before, register k/2 holds (n, k%2) in its
 // 16-bit places, after, register n/2 holds (k, n%2). Of two neighbouring registers, one two-register permutation each
 // makes every 128-bit piece of the result, of bits (k0, n0, n1) to (n0, k0, k1) of the place inside a piece, where k1
-// chooses the register and n1 is constant. The pieces then move to where they belong through memory: stores are what a
-// product beside it has to spare, while each shuffle takes a place from one of its multiply-adds.
+// chooses the register and n1 is constant. The pieces then move to their final places through memory: a product beside
+// it leaves stores free, while each shuffle takes the place of one of its multiply-adds.
 using WordOrder = std::array<std::uint16_t, 32>;
 
 constexpr WordOrder word_order(unsigned n1) {
@@ -49,7 +49,7 @@ alignas(64) inline constexpr WordOrder kUpperWords = word_order(1);
   _mm512_store_si512(moved[0], _mm512_permutex2var_epi16(even, _mm512_load_si512(kLowerWords.data()), odd));
   _mm512_store_si512(moved[1], _mm512_permutex2var_epi16(even, _mm512_load_si512(kUpperWords.data()), odd));
   const bf16* pieces = moved[0];
-  asm("" : "+r"(pieces) : "m"(moved));  // or the compiler would take the pieces out of the registers, by shuffles
+  asm("" : "+r"(pieces) : "m"(moved));  // otherwise the compiler would extract the pieces by shuffles
 #pragma GCC unroll 8
   for (int vector = 0; vector < 8; ++vector) {
     const auto* taken = reinterpret_cast<const __m128i*>(pieces + vector % 2 * 32 + vector / 2 * kPiece);

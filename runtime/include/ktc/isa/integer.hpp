@@ -17,14 +17,14 @@ struct ElementTraits<std::uint8_t> {
   static constexpr int kDepth = 4;
 };
 
-// Each ISA's header for integers says which type it is.
+// Each ISA's header for integers defines the type.
 template <class Isa>
 struct IntegerIsa;
 
 template <class Isa>
 using IntegerIsaOf = typename IntegerIsa<Isa>::type;
 
-// Four neighbours of k as one integer, which the type rules would otherwise forbid.
+// Four neighbours of k as one integer, without a violation of the aliasing rules.
 using Quad [[gnu::may_alias]] = std::int32_t;
 
 }  // namespace ktc

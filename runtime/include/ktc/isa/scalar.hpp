@@ -1,7 +1,7 @@
-// Plain C++ on any element type: the oracle the vector versions are tested against, and the one that runs anywhere.
+// Plain C++ on any element type: the oracle for the tests of the vector versions, and the one that runs on every CPU.
 //
 // The interface every ISA has: `Element`, `Accumulator`, `Lanes` (half a panel of accumulators), `kMaxRows` of a group,
-// `kStreamRows`, `kBlocked` (see `Blocking`), `require` (what the process must be granted first), `multiply`,
+// `kStreamRows`, `kBlocked` (see `Blocking`), `require` (requests the permissions of the process), `multiply`,
 // `steps_ahead` and `transpose_piece`. A sweep makes one object of it per worker.
 #pragma once
 
@@ -87,13 +87,13 @@ class Lanes {
       return value < Scalar(low) ? Scalar(low) : value > Scalar(high) ? Scalar(high) : value;
     });
   }
-  // `value` where low <= x <= high, elsewhere and where x is NaN zero.
+  // `value` where low <= x <= high, otherwise (also for NaN) zero.
   friend Lanes zero_outside(double low, double high, const Lanes& x, const Lanes& value) {
     return make([&](int lane) {
       return x.values_[lane] >= Scalar(low) && x.values_[lane] <= Scalar(high) ? value.values_[lane] : Scalar{};
     });
   }
-  // Zero where x <= bound, elsewhere and where x is NaN `value`.
+  // Zero where x <= bound, otherwise (also for NaN) `value`.
   friend Lanes zero_up_to(double bound, const Lanes& x, const Lanes& value) {
     return make([&](int lane) { return x.values_[lane] <= Scalar(bound) ? Scalar{} : value.values_[lane]; });
   }

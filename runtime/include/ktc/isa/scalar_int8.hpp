@@ -1,4 +1,4 @@
-// Integer products in plain C++: what the vector versions must equal to the last bit.
+// Integer products in plain C++: the vector versions must equal them to the last bit.
 #pragma once
 
 #include <algorithm>

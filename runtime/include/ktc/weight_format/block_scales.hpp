@@ -1,4 +1,4 @@
-// How the scales of blocks lie in a panel, where several formats share it.
+// The layouts of blocks' scales in a panel that several formats share.
 #pragma once
 
 #include <cstddef>
@@ -55,7 +55,7 @@ inline void put_half(const std::uint8_t* stored, std::byte* line, std::int64_t l
   std::memcpy(line + lane * 2, stored, 2);
 }
 
-// 32 weights with an fp16 scale, which a stored block begins with.
+// 32 weights with an fp16 scale, at the start of a stored block.
 struct OneHalfScale {
   static constexpr int kWeights = 32;
   static constexpr int kScales = 1;
@@ -71,7 +71,7 @@ struct OneHalfScale {
 };
 
 // 256 weights with an fp16 scale and an fp16 minimum; each 32 have six bits that multiply the one and six for the
-// other. A stored block begins with the two halves and 12 bytes of sixes, which lie in a panel byte by byte: a plane of
+// other. A stored block begins with the two halves and 12 bytes of sixes. A panel stores these byte by byte: a plane of
 // 32 outputs for each of the twelve.
 struct ScalesAndMins {
   static constexpr int kWeights = 256;

@@ -1,17 +1,17 @@
-// Weights in the blocks of a GGUF file, computed with as they are stored: same bits, in another order.
+// Weights in the blocks of a GGUF file, multiplied as they are stored: the same bits in another order.
 //
 // A `Format` describes the file's blocks of one row: `kWeights` of them in `kStoredBytes`, codes of `kBits` (4, 5, 6, 8
-// or 16) and scales. What is multiplied is scale x number(code), less a minimum where the format has `kMins`.
-//   number(code)                       what a code stands for, an integer that is exact in bf16
-//   code(stored, k)                    the code of weight k of a stored block
-//   put_head(stored, head, lane)       a stored block's scales into those of a panel, for one output
-//   scales(head, block, scale, min)    of 32 weights of each output: `kScales` scales, in fp32, and their minimum
-//   quantise(weights, stored)          a block of floats, where the format can be made of them
+// or 16) and scales. A weight is scale x number(code), less a minimum where the format has `kMins`.
+//   number(code)                       the value of a code, an integer that is exact in bf16.
+//   code(stored, k)                    the code of weight k of a stored block.
+//   put_head(stored, head, lane)       copies a stored block's scales into those of a panel, for one output.
+//   scales(head, block, scale, min)    of 32 weights of each output: `kScales` scales, in fp32, and their minimum.
+//   quantise(weights, stored)          quantises a block of floats, if the format supports it.
 //
 // A panel is a sequence of spans of `kSpanBlocks` x 32 weights of its 32 outputs: [`kHeadBytes` of scales][blocks]. A
 // block is 32 x 32 codes in the order of a bf16 block (`panel.hpp`), whose 32 vectors are 32 elements each. The lower
-// four bits of a code lie in lines of 64 bytes for four consecutive vectors, a nibble of a word for each; the upper
-// bits of 5- and 6-bit codes follow in lines of 16 and 8 vectors. Codes of 8 and 16 bits lie as the elements do.
+// four bits of codes are in lines of 64 bytes for four consecutive vectors, a nibble of a word for each. The upper bits
+// of 5- and 6-bit codes follow in lines of 16 and 8 vectors. Codes of 8 and 16 bits are in the order of the elements.
 #pragma once
 
 #include <algorithm>
@@ -142,7 +142,7 @@ struct BlockPanel {
   }
 
  private:
-  // Where the bits of an element lie: of which 16-bit word, and how far up.
+  // The place of an element's bits: their 16-bit word, and their shift in it.
   template <int kBits>
   struct Bits {
     explicit Bits(std::int64_t offset) {

@@ -1,5 +1,5 @@
-// What a stored code means: the number that is multiplied with its group's scale, and which code and scale stand for
-// given weights. One type per quantised format; `QuantisedPanel` lays them out.
+// The meaning of stored codes: the number that is multiplied with its group's scale, and the code and scale of given
+// weights. There is one type per quantised format; `QuantisedPanel` lays them out.
 #pragma once
 
 #include <algorithm>
@@ -59,7 +59,7 @@ struct Fp8 {
     const float quotient = value / scale;
     const float magnitude = std::min(std::abs(quotient), 448.0f);
     const int exponent = std::max(std::ilogb(std::max(magnitude, 0x1p-6f)), -6);
-    // Eighths of a power of two: a carry goes on into the exponent, and below 2^-6 they are the denormals.
+    // Eighths of a power of two: a carry increments the exponent, and below 2^-6 they are the denormals.
     const int eighths = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
     const int code = (exponent + 6) * 8 + eighths;
     return static_cast<std::uint8_t>(code | (std::signbit(quotient) ? 0x80 : 0));

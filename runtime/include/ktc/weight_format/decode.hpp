@@ -1,4 +1,4 @@
-// Codes to bf16, vector by vector, in the `Lanes` of an ISA. Every ISA gives the same bits: code x scale is taken in
+// Codes to bf16, vector by vector, in the `Lanes` of an ISA. Every ISA gives the same bits: code x scale is computed in
 // fp32, where it is exact or nearly so, and rounded once.
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace ktc::weight_format {
 
-// What an ISA does in its own way; this is how any of them can. A vector of 32 elements, 16 outputs with two neighbours
-// of k each, is two `Lanes`.
+// The steps that an ISA may specialise; this version works on every ISA. A vector of 32 elements, 16 outputs with two
+// neighbours of k each, is two `Lanes`.
 template <class Lanes>
 struct Decoding {
   using Scalar = typename Lanes::Scalar;
@@ -28,7 +28,7 @@ struct Decoding {
     return Lanes::load(values);
   }
 
-  // Half a vector of a line: the numbers that its codes stand for.
+  // Half a vector of a line: the values of its codes.
   static Lanes numbers(Int4, const std::byte* line, int vector, int half) {
     std::array<std::uint16_t, kHalfPanel> words;
     std::memcpy(words.data(), line + half * sizeof(words), sizeof(words));
@@ -36,7 +36,7 @@ struct Decoding {
     for (int i = 0; i < kHalfPanel; ++i) values[i] = static_cast<Scalar>((words[i] >> (4 * vector) & 0xf) - 8);
     return Lanes::load(values);
   }
-  // 8-bit codes lie in the order of the vector.
+  // 8-bit codes are in the order of the vector.
   template <class Code>
   static Lanes numbers(Code, const std::byte* line, int vector, int half) {
     const std::byte* codes = line + (2 * vector + half) * kHalfPanel;

@@ -30,7 +30,7 @@ struct Decoding<avx512::Lanes<Rounding>> {
     const __m512i nibbles = _mm512_srli_epi32(_mm512_cvtepu16_epi32(words), static_cast<unsigned>(4 * vector));
     return Lanes(_mm512_permutexvar_ps(nibbles, table));
   }
-  // As fp16, whose exponent has another bias, and which has the denormals too.
+  // As fp16, whose exponent has another bias and which has the same denormals.
   static Lanes numbers(Fp8, const std::byte* line, int vector, int half) {
     const __m256i words = _mm256_cvtepu8_epi16(codes(line, vector, half));
     const __m256i magnitude = _mm256_slli_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0x7f)), 7);

@@ -1,6 +1,6 @@
 // Blocks of a file's formats to bf16, vector by vector, in the `Lanes` of an ISA: scale x number is exact in fp32, a
-// minimum is taken off with one rounding, and bf16 is the other. Every ISA gives the same bits, but that AVX512-BF16
-// takes denormals for zero.
+// minimum is subtracted with one rounding, and bf16 is the other. Every ISA gives the same bits, except that
+// AVX512-BF16 reads denormals as zero.
 #pragma once
 
 #include <array>
@@ -16,7 +16,8 @@ namespace ktc::weight_format {
 template <class Panel>
 concept StoredInBlocks = requires { Panel::kStored; };
 
-// The numbers of `kVectors` vectors of a block, from vector `index` x `kVectors` on: what an ISA does in its own way.
+// The numbers of `kVectors` vectors of a block, from vector `index` x `kVectors` on: the step that an ISA may
+// specialise.
 template <class Lanes, class Panel>
 class BlockNumbers {
  public:

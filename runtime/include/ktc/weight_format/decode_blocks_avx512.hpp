@@ -16,8 +16,8 @@
 
 namespace ktc::weight_format {
 
-// What the codes of up to six bits stand for, as bf16. A look-up reads five bits of an index, or six: shorter tables
-// are there several times.
+// The values of the codes of up to six bits, as bf16. A look-up reads five bits of an index, or six: shorter tables are
+// repeated.
 template <class Format>
 struct NumberTable {
   static constexpr int kEntries = Format::kBits == 6 ? 64 : 32;
@@ -65,7 +65,7 @@ class CodeLines {
       const int up = 4 - vector * Panel::kHighBits;
       const __m512i high = up >= 0 ? _mm512_slli_epi16(high_, static_cast<unsigned>(up))
                                    : _mm512_srli_epi16(high_, static_cast<unsigned>(-up));
-      constexpr int kSelect = 0xca;  // the second operand where the first has ones, else the third
+      constexpr int kSelect = 0xca;  // the second operand where the first has ones, otherwise the third
       index = _mm512_ternarylogic_epi32(_mm512_set1_epi16(0xf), index, high, kSelect);
     }
     if constexpr (Format::kBits == 6) {

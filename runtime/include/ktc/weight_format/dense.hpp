@@ -1,4 +1,4 @@
-// Unquantised expert weights: what is stored is what is multiplied.
+// Unquantised expert weights: multiplied as stored.
 #pragma once
 
 #include <cstddef>

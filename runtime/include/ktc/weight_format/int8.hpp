@@ -1,8 +1,8 @@
 // Weights as 8-bit integers with one scale per output, for products in integers.
 //
-// A panel is [32 fp32 scales][32 offsets][codes]. Of the codes four neighbours of k lie side by side, [k / 4][32
+// A panel is [32 fp32 scales][32 offsets][codes]. The codes of four neighbours of k are stored side by side, [k / 4][32
 // outputs][4], as VPDPBUSD and the AMX tiles multiply them; k is padded to whole tiles of 64. The rows' codes are
-// multiplied with 128 added, and an offset is what that adds to a sum: 128 times the sum of an output's codes.
+// multiplied with 128 added. An offset is the resulting error of a sum: 128 times the sum of an output's codes.
 #pragma once
 
 #include <algorithm>
@@ -31,13 +31,13 @@ struct Int8Panel {
   static constexpr std::int64_t kOffsetsAt = kPanelWidth * sizeof(float);
   static constexpr std::int64_t kScaleBytes = kOffsetsAt + kPanelWidth * sizeof(std::int32_t);
 
-  // What a row of codes holds, for a contraction padded to whole blocks.
+  // The size of a row of codes, for a contraction padded to whole blocks.
   static std::int64_t contraction(std::int64_t padded_k) { return round_up(padded_k, 64); }
   static std::int64_t bytes(std::int64_t padded_k) { return kScaleBytes + contraction(padded_k) * kPanelWidth; }
   static std::int64_t scales_at(std::int64_t) { return 0; }
   static std::int64_t codes_at(std::int64_t block) { return kScaleBytes + block * kBlockBytes; }
 
-  // 255 x -128 for each of so many weights still fit 32 bits.
+  // The sum of 255 x -128 for each of this many weights still fits 32 bits.
   static void check(const char* name, std::int64_t size) {
     constexpr std::int64_t kLargest = 65536;
     if (size <= kLargest) return;

@@ -1,8 +1,8 @@
-// How the parts of an expert lie in its packed form, whatever their panels are made of.
+// The layout of an expert's parts in its packed form, for every type of panel.
 //
 // An expert is [first panels][H/32 down panels][biases]. A first panel, of the product that reads hidden states, holds
-// 16 outputs of gate and the same 16 of up, so that the activation of both is at hand when one product ends; 32 of up
-// where there is no gate. Biases are kept as accumulators, in the order of the panels' outputs.
+// 16 outputs of gate and the same 16 of up, so that the activation has both when one product ends; 32 of up without a
+// gate. Biases are kept as accumulators, in the order of the panels' outputs.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace ktc::weight_format {
 
 enum class Part { kGate, kUp, kDown, kGateBias, kUpBias, kDownBias };
 
-// Which parts an expert has beside up and down.
+// The parts that an expert has beside up and down.
 struct Parts {
   bool gate;
   bool biases;
@@ -65,7 +65,7 @@ class ExpertLayout {
   }
   std::int64_t first_bias_size() const { return num_first_panels() * kPanelWidth; }
 
-  // Throws std::invalid_argument where a part is none of this layer's, or of another shape.
+  // Throws std::invalid_argument if a part does not belong to this layer or has another shape.
   void check(Part part, std::int64_t rows, std::int64_t columns) const {
     if (is_gate(part) && !parts_.gate) throw std::invalid_argument("this kernel is for experts without a gate");
     if (is_bias(part) && !parts_.biases) throw std::invalid_argument("this kernel is for experts without biases");

@@ -1,5 +1,5 @@
 // A few rows multiplied with the codes of blocks as they are stored, for ISAs with VDPBF16PS: see `multiply_codes.hpp`.
-// What is taken off a group for its minimum is the minimum times the sum of the row's values there.
+// For its minimum, a group's sum is reduced by the minimum times the sum of the row's values there.
 #pragma once
 
 #include <immintrin.h>
@@ -45,7 +45,7 @@ inline bool sum_blocks(int rows, std::int64_t padded_k, const bf16* a, float* su
 template <class Format>
 inline constexpr bool kInTwo = Format::kBits == 8;
 
-// Of an infinite value these two, and a minimum, would make no number where the weight itself gives an infinity.
+// For an infinite value these two, and a minimum, would give NaN where the weight itself gives an infinity.
 template <class Format>
 inline constexpr bool kWantsFinite = Format::kMins || kInTwo<Format>;
 
@@ -81,7 +81,7 @@ template <class Panel, int kRows>
   constexpr int kGroups = std::max(Format::kScales, 1);
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / kVectors / kGroups;  // of a group
   constexpr int kStepLines = static_cast<int>(Panel::kBlockBytes / 64 / (kSteps * kGroups));
-  constexpr int kSplit = kRows <= 2 ? 2 : 1;  // few rows: more sums than one, or each product waits for the last
+  constexpr int kSplit = kRows <= 2 ? 2 : 1;  // few rows: with only one sum, each product would wait for the last
   constexpr int kStreamAhead = 4096;
   __m512 total[2][kRows];
 #pragma GCC unroll 6
@@ -166,7 +166,7 @@ void multiply_blocks(int rows, std::int64_t padded_k, const bf16* a, const float
   kByRows[static_cast<std::size_t>(rows - 1)](padded_k, a, a_sums, panel, tile);
 }
 
-// The same block by block through bf16 weights: a row's infinity times its weights is no infinity less another.
+// The same block by block through bf16 weights: an infinity of a row is then never subtracted from another.
 template <class Panel>
 void multiply_decoded(int rows, std::int64_t padded_k, const bf16* a, const std::byte* panel, float* tile) {
   using Isa = avx512_bf16::Isa;

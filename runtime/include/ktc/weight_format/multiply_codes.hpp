@@ -1,6 +1,6 @@
-// A few rows multiplied with codes as they are stored, for ISAs with VDPBF16PS: an expert with so few tokens is read as
-// fast as memory gives it, and bf16 weights would be written and read again on the way. Codes are exact in bf16; each
-// group's sum is multiplied with its scale in fp32, which is one rounding less per weight.
+// A few rows multiplied with codes as they are stored, for ISAs with VDPBF16PS: memory limits an expert with this few
+// tokens, and bf16 weights would be written and read again. Codes are exact in bf16; each group's sum is multiplied
+// with its scale in fp32, which is one rounding less per weight.
 #pragma once
 
 #include <immintrin.h>
@@ -20,10 +20,10 @@
 
 namespace ktc::weight_format {
 
-// So many rows keep sums of a group, sums of all groups, the table and a broadcast value in 32 registers.
+// For this many rows, sums of a group, sums of all groups, the table and a broadcast value fit 32 registers.
 inline constexpr int kMaxCodeRows = 6;
 
-// Vector `vector` of a line as bf16 numbers. VPERMW reads five bits of an index: the table is there twice.
+// Vector `vector` of a line as bf16 numbers. VPERMW reads five bits of an index: the table is repeated.
 [[gnu::always_inline]] inline __m512bh bf16_numbers(Int4, __m512i line, int vector) {
   constexpr auto kTable = [] {
     std::array<std::uint16_t, 32> table{};
@@ -42,7 +42,7 @@ inline constexpr int kMaxCodeRows = 6;
 [[gnu::always_inline]] inline __m256i half_line(__m512i line, int vector) {
   return vector == 0 ? _mm512_castsi512_si256(line) : _mm512_extracti64x4_epi64(line, 1);
 }
-// As fp16 the codes are 2^-8 of what they stand for.
+// As fp16 the codes are 2^-8 of their values.
 [[gnu::always_inline]] inline __m512bh bf16_numbers(Fp8, __m512i line, int vector) {
   const __m512i words = _mm512_cvtepu8_epi16(half_line(line, vector));
   const __m512i magnitude = _mm512_slli_epi16(_mm512_and_si512(words, _mm512_set1_epi16(0x7f)), 7);
@@ -52,7 +52,7 @@ inline constexpr int kMaxCodeRows = 6;
   const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
   return _mm512_cvtne2ps_pbh(high, low);
 }
-// By what `bf16_numbers` are too small.
+// The factor by which `bf16_numbers` are too small.
 template <class Code>
 inline constexpr float kNumberScale = std::is_same_v<Code, Fp8> ? 0x1p8f : 1.0f;
 
@@ -69,7 +69,7 @@ template <class Panel, int kRows>
   using Code = typename Panel::Code;
   constexpr int kVectors = 16 / Code::kBits;  // of a line; two of them have the same pair of k
   constexpr int kPairs = kVectors / 2;
-  constexpr int kSplit = kRows <= 2 ? kPairs : 1;  // few rows: more sums than one, or each product waits for the last
+  constexpr int kSplit = kRows <= 2 ? kPairs : 1;  // few rows: with only one sum, each product would wait for the last
   constexpr int kStreamAhead = 4096;
   __m512 total[2][kRows];
 #pragma GCC unroll 6

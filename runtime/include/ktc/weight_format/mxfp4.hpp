@@ -25,7 +25,7 @@ struct MXFP4 {
   static constexpr std::int64_t kBlockHeadBytes = kPanelWidth;
   static constexpr std::int64_t kHeadBytes = kSpanBlocks * kBlockHeadBytes;
 
-  // Twice what the code stands for, which makes it an integer; the scale is half of the power of two.
+  // Twice the value of the code, which makes it an integer; the scale is half of the power of two.
   static constexpr float number(unsigned code) { return kNumbers[code]; }
   static unsigned code(const std::uint8_t* stored, int k) { return halved_nibble(stored + 1, k); }
 

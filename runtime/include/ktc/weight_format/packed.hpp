@@ -1,8 +1,8 @@
-// The packed experts of a layer: `FirstPanelType` and `DownPanelType` say what a panel of 32 outputs is made of, of the
-// product that reads hidden states (gate and up) and of the one that gives them.
+// The packed experts of a layer: `FirstPanelType` and `DownPanelType` are the types of a panel of 32 outputs, of the
+// product that reads hidden states (gate and up) and of the one that computes them.
 //
-// A panel type has `Element`, what is multiplied; `bytes` of a panel, a multiple of 64; `pack` and `unpack` for the
-// lanes of one part; `check` for the contraction it has to hold; and, if it is quantised, `pack_codes` or
+// A panel type has `Element`, the type that is multiplied; `bytes` of a panel, a multiple of 64; `pack` and `unpack`
+// for the lanes of one part; `check` for the contraction it has to hold; and, if it is quantised, `pack_codes` or
 // `pack_blocks`.
 #pragma once
 
@@ -51,7 +51,7 @@ class Packed {
   // Of one expert on all nodes.
   std::int64_t expert_bytes() const { return weights_bytes() + bias_bytes(); }
   // A shard holds of each expert [its first panels][its down panels], and the first shard [biases] too; each begins on
-  // a huge page of its own. One shard is all there is on one node, and then nothing is padded.
+  // a huge page of its own. On one node there is only one shard, without padding.
   std::int64_t packed_bytes() const { return shard_begin(nodes_); }
   std::int64_t shard_begin(int node) const {
     std::int64_t begin = 0;

@@ -1,9 +1,9 @@
 // The packed order of a weight matrix, shared by every format that computes in `Element`.
 //
-// A matrix W (outputs N, contraction K) is cut into panels of 32 outputs; a panel holds, step after step along K,
-// [32 outputs][kDepth neighbours of K]. So one step is what one row of the micro-kernel multiplies, and 32 steps' worth
-// of K (a block) is 32 x 32 elements in one stretch: the unit in which a panel of W^T is rebuilt for backward.
-// Padding to whole panels and blocks is zero.
+// A matrix W (outputs N, contraction K) is cut into panels of 32 outputs; a panel holds, step after step along K, [32
+// outputs][kDepth neighbours of K]. So one row of the micro-kernel multiplies one step, and 32 steps' worth of K (a
+// block) is 32 x 32 elements in one stretch: the unit in which a panel of W^T is rebuilt for backward. Padding to whole
+// panels and blocks is zero.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,10 @@
 namespace ktc::weight_format {
 
 inline constexpr std::int64_t kBlock = kPanelWidth * kPanelWidth;
-// Every ISA transposes a block in so many pieces, which together are the whole.
+// Every ISA transposes a block in this many pieces.
 inline constexpr unsigned kBlockPieces = 16;
 
-// Where element (lane, k) of a panel lies.
+// The offset of element (lane, k) in a panel.
 template <class Element>
 constexpr std::int64_t panel_offset(std::int64_t lane, std::int64_t k) {
   constexpr std::int64_t kDepth = ElementTraits<Element>::kDepth;
@@ -27,7 +27,7 @@ constexpr std::int64_t panel_offset(std::int64_t lane, std::int64_t k) {
 }
 
 // Write `lanes` outputs, from row `first_row` of `source` on, into a panel of padded contraction `padded_k`, beginning
-// at lane `first_lane`. What lies outside the source becomes zero.
+// at lane `first_lane`. Elements outside the source become zero.
 template <class Element, class Source>
 void pack_lanes(const MatrixView<const Source>& source, std::int64_t first_row, std::int64_t lanes,
                 std::int64_t first_lane, std::int64_t padded_k, Element* panel) {

@@ -19,7 +19,7 @@ struct Q4_0 : OneHalfScale {
   static constexpr float number(unsigned code) { return static_cast<float>(static_cast<int>(code) - 8); }
   static unsigned code(const std::uint8_t* stored, int k) { return halved_nibble(stored + 2, k); }
 
-  // The largest weight becomes -8 exactly, whatever its sign.
+  // The weight of largest magnitude becomes -8 exactly, for either sign.
   static void quantise(const float* weights, std::uint8_t* stored) {
     float largest = weights[0];
     for (int k = 1; k < kWeights; ++k) {

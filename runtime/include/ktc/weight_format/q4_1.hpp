@@ -27,7 +27,7 @@ struct Q4_1 {
   static constexpr float number(unsigned code) { return static_cast<float>(code); }
   static unsigned code(const std::uint8_t* stored, int k) { return halved_nibble(stored + 4, k); }
 
-  // A panel holds the minimum with its other sign, since kernels take minima off.
+  // A panel holds the negated minimum, since kernels subtract minima.
   static void put_head(const std::uint8_t* stored, std::byte* head, std::int64_t lane) {
     put_half(stored, head, lane);
     const std::uint8_t negated[] = {stored[2], static_cast<std::uint8_t>(stored[3] ^ 0x80)};

@@ -1,9 +1,9 @@
-// Weights as codes with one scale per output and group of the contraction: what is multiplied is code x scale in bf16.
+// Weights as codes with one scale per output and group of the contraction: a weight is code x scale in bf16.
 //
 // A panel is a sequence of groups, each [32 scales][blocks of codes]. A block is 32 outputs x 32 of the contraction in
-// the order of a bf16 block (`panel.hpp`), whose vectors are 32 elements: 8-bit codes lie as these elements do. Of
-// 4-bit codes four consecutive vectors share a line of 64 bytes, each a nibble of its 32 words, so that a shift and a
-// table look-up make a vector of it.
+// the order of a bf16 block (`panel.hpp`), whose vectors are 32 elements: 8-bit codes are in the order of these
+// elements. Four consecutive vectors of 4-bit codes share a line of 64 bytes. Each is a nibble of its 32 words, so that
+// a shift and a table look-up decode a vector.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct QuantisedPanel {
   static std::int64_t bytes(std::int64_t padded_k) {
     return num_groups(padded_k) * kScaleBytes + padded_k / kPanelWidth * kBlockBytes;
   }
-  // Where a block's scales and codes lie in its panel.
+  // The offset of a block's scales and of its codes in its panel.
   static std::int64_t scales_at(std::int64_t block) {
     return block / kGroupBlocks * (kScaleBytes + kGroupBlocks * kBlockBytes);
   }
