@@ -1,8 +1,8 @@
-"""KernelSource to KernelLibrary, through a cache addressed by everything that goes into it.
+"""KernelSource to KernelLibrary, through a cache whose key covers all inputs of the build.
 
-In: rendered text, the host. Out: a library whose every kernel passed its self-test. Refused: what `toolchain` refuses,
-text that does not compile, a kernel that is wrong. A folder of the cache is complete once it holds `library.json`;
-builders of the same key wait for one another, and what a killed one left is removed by the next.
+In: rendered text, the host. Out: a library whose every kernel passed its self-test. Refused: all refusals of
+`toolchain`, text that does not compile, a wrong kernel. A folder of the cache is complete once it holds `library.json`.
+Builders of the same key wait for one another, and the next one removes the remains of a killed one.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _RECORD: Final = "library.json"
 
 
 def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> KernelLibrary:
-    """The library of these kernels, from the cache or built now. `cache_dir` is `kernels` under ktc's cache by default.
+    """Return the library of these kernels, cached or built now. The default `cache_dir` is `kernels` under ktc's cache.
 
-    `host` may be a described machine; the kernels are tested on this one, which must be able to run them.
+    `host` may be a described machine. The kernels are tested on this machine, which must be able to run them.
 
     Raises `HostLacks` (H221-H223 and H227 of `toolchain`, H226 the cache cannot be written, H228 too little memory) and
     `KtcError` (H224 the compiler failed, H225 a kernel is wrong).
@@ -69,7 +69,7 @@ def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> Ke
 
 @contextmanager
 def _written(cache: Path) -> Generator[None]:
-    """What goes wrong inside with a file is said of the cache (H226)."""
+    """Report an OSError inside as a fault of the cache (H226)."""
     try:
         yield
     except OSError as error:
@@ -86,9 +86,9 @@ def _no_memory() -> Diagnostic:
 
 
 def cache_key(source: KernelSource, tools: Toolchain) -> str:
-    """A digest of all that shapes the library: code, flags, headers, compiler, pybind11 and the Python ABI.
+    """Return a digest of all inputs of the library: code, flags, headers, compiler, pybind11 and the Python ABI.
 
-    Which rule asked for a kernel shapes nothing: a program that is edited around its kernels builds none anew.
+    The rule that requests a kernel is not an input, so an edit of the program around its kernels rebuilds nothing.
     """
     digest = hashlib.sha256()
     for item in _ingredients(source, tools):
@@ -112,7 +112,7 @@ def _abi() -> str:
 
 
 def _cached(folder: Path) -> KernelLibrary | None:
-    """The library in this folder if it is complete and unaltered."""
+    """Return the library in this folder if it is complete and unaltered."""
     record = folder / _RECORD
     if not record.is_file():
         return None

@@ -1,4 +1,4 @@
-"""What the template of a fused-MoE kernel may ask, and which specs no kernel is written for."""
+"""The variables of the template of a fused-MoE kernel, and the refusal of specs without a kernel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def choices(spec: KernelSpec) -> dict[str, object]:
 def unsupported(spec: KernelSpec) -> Diagnostic | None:
     """Return the reason (H220) why no kernel is written for `spec`, if there is one."""
     groups = (CODES[name].group_sizes for name in spec.formats if name in CODES)
-    choice = max(groups, key=len, default=(0,))  # of the format that leaves one: at most one of a kernel's does
+    choice = max(groups, key=len, default=(0,))  # of the format that allows one: at most one of a kernel's formats does
     if (
         set(spec.formats) <= set(KERNELS.get(spec.isa, ()))
         and (len(spec.formats) == 1 or not any(FORMATS[name].integer_products for name in spec.formats))
@@ -60,5 +60,5 @@ def _constants(spec: KernelSpec) -> Iterator[tuple[str, float]]:
 
 
 def _constant(value: float) -> str:
-    """A double in C++, to the last bit."""
+    """Write a double in C++, exact to the last bit."""
     return "std::numeric_limits<double>::infinity()" if value == math.inf else repr(float(value))

@@ -22,7 +22,7 @@ _Spec = TypeVar("_Spec")
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[_Spec]):
-    """What codegen asks of one kind of kernel.
+    """The codegen interface of one kind of kernel.
 
     `choices` are the variables of its template. `self_test` raises `KtcError` (H225) for a wrong kernel. `unsupported`
     is the reason (H220) why there is no kernel for a spec.

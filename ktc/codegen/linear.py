@@ -1,4 +1,4 @@
-"""What the template of a linear kernel may ask."""
+"""The variables of the template of a linear kernel."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp16": "ktc::weight_format::fp16", "fp
 
 
 def choices(spec: LinearSpec) -> dict[str, object]:
-    """Return the template's variables. The scalar ISA has lanes of fp32, whatever the element."""
+    """Return the template's variables. The scalar ISA has lanes of fp32 for every element."""
     return {"isa": INSTRUCTION_SETS[spec.isa].cxx_type("float"), "element": _ELEMENTS[spec.dtype]}

@@ -1,7 +1,7 @@
 """Specs of kernels to C++: one translation unit per kernel, one that lists them and one for the Python module.
 
-The templates choose and instantiate; what is computed stands in `runtime/include/ktc`. Refused: a spec for which no
-kernel is written.
+The templates choose and instantiate; the computation is in `runtime/include/ktc`. Refused: a spec for which no kernel
+is written.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ktc.isa import Isa
 from ktc.plan.spec import Spec
 
 _COMMENT_WIDTH: Final = 117
-# A rule file may be called anything; in a comment of C++ only what cannot end it may stand.
+# The name of a rule file is arbitrary; a comment of C++ may contain only characters that cannot end it.
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_./: +()-]")
 
 
 @dataclass(frozen=True, slots=True)
 class TranslationUnit:
-    """One C++ file. `isa` says which instructions the compiler may use in it; the bindings use none in particular."""
+    """One C++ file. The compiler may use the instructions of `isa` in it; the bindings need none in particular."""
 
     name: str
     text: str
@@ -35,7 +35,7 @@ class TranslationUnit:
 
     @property
     def code(self) -> str:
-        """The text without its first line, which only says what rule asked for the kernel."""
+        """The text without its first line, which only names the rule that requests the kernel."""
         return self.text.partition("\n")[2]
 
 
@@ -48,12 +48,12 @@ class KernelSource:
 
     @property
     def entries(self) -> tuple[tuple[str, str], ...]:
-        """What the library lists, each with the dtype that it computes in."""
+        """The entries of the library, each with the dtype that it computes in."""
         return tuple((spec.entry, spec.dtype) for spec in self.specs)
 
 
 def render(specs: Sequence[Spec], origin: Mapping[Spec, str]) -> KernelSource:
-    """Render the kernels of one model. `origin` names the rule that asked for each (`experts (moe.ktr:6:3)`).
+    """Render the kernels of one model. `origin` names the rule that requests each (`experts (moe.ktr:6:3)`).
 
     The result does not depend on the order of `specs` or on repeats. Raises `InputRefused` (H220) with every spec for
     which there is no kernel.

@@ -1,9 +1,9 @@
-"""Every built kernel against the PyTorch reference, before anybody gets it.
+"""The test of every built kernel against the PyTorch reference, before its first use.
 
 In: one kernel and its spec. Refused: a kernel whose output or gradients differ from the reference by more than the
-rounding of its dtype explains, or by one bit between one thread and two, or kept and recomputed activations.
-A dynamic dimension is tried at sizes that are no multiple of a panel, unless the format of the weights needs them so.
-Quantised weights must be those of their reference to the last bit, and are then what the output is compared by.
+rounding of its dtype. Also refused: a difference of one bit between one thread and two, or between kept and recomputed
+activations. A dynamic dimension is tried at sizes that are not a multiple of a panel, unless the format of the weights
+requires one. Quantised weights must equal their reference to the last bit; the reference output is computed from them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ktc.plan.packed_size import PANEL
 _TOLERANCE: Final = {"bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-12}
 _ODD_SIZES: Final = {"hidden": 70, "intermediate": 37, "num_experts": 5, "top_k": 2}
 _TOKENS: Final = (1, 29)
-# A kernel with constant sizes may have 256 experts of 90 MB: so few are packed and used, the rest is never touched.
+# A kernel with constant sizes may have 256 experts of 90 MB: only a few are packed and used, the rest is never touched.
 _MAX_EXPERTS: Final = 3
 _RESULTS: Final = ("output", "d hidden states", "d routing weights")
 
@@ -93,7 +93,7 @@ def _quantised(
     values: Tensor,
     generator: torch.Generator,
 ) -> Tensor:
-    """Load a part, random blocks of a format that is only read, and return the weights that the kernel then has.
+    """Load a part, or random blocks of a read-only format, and return the weights that the kernel then has.
 
     The reference of `int8` quantises for itself.
     """
@@ -121,7 +121,7 @@ def _quantised(
 def _random(
     form: ExpertsForm, name: StockTensor, num_experts: int, sizes: dict[str, int], generator: torch.Generator
 ) -> Tensor:
-    """Values of a size that keeps every product near one, so that a limit of the activation is met and passed."""
+    """Return values that keep every product near one, so that some reach and pass the limit of the activation."""
     shape = stock_shape(form, name, num_experts, sizes["hidden"], sizes["intermediate"])
     scale = 1.0 if name.endswith("_bias") else shape[-1] ** -0.5
     return torch.randn(shape, generator=generator).mul_(scale)
@@ -136,7 +136,7 @@ def _reference(
     grad: Tensor,
     form: ExpertsForm,
 ) -> tuple[Tensor, ...]:
-    """Output and gradients in fp64 where the kernel computes in it, else in fp32."""
+    """Return output and gradients, in fp64 if the kernel computes in it, otherwise in fp32."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     x, weights = (tensor.to(dtype).requires_grad_() for tensor in (x, weights))
     first, down, *rest = (tensor.to(dtype) for tensor in stock)
@@ -150,7 +150,7 @@ def _reference(
 
 
 def _compare(spec: KernelSpec, results: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]) -> None:
-    """The error over all token counts: the few gradients of one token's weights may cancel to their own rounding."""
+    """Check the error over all token counts: the few gradients of one token's weights may cancel to rounding errors."""
     for place, name in enumerate(_RESULTS):
         ours, theirs = (torch.cat([result[side][place].double() for result in results]) for side in (0, 1))
         error = _norm(ours - theirs) / _norm(theirs)

@@ -1,7 +1,7 @@
-"""Every built linear kernel against the product in fp64, before anybody gets it.
+"""The test of every built linear kernel against the product in fp64, before its first use.
 
-In: one kernel and its spec. Refused (H225): a kernel whose output differs by more than the rounding of its dtype
-explains, or by one bit between one thread and three, or between a row alone and among others.
+In: one kernel and its spec. Refused (H225): a kernel whose output differs by more than the rounding of its dtype, or by
+one bit between one thread and three, or between a row alone and among others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The C++ compiler as codegen uses it: what it needs, which flags each instruction set takes, and how it is called.
+"""The C++ compiler of codegen: its requirements, its flags for each instruction set, and its calls.
 
 Refused, before anything runs: no compiler, no Python headers, an instruction set that the host lacks or that this
 machine could not test.
@@ -20,9 +20,9 @@ from ktc.diagnostics import Diagnostic, HostLacks, KtcError
 from ktc.host import Compiler, Host
 from ktc.isa import INSTRUCTION_SETS, Isa
 
-# What is written is what is computed: no fast math, and a * b + c is one operation only where it is asked for. For C++
-# GCC would contract it otherwise, also across statements, and the bits would depend on what it inlines.
-# Unique symbols are off so that two loaded libraries never share a variable.
+# The code is computed as written: no fast math, and a * b + c is one operation only where the source requests it. By
+# default GCC contracts it in C++, also across statements, and the bits would depend on its inlining. Unique symbols are
+# off so that two loaded libraries never share a variable.
 _BASE_FLAGS: Final = (
     "-std=c++20", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi", "-Wno-attributes",
 )  # fmt: skip
@@ -44,14 +44,14 @@ class Toolchain:
         return (self.compiler.path, "-shared", "-pthread", *map(str, objects), "-o", str(target))
 
     def flags(self, isa: Isa, unit: str) -> tuple[str, ...]:
-        """Flags of one translation unit. The Python module holds no loop: there a short build counts, not the code."""
+        """Flags of one translation unit. The Python module has no loop: a short build matters more there."""
         optimise = "-O1" if unit == "module.cpp" else "-O3"
         unique = () if "clang" in Path(self.compiler.path).name else ("-fno-gnu-unique",)
         return (*_BASE_FLAGS, *unique, optimise, *INSTRUCTION_SETS[isa].compiler)
 
 
 def find(host: Host) -> Toolchain:
-    """The host's toolchain. Raises `HostLacks` (H221 no compiler, H222 no Python.h)."""
+    """Return the host's toolchain. Raises `HostLacks` (H221 no compiler, H222 no Python.h)."""
     if host.compiler is None:
         raise HostLacks(
             Diagnostic(

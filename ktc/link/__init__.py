@@ -1,4 +1,4 @@
-"""Link: everything a compilation produced -> the folder OUT, an importable package and a Hugging Face model folder."""
+"""Link: all results of a compilation -> the folder OUT, an importable package and a Hugging Face model folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The adapter that the rules ask for, in PEFT's words: in module names and settings, out the content of `lora.json`.
+"""The adapter that the rules request, in PEFT's terms. In: module names and settings. Out: the content of `lora.json`.
 
-Layers that share a name with the projections of experts are named by their weights: PEFT takes `gate_proj` and the
-like in `target_modules` of a mixture-of-experts model for the routed experts, whatever path stands before it.
+Layers that share a name with the projections of experts are named by their weights. PEFT interprets `gate_proj` and the
+like in `target_modules` of a mixture-of-experts model as the routed experts, for every path before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def adapter_json(
     alpha_pattern: Mapping[str, float],
     parameters: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Arguments of `LoraConfig` for the modules `targets` and the weights `parameters` of experts (full names).
+    """Return arguments of `LoraConfig` for the modules `targets` and the weights `parameters` of experts (full names).
 
     Raises `InputRefused` (I150) for a dropout on a layer that PEFT can only name by its weight.
     """

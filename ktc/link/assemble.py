@@ -76,10 +76,10 @@ def _block_code(captured: CapturedModel, block: RewrittenBlock) -> str:
     site = block.rewrite.sites[0].fqn
     stock = captured.model.get_submodule(site)
     where = f"`{site}`" if len(block.rewrite.sites) == 1 else f"`{site}` and {len(block.rewrite.sites) - 1} more"
-    title = f"What {where} computes: `{type(stock).__name__}`, its loop over experts as one call."
+    title = f"The computation of {where}: `{type(stock).__name__}`, its loop over experts as one call."
     return block_code(block.graph, stock, title, captured.model.dtype)
 
 
 def host_json(host: Host) -> dict[str, Any]:
-    """The host as the manifest records it."""
+    """Return the host as the manifest records it."""
     return {**asdict(host), "isas": list(host.isas), "features": sorted(host.features)}

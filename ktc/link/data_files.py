@@ -1,7 +1,7 @@
-"""What OUT takes over from the checkpoint: the tokenizer, chat template and generation settings, as data alone.
+"""The files that OUT copies from the checkpoint: the tokenizer, chat template and generation settings, as data alone.
 
-In: the checkpoint's folder. Out: copies in OUT, and a warning that names what stayed behind: code, and references to
-code, which `trust_remote_code=True` would run on behalf of OUT.
+In: the checkpoint's folder. Out: copies in OUT, and a warning that names the omissions: code, and references to code,
+which `trust_remote_code=True` would run for OUT.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CODE_REFERENCES = ("auto_map", "custom_pipelines")  # keys under which transfor
 
 
 def copy_data_files(checkpoint: Path, folder: Path) -> tuple[Diagnostic, ...]:
-    """Copies what is data. Returns a warning (I146) if code was left out."""
+    """Copy the files of data. Return a warning (I146) if code was left out."""
     left: list[str] = []
     for path in _candidates(checkpoint):
         if path.suffix not in _DATA:
@@ -48,7 +48,7 @@ def copy_data_files(checkpoint: Path, folder: Path) -> tuple[Diagnostic, ...]:
 
 
 def without_code_references(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of transformers without the keys that name code to import."""
+    """Return a config of transformers without the keys that name code to import."""
     return {key: value for key, value in content.items() if key not in _CODE_REFERENCES}
 
 
@@ -58,15 +58,15 @@ def _candidates(checkpoint: Path) -> Iterator[Path]:
 
 
 def _copy_json(path: Path, target: Path) -> list[str]:
-    """Copies a JSON file as it is, or without its references to code. Returns what was left out."""
+    """Copy a JSON file unchanged, or without its references to code. Return a list of the omissions."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if not any(key in text for key in _CODE_REFERENCES) and "\\u" not in text:
         shutil.copyfile(path, target)
         return []
     try:
         content: object = read_json(text)
-    except ValueError:  # nobody could read it, and nobody may read it otherwise than we do
-        return [f"`{path.name}`, which is no JSON"]
+    except ValueError:  # left out, because another parser might accept it
+        return [f"`{path.name}`, which is not JSON"]
     references = [key for key in _CODE_REFERENCES if isinstance(content, dict) and key in content]
     if not references:
         shutil.copyfile(path, target)

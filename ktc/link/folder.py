@@ -1,7 +1,7 @@
-"""The folder OUT: may it be written, and writing it so that it is there as a whole or not at all.
+"""The folder OUT: check that it may be written, and write it as a whole or not at all.
 
-In: a path and a function that fills a folder. Out: the folder. Refused: a name that cannot be imported, a folder that
-is there already, a place that cannot be written, a disk that is full.
+In: a path and a function that fills a folder. Out: the folder. Refused: a name that cannot be imported, an existing
+folder, a place that cannot be written, a full disk.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import exchange as _exchange
 from ktc.files import finish_folder, flush
 
-_MARK = "ktc.json"  # what tells a compiled model from any other folder
-_OLD = "-old"  # what OUT is called while a system that cannot swap folders replaces it
+_MARK = "ktc.json"  # identifies the folder of a compiled model
+_OLD = "-old"  # suffix of the old OUT during the replacement, on a system that cannot swap folders
 
 
 def check_out(out: Path, force: bool = False) -> None:
-    """Raises `InputRefused` if OUT cannot be: I140 no identifier, I141 shadows a module, I142 exists, I143 place.
+    """Raise `InputRefused` for an invalid OUT: I140 not an identifier, I141 shadows a module, I142 exists, I143 place.
 
-    `force` permits to replace a folder that holds a compiled model. To be called before the long work.
+    `force` permits the replacement of a folder that holds a compiled model. Call this before the long work.
     """
     out = out.absolute()
     if not out.name.isidentifier() or keyword.iskeyword(out.name):
-        message = f"OUT `{out.name}` is no Python identifier, and the compiled model is a package of that name"
+        message = f"OUT `{out.name}` is not a Python identifier, and the compiled model is a package of that name"
         raise InputRefused(Diagnostic("I140", message, hint=_try(out.with_name(_suggestion(out.name)))))
     shadowed = _importable_from(out.name)
     if shadowed is not None and not _inside(shadowed, out):
@@ -55,10 +55,10 @@ def _suggestion(name: str) -> str:
 
 
 def _importable_from(name: str) -> str | None:
-    """Where `import name` would find a module now; `None` if nowhere. Plain folders without code do not count."""
+    """Return where `import name` would find a module, `None` if nowhere. Plain folders without code do not count."""
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # a module that is half there already counts as there
+    except (ImportError, ValueError):  # a half imported module counts as imported
         return "imported"
     return spec.origin if spec is not None else None
 
@@ -73,7 +73,9 @@ def _check_replaceable(out: Path, force: bool) -> None:
         hint = "`--force` replaces it" if compiled else "choose another name"
         raise InputRefused(Diagnostic("I142", f"OUT `{out}` exists already", hint=hint))
     if not compiled:
-        message = f"OUT `{out}` exists and is no compiled model; `--force` replaces only a folder that holds `{_MARK}`"
+        message = (
+            f"OUT `{out}` exists and is not a compiled model; `--force` replaces only a folder that holds `{_MARK}`"
+        )
         raise InputRefused(Diagnostic("I142", message, hint="choose another name"))
 
 
@@ -82,10 +84,10 @@ def _check_place(parent: Path) -> None:
         parent = parent.parent
     if not parent.is_dir():
         raise InputRefused(
-            Diagnostic("I143", f"OUT cannot be made in `{parent}`, which is no folder", hint="choose another place")
+            Diagnostic("I143", f"OUT cannot be made in `{parent}`, which is not a folder", hint="choose another place")
         )
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".ktc-", dir=parent))  # whom permissions let in, the file system may refuse
+        os.rmdir(tempfile.mkdtemp(prefix=".ktc-", dir=parent))  # the file system may refuse despite permissions
     except OSError as error:
         message = f"OUT cannot be made in `{parent}`: {error.strerror or error}"
         hint = "choose another place, or make this one writable"
@@ -93,9 +95,9 @@ def _check_place(parent: Path) -> None:
 
 
 def write_folder(out: Path, fill: Callable[[Path], None], force: bool = False) -> None:
-    """Fill a folder beside `out` and rename it to `out`. A failure leaves neither, nor the parents it made.
+    """Fill a folder beside `out` and rename it to `out`. A failure leaves no new folder, not even the parents it made.
 
-    A folder that a killed process left beside `out` is removed by the next call. Raises `InputRefused` (I145) where the
+    A folder that a killed process left beside `out` is removed by the next call. Raises `InputRefused` (I145) if the
     system refuses a write.
     """
     out = out.absolute()
@@ -104,11 +106,11 @@ def write_folder(out: Path, fill: Callable[[Path], None], force: bool = False) -
     try:
         made_parents = _make_parents(out.parent)
         with _swept(out) as beside:
-            check_out(out, force)  # the sweep may have brought an old one back
+            check_out(out, force)  # the sweep may have restored an old one
             _fill_and_rename(beside, out, fill)
     except BaseException as error:
         for parent in reversed(made_parents):
-            with suppress(OSError):  # somebody else put something there
+            with suppress(OSError):  # another process put something there
                 parent.rmdir()
         if isinstance(error, OSError):
             raise InputRefused(_not_written(out, error)) from error
@@ -121,7 +123,7 @@ def _not_written(out: Path, error: OSError) -> Diagnostic:
 
 
 def _make_parents(parent: Path) -> list[Path]:
-    """The folders above OUT that were not there, outermost first; made now."""
+    """Make the missing folders above OUT and return them, outermost first."""
     absent = [path for path in (parent, *parent.parents) if not path.exists()]
     made: list[Path] = []
     for path in reversed(absent):
@@ -146,9 +148,9 @@ def _locked(folder: Path) -> Generator[None]:
 
 @contextmanager
 def _swept(out: Path) -> Generator[Path]:
-    """A new folder beside `out` that is locked while we live, and gone unless it was renamed.
+    """Yield a new folder beside `out`, locked by this process, and remove it unless it was renamed.
 
-    The parent is locked from before the sweep until the new folder is, so that no other sweep takes it for a left one.
+    The parent is locked before the sweep and until the new folder is locked. So no other sweep removes the new folder.
     """
     with _locked(out.parent):
         _sweep(out)
@@ -170,7 +172,7 @@ def _fill_and_rename(beside: Path, out: Path, fill: Callable[[Path], None]) -> N
 
 
 def _replace(beside: Path, out: Path) -> None:
-    """Put `beside` at `out`; what was there is at `beside` or gone afterwards."""
+    """Move `beside` to `out`; an existing `out` is afterwards at `beside` or removed."""
     if not out.exists():
         os.rename(beside, out)
     elif not _exchange(beside, out):
@@ -178,7 +180,7 @@ def _replace(beside: Path, out: Path) -> None:
 
 
 def _replace_in_two_steps(beside: Path, out: Path) -> None:
-    """A kill between the two leaves the old folder at `-old`, from where `_sweep` brings it back."""
+    """Rename twice. A kill between the two leaves the old folder at `-old`; `_sweep` restores it."""
     old = beside.with_name(beside.name + _OLD)
     with _locked(out.parent):  # no sweep between the two
         os.rename(out, old)
@@ -191,8 +193,8 @@ def _replace_in_two_steps(beside: Path, out: Path) -> None:
 
 
 def _sweep(out: Path) -> None:
-    """Remove what killed processes left, or bring back an old OUT that is nowhere else; living writers hold a lock."""
-    for left in sorted(out.parent.glob(_prefix(out) + "*"), reverse=True):  # `-old` before the folder it made way for
+    """Remove folders of killed processes, or restore an old OUT if it is the only one; live writers hold a lock."""
+    for left in sorted(out.parent.glob(_prefix(out) + "*"), reverse=True):  # `-old` before the folder that replaces it
         descriptor = os.open(left, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,7 @@
 """`Package` -> OUT: the compiled model as a Python package, a Hugging Face model folder and a record, in one folder.
 
-In: what the stages produced, as text and plain values. Out: the folder, written as a whole or not at all. The weights
-stay where they are, and so does code of the checkpoint. Refused: what `check_out` refuses, a disk that does not take
-the folder.
+In: the results of the stages, as text and plain values. Out: the folder, written as a whole or not at all. The weights
+and the code of the checkpoint are not copied. Refused: all refusals of `check_out`, a full disk.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ class KernelFile:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """Everything that goes into OUT.
+    """The content of OUT.
 
-    `name` is what adapters name as their base (a hub id or the checkpoint's path), `checkpoint` the folder with
-    config.json and the weights, `class_name` and `dtype` the stock class and its dtype as torch spells it ("bfloat16").
-    `rules` is the entry among `rule_files`, which maps names to texts; `graphs` maps stage names to JSON. `plan` is any
-    JSON value that tells two plans apart, `bindings` the source of the Python bindings, `lora` the arguments of
-    `LoraConfig` or `None`, `proofs` the reports of the rewrites, `blocks` the code of blocks by its file, `own_code`
-    whether the class is of the checkpoint's code, `code` the sha256 of those files, `memory` the planned bytes of
-    tensors per device, and `model_type` the stock one, which a checkpoint may spell in a way that transformers does not
-    know.
+    `name` is the base name in adapters (a hub id or the checkpoint's path). `checkpoint` is the folder with config.json
+    and the weights. `class_name` and `dtype` are the stock class and its dtype under torch's name ("bfloat16"). `rules`
+    is the entry among `rule_files`, which maps names to texts; `graphs` maps stage names to JSON. `plan` is any JSON
+    value that differs between two plans, `bindings` the source of the Python bindings. `lora` is the arguments of
+    `LoraConfig` or `None`. `proofs` are the reports of the rewrites, and `blocks` the code of blocks by its file.
+    `own_code` states whether the class is defined by the checkpoint's code, and `code` is the sha256 of those files.
+    `memory` is the planned bytes of tensors per device. `model_type` is the stock one: a checkpoint may use a name that
+    transformers does not know.
     """
 
     name: str
@@ -98,7 +97,7 @@ def _fill(folder: Path, package: Package, name: str) -> None:
 
 
 def _texts(package: Package, name: str) -> dict[str, str]:
-    """Every file that is text, by its path within the folder."""
+    """Return every text file, by its path within the folder."""
     facts = {
         "name": name,
         "model": _in_docstring(package.name),
@@ -126,14 +125,14 @@ def _texts(package: Package, name: str) -> dict[str, str]:
 
 
 def _in_docstring(text: str) -> str:
-    """A path or name as it can stand in generated Python, whatever characters it has."""
+    """Escape a path or name with arbitrary characters for a docstring of generated Python."""
     return text.encode("unicode_escape").decode("ascii").replace('"', "'")
 
 
 def _config(package: Package) -> str:
-    """The stock config with our class in it; model type and config class stay, so that other tools know it.
+    """Return the stock config with ktc's class; model type and config class stay, so that other tools know it.
 
-    What it says of the checkpoint's codes goes: the model that is loaded from OUT is not quantised.
+    The quantisation config is removed: the model that is loaded from OUT is not quantised.
     """
     content = read_json((package.checkpoint / "config.json").read_bytes())
     config = without_code_references(cast("dict[str, Any]", content))
@@ -142,7 +141,7 @@ def _config(package: Package) -> str:
             cast("dict[str, Any]", part).pop("quantization_config", None)
     config["model_type"] = package.model_type or config.get("model_type")
     config["architectures"] = [f"Ktc{package.class_name}"]
-    if not package.own_code:  # a model of its own code is loaded by ktc alone
+    if not package.own_code:  # only ktc loads a model defined by its own code
         config["auto_map"] = {"AutoModelForCausalLM": f"modeling_ktc.Ktc{package.class_name}"}
     return _json(config)
 

@@ -1,4 +1,4 @@
-"""The rule files of a program under the names they get in OUT/rules: in the sources of a rule set, out name -> text."""
+"""The rule files of a program under their names in OUT/rules. In: the sources of a rule set. Out: name -> text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import PurePosixPath
 
 
 def rule_files(sources: Mapping[str, str], entry: str) -> dict[str, str]:
-    """The files relative to the entry's folder, the standard ones below `std`: OUT/rules is a program that compiles.
+    """Return the files relative to the entry's folder, standard ones below `std`: OUT/rules is a program that compiles.
 
-    `sources` and `entry` have the names that the rule loader shows; where the program lay on this machine is dropped.
+    `sources` and `entry` have the names that the rule loader shows. The program's location on this machine is dropped.
     """
     root = PurePosixPath(entry).parent
     paths = {shown: PurePosixPath(shown) for shown in sources}

@@ -26,7 +26,7 @@ def dump_stage(
     plan: Plan | None,
     blocks: Sequence[RewrittenBlock] = (),
 ) -> ModelDump:
-    """The picture of `stage`; what a later stage adds may be None for an earlier one."""
+    """Return the picture of `stage`; values of later stages may be None for an earlier one."""
     placements = {p.fqn: p.device for p in plan.placements} if plan is not None and stage != "captured" else None
     rules = _module_rules(blocks)
     modules = tuple(
@@ -60,7 +60,7 @@ def _module_rules(blocks: Sequence[RewrittenBlock]) -> dict[str, str]:
 def _blocks(
     captured: CapturedModel, graphs: Sequence[tuple[BlockRewrite, fx.GraphModule | None]], *, planned: bool
 ) -> Iterator[BlockDump]:
-    """Every block, one dump for each of its rewrites and one for the sites that no rewrite touches."""
+    """Yield every block: one dump for each of its rewrites and one for the sites that no rewrite touches."""
     for block in captured.blocks:
         rest = captured.sites_of(block.key)
         for rewrite, graph in graphs:
@@ -76,7 +76,7 @@ def _blocks(
 
 
 def _marked(block: BlockDump, rewrite: BlockRewrite) -> BlockDump:
-    """The captured block with the plan written on its nodes: where each stands, and which rule will replace it."""
+    """Return the captured block with the plan on its nodes: the device of each, and the rule that will replace it."""
     rules, spans = dict[str, dict[str, None]](), dict[str, dict[str, None]]()
     for action in rewrite.actions:
         rules.setdefault(action.node, {})[action.rule] = None
@@ -90,7 +90,7 @@ def _marked(block: BlockDump, rewrite: BlockRewrite) -> BlockDump:
 
 
 def _notes(rewrite: BlockRewrite) -> tuple[str, ...]:
-    """What the plan will do to a block, one line per action."""
+    """Return the plan's actions on a block, one line each."""
     return tuple(
         f"{action.node} -> {action.target.name} at `{action.fqn}`"
         f" on {rewrite.node_devices.get(action.node, rewrite.device)}"
