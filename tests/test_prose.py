@@ -76,6 +76,7 @@ HELD = (
     "ktc/resources.py",
     "ktc/targets",
     "ktc/text_files.py",
+    "ktc/training",
     "ktc/tune",
     "ktc/twin",
     "ktc/versions.py",

@@ -1,7 +1,7 @@
-"""Training a compiled model: what the HF Trainer and TRL's trainers need to leave its placement to the compiler.
+"""Training a compiled model with the HF Trainer and TRL's trainers, whose placement the compiler decides.
 
-Public: `KTrainer`, `KTSFTTrainer`, and `KTrainerMixin` for any other trainer. Each name is fetched at its first use, so
-that TRL is asked for only by who uses it.
+Public: `KTrainer`, `KTSFTTrainer`, and `KTrainerMixin` for any other trainer. Each name is imported at its first use,
+so that only users of `KTSFTTrainer` need TRL.
 """
 
 from __future__ import annotations

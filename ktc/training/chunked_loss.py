@@ -1,8 +1,8 @@
-"""The loss of a causal language model a few tokens at a time, so that the logits of a micro-batch never stand whole.
+"""The loss of a causal language model, a few tokens at a time, so that memory never holds all logits of a micro-batch.
 
-In: a trainer and its model. Out: a context in which the model's forward gives the stock loss, its `loss` alone: in
-place of logits it returns hidden states. Only for the stock loss of transformers on what `lm_head` gives: where the
-model scales or caps its logits, or the trainer reads them, `WholeLogits` says so and the caller does without.
+In: a trainer and its model. Out: a context in which the model's forward returns the stock loss, with hidden states
+instead of logits. Only the stock loss of transformers on the output of `lm_head` is supported. Refused, as
+`WholeLogits`: models that scale or cap their logits, and trainers that read them. The caller then uses whole logits.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ MOST_LOGITS = 1 << 24  # of a chunk; with their gradients some 240 MB
 
 
 class WholeLogits(Exception):
-    """Why a model's loss needs all logits of a micro-batch at once."""
+    """The reason why a model's loss needs all logits of a micro-batch at once."""
 
 
 def reason_for_whole_logits(trainer: Any) -> str:
-    """Why this trainer's losses are not computed in chunks, "" if nothing speaks against it."""
+    """Return why this trainer's losses cannot be computed in chunks, "" if they can."""
     model = _causal_model(trainer)
     if type(trainer).compute_loss is not Trainer.compute_loss:
-        return f"`{type(trainer).__name__}` computes it itself"
+        return f"`{type(trainer).__name__}` computes the loss itself"
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
-        return "it is not the model's own"
+        return "the loss is not the model's own"
     if getattr(model, "loss_function", None) is not cast("Any", loss_utils).ForCausalLMLoss:
-        return f"that of a `{type(model).__name__}` is no causal language model's"
+        return f"the loss of a `{type(model).__name__}` is not that of a causal language model"
     return "" if isinstance(model.get_output_embeddings(), nn.Module) else "the model has no output embeddings"
 
 
 @contextmanager
 def in_chunks_of_tokens(trainer: Any, most_logits: int = MOST_LOGITS) -> Generator[None]:
-    """Inside, the model's loss is computed in chunks. Its forward raises `WholeLogits` where that cannot be."""
+    """Compute the model's loss in chunks inside the context. The forward raises `WholeLogits` if that is impossible."""
     model = _causal_model(trainer)
     head = cast("nn.Module", model.get_output_embeddings())
     seen: list[Tensor] = []
@@ -51,12 +51,12 @@ def in_chunks_of_tokens(trainer: Any, most_logits: int = MOST_LOGITS) -> Generat
         seen.append(hidden)
         return hidden
 
-    def really(hidden: Tensor) -> Tensor:  # also where checkpointing computes it again
+    def really(hidden: Tensor) -> Tensor:  # also when checkpointing recomputes it
         return call_stock(head, hidden)
 
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
         if len(seen) != 1 or logits is not seen[0]:
-            raise WholeLogits(f"`{type(model).__name__}` changes what its head gives")
+            raise WholeLogits(f"`{type(model).__name__}` changes the output of its head")
         rows = max(1, most_logits // vocab_size)
         return chunked_loss(really, logits, labels, rows, **kwargs)
 
@@ -83,10 +83,10 @@ def chunked_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """What transformers' `ForCausalLMLoss` gives for `head(hidden)`, of `rows` tokens at a time.
+    """Return transformers' `ForCausalLMLoss` of `head(hidden)`, computed for `rows` tokens at a time.
 
-    `hidden` is (B, T, H), `labels` (B, T); the label of a token is the one behind it, or that of `shift_labels`. The
-    sum over tokens is divided by `num_items_in_batch`, or by the number of labels that count.
+    `hidden` is (B, T, H), `labels` (B, T). The label of a token is the next token, or the one in `shift_labels`. The
+    sum over tokens is divided by `num_items_in_batch`, or by the number of labels that are not ignored.
     """
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -96,7 +96,7 @@ def chunked_loss(
         logits = head(x).float()
         return functional.cross_entropy(logits, y.to(logits.device), ignore_index=ignore_index, reduction="sum")
 
-    # each chunk's logits are computed again in backward, instead of kept
+    # backward recomputes each chunk's logits; keeping them would need all logits in memory
     run = cast("Any", checkpointing).checkpoint
     pieces = zip(torch.split(flat, rows), torch.split(wanted, rows), strict=True)
     total = torch.stack([run(summed, x, y, use_reentrant=False) for x, y in pieces]).sum()

@@ -1,7 +1,7 @@
-"""Averaging the gradients of the adapter over the processes of a run, and starting them from the same adapter.
+"""Start the processes of a run from the same adapter, and average its gradients over them.
 
-In: the trainable parameters, in the same order in every process. CPU tensors travel by gloo and CUDA tensors by nccl,
-in buckets, since one model may hold both. Refused: processes whose trainable parameters differ.
+In: the trainable parameters, in the same order in every process. gloo reduces CPU tensors and nccl CUDA
+tensors, in buckets, because one model may hold both. Refused: processes whose trainable parameters differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 
-BUCKET_BYTES = 25 << 20  # what DDP takes too: large enough to fill a network, small enough to copy
+BUCKET_BYTES = 25 << 20  # DDP's size too: large enough to fill a network, small enough to copy
 _BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl"}
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -28,14 +28,14 @@ Group = Any  # torch.distributed.ProcessGroup, or None for the main group
 
 
 def distributed() -> bool:
-    """Whether this run has several processes."""
+    """Return whether this run has several processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def open_groups(parameters: Iterable[Tensor], timeout: timedelta) -> Mapping[str, Group]:
-    """The group to reduce over for "cpu", and for "cuda" where a parameter lies there. Called by every process.
+    """Return the group to reduce over for "cpu", and for "cuda" if a parameter is on a GPU. Every process calls this.
 
-    A device that the main backend does not serve (`nccl` has no CPU tensors) gets a group of its own, made once.
+    A device that the main backend does not support (`nccl` has no CPU tensors) gets its own group, created once.
     """
     devices = ["cpu", *sorted({parameter.device.type for parameter in parameters} - {"cpu"})]
     return {device: _group(dist.group.WORLD, device, timeout) for device in devices}
@@ -49,7 +49,11 @@ def _group(world: object, device: str, timeout: timedelta) -> Group:
 
 
 def check_alike(named: Sequence[tuple[str, Parameter]], groups: Mapping[str, Group]) -> None:
-    """Raises `InputRefused` (T533), in every process, where names, shapes, dtypes or kinds of device differ."""
+    """Compare the names, shapes, dtypes and kinds of device of the parameters over the processes.
+
+    Raises:
+        InputRefused: T533, in every process, if they differ.
+    """
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.device.type}" for name, p in named]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8)
@@ -64,7 +68,7 @@ def check_alike(named: Sequence[tuple[str, Parameter]], groups: Mapping[str, Gro
 
 @torch.no_grad()
 def broadcast(parameters: Sequence[Tensor], groups: Mapping[str, Group], bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Every process gets rank 0's values, in place."""
+    """Copy rank 0's values to every process, in place."""
     for bucket in _buckets(parameters, bucket_bytes):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.broadcast(flat, 0, group=groups[flat.device.type])
@@ -75,12 +79,12 @@ def broadcast(parameters: Sequence[Tensor], groups: Mapping[str, Group], bucket_
 def average_gradients(
     parameters: Sequence[Parameter], groups: Mapping[str, Group], bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """Every gradient becomes its mean over the processes, the same bits in each; sums of halves are kept in fp32.
+    """Replace every gradient by its mean over the processes, the same bits in each. 16-bit values are summed in fp32.
 
-    The mean is what a loss asks for that is a mean over this process's rows. A loss divided by the tokens of all
-    processes (`num_items_in_batch`) is multiplied by their number in `Trainer.compute_loss`, so it is right there too.
-    A gradient that some processes lack counts as zero in them; one that all lack stays `None`, so that the optimizer
-    passes over it as it does in one process.
+    The mean is correct for a loss that is a mean over this process's rows. `Trainer.compute_loss` multiplies a loss
+    divided by the tokens of all processes (`num_items_in_batch`) by the number of processes, so it is correct too.
+    A gradient that is missing in some processes counts as zero there. One that is missing in all stays `None`, so that
+    the optimizer skips it as it does in one process.
     """
     for bucket in _buckets(_present(parameters, groups["cpu"]), bucket_bytes):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -90,7 +94,7 @@ def average_gradients(
 
 
 def _present(parameters: Sequence[Parameter], group: Group) -> list[Tensor]:
-    """The gradients that at least one process has: the same list in each."""
+    """Return the gradients that at least one process has, as the same list in each."""
     here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
     dist.all_reduce(here, op=dist.ReduceOp.MAX, group=group)
     anywhere = cast("list[int]", cast("Any", here).tolist())
@@ -102,7 +106,7 @@ def _present(parameters: Sequence[Parameter], group: Group) -> list[Tensor]:
 
 
 def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """The tensors in their order, per device and dtype, as many together as `limit` bytes hold and at least one."""
+    """Group the tensors by device and dtype, in their order, with at most `limit` bytes or one tensor in a group."""
     kinds: defaultdict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[str(tensor.device), tensor.dtype].append(tensor)

@@ -1,8 +1,8 @@
-"""How a model calls its layers, without them: the calls of one micro-batch, and those of several as one.
+"""Record how a model calls its layers, without running them, and join the calls of several micro-batches.
 
 In: the layers, and a run of the model. Out: the first layer's input and every layer's `LayerCall` (masks, positions),
 and later the model's tail on hidden states that were computed elsewhere. Refused, as `CannotStack`: models that compute
-something between their layers, or hand on more than hidden states.
+something between their layers, or pass on more than hidden states.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ktc.training.private_api import pytree, with_attribute
 
 
 class _LastLayer(BaseException):
-    """Ends a run of the model that is there for its layers' calls only."""
+    """Ends a run of the model that only records its layers' calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """The input of the first layer (B, T, H), where each layer stands, and how each is called."""
+    """The input of the first layer (B, T, H), the position of each layer, and how each is called."""
 
     hidden: Tensor
     devices: tuple[torch.device, ...]
@@ -35,9 +35,10 @@ class ModelCall:
 
 
 def record(layers: Sequence[SplitLayer], run: Callable[[], object]) -> ModelCall:
-    """The calls that `run` makes of the layers. They compute nothing, and the run ends at the last.
+    """Record the calls that `run` makes of the layers. They compute nothing, and the run ends at the last layer.
 
-    Raises `CannotStack`.
+    Raises:
+        CannotStack: the model cannot be run layer by layer.
     """
     hidden: list[Tensor] = []
     calls: list[LayerCall] = []
@@ -65,9 +66,10 @@ def record(layers: Sequence[SplitLayer], run: Callable[[], object]) -> ModelCall
 
 @contextmanager
 def finished(layers: Sequence[SplitLayer], given: Tensor, final: Tensor) -> Generator[None]:
-    """Inside, the model's layers give `final`, once.
+    """Let the model's layers return `final`, once, inside the context.
 
-    Raises `CannotStack` where the model is called a second time, or gives its layers another input than `given`.
+    Raises:
+        CannotStack: the model is called a second time, or its layers receive another input than `given`.
     """
     calls: list[int] = []
 
@@ -77,7 +79,7 @@ def finished(layers: Sequence[SplitLayer], given: Tensor, final: Tensor) -> Gene
                 raise CannotStack("its trainer calls the model more than once per micro-batch")
             x = _taken(args, kwargs)[0]
             if not calls and not torch.equal(x, given):
-                raise CannotStack("the same micro-batch, asked for twice, is not the same")
+                raise CannotStack("the same micro-batch differs when it is computed a second time")
             calls.append(index)
             return final if len(calls) == len(layers) else x
 
@@ -96,7 +98,7 @@ def _in_place_of(layers: Sequence[SplitLayer], forwards: Sequence[Callable[..., 
 
 
 def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, LayerCall]:
-    """The hidden states of a call, and the rest of it without caches, to which a repeated part would add again."""
+    """Return a call's hidden states, and its other arguments without caches, which a second run would extend."""
     named = None if args else "hidden_states"
     x = args[0] if args else kwargs.get("hidden_states")
     if not isinstance(x, Tensor):
@@ -105,10 +107,10 @@ def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, La
     if rest.get("use_cache"):
         rest["use_cache"] = False
     if rest.get("output_router_logits") or rest.get("output_attentions"):
-        raise CannotStack("what its routers or its attention computed is asked for, as an auxiliary loss does")
+        raise CannotStack("the outputs of its routers or its attention are requested, as by an auxiliary loss")
     positional = tuple(None if isinstance(value, Cache) else value for value in args[1:])
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((positional, rest))):
-        raise CannotStack("its layers take more than hidden states that gradients go through")
+        raise CannotStack("its layers take arguments other than hidden states that require gradients")
     autocast = tuple(
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
@@ -116,14 +118,16 @@ def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, La
 
 
 def _same(x: Tensor, previous: Tensor) -> bool:
-    """Whether a layer's input is what the one before it returned; on another device it is a copy."""
+    """Return whether a layer's input is the output of the previous one. On another device it is a copy."""
     return x is previous or (x.device != previous.device and x.shape == previous.shape)
 
 
 # Several calls as one -------------------------------------------------------------------------------------------------
 def in_chunks(calls: Sequence[ModelCall], tokens: int) -> list[tuple[ModelCall, int]]:
-    """`calls` in their order, neighbours joined along the batch where they are alike and have no more than `tokens`
-    together; with each the number of calls in it."""
+    """Join neighbouring calls along the batch where they are alike and have at most `tokens` together.
+
+    Returns:
+        The calls in their order, each with the number of calls in it."""
     chunks: list[tuple[ModelCall, int]] = []
     for call in calls:
         length = call.hidden.shape[1]
@@ -137,7 +141,7 @@ def in_chunks(calls: Sequence[ModelCall], tokens: int) -> list[tuple[ModelCall, 
 
 
 def _joined(first: ModelCall, second: ModelCall) -> ModelCall | None:
-    """Both in one batch, `None` where that would mean something else. Only single sequences are added."""
+    """Return both calls as one batch, `None` if that would change the result. `second` has a single sequence."""
     if second.hidden.shape[0] != 1 or first.hidden.shape[1:] != second.hidden.shape[1:]:
         return None
     rows = first.hidden.shape[0]
@@ -174,7 +178,7 @@ _UNLIKE = object()
 
 
 def _joined_leaves(a: Any, b: Any, rows: int) -> Any:
-    """One value for `rows` sequences that had `a` and one more that has `b`, or `_UNLIKE`."""
+    """Return one value for `rows` sequences with `a` and one more with `b`, or `_UNLIKE`."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return a if type(a) is type(b) and (a is b or a == b) else _UNLIKE
     if b.ndim > 1 and b.shape[0] == 1 and a.shape[0] in (1, rows) and a.shape[1:] == b.shape[1:]:

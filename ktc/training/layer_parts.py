@@ -1,9 +1,9 @@
-"""A decoder layer run in parts, so that its experts stand outside of what backward computes again.
+"""A decoder layer run in parts, so that backward does not recompute its experts.
 
 In: the layers of a compiled model, found by the experts in them. Out: for each layer its parts `attend`, `route` and
-`finish`; each runs the layer's own code from its start and takes what an earlier part has computed from there. So a
-part can be checkpointed, whatever the layer's class, and the experts between `route` and `finish` run once. Refused, as
-`CannotStack`: models whose experts are in no list of layers, layers that call their experts more than once.
+`finish`; each runs the layer's own code from its start, with the results of earlier parts filled in. So a part of any
+class of layer can be checkpointed, and the experts between `route` and `finish` run once. Refused, as
+`CannotStack`: models whose experts are not in a list of layers, layers that call their experts more than once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ktc.training.private_api import call_stock, called_as, with_attribute
 
 
 class CannotStack(Exception):
-    """Why micro-batches of this model or trainer cannot share a pass."""
+    """The reason why micro-batches of this model or trainer cannot share a pass."""
 
 
 class _Reached(BaseException):
@@ -36,7 +36,7 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class SplitLayer:
-    """A layer and where its parts end. `experts` is what the layer calls: PEFT's wrapper, or the module itself.
+    """A layer and the ends of its parts. `experts` is the module that the layer calls: PEFT's wrapper or the experts.
 
     A layer without one `attention`, a child that takes an attention mask, computes it in `route`; a dense layer has no
     `experts`.
@@ -49,16 +49,16 @@ class SplitLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """How a model calls a layer: all but the hidden states, and the autocasting (device, on, dtype) around it."""
+    """A call of a layer: all arguments except the hidden states, and the autocasting (device, on, dtype) around it."""
 
-    named: str | None  # the hidden states' name, where they are given by name
+    named: str | None  # the hidden states' name, if they are a keyword argument
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
 
     @contextmanager
     def autocasting(self) -> Generator[None]:
-        """As around the call."""
+        """Enter the autocasting that was active around the call."""
         with ExitStack() as stack:
             for device, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
@@ -66,7 +66,11 @@ class LayerCall:
 
 
 def split_layers(model: nn.Module) -> tuple[SplitLayer, ...]:
-    """The layers of `model` in their order. Raises `CannotStack`."""
+    """Return the layers of `model` in their order.
+
+    Raises:
+        CannotStack: the experts are not in one list of layers.
+    """
     modules = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
     experts = [name for name, module in modules.items() if isinstance(module, FusedMoe)]
     lists = {_outermost_list(name, modules) for name in experts}
@@ -74,7 +78,7 @@ def split_layers(model: nn.Module) -> tuple[SplitLayer, ...]:
         raise CannotStack("it has no experts that ktc computes" if not lists else "its experts are in several lists")
     (name,) = lists
     if name is None:
-        raise CannotStack("its experts are in no list of layers")
+        raise CannotStack("its experts are not in a list of layers")
     return tuple(_split(layer) for layer in cast("nn.ModuleList", modules[name]))
 
 
@@ -102,7 +106,7 @@ def _outside_wrappers(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _RandomState:
-    """Of the host and of the GPUs that a layer uses."""
+    """Random number generators of the host and of the GPUs that a layer uses."""
 
     host: Tensor
     gpus: tuple[tuple[torch.device, Tensor], ...]
@@ -118,20 +122,20 @@ class _RandomState:
 
 
 class LayerRun:
-    """One call of a layer, part by part. Every part draws random numbers of its own, when repeated the same ones."""
+    """One call of a layer, part by part. Every part has its own random numbers, and the same ones when repeated."""
 
     def __init__(self, split: SplitLayer, call: LayerCall, device: torch.device) -> None:
         self._split, self._call = split, call
         self._gpus = (device,) if device.type == "cuda" else ()
         self._states: list[_RandomState] = []
-        self._outputs: int | None = None  # of attention, where it returns a tuple
+        self._outputs: int | None = None  # of attention, if it returns a tuple
 
     def begin_part(self) -> None:
-        """To be called once before each part."""
+        """Start a part. The caller calls this once before each part."""
         self._states.append(_RandomState.now(self._gpus))
 
     def attend(self, x: Tensor) -> Tensor:
-        """What the attention gives for the layer's input (B, T, H)."""
+        """Return the attention's output for the layer's input (B, T, H)."""
         attention = self._split.attention
         assert attention is not None, "a layer without attention has no such part"
 
@@ -145,7 +149,7 @@ class LayerRun:
         return self._reached(x, {attention: stop})
 
     def route(self, x: Tensor, attended: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """What the layer hands to its experts: hidden states (B T, H), indices and weights (B T, K)."""
+        """Return the arguments of the experts: hidden states (B T, H), indices and weights (B T, K)."""
         assert self._split.experts is not None, "a dense layer has no such part"
 
         def stop(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
@@ -155,7 +159,7 @@ class LayerRun:
         return self._reached(x, {**cuts, self._split.experts: stop})
 
     def finish(self, x: Tensor, attended: Tensor | None, routed: Tensor | None) -> Tensor:
-        """The layer's output. `routed` (B T, H) is what its experts gave, in host memory."""
+        """Return the layer's output. `routed` (B T, H) is the output of its experts, in host memory."""
         cuts, part = self._attended(attended)
         calls: list[int] = []
 
@@ -175,7 +179,7 @@ class LayerRun:
         return out
 
     def _attended(self, attended: Tensor | None) -> tuple[dict[nn.Module, Callable[..., Any]], int]:
-        """In place of the attention what it gave, and the number of the part that follows it."""
+        """Replace the attention by its output, and return the number of the next part."""
         if self._split.attention is None or attended is None:
             return {}, 1
 
@@ -193,19 +197,19 @@ class LayerRun:
         raise CannotStack(f"a `{type(self._split.layer).__name__}` does not always call its parts")
 
     def _run(self, x: Tensor, cuts: Mapping[nn.Module, Callable[..., Any]]) -> Any:
-        """The layer's own code with some of its modules replaced."""
+        """Run the layer's own code with some of its modules replaced."""
         self._states[0].restore()
         with ExitStack() as stack:
             stack.enter_context(self._call.autocasting())
             for module, replacement in cuts.items():
                 stack.enter_context(called_as(module, replacement))
-            # the parts are checkpointed; a layer that did it too would run its experts again
+            # the parts are checkpointed; a layer that checkpoints itself would run its experts again
             stack.enter_context(with_attribute(self._split.layer, "gradient_checkpointing", False))
             return call_layer(self._split.layer, self._call, x)
 
 
 def call_layer(layer: nn.Module, call: LayerCall, x: Tensor) -> Any:
-    """The layer's forward without its hooks, which ran when the call was recorded."""
+    """Call the layer's forward without its hooks, which ran when the call was recorded."""
     if call.named is None:
         return layer.forward(x, *call.args, **call.kwargs)
     return layer.forward(*call.args, **{**call.kwargs, call.named: x})

@@ -1,8 +1,8 @@
-"""Chunks of a step taken through a model's layers together: each layer's experts see the tokens of all of them at once.
+"""Run the chunks of a step through a model's layers together: each layer's experts compute all chunks at once.
 
 In: the layers and the recorded calls of every chunk. Out: the last layer's output of every chunk, with its graph.
-Attention, routing and what follows the experts run chunk by chunk under checkpoints, so that of each layer a GPU keeps
-its input and the attention's output; the experts' node is computed once, and what it saves is on the host.
+Attention, routing and the code after the experts run chunk by chunk under checkpoints. So a GPU keeps only each layer's
+input and the attention's output. The experts' node is computed once, and its saved tensors are on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ Routes = tuple[Tensor, Tensor, Tensor]
 
 
 def through_layers(layers: Sequence[SplitLayer], chunks: Sequence[ModelCall]) -> list[Tensor]:
-    """The output (B, T, H) of the last layer for each chunk. Raises `CannotStack`."""
+    """Return the output (B, T, H) of the last layer for each chunk.
+
+    Raises:
+        CannotStack: a layer cannot be run in parts.
+    """
     states = [chunk.hidden for chunk in chunks]
     for index, split in enumerate(layers):
         states = [state.to(chunk.devices[index]) for state, chunk in zip(states, chunks, strict=True)]
@@ -54,7 +58,7 @@ def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | None) -> A
 
 
 def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Tensor]:
-    """What the experts give for the tokens of each chunk, in host memory, of one call."""
+    """Compute the tokens of all chunks in one call of the experts, and return each chunk's output, in host memory."""
     rows = [route[0].shape[0] for route in routes]
     fused = next(module for module in experts.modules() if isinstance(module, FusedMoe))
     device = fused.backend(sum(rows)).device
@@ -64,7 +68,7 @@ def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Tensor
     else:
         hidden, index, weights = (torch.cat([each.to(device) for each in tensors]) for tensors in gathered)
     out = cast("Tensor", experts(hidden, index, weights))
-    if device.type != "cpu":  # it waits for backward on the host, where each chunk's last part is computed again
+    if device.type != "cpu":  # kept on the host until backward, which recomputes each chunk's last part
         return torch.split(to_host((out,)), rows)
     if all(route[0].device.type == "cpu" for route in routes):
         return torch.split(out, rows)

@@ -1,6 +1,6 @@
-"""Where the time of a training step goes: forward, backward, update and data, and within them the experts' kernels.
+"""The time of a training step by phase: forward, backward, update and data, and the experts' kernels within them.
 
-In: marks set while a run goes on (`PhaseClock`). Out: `StepTimes` of each step, whose phases add up to its seconds.
+In: marks set during a run (`PhaseClock`). Out: `StepTimes` of each step, whose phases add up to its seconds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Window = tuple[float, float]
 
 PHASES = {
     "data": "fetching and collating the batches",
-    "forward": "attention, router, loss and all else forward",
+    "forward": "attention, router, loss and everything else forward",
     "moe_forward": "experts' kernels forward",
     "moe_waiting": "waiting for the hidden states of the experts forward, and copying them",
-    "backward": "all else backward, and what is computed again there",
+    "backward": "everything else backward, and recomputation there",
     "moe_recompute": "experts' kernels forward again, within backward",
     "moe_backward": "experts' kernels backward",
     "update": "reducing and clipping gradients, and the optimizer",
@@ -29,7 +29,7 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """One step: its seconds, those of each phase, and the calls of kernels within, told apart as phases are."""
+    """One step: its seconds, those of each phase, and the kernel calls within, by the same phases."""
 
     seconds: float
     phases: Mapping[str, float]
@@ -41,7 +41,7 @@ _running: Final[list[PhaseClock]] = []
 
 @contextmanager
 def backward_pass() -> Generator[None]:
-    """Around a backward pass that no trainer's accelerator runs; whoever measures counts it."""
+    """Enter this around a backward pass that a trainer's accelerator does not run, so that clocks count it."""
     with ExitStack() as stack:
         for clock in _running:
             stack.enter_context(clock.backward())
@@ -49,7 +49,7 @@ def backward_pass() -> Generator[None]:
 
 
 class PhaseClock:
-    """Takes the marks of one step after the other. A kernel's call may come from any thread."""
+    """The marks of one step after the other. A kernel call may come from any thread."""
 
     def __init__(self) -> None:
         self._clear()
@@ -63,7 +63,7 @@ class PhaseClock:
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """While inside, the clock hears of kernels and of backward passes."""
+        """Record kernels and backward passes inside the context."""
         _running.append(self)
         try:
             with listening(self._hear):
@@ -73,19 +73,19 @@ class PhaseClock:
 
     @contextmanager
     def fetching(self) -> Generator[None]:
-        """Around the fetching of a step's batches, which comes before its beginning."""
+        """Enter this around the fetching of a step's batches, which precedes `begin`."""
         began = time.perf_counter()
         yield
         self._data += time.perf_counter() - began
 
     def begin(self) -> None:
-        """The step begins; what kernels did between the steps (an evaluation) is forgotten."""
+        """Begin a step. Kernel calls between the steps (an evaluation) are dropped."""
         self._backward, self._calls, self._experts = [], [], []
         self._began = time.perf_counter()
 
     @contextmanager
     def backward(self) -> Generator[None]:
-        """Around each backward pass."""
+        """Enter this around each backward pass."""
         began = time.perf_counter()
         yield
         self._backward.append((began, time.perf_counter()))
@@ -94,11 +94,11 @@ class PhaseClock:
         self._calls.append(call)
 
     def experts(self, began: float, ended: float) -> None:
-        """A module of experts ran forward, its kernel included."""
+        """Record the forward of a module of experts, its kernel included."""
         self._experts.append((began, ended))
 
     def end(self) -> StepTimes:
-        """The step is over. The next one's data may be fetched from now on."""
+        """End the step. The next step's data may be fetched from now on."""
         ended = time.perf_counter()
         calls = tuple((self._phase(call), call) for call in self._calls)
         found = dict.fromkeys(PHASES, 0.0)

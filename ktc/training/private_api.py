@@ -1,8 +1,9 @@
 """Every private name of torch and transformers that training uses, and every method of theirs that it replaces.
 
-In: modules, trainers and training arguments of those packages. Out: what ktc's trainers need of them, by public names.
-A docstring says why no public name serves. All of it holds from the oldest to the newest release of `ktc/versions.py`;
-`tests/training/test_private_api.py` checks each name there (`make versions`). Nothing else in this room may use one.
+In: modules, trainers and training arguments of those packages. Out: the functions that ktc's trainers need, by public
+names. A docstring says why no public name suffices. All of it holds from the oldest to the newest release of
+`ktc/versions.py`; `tests/training/test_private_api.py` checks each name there (`make versions`). No other file of this
+room may use a private name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ else:
 def with_attribute(module: nn.Module, name: str, value: object) -> Generator[None]:
     """Set an attribute of this one module for a while, past `nn.Module.__setattr__`, which would register it."""
     own = module.__dict__
-    before = own.get(name, own)  # the dictionary itself: nothing was there
+    before = own.get(name, own)  # the dictionary itself: the attribute was missing
     own[name] = value
     try:
         yield
@@ -63,7 +64,7 @@ def store_of_the_run(prefix: str) -> Any:
     """Return the key-value store that launched this run of several processes, its keys below `prefix`.
 
     A store opened by ktc would need an address and a port of its own in every launcher; `_get_default_store` gives the
-    one that `init_process_group` was given.
+    one that `init_process_group` received.
     """
     distributed = cast("Any", dist)
     return distributed.PrefixStore(prefix, distributed.distributed_c10d._get_default_store())
@@ -80,7 +81,7 @@ def use_as_one_device(args: TrainingArguments) -> None:
 
 
 def sum_as_logged(trainer: Trainer, losses: Sequence[Tensor]) -> Tensor:
-    """Return the sum that the Trainer would have added to its running loss, had it been given the losses one by one.
+    """Return the sum that the Trainer would have added to its running loss, if it had received the losses one by one.
 
     With `logging_nan_inf_filter` an infinite loss or NaN counts as the running mean: `_tr_loss` over the steps since
     the last log, `_globalstep_last_logged`. The Trainer applies that filter per call, and keeps both to itself.
@@ -101,13 +102,13 @@ def prepared_inputs(trainer: Trainer, inputs: Mapping[str, Any]) -> Any:
 
 
 def prepares_inputs_itself(trainer: Trainer) -> bool:
-    """Return whether this class of trainer overrides `_prepare_inputs`, as those do that generate their batches."""
+    """Return whether this class of trainer overrides `_prepare_inputs`, as trainers that generate their batches do."""
     return cast("Any", type(trainer))._prepare_inputs is not cast("Any", Trainer)._prepare_inputs
 
 
 # transformers: the trainer's hooks ------------------------------------------------------------------------------------
 class TrainerHooks(_Trainer):
-    """Before a trainer: two steps inside `Trainer`, as methods with public names."""
+    """A base class before a trainer: two steps inside `Trainer`, as methods with public names."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where its compilation put it.
@@ -122,7 +123,7 @@ class TrainerHooks(_Trainer):
         return prepared
 
     def on_model_prepared(self) -> None:
-        """Do what has to come after the optimizer exists and before the first step.
+        """Run after the optimizer exists and before the first step.
 
         `on_train_begin`, the first callback, comes after a checkpoint has been read, and the order of callbacks is not
         ours.
@@ -140,7 +141,7 @@ def keep_in_place(accelerator: Any) -> None:
     def prepare_in_place(
         model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        # without DistributedDataParallel, which evaluation mode stands for in accelerate
+        # without DistributedDataParallel, which accelerate skips in evaluation mode
         return prepare(model, device_placement=False, evaluation_mode=True)
 
     def has_no_device_map(model: nn.Module) -> bool:

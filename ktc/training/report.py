@@ -1,7 +1,7 @@
 """`KTReport`: a callback that measures a run of any HF Trainer and writes `ktc_report.json` into its output folder.
 
-In: a trainer (`watch`), and what it says while it trains. Out: a `RunReport`. Under several processes each measures
-itself; tokens are those of all, and only the first writes.
+In: a trainer (`watch`) and its callbacks. Out: a `RunReport`. With several processes each measures itself; tokens are
+counted over all, and only the first process writes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RECENT = 5
 
 
 class KTReport(TrainerCallback):
-    """Add it to a trainer and let it `watch` that. `report` has what is known so far, also after an interrupt."""
+    """A callback for a trainer that it `watch`es. `report` has the measurements so far, also after an interrupt."""
 
     def __init__(self) -> None:
         self._clock = PhaseClock()
@@ -54,7 +54,7 @@ class KTReport(TrainerCallback):
     def _count(self, batches: Any) -> None:
         self._fetched = _counted(batches)
 
-    # What the trainer tells
+    # The trainer's callbacks
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -98,13 +98,13 @@ class KTReport(TrainerCallback):
             write_report(Path(str(args.output_dir)), report)
 
     def recent_speed(self) -> float:
-        """Real tokens per second of this process over the last steps, 0 before the first."""
+        """Return the real tokens per second of this process over the last steps, 0 before the first."""
         steps, tokens = self._steps[-_RECENT:], self._tokens[-_RECENT:]
         seconds = sum(each.seconds for each in steps)
         return sum(each.real for each in tokens) / seconds if seconds else 0.0
 
     def report(self, *, finished: bool) -> RunReport:
-        """What was measured until now. All processes ask together where there are several."""
+        """Return the measurements until now. With several processes, all of them must call this together."""
         trainer = self._trainer
         args, state, model = trainer.args, trainer.state, trainer.accelerator.unwrap_model(trainer.model)
         experts = [module for module in model.modules() if isinstance(module, FusedMoe)]
@@ -136,13 +136,13 @@ class KTReport(TrainerCallback):
 
 
 def write_report(folder: Path, report: RunReport) -> None:
-    """Writes `ktc_report.json` into the folder, in place of one that is there."""
+    """Write `ktc_report.json` into the folder, and replace an existing one."""
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / run_report.FILE, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
 
 
 def report_of(trainer: Any) -> KTReport:
-    """The trainer's own, or a new one that watches it."""
+    """Return the trainer's own report, or a new one that watches the trainer."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, KTReport):
             return callback
@@ -153,11 +153,11 @@ def report_of(trainer: Any) -> KTReport:
 
 
 def _counted(batches: Any) -> StepTokens:
-    """The tokens of a step's micro-batches; a batch without a mask has no padding."""
+    """Count the tokens of a step's micro-batches. A batch without a mask has no padding."""
     real = padded = learned = 0
     for batch in batches:
         if not isinstance(batch, Mapping):
-            continue  # rows that the trainer itself makes tokens of
+            continue  # rows that the trainer tokenises itself
         ids, mask, labels = (
             cast("Mapping[str, Any]", batch).get(key) for key in ("input_ids", "attention_mask", "labels")
         )
@@ -170,7 +170,7 @@ def _counted(batches: Any) -> StepTokens:
 
 
 def _over_all(tokens: list[StepTokens], processes: int) -> list[StepTokens]:
-    """The tokens of every step added up over the processes."""
+    """Return the tokens of every step, summed over the processes."""
     if processes == 1 or not tokens:
         return tokens
     import torch.distributed as dist
@@ -182,20 +182,20 @@ def _over_all(tokens: list[StepTokens], processes: int) -> list[StepTokens]:
 
 
 def _stacking(trainer: Any) -> str:
-    """What was decided of the micro-batches, in words."""
+    """Describe the decision about stacking micro-batches."""
     decision = getattr(getattr(trainer, "stacker", None), "decision", None)
     return "" if decision is None else str(decision)
 
 
 def _parameters(model: nn.Module) -> tuple[int, int]:
-    """Trainable ones, and all as the stock model counts them, with packed experts and the adapter."""
+    """Count the trainable parameters, and all of them as the stock model does, with packed experts and the adapter."""
     trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
     held = sum(each.numel() for each in model.parameters())
     return trainable, held + sum(module.num_parameters() for module in model.modules() if isinstance(module, FusedMoe))
 
 
 def _gpus() -> list[DeviceMemory]:
-    """Those that hold or held something."""
+    """Return the GPUs on which memory is or was allocated."""
     found = (
         DeviceMemory(f"cuda:{n}", torch.cuda.max_memory_allocated(n), torch.cuda.max_memory_reserved(n))
         for n in range(torch.cuda.device_count())

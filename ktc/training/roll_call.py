@@ -1,9 +1,9 @@
-"""Which process of a run is missing, when the others cannot go on without it.
+"""Name the process of a run that is missing, when the others cannot continue without it.
 
-Every process counts the meetings it comes to (the collectives of a training step) in the store that launched the run.
-When one fails, the counts say who did not come, and a process that raised an error has left its words there. torchrun
-may be quicker, and end this process before its next meeting; then torchrun's own summary names the rank.
-Out: one error with the rank, what it said, and the checkpoint to go on from.
+Every process counts its meetings (the collectives of a training step) in the store that launched the run. When a
+meeting fails, the counts show which ranks did not arrive. A process that raised an error has published its message
+there. torchrun may end this process before its next meeting; then torchrun's own summary names the rank.
+Out: one error with the rank, its message, and the checkpoint to continue from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_WORDS = 500
 
 
 class RollCall:
-    """One process's view: `arrive` before each meeting, `missing` after one that failed."""
+    """One process's view: call `arrive` before each meeting, and `missing` after one that failed."""
 
     def __init__(self) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -33,23 +33,23 @@ class RollCall:
         self._meetings = 0
 
     def arrive(self) -> None:
-        """This process is at its next meeting."""
+        """Count this process in at its next meeting."""
         self._meetings += 1
         self._store.set(f"meetings/{self._rank}", str(self._meetings))
 
     def leave(self, error: BaseException) -> None:
-        """This process goes, with its last words for the others."""
+        """Publish this rank's error to the other ranks."""
         self._store.set(f"words/{self._rank}", f"{type(error).__name__}: {error}"[:_LONGEST_WORDS])
 
     def last_words(self) -> list[str]:
-        """The other ranks that raised an error, with what it said."""
+        """Return the other ranks that raised an error, with its message."""
         words = {rank: self._read(f"words/{rank}") for rank in self._others()}
         return [f"rank {rank} stopped with {text}" for rank, text in words.items() if text]
 
     def missing(self) -> list[str]:
-        """The ranks that raised an error; if none did, those that have not come to this meeting."""
+        """Return the ranks that raised an error; if none did, the ranks that have not arrived at this meeting."""
         behind = [rank for rank in self._others() if int(self._read(f"meetings/{rank}") or 0) < self._meetings]
-        return self.last_words() or [f"rank {rank} did not come" for rank in behind]
+        return self.last_words() or [f"rank {rank} did not arrive" for rank in behind]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
@@ -59,21 +59,22 @@ class RollCall:
 
 
 class _ToldToEnd(BaseException):
-    """SIGTERM, wherever this process was."""
+    """SIGTERM, received anywhere in this process."""
 
 
 @contextmanager
 def together(call: RollCall, output_dir: str | None) -> Generator[None]:
-    """Runs the body as one of several processes. An error of it is told to the others.
+    """Run the body as one of several processes, and publish its error to the others.
 
-    Raises KtcError (T534) in place of a collective's own error, where the others are what is wrong, and of a silent end
-    where torchrun ends this process because of another.
+    Raises:
+        KtcError: T534, instead of a collective's own error if another process caused it, and if torchrun ends this
+            process because of another.
     """
     try:
         with _told_to_end():
             yield
     except _ToldToEnd as end:
-        message = "this process was told to end, as torchrun does when another of the run has failed"
+        message = "this process received SIGTERM, which torchrun sends when another process of the run has failed"
         said = _said(call) or "torchrun's summary names it"
         raise _ended(f"{message}: {said}", output_dir) from end
     except RuntimeError as error:
@@ -85,7 +86,7 @@ def together(call: RollCall, output_dir: str | None) -> Generator[None]:
 
 @contextmanager
 def _told_to_end() -> Generator[None]:
-    """SIGTERM becomes an exception in the body, where nobody else has use for it."""
+    """Turn SIGTERM into an exception in the body, unless a handler is installed."""
     free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not free or threading.current_thread() is not threading.main_thread():
         yield
@@ -102,7 +103,7 @@ def _told_to_end() -> Generator[None]:
 
 
 def _said(call: RollCall) -> str:
-    """The last words of the other processes."""
+    """Return the errors that the other processes published."""
     try:
         return "; ".join(call.last_words())
     except RuntimeError:
@@ -110,7 +111,7 @@ def _said(call: RollCall) -> str:
 
 
 def _lost(call: RollCall, error: RuntimeError, output_dir: str | None) -> Exception:
-    """The error to raise for `error`: itself, where no other process is missing."""
+    """Return the error to raise for `error`: itself if no other process is missing."""
     try:
         missing = call.missing()
     except RuntimeError:
@@ -118,14 +119,14 @@ def _lost(call: RollCall, error: RuntimeError, output_dir: str | None) -> Except
     if not missing:
         _tell(call, error)
         return error
-    return _ended(f"this run goes on in all its processes or in none: {'; '.join(missing)}", output_dir)
+    return _ended(f"a run continues in all of its processes or in none: {'; '.join(missing)}", output_dir)
 
 
 def _tell(call: RollCall, error: BaseException) -> None:
     try:
         call.leave(error)
     except RuntimeError:
-        return  # nobody keeps the roll any more; the error itself is raised all the same
+        return  # the store is gone; the error itself is raised anyway
 
 
 def _ended(message: str, output_dir: str | None) -> KtcError:

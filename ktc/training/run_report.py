@@ -1,4 +1,4 @@
-"""What a training run came to: frozen values, computed from the times of its steps, and their JSON.
+"""The measurements of a training run: frozen values, computed from the times of its steps, and their JSON.
 
 In: `StepTimes` and the tokens of each step. Out: `RunReport`. Nothing is measured here.
 """
@@ -20,7 +20,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Of one step over all processes: `real` tokens without padding, `padded` with it, and `learned` with a loss."""
+    """The tokens of a step over all processes: `real` without padding, `padded` with it, and `learned` with a loss."""
 
     real: int
     padded: int
@@ -29,9 +29,9 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Means over the steps but the first, which warms up. Seconds, tokens, and tokens per second.
+    """Means over all steps except the first, which warms up. Seconds, tokens, and tokens per second.
 
-    `nominal` counts as the papers do, accumulation times sequences times the longest length, whatever was padding.
+    `nominal` counts as the papers do: accumulation times sequences times the longest length, padding included.
     """
 
     steps: int
@@ -45,10 +45,11 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpeed:
-    """One direction of the experts' kernels, per step: seconds, tokens times layers, FLOPs, and what that comes to.
+    """One direction of the experts' kernels, per step: seconds, tokens times layers, FLOPs and rates.
 
-    FLOPs are 2 per multiply and add of the frozen matrices: 6 k H I per token and layer with a gate, and as many for
-    the gradient of the input. LoRA's stand apart (forward 2 per weight of the factors, backward 6), out of `tflops`.
+    FLOPs are 2 per multiply and add of the frozen matrices: 6 k H I per token and layer with a gate, and the
+    same for the gradient of the input. LoRA's FLOPs are separate (forward 2 per weight of the factors, backward 6) and
+    not in `tflops`.
     """
 
     seconds: float
@@ -69,7 +70,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """One line of the trainer's log; what it did not say is None."""
+    """One line of the trainer's log. A missing value is None."""
 
     step: int
     loss: float | None = None
@@ -80,7 +81,7 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """All of it. `phases` has seconds per step; `host_peak_rss` is of the whole process, in bytes."""
+    """All measurements. `phases` has seconds per step; `host_peak_rss` is of the whole process, in bytes."""
 
     model: str
     steps: int
@@ -104,7 +105,7 @@ class RunReport:
     versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values. JSON has no word for a loss that is no number: it is the text `nan`, `inf` or `-inf`."""
+        """Return plain values. JSON has no NaN or infinity: such a loss is the text `nan`, `inf` or `-inf`."""
         history = [{name: _plain(value) for name, value in asdict(line).items()} for line in self.history]
         return {"schema": SCHEMA, **asdict(self), "history": history}
 
@@ -114,7 +115,7 @@ def _plain(value: float | None) -> float | str | None:
 
 
 def speed(steps: Sequence[StepTimes], tokens: Sequence[StepTokens], nominal: int) -> Speed | None:
-    """Means over all steps but the first; with one step, of that. None without any."""
+    """Means over all steps except the first; a single step counts itself. None without any step."""
     if not steps:
         return None
     measured, counted = steps[1:] or steps, tokens[1:] or tokens
@@ -131,13 +132,13 @@ def speed(steps: Sequence[StepTimes], tokens: Sequence[StepTokens], nominal: int
 
 
 def phases(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """Seconds per step of each phase, over the steps that `speed` counts; they add up to its step time."""
+    """Seconds per step of each phase, over the steps that `speed` counts. They add up to its step time."""
     measured = steps[1:] or steps
     return {phase: fmean(each.phases[phase] for each in measured) for phase in PHASES} if measured else {}
 
 
 def experts(steps: Sequence[StepTimes], gated: bool) -> dict[str, ExpertsSpeed]:
-    """Each direction that kernels ran in, per step; what backward computes again is one of its own."""
+    """Return each direction that kernels ran in, per step. Recomputation in backward is a direction of its own."""
     measured = steps[1:] or steps
     calls: dict[str, list[KernelCall]] = {}
     for step in measured:
@@ -163,7 +164,7 @@ def _flops(call: KernelCall, gated: bool) -> float:
 
 
 def _lora_flops(call: KernelCall, gated: bool) -> float:
-    """A token meets both factors of each adapted product; backward has the input's gradient and each factor's own."""
+    """Count LoRA's FLOPs: two factors per token and product. Backward computes the gradients of input and factors."""
     _, hidden, intermediate, top_k = call.sizes
     first, down = call.ranks
     weights = first * (hidden + intermediate * (2 if gated else 1)) + down * (hidden + intermediate)

@@ -1,4 +1,4 @@
-"""TRL's supervised fine-tuning for a compiled model. TRL is asked for only here."""
+"""TRL's supervised fine-tuning for a compiled model. Only this module imports TRL."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How many tokens of a step fit one pass: from sizes and from the memory that is free, before anything is computed.
+"""The number of a step's tokens that fit one pass, from sizes and free memory, before any computation.
 
 In: the layers, the recorded call of a micro-batch, the tokens of a chunk and of a micro-batch. Out: bytes per token by
-device, and the tokens that fit. The formula stands in docs/design.md, "Training".
+device, and the tokens that fit. The formula is in docs/design.md, "Training".
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ktc.experts.module import FusedMoe
 from ktc.training.layer_calls import ModelCall
 from ktc.training.layer_parts import SplitLayer
 
-_USED = 0.8  # of what is free: estimates err, and other programs need memory too
-_LAYER = 34  # bytes that a usual layer keeps per token and unit of width while one chunk of it is computed again
+_USED = 0.8  # of the free memory: estimates err, and other programs need memory too
+_LAYER = 34  # bytes that a typical layer keeps per token and unit of width while one chunk of it is computed again
 _OFFLOADED = 12  # bytes per token and unit of width while experts run on a GPU: their input, sums in fp32, gradients
 _MANY = sys.maxsize  # tokens: a pass is large enough for any backend
 _LOGITS = 14  # bytes per logit: itself, fp32 log-probabilities, and the gradients of both
@@ -49,7 +49,7 @@ def _fused(experts: nn.Module) -> FusedMoe:
 
 
 def _ranks(experts: nn.Module) -> tuple[int, int]:
-    """Of gate_up and of down: the highest among the adapters around the experts."""
+    """Return the ranks of gate_up and of down: the highest among the adapters around the experts."""
     ranks = {"down_proj": 0}
     while not isinstance(experts, FusedMoe):
         wrapper = cast("Any", experts)
@@ -68,7 +68,7 @@ def working_bytes(call: ModelCall, chunk_tokens: int, logits: int) -> dict[str, 
 
 
 def free_bytes(device: str) -> int:
-    """Of a GPU with what torch has cached there; of the host within the limits of its control group."""
+    """Return the free bytes of a GPU with torch's cache, or of the host within the limits of its control group."""
     if device == "cpu":
         return min(psutil.virtual_memory().available, host.detect().memory - psutil.Process().memory_info().rss)
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -84,6 +84,6 @@ def fitting_tokens(held: Mapping[str, int], working: Mapping[str, int], free: Ma
 
 
 def num_logits(inputs: Mapping[str, object], vocabulary: int) -> int:
-    """Of a micro-batch."""
+    """Count the logits of a micro-batch."""
     ids = inputs.get("input_ids")
     return ids.numel() * vocabulary if isinstance(ids, Tensor) else 0

@@ -1,9 +1,9 @@
 """`Stacker`: the micro-batches of one optimizer step share one pass over each layer's experts.
 
-In: what `Trainer.training_step` is given, call by call. Out: the loss of each call, which is zero until the last
-micro-batch of a step is there; then the whole stack runs and the sum of its losses is returned. The trainer's own code
+In: the arguments of `Trainer.training_step`, call by call. Out: the loss of each call, which is zero until the last
+micro-batch of a step arrives. Then the whole stack runs and the sum of its losses is returned. The trainer's own code
 computes every micro-batch's loss, so that weights, masks, logging and metrics are those of separate micro-batches.
-Refused (T540): stacking that was asked for where it cannot be.
+Refused (T540): stacking that was requested but is impossible.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 StackMode = Literal["auto", "on", "off"]
 Inputs = Mapping[str, Any]
 TrainingStep = Callable[..., Tensor]
-CHUNK_TOKENS = 2048  # of attention at a time: enough to fill a GPU, little to compute again
+CHUNK_TOKENS = 2048  # of attention at a time: enough to fill a GPU, little to recompute
 
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
-    """Whether micro-batches share passes over the experts, why, and the most tokens of one pass (0 where they do not).
+    """Whether micro-batches share passes over the experts, why, and the most tokens of one pass (0 if they do not).
 
-    `bytes_per_token` is what a token of a pass holds on each device until its backward.
+    `bytes_per_token` are the bytes on each device that a token of a pass needs until its backward.
     """
 
     on: bool
     reason: str
     tokens: int
     bytes_per_token: tuple[tuple[str, int], ...] = ()
-    whole_loss: str = ""  # why the loss of a micro-batch is not computed in chunks of tokens; "" where it is
+    whole_loss: str = ""  # why the loss of a micro-batch is not computed in chunks of tokens; "" if it is
 
     def __str__(self) -> str:
         if not self.on:
@@ -55,13 +55,15 @@ class Stacking:
 
 
 class Stacker:
-    """Collects the micro-batches of a step. `trainer` is a `transformers.Trainer`; `mode` is what its user asked for:
-    `auto` stacks where it can and memory allows, `on` refuses (T540) where it cannot."""
+    """The micro-batches of a step. `trainer` is a `transformers.Trainer`.
+
+    `mode` is the user's setting: `auto` stacks if possible and memory allows, `on` refuses (T540) if it is impossible.
+    """
 
     def __init__(self, trainer: Any, mode: StackMode = "auto", chunk_tokens: int = CHUNK_TOKENS) -> None:
         if mode not in ("auto", "on", "off"):
             message = f"`stack_micro_batches` is `auto`, `on` or `off`, not `{mode}`"
-            raise InputRefused(Diagnostic("T541", message, hint="leave it out: `auto` stacks where it can"))
+            raise InputRefused(Diagnostic("T541", message, hint="leave it out: `auto` stacks if possible"))
         self._trainer, self._mode, self._chunk_tokens = trainer, mode, chunk_tokens
         self._waiting: list[Inputs] = []
         self._layers: tuple[SplitLayer, ...] = ()
@@ -70,7 +72,7 @@ class Stacker:
 
     @property
     def decision(self) -> Stacking | None:
-        """`None` before the first step. It changes only where the first stack shows that there can be none."""
+        """`None` before the first step. It changes only if the first stack shows that stacking is impossible."""
         return self._decision
 
     def reset(self) -> None:
@@ -78,7 +80,7 @@ class Stacker:
         self._waiting = []
 
     def training_step(self, one: TrainingStep, model: nn.Module, inputs: Inputs, num_items: Any = None) -> Tensor:
-        """The loss of this call. `one(model, inputs, num_items)` is the stock step of one micro-batch."""
+        """Return the loss of this call. `one(model, inputs, num_items)` is the stock step of one micro-batch."""
         if self._decision is None:
             self._decide(model)
         if self._decision is not None and not self._decision.on:
@@ -90,7 +92,7 @@ class Stacker:
         return self._step(one, model, waiting, num_items)
 
     def _decide(self, model: nn.Module) -> None:
-        """What can be said before the first step; the rest when its micro-batches are there."""
+        """Decide as far as possible before the first step; the rest follows when its micro-batches are known."""
         if self._layers:
             return
         try:
@@ -104,7 +106,7 @@ class Stacker:
     def _give_up(self, why: CannotStack) -> None:
         if self._mode == "on":
             message = f"micro-batches cannot be stacked: {why}"
-            raise InputRefused(Diagnostic("T540", message, hint="`stack_micro_batches='auto'` goes on without it"))
+            raise InputRefused(Diagnostic("T540", message, hint="`stack_micro_batches='auto'` trains without it"))
         self._settle(Stacking(False, str(why), 0))
 
     def _settle(self, decision: Stacking) -> None:
@@ -121,15 +123,15 @@ class Stacker:
             for first, last in passes(calls, self._decision.tokens):
                 self._pass(one, model, waiting[first:last], calls[first:last], num_items, losses)
         except CannotStack as why:
-            if losses:  # gradients have been added, and cannot be taken back
-                message = f"a step was half done when its micro-batches could no longer be stacked: {why}"
+            if losses:  # gradients have been accumulated, which cannot be undone
+                message = f"stacking became impossible in the middle of a step: {why}"
                 raise InputRefused(Diagnostic("T542", message, hint="use `stack_micro_batches='off'`")) from why
             self._give_up(why)
             losses = [one(model, given, num_items) for given in waiting]
         return sum_as_logged(self._trainer, [loss.to(self._trainer.args.device) for loss in losses])
 
     def _loss(self, model: nn.Module, inputs: Inputs, num_items: Any) -> None:
-        """The beginning of the trainer's step: `record` ends it at the last layer."""
+        """Begin the trainer's step: `record` ends it at the last layer."""
         trainer = self._trainer
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
@@ -146,7 +148,7 @@ class Stacker:
         num_items: Any,
         losses: list[Tensor],
     ) -> None:
-        """Forward and backward of micro-batches that share each layer's experts; their losses are added to `losses`."""
+        """Run forward and backward of micro-batches that share each layer's experts. Add their losses to `losses`."""
         chunks = in_chunks(calls, self._chunk_tokens)
         outs = through_layers(self._layers, [chunk for chunk, _ in chunks])
         rows = [call.hidden.shape[0] for call in calls]
@@ -162,7 +164,7 @@ class Stacker:
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
     def _tail(self, step: Callable[[], Tensor], call: ModelCall, leaf: Tensor) -> Tensor:
-        """The trainer's step of one micro-batch, from the last layer's output on."""
+        """Run the trainer's step of one micro-batch, from the last layer's output on."""
         assert self._decision is not None
         if not self._decision.whole_loss:
             try:
@@ -174,7 +176,11 @@ class Stacker:
             return step()
 
     def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
-        """How many tokens share a pass. Raises `CannotStack` where not even two micro-batches can."""
+        """Return the number of tokens that share a pass.
+
+        Raises:
+            CannotStack: not even two micro-batches fit.
+        """
         held = bytes_per_token(self._layers, calls[0])
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
         logits = max(num_logits(inputs, vocabulary) for inputs in waiting)
@@ -187,15 +193,15 @@ class Stacker:
         wanted = sum(_tokens(call) for call in calls)
         per_token = tuple(sorted(held.items()))
         if fits[scarce] < 2 * largest and self._mode != "on":
-            raise CannotStack(f"the memory that is free on `{scarce}` holds {fits[scarce]} tokens of a pass")
+            raise CannotStack(f"the free memory on `{scarce}` holds {fits[scarce]} tokens of a pass")
         if fits[scarce] < wanted:
             tokens = max(fits[scarce], 2 * largest)
-            return Stacking(True, f"the memory that is free on `{scarce}` bounds a pass", tokens, per_token, whole)
-        return Stacking(True, "a step's micro-batches fit the memory that is free", fits[scarce], per_token, whole)
+            return Stacking(True, f"the free memory on `{scarce}` bounds a pass", tokens, per_token, whole)
+        return Stacking(True, "a step's micro-batches fit the free memory", fits[scarce], per_token, whole)
 
 
 class _AtNewStep(TrainerCallback):
-    """A step that ended early (the epoch was stopped) leaves nothing to the next."""
+    """Resets the stack at each step, because a step may end early (the epoch was stopped)."""
 
     def __init__(self, stacker: Stacker) -> None:
         self._stacker = stacker
@@ -205,7 +211,7 @@ class _AtNewStep(TrainerCallback):
 
 
 def reason_against(trainer: Any, model: nn.Module) -> str:
-    """Why this trainer's micro-batches are computed one by one, "" if nothing speaks against stacking them."""
+    """Return why this trainer's micro-batches are computed one by one, "" if they can be stacked."""
     args = trainer.args
     config = cast("Any", model).config.get_text_config()
     reasons = {
@@ -224,7 +230,11 @@ def _tokens(call: ModelCall) -> int:
 
 
 def passes(calls: Sequence[ModelCall], limit: int) -> Iterator[tuple[int, int]]:
-    """Runs of micro-batches with at most `limit` tokens together, each of one at least: first, and behind the last."""
+    """Split micro-batches into runs of at most `limit` tokens or one micro-batch.
+
+    Returns:
+        Of each run, the index of its first micro-batch and the index after its last.
+    """
     first, tokens = 0, 0
     for index, call in enumerate(calls):
         if index > first and tokens + _tokens(call) > limit:
@@ -235,7 +245,7 @@ def passes(calls: Sequence[ModelCall], limit: int) -> Iterator[tuple[int, int]]:
 
 
 def _taken_apart(out: Tensor, rows: list[int]) -> list[Tensor]:
-    """The micro-batches of a chunk: takes their sizes from the front of `rows`."""
+    """Split a chunk into its micro-batches, and remove their sizes from the front of `rows`."""
     sizes: list[int] = []
     while sum(sizes) < out.shape[0]:
         sizes.append(rows.pop(0))

@@ -1,6 +1,6 @@
-"""Trainers for a compiled model, whose placement is the compiler's and whose adapter is all that processes exchange.
+"""Trainers for a compiled model. The compiler decides its placement, and processes exchange only its adapter.
 
-`KTrainerMixin` stands before `transformers.Trainer` or a trainer made from it. Refused: a model that ktc has not
+`KTrainerMixin` is a base class before `transformers.Trainer` or a subclass of it. Refused: a model that ktc has not
 compiled, training without an adapter, and FSDP or DeepSpeed, which would place the model themselves.
 """
 
@@ -24,8 +24,8 @@ from ktc.training.report import report_of
 from ktc.training.roll_call import RollCall, together
 from ktc.training.stacking import Stacker, StackMode
 
-TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # of TRL, by our tests
-_KNOWN_REASONS = {"RewardTrainer": "a reward model has a head of its own, and a compiled model is a causal LM"}
+TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # of TRL, in our tests
+_KNOWN_REASONS = {"RewardTrainer": "a reward model has its own head, and a compiled model is a causal LM"}
 
 
 def _check_tried(trainer: type) -> None:
@@ -39,45 +39,51 @@ def _check_tried(trainer: type) -> None:
 
 
 class KTrainerMixin(TrainerHooks):
-    """Before a trainer of transformers 5.6 to 5.23 or TRL: `class T(KTrainerMixin, SFTTrainer)`.
+    """A base class before a trainer of transformers 5.6 to 5.23 or TRL: `class T(KTrainerMixin, SFTTrainer)`.
 
-    The model stays where its compilation put it: nothing moves it, and neither DataParallel nor DDP wraps it. Several
-    GPUs in one process are used as the placement says, and count as one for the batch size. Under torchrun every
-    process holds the model; the adapter starts as rank 0's, and its gradients are averaged once per optimizer step,
-    before they are clipped. `stack_micro_batches`: whether the micro-batches of a step share one pass over each layer's
-    experts (`ktc.training.stacking`); "auto" goes on without where it cannot be, "on" refuses (T540). The loss comes
-    back on `args.device`, wherever the model's head is.
-    TRL's SFT, DPO, KTO, GRPO and RLOO trainers are tried; its others are refused as the class is made (T535).
-    Raises `InputRefused`: T530 for a model that is not compiled, T531 for training without an adapter, T532 for FSDP
-    and DeepSpeed, T533 for processes that train different parameters. Raises `KtcError` (T534) when another process is
-    gone.
+    The model stays on the devices of its compilation, and neither DataParallel nor DDP wraps it. Several GPUs in one
+    process are used as the placement says, and count as one for the batch size. Under torchrun every
+    process holds the model. The adapter starts as rank 0's, and its gradients are averaged once per optimizer step,
+    before they are clipped. `stack_micro_batches` says whether the micro-batches of a step share one pass over each
+    layer's experts (`ktc.training.stacking`). If that is impossible, "auto" trains without it and "on" refuses (T540).
+    The loss is returned on `args.device`, independent of the device of the model's head.
+    TRL's SFT, DPO, KTO, GRPO and RLOO trainers are tested; its others are refused when the class is created (T535).
+
+    Raises:
+        InputRefused: T530 for a model that is not compiled, T531 for training without an adapter, T532 for FSDP and
+            DeepSpeed, T533 for processes that train different parameters.
+        KtcError: T534 when another process is gone.
     """
 
     _roll_call: RollCall | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises `InputRefused` (T535) for a trainer of TRL that is not known to work on a compiled model."""
+        """Refuse a trainer of TRL that is not known to work on a compiled model.
+
+        Raises:
+            InputRefused: T535.
+        """
         super().__init_subclass__(**kwargs)
         _check_tried(cls)
 
     def __init__(self, *args: Any, stack_micro_batches: StackMode = "auto", **kwargs: Any) -> None:
         for settings in (*args, *kwargs.values()):
             if isinstance(settings, TrainingArguments):
-                use_as_one_device(settings)  # some trainers ask before they come to the accelerator
+                use_as_one_device(settings)  # some trainers read it before they create the accelerator
         super().__init__(*args, **kwargs)
         _check_compiled(cast("nn.Module", self.model))
         self.stacker = Stacker(self, stack_micro_batches)
         report_of(self)  # measures every run, and writes `ktc_report.json` at its end
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The accelerator casts and compiles, and neither places nor wraps."""
+        """Create an accelerator that casts and compiles, and neither places nor wraps."""
         _check_sharding(self.args)
         use_as_one_device(self.args)
         super().create_accelerator_and_postprocess()
         keep_in_place(self.accelerator)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer it stands before."""
+        """Train as the base trainer does."""
         _check_adapter(cast("nn.Module", self.model))
         if not gradients.distributed():
             return super().train(*args, **kwargs)
@@ -86,13 +92,17 @@ class KTrainerMixin(TrainerHooks):
             return super().train(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The micro-batches of an optimizer step; the processes count their tokens together."""
+        """Return the micro-batches of an optimizer step. The processes count their tokens together."""
         if self._roll_call is not None:
             self._roll_call.arrive()
         return cast("Any", super()).get_batch_samples(*args, **kwargs)
 
     def on_model_prepared(self) -> None:
-        """Start every process from rank 0's adapter. Raises `InputRefused` (T533)."""
+        """Start every process from rank 0's adapter.
+
+        Raises:
+            InputRefused: T533.
+        """
         if not gradients.distributed():
             return
         everything: Iterator[tuple[str, Parameter]] = cast("nn.Module", self.model).named_parameters()
@@ -103,7 +113,7 @@ class KTrainerMixin(TrainerHooks):
         gradients.broadcast(self._trained, self._groups)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of one micro-batch; the last one of an optimizer step averages the gradients."""
+        """Run forward and backward of one micro-batch. The last one of an optimizer step averages the gradients."""
         loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         if self._roll_call is not None and self.accelerator.sync_gradients:
             self._roll_call.arrive()
@@ -117,7 +127,7 @@ class KTrainer(KTrainerMixin, Trainer):
 
 def _check_compiled(model: nn.Module) -> None:
     if not any(isinstance(module, CompiledModel) for module in model.modules()):
-        message = f"ktc's trainers train a model that ktc has compiled, and this is a `{type(model).__name__}`"
+        message = f"ktc's trainers need a model that ktc has compiled, found a `{type(model).__name__}`"
         hint = "load the compiled folder (`ktc.load(OUT)`), or use the stock trainer for this model"
         raise InputRefused(Diagnostic("T530", message, hint=hint))
 
@@ -132,6 +142,6 @@ def _check_adapter(model: nn.Module) -> None:
 def _check_sharding(args: TrainingArguments) -> None:
     for name in ("fsdp", "deepspeed"):
         if getattr(args, name, None):
-            message = f"`{name}` would place the weights of a compiled model, which its compilation has done"
+            message = f"`{name}` would place the weights of a compiled model, which its compilation has placed"
             hint = f"leave `{name}` out; several processes need only torchrun"
             raise InputRefused(Diagnostic("T532", message, hint=hint))

@@ -326,7 +326,7 @@ def test_a_head_whose_logits_are_changed_gets_them_whole(package: Callable[[str]
     ours, theirs = (trained(package("deepseek_v2"), tmp_path, mode, trainer=Scaled) for mode in ("on", "off"))
     assert_alike(ours, theirs)
     assert ours.stacker.decision is not None
-    assert "changes what its head gives" in ours.stacker.decision.whole_loss
+    assert "changes the output of its head" in ours.stacker.decision.whole_loss
     assert "not computed in chunks" in str(ours.stacker.decision)
 
 
