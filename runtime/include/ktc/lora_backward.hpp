@@ -62,7 +62,7 @@ class LoraBackward {
     down_.write(routing_, worker);
   }
 
-  // Where gate and up are computed again: u of the first product from its packed inputs, that of down likewise.
+  // For gate and up computed again: u of the first product from its packed inputs, and likewise that of down.
   void recompute_first(int worker, Range groups, const Element* hidden_S) const {
     to_low_rank(first_, routing_, groups, hidden_S, layer_.shape.padded_hidden(), Panels::ranks_of_a,
                 scratch_.low_rank(worker), u_first());

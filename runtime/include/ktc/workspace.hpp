@@ -106,7 +106,7 @@ class Workspace {
     (visit_regions(parts, place), ...);
   }
 
-  // Of the block, whether the last call used them or not.
+  // Bytes of the block, used by the last call or not.
   std::size_t size() const { return pages_.size(); }
 
  private:

@@ -139,7 +139,7 @@ class Isa {
     by_tiles<true>(rows, steps, a, panel, tile, ahead);
   }
 
-  // How often `multiply` calls `ahead.step()`.
+  // The number of times that `multiply` calls `ahead.step()`.
   static constexpr std::int64_t steps_ahead(int rows, std::int64_t steps) {
     return multiplies_tiles(rows) ? steps / kPairs : avx512_bf16::Isa::steps_ahead(rows, steps);
   }

@@ -36,7 +36,7 @@ alignas(64) inline constexpr auto kMiddleWords = [] {
   return _mm512_shuffle_epi8(pieces, _mm512_load_si512(kMiddleWords.data()));
 }
 
-// Of the four 16 x 16 quarters of a block, piece by piece: two of the rebuilt vectors.
+// Transposes the four 16 x 16 quarters of a block piece by piece; a piece is two of the rebuilt vectors.
 [[gnu::always_inline]] inline void transpose_piece(const bf16* source, bf16* target, unsigned piece) {
   constexpr int kStride = 2 * 32;          // a quarter has every second vector of its block
   constexpr int kSecondHalf = 8 * 2 * 32;  // 16 further along k

@@ -75,7 +75,7 @@ class Lanes {
     const __m256 sign_bit = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign_bit, x.low_), _mm256_andnot_ps(sign_bit, x.high_)};
   }
-  // Of values that are not negative, whose order is that of their bits. A NaN counts as greater than any number.
+  // The operands must not be negative: their order is then that of their bits. A NaN counts as greater than any number.
   friend Lanes greater(Lanes a, Lanes b) {
     const auto of_bits = [](__m256 x, __m256 y) {
       return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(x), _mm256_castps_si256(y)));
@@ -227,7 +227,7 @@ struct Isa {
     multiply_16_lanes(steps, a, panel + 2 * kHalfPanel, tile + kHalfPanel, ahead);
   }
 
-  // How often `multiply` calls `ahead.step()`: once per unrolled step of each half.
+  // The number of times that `multiply` calls `ahead.step()`: once per unrolled step of each half.
   static constexpr std::int64_t steps_ahead(int, std::int64_t steps) { return 2 * steps / kUnroll; }
 
   // One pair of k of all outputs, 2 x 2 elements at a time.

@@ -99,7 +99,7 @@ struct Isa {
     kByRows[static_cast<std::size_t>(rows - 1)](steps, a, panel, tile, ahead);
   }
 
-  // How often `multiply` calls `ahead.step()`.
+  // The number of times that `multiply` calls `ahead.step()`.
   static constexpr std::int64_t steps_ahead(int, std::int64_t steps) { return steps / kUnroll; }
 
   [[gnu::always_inline]] static void transpose_piece(const bf16* source, bf16* target, unsigned piece) {

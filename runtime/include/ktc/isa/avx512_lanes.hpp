@@ -56,7 +56,7 @@ class Lanes {
   friend Lanes fused_multiply_add(Lanes a, Lanes b, Lanes c) { return Lanes(_mm512_fmadd_ps(a.v_, b.v_, c.v_)); }
   friend Lanes rounded(Lanes x) { return Lanes(_mm512_roundscale_ps(x.v_, _MM_FROUND_TO_NEAREST_INT)); }
   friend Lanes absolute(Lanes x) { return Lanes(_mm512_abs_ps(x.v_)); }
-  // Of values that are not negative, whose order is that of their bits. A NaN counts as greater than any number.
+  // The operands must not be negative: their order is then that of their bits. A NaN counts as greater than any number.
   friend Lanes greater(Lanes a, Lanes b) {
     return Lanes(_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.v_), _mm512_castps_si512(b.v_))));
   }

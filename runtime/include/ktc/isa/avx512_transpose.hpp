@@ -32,7 +32,7 @@ constexpr WordOrder word_order(unsigned n1) {
 alignas(64) inline constexpr WordOrder kLowerWords = word_order(0);
 alignas(64) inline constexpr WordOrder kUpperWords = word_order(1);
 
-// Of the four 16 x 16 quarters of a block, piece by piece: two registers.
+// Transposes the four 16 x 16 quarters of a block piece by piece; a piece is two registers.
 [[gnu::always_inline]] inline void transpose_piece(const bf16* source, bf16* target, unsigned piece) {
   constexpr int kStride = 2 * 32;          // a quarter has every second vector of its block
   constexpr int kSecondHalf = 8 * 2 * 32;  // 16 further along k

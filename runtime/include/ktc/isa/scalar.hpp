@@ -76,7 +76,7 @@ class Lanes {
   friend Lanes absolute(const Lanes& x) {
     return make([&](int lane) { return std::abs(x.values_[lane]); });
   }
-  // Of values that are not negative. A NaN counts as greater than any number.
+  // The operands must not be negative. A NaN counts as greater than any number.
   friend Lanes greater(const Lanes& a, const Lanes& b) {
     return make([&](int lane) { return greater(a.values_[lane], b.values_[lane]); });
   }
@@ -149,7 +149,7 @@ struct Isa {
     }
   }
 
-  // How often `multiply` calls `ahead.step()`.
+  // The number of times that `multiply` calls `ahead.step()`.
   static constexpr std::int64_t steps_ahead(int, std::int64_t) { return 1; }
 
   // One of the `kBlockPieces` pieces of a packed 32 x 32 block, rebuilt with outputs and contraction exchanged.

@@ -20,7 +20,7 @@ inline void store_half(float value, std::uint8_t* stored) {
   std::memcpy(stored, &half, sizeof(half));
 }
 
-// Of 32 codes the first sixteen are lower nibbles, the others the upper ones of the same bytes.
+// The first sixteen of 32 codes are the lower nibbles, the others the upper nibbles of the same bytes.
 inline unsigned halved_nibble(const std::uint8_t* bytes, int k) {
   return bytes[k % 16] >> (k / 16 * 4) & 0xfu;
 }

@@ -55,7 +55,7 @@ class ExpertLayout {
   std::int64_t outputs(Part part) const { return is_down(part) ? hidden_ : intermediate_; }
   std::int64_t num_panels(Part part) const { return is_down(part) ? num_down_panels() : num_first_panels(); }
   std::int64_t padded_contraction(Part part) const { return is_down(part) ? padded_intermediate() : padded_hidden(); }
-  // Of a panel's 32 outputs, those that belong to a part.
+  // The number of a panel's 32 outputs that belong to a part.
   std::int64_t lanes(Part part) const { return is_down(part) ? kPanelWidth : columns_per_first_panel(); }
   std::int64_t first_lane(Part part) const {
     return is_gate(part) || is_down(part) ? 0 : kPanelWidth - columns_per_first_panel();

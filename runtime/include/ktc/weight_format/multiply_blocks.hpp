@@ -22,7 +22,7 @@
 
 namespace ktc::weight_format {
 
-// Of packed rows, [k / 2][rows][2], the sums of each 32 values: [k / 32][rows]. Returns whether all of them are finite.
+// Writes the sums of each 32 values of packed rows, [k / 2][rows][2] to [k / 32][rows]. Returns whether all are finite.
 inline bool sum_blocks(int rows, std::int64_t padded_k, const bf16* a, float* sums) {
   bool finite = true;
   for (std::int64_t k = 0; k < padded_k; k += kPanelWidth, sums += rows) {
