@@ -67,6 +67,7 @@ HELD = (
     "ktc/host.py",
     "ktc/host_file.py",
     "ktc/isa.py",
+    "ktc/kt_yaml",
     "ktc/linears",
     "ktc/link",
     "ktc/llama_factory",

@@ -31,7 +31,7 @@ __all__ = ["Imported", "Report", "Source", "import_for", "import_kt_yaml"]
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """`program` is the text of the `.ktr` file; `sources` holds the text that the warnings point into."""
+    """The text of the `.ktr` file, `program`, and its report. `sources` holds the text that the warnings point into."""
 
     program: str
     report: Report
@@ -43,9 +43,14 @@ class Imported:
 
 
 def import_kt_yaml(path: Path, model: str | Path | PreTrainedModel) -> Imported:
-    """Raises InputRefused with all that is wrong with the file or the model, ProofFailed where verification fails."""
+    """Import the rules of a YAML file as a program for a model.
+
+    Raises:
+        InputRefused: the file or the model is invalid; every fault is reported.
+        ProofFailed: the program differs from the file.
+    """
     source = Source(_printable(path.name), document.read_text(path))
-    read = source.rules()  # before the model, which takes seconds
+    read = source.rules()  # before loading the model, which takes seconds
     return import_for(source, read, capture(open_model(model, fetch_weights=False)))
 
 
@@ -57,12 +62,16 @@ class Source:
     text: str
 
     def rules(self) -> KtRules:
-        """Raises InputRefused with every fault of the file."""
+        """Return the rules of the file.
+
+        Raises:
+            InputRefused: the file is invalid; every fault is reported.
+        """
         return read_rules(document.parse(self.text, self.name), self.name, self.text)
 
 
 def import_for(source: Source, read: KtRules, captured: CapturedModel) -> Imported:
-    """The rules of `source` as a program for a captured model. Raises as `import_kt_yaml` does."""
+    """Import the rules of `source` as a program for a captured model. Raises as `import_kt_yaml` does."""
     try:
         replayed = replay(read.rules, captured.modules)
         found = outcomes(replayed.visits, find_reach(captured))

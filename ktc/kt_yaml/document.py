@@ -1,7 +1,7 @@
-"""The text of a YAML file to located plain values: scalars, lists and mappings, nothing else.
+"""Parse the text of a YAML file into plain values with their places: only scalars, lists and mappings.
 
 Works on the parser's events, so no constructor of any tag ever runs. Refused, each at its place: anchors and aliases,
-tags, duplicate and non-text keys, several documents, and whatever is over the limits below.
+tags, duplicate and non-text keys, several documents, and files over the limits below.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ Node = Scalar | Sequence | Mapping
 
 
 def read_text(path: Path) -> str:
-    """The file's text. Raises InputRefused (K001) where it cannot be read, is too large or not UTF-8."""
+    """Return the file's text.
+
+    Raises:
+        InputRefused: K001, the file cannot be read, is too large or is not UTF-8.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -65,7 +69,11 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, file: str) -> Node:
-    """The one document of the text. Raises InputRefused with everything that is wrong with it."""
+    """Parse the only document of the text.
+
+    Raises:
+        InputRefused: the document is invalid; every fault is reported.
+    """
     builder = _Builder(file)
     try:
         for event in _events(text):
@@ -73,7 +81,7 @@ def parse(text: str, file: str) -> Node:
     except _Enough:
         pass
     except yaml.YAMLError as error:
-        builder.refuse("K002", f"this is no YAML: {_problem(error)}", _span_of_error(error, file))
+        builder.refuse("K002", f"invalid YAML: {_problem(error)}", _span_of_error(error, file))
     if builder.diagnostics:
         raise InputRefused(*builder.diagnostics, sources={file: text})
     if builder.root is None:
@@ -82,12 +90,12 @@ def parse(text: str, file: str) -> Node:
 
 
 class _Enough(Exception):
-    """No more is worth reading."""
+    """Ends the reading of a document that exceeds a limit."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A list or mapping whose end has not come yet. `key` waits for its value."""
+    """A list or mapping that is not complete yet. `key` is the key of the next value."""
 
     start: Span
     items: list[Node] | None  # None for a mapping
@@ -190,7 +198,7 @@ def _events(text: str) -> Iterator[yaml.Event]:
 
 
 def _value(event: yaml.ScalarEvent) -> str | int | bool | None:
-    """Only a plain scalar means something else than its text."""
+    """Interpret a scalar. Only a plain scalar has a value other than its text."""
     text = str(event.value)
     if not event.implicit[0]:
         return text

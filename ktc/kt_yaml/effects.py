@@ -1,4 +1,4 @@
-"""What a rule of KTransformers does to a module, in terms of ktc: a device, a prefill device, a rewrite or none."""
+"""The effect of a KTransformers rule on a module, in terms of ktc: a device, a prefill device, an optional rewrite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IMPLIED = {
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A rewrite of the kernel facet: what `match` takes, the target, and the settings that the file decides."""
+    """A rewrite of the kernel facet: the operand of `match`, the target, and the settings that the file decides."""
 
     root: str
     target: str
@@ -31,7 +31,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one module ends up with. `lost` says why a rewrite that the file asks for is not possible here."""
+    """The result for one module. `lost` says why a rewrite that the file requests is impossible here."""
 
     path: str
     rule: KtRule | None
@@ -50,14 +50,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Where ktc finds what `match` takes, by path, and the linears that a rewritten latent attention absorbs."""
+    """The operands of `match` by path, and the linears that a rewritten latent attention absorbs."""
 
     found: Mapping[str, frozenset[str]]
     absorbed: frozenset[str]
 
 
 def outcomes(visits: Sequence[Visit], reach: Reach) -> tuple[Outcome, ...]:
-    """One outcome per module, in the order of the visits."""
+    """Return one outcome per module, in the order of the visits."""
     training = trains(visit.rule for visit in visits)
     found = [_outcome(visit, reach, training) for visit in visits]
     pinned = frozenset(outcome.path for outcome in found if outcome.pinned)
@@ -66,17 +66,17 @@ def outcomes(visits: Sequence[Visit], reach: Reach) -> tuple[Outcome, ...]:
 
 
 def trains(rules: Iterable[KtRule | None]) -> bool:
-    """Whether any rule puts experts that are made for training."""
+    """Return whether any rule inserts experts for training."""
     return any(rule is not None and rule.settings.get("generate_op") == names.TRAINING_EXPERTS for rule in rules)
 
 
 def _settled(outcome: Outcome, pinned: frozenset[str], latent: frozenset[str], reach: Reach) -> Outcome:
-    """The outcome of a module that a rewrite above it takes in."""
+    """Return the outcome of a module that is part of a rewrite above it."""
     above = _ancestors(outcome.path)
     if pinned & above:
         return replace(outcome, kernel=None, located=False, inside=True)
     if outcome.kernel is not None and outcome.path in reach.absorbed and latent & above:
-        lost = f"`{MlaAbsorbed.name}` absorbs `{outcome.path}`, which so has no kernel of its own"
+        lost = f"`{MlaAbsorbed.name}` absorbs `{outcome.path}`, which therefore has no separate kernel"
         return replace(outcome, kernel=None, lost=lost)
     return outcome
 
@@ -87,7 +87,7 @@ def _ancestors(path: str) -> set[str]:
 
 
 def implied(rule: KtRule) -> str:
-    """Why a rule that fires needs nothing in the program, "" where it does."""
+    """Return why a rule that fires adds no rule to the program, "" if it adds one."""
     return _IMPLIED.get(rule.kind, "")
 
 
@@ -109,7 +109,7 @@ def _outcome(visit: Visit, reach: Reach, training: bool) -> Outcome:
 def _devices(rule: KtRule) -> tuple[str, str]:
     defaults = names.DEFAULTS.get(rule.kind)
     device = str(rule.settings.get("generate_device") or _full((defaults or Defaults()).generate_device))
-    if defaults is None:  # only linears and experts have anything that runs elsewhere during prefill
+    if defaults is None:  # only linears and experts can run on another device during prefill
         return device, str(rule.settings.get("prefill_device") or device)
     if _operation(rule, "prefill_op") is None:
         return device, device
@@ -121,7 +121,7 @@ def _full(device: str) -> str:
 
 
 def _operation(rule: KtRule, key: str) -> str | None:
-    """The operation of a phase: what the rule says, `null` included, else what the constructor assumes."""
+    """Return the operation of a phase: the rule's, `null` included; without one, the constructor's default."""
     if key in rule.settings:
         found = rule.settings[key]
         return str(found) if found is not None else None
@@ -130,7 +130,7 @@ def _operation(rule: KtRule, key: str) -> str | None:
 
 
 def operations(rule: KtRule) -> tuple[str, ...]:
-    """The operations that a rule names or implies."""
+    """Return the operations that a rule names or implies."""
     if rule.kind not in names.DEFAULTS:
         return ()
     found = (_operation(rule, "generate_op"), _operation(rule, "prefill_op"))
@@ -190,11 +190,11 @@ def _attention(rule: KtRule, path: str, reach: Reach) -> Kernel:
 
 
 def _lost(kernel: Kernel | None, path: str, reach: Reach, training: bool) -> str:
-    """Why ktc cannot rewrite this module so, "" where it can."""
+    """Return why ktc cannot apply this rewrite to the module, "" if it can."""
     if kernel is None:
         return ""
     if not path:
-        return "the model as a whole is no module that a rule can name"
+        return "a rule cannot name the model as a whole"
     own = dict(kernel.settings).get("kernel")
     if training and own in TARGETS[kernel.target].without_backward:
         return f"`{own}` has no backward pass, and other rules of the file are for training"

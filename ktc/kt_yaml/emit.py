@@ -1,4 +1,4 @@
-"""Outcomes of a replay to a rule program: one rule per rewrite and per placement, each over the globs that it needs.
+"""Emit the outcomes of a replay as a rule program: one rule per rewrite and per placement, each with its globs.
 
 Placement is hoisted to the largest subtrees whose modules agree. Everything goes through the syntax tree and its
 printer: no text of the YAML file reaches the program.
@@ -27,12 +27,12 @@ _NAMES = {
     targets.GpuMoe.name: "gpu_experts",
     targets.Fused.name: "fused",
 }
-_LINES = 10  # between the synthetic spans: the comment of a declaration stands one line before it
+_LINES = 10  # between the synthetic spans: the comment of a declaration is one line before it
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Where a module runs, as `place(run, prefill = prefill)` writes it."""
+    """The devices of a module, as in `place(run, prefill = prefill)`."""
 
     run: str
     prefill: str
@@ -40,7 +40,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """`became` has the names of the program's rules that stand for each rule of the file, by its number."""
+    """The emitted program. `became` has the names of its rules for each rule of the file, by that rule's number."""
 
     module: syntax.Module
     became: dict[int, tuple[str, ...]]
@@ -48,7 +48,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What one rule of the program will cover: `origins` are the file's rules, `expect` its number of matches."""
+    """The content of one rule of the program. `origins` are the file's rules, `expect` is its number of matches."""
 
     stem: str
     root: str
@@ -59,7 +59,7 @@ class _Group:
 
 
 def emit(found: Sequence[Outcome], captured: CapturedModel, file: str, header: Sequence[str]) -> Emitted:
-    """The program for `captured`; `header` are the lines of its first comment."""
+    """Emit the program for `captured`. `header` are the lines of its first comment."""
     universe = [module.fqn for module in captured.modules if module.fqn]
     groups = [*_kernels(found), *_prefills(found), *_placements(found, universe)]
     taken, became = Counter[str](), dict[int, tuple[str, ...]]()
@@ -98,7 +98,7 @@ def _stem(kernel: Kernel) -> str:
 
 
 def _action(kernel: Kernel) -> syntax.Action:
-    """The target with the settings that differ from its defaults, the first one without its name."""
+    """Return the target with the settings that differ from its defaults, the first one without its name."""
     specs = SETTINGS[kernel.target]
     first = next(iter(specs))
     arguments = tuple(
@@ -117,7 +117,7 @@ def _value(value: str | bool) -> syntax.Expression:
 
 # Placement -----------------------------------------------------------------------------------------------------------
 def _prefills(found: Sequence[Outcome]) -> list[_Group]:
-    """Experts on the CPU whose prefill runs elsewhere: their rewrite decides the device, a placement the rest."""
+    """Return a placement for experts on the CPU with prefill elsewhere. Their rewrite decides the device."""
     members: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in found:
         if outcome.pinned and outcome.prefill != "cpu":
@@ -145,7 +145,7 @@ def _placements(found: Sequence[Outcome], universe: Sequence[str]) -> list[_Grou
 
 
 class _Hoist:
-    """`devices` has the largest subtrees whose modules agree, and modules that differ from what stands below them."""
+    """`devices` has the largest subtrees whose modules agree, and modules that differ from those below them."""
 
     def __init__(self, located: dict[str, Outcome], universe: Sequence[str]) -> None:
         self.located = located
@@ -169,7 +169,7 @@ class _Hoist:
         if len(wanted) == 1:
             if inherited is not None or any(outcome.rule is not None for outcome in outcomes):
                 self.devices[path] = wanted.pop()
-            return  # else no rule says where it is: `unplaced`
+            return  # otherwise no rule places it: `unplaced`
         if path in self.located:
             inherited = self.devices[path] = _devices_of(self.located[path])
         for child in self.children[path]:
@@ -215,14 +215,14 @@ def _plan(found: Sequence[Outcome]) -> syntax.Block:
 
 
 def prefill_threshold(rule: KtRule) -> int:
-    """The number of tokens from which KTransformers prefills layer by layer, 0 if it never does."""
+    """Return the number of tokens from which KTransformers prefills layer by layer, 0 if it never does."""
     found = rule.settings.get("per_layer_prefill_intput_threshold")
     return found if isinstance(found, int) else 0
 
 
 def _origin(origins: Sequence[KtRule]) -> str:
     if not origins:
-        return "# what no rule of the file matches"
+        return "# modules that no rule of the file matches"
     lines = ", ".join(str(rule.span.line) for rule in origins)
     numbers = ", ".join(str(rule.number) for rule in origins)
     many = "s" if len(origins) > 1 else ""
@@ -232,7 +232,7 @@ def _origin(origins: Sequence[KtRule]) -> str:
 def _with_comments(
     file: str, header: Sequence[str], declarations: Sequence[tuple[str, syntax.Declaration]]
 ) -> syntax.Module:
-    """The module with a comment before each declaration that has one: the printer orders by span."""
+    """Add a comment before each declaration that has one. The printer orders by span."""
     placed: list[syntax.Declaration] = []
     comments = [syntax.Comment(f"# {line}", span=_at(file, number)) for number, line in enumerate(header, start=1)]
     line = len(header) + 1

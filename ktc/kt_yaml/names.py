@@ -1,6 +1,6 @@
-"""What the names in KTransformers' rule files mean. Plain text in tables: no name is ever imported or called.
+"""The meaning of the names in KTransformers' rule files, as text in tables: no name is ever imported or called.
 
-A replacement class that no row knows is refused: in KTransformers it would be imported, which runs its code.
+A replacement class without a row is refused: KTransformers would import it, which runs its code.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ SETTINGS: Mapping[Kind, tuple[str, ...]] = {
     "rope": (*_DEVICES, "out_device"),
     "model": (*_DEVICES, "out_device", "per_layer_prefill_intput_threshold", "transfer_map"),
 }
-REFUSED_SETTINGS: Mapping[str, str] = {
-    "dump_dir": "writing tensors to a folder of the file's choice is no rule's business"
-}
+REFUSED_SETTINGS: Mapping[str, str] = {"dump_dir": "rules must not write tensors to a folder that the file chooses"}
 
-# Operation -> our kernel, None where ktc has none and plans none. What a row loses is said in LOSSES.
+# Operation -> our kernel, None where ktc has none and plans none. LOSSES says what a row loses.
 LINEAR_KERNELS: Mapping[str, str | None] = {
     "KLinearTorch": "torch",
     "KLinearMarlin": None,
@@ -75,7 +73,7 @@ LOSSES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What KTransformers' constructors assume where a rule says nothing."""
+    """The defaults of KTransformers' constructors."""
 
     generate_device: str = "cuda"
     prefill_device: str = "cuda"
@@ -90,7 +88,7 @@ DEFAULTS: Mapping[Kind, Defaults] = {
 
 
 def kind_of(class_path: str) -> Kind | None:
-    """What a replacement class is, None for one that is not KTransformers' own or of no known kind."""
+    """Return the kind of a replacement class, None if it is not KTransformers' own or its kind is unknown."""
     if class_path == DEFAULT:
         return "default"
     name = class_path.rpartition(".")[2]
@@ -100,7 +98,7 @@ def kind_of(class_path: str) -> Kind | None:
 
 
 def attention_kernel(class_path: str) -> str:
-    """The attention core that a replacement class computes with."""
+    """Return the attention core of a replacement class."""
     module, _, name = class_path.removeprefix(PACKAGE).rpartition(".")
     if name == "deepseek_torch_attn":
         return "eager"
@@ -115,13 +113,13 @@ _ONCE_LINEAR = ("qwen2moetopkrouter", "qwen3moetopkrouter")  # a plain Linear in
 
 
 def answers_to(class_name: str) -> frozenset[str]:
-    """The spellings of `match.class` that a module of Hugging Face's class answers to."""
+    """Return the spellings of `match.class` that match a module of Hugging Face's class."""
     own = class_name.casefold()
     return frozenset((own, "linear")) if own in _ONCE_LINEAR else frozenset((own,))
 
 
 def spelling(match_class: str) -> str:
-    """`ktransformers.models.modeling_deepseek.DeepseekV2MoE` -> `deepseekv2moe`."""
+    """Normalise a class path: `ktransformers.models.modeling_deepseek.DeepseekV2MoE` to `deepseekv2moe`."""
     module, _, name = match_class.rpartition(".")
     if name == "MoEGate":
         return _ROUTERS.get(module.rpartition(".")[2], "moegate")

@@ -1,6 +1,6 @@
-"""A set of module paths as few globs that match nothing else of the model.
+"""Write a set of module paths as few globs that match no other path of the model.
 
-Paths that differ in their layer alone become a range (`[3..60]`, or `*` if it is every layer that has the path),
+Paths that differ in their layer alone become a range (`[3..60]`, or `*` for all layers that have the path),
 siblings become a choice (`{q_proj,o_proj}`).
 """
 
@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 _LAYER = "#"  # stands for the layer in a template; no module is called that
-_MAX_CHOICES = 8  # siblings in one glob: longer lists are not read by anybody
+_MAX_CHOICES = 8  # siblings in one glob: longer lists are not readable
 
 
 def globs_of(paths: Collection[str], universe: Iterable[str]) -> tuple[str, ...]:
-    """Globs that match the paths and no other path of the universe, which holds them all."""
+    """Return globs that match the paths and no other path of the universe, which contains them all."""
     everywhere = _by_template(universe)
     siblings: dict[tuple[str, str], list[str]] = defaultdict(list)
     for template, layers in _by_template(paths).items():
@@ -25,7 +25,7 @@ def globs_of(paths: Collection[str], universe: Iterable[str]) -> tuple[str, ...]
 
 
 def _by_template(paths: Iterable[str]) -> dict[str, set[int]]:
-    """Template -> layers; a path without a layer is its own template, with no layer."""
+    """Group the layers by template. A path without a layer is its own template, without layers."""
     found: dict[str, set[int]] = defaultdict(set)
     for path in paths:
         parts = path.split(".")

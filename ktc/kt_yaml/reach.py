@@ -1,6 +1,6 @@
-"""Where ktc finds what KTransformers' replacements stand for: linears, experts and attention, by path.
+"""The modules that KTransformers' replacements apply to, as ktc matches them: linears, experts, attention, by path.
 
-A small program that only claims, run through the same loader and matcher as any other.
+A small program that only claims them runs through the same loader and matcher as any other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOTS = ("linear", "experts", MLA, GQA)
 
 
 def find_reach(captured: CapturedModel) -> Reach:
-    """The paths of everything that a rule for KTransformers' modules could rewrite."""
+    """Find the paths of everything that a rule for KTransformers' modules could rewrite."""
     rules = tuple(_claim(f"find_{number}", root) for number, root in enumerate(_ROOTS))
     _, matches = run_program(syntax.Module("reach.ktr", (import_attention(), *rules)), captured)
     found = {str(rule.root): frozenset(found.path for found in matches.of(rule.name.text)) for rule in rules}
@@ -32,7 +32,7 @@ def find_reach(captured: CapturedModel) -> Reach:
 
 
 def _absorbed(found: Match, captured: CapturedModel) -> Iterator[str]:
-    """The paths of the linears that `MlaAbsorbed` absorbs in one match."""
+    """Return the paths of the linears that `MlaAbsorbed` absorbs in one match."""
     graph = captured.block(found.block).graph
     assert graph is not None, "a match of a pattern has a graph"
     nodes = {node.name: node for node in nodes_of(graph)}
@@ -43,7 +43,11 @@ def _absorbed(found: Match, captured: CapturedModel) -> Iterator[str]:
 
 
 def run_program(module: syntax.Module, captured: CapturedModel) -> tuple[RuleSet, Matches]:
-    """The module, printed, loaded and matched. Raises InputRefused as loader and matcher do."""
+    """Print, load and match a module.
+
+    Raises:
+        InputRefused: as loader and matcher do.
+    """
     with TemporaryDirectory(prefix="ktc-import-") as folder:
         path = Path(folder) / module.file
         path.write_text(print_module(module), encoding="utf-8")

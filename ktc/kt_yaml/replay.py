@@ -1,6 +1,6 @@
-"""KTransformers' rules replayed on a module tree, as it would walk it: every module takes the first rule that matches.
+"""Replay KTransformers' rules on a module tree in its own order: every module takes the first rule that matches.
 
-A name is searched anywhere in the module's path, a class must be the module's own; a rule that is not recursive leaves
+A name is searched anywhere in the module's path. A class must be the module's own. A rule that is not recursive leaves
 everything below its modules to the replacement. Modules that no rule matches stay on the default device.
 """
 
@@ -19,7 +19,7 @@ from ktc.kt_yaml.search import Invalid, TooMuchWork, search
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What became of one module. `rule` is None where none matched; `inside` is the module that was replaced whole."""
+    """The result for one module. `rule` is None if none matched; `inside` is the module that was replaced whole."""
 
     module: ModuleInfo
     rule: KtRule | None
@@ -28,7 +28,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """`dead` says of every rule that never fires, by number, why."""
+    """The visits of a replay. `dead` has the reason for every rule that never fires, by number."""
 
     visits: tuple[Visit, ...]
     fired: Mapping[int, int]
@@ -36,7 +36,11 @@ class Replay:
 
 
 def replay(rules: Sequence[KtRule], modules: Sequence[ModuleInfo]) -> Replay:
-    """Raises InputRefused (K009) for an expression that takes too long on the modules' paths."""
+    """Replay the rules on the module tree.
+
+    Raises:
+        InputRefused: K009, an expression takes too long on the modules' paths.
+    """
     named = _named(rules, modules)
     visits: list[Visit] = []
     closed: dict[str, KtRule] = {}  # paths of modules whose insides belong to their replacement
@@ -63,7 +67,7 @@ def _ancestor(path: str, closed: Mapping[str, KtRule]) -> str | None:
 
 
 def _named(rules: Sequence[KtRule], modules: Sequence[ModuleInfo]) -> Mapping[int, frozenset[str]]:
-    """The paths that each rule with a name finds, by the rule's number."""
+    """Return the paths that each rule with a name finds, by the rule's number."""
     with_name = [(rule, rule.name) for rule in rules if rule.name is not None]
     try:
         found = search([name for _, name in with_name], [module.fqn for module in modules])

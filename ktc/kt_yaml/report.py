@@ -1,6 +1,6 @@
-"""What an import says of itself: what each rule became, what never fires, what follows anyway, what is left out.
+"""The report of an import: the result of each rule, rules that never fire, settings that are implied or left out.
 
-As text for people and as plain values for `--json`. Nothing is decided here.
+It is text for people and plain values for `--json`. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = Literal["imported", "implied", "dead", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class RuleReport:
-    """One rule of the file. `became` names rules of the program, `why` says what a name cannot."""
+    """One rule of the file. `became` names rules of the program, `why` explains other results."""
 
     number: int
     line: int
@@ -35,7 +35,7 @@ class RuleReport:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something about one setting or rule of the file."""
+    """A remark about one setting or rule of the file."""
 
     line: int
     text: str
@@ -43,7 +43,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`derived` are settings that follow from placement, `left_out` what the program does not say."""
+    """`derived` are settings that follow from placement, `left_out` those that the program omits."""
 
     file: str
     model: str
@@ -69,7 +69,7 @@ def make_report(
     file: str, rules: Sequence[KtRule], warnings: Iterable[Diagnostic], replayed: Replay, found: Sequence[Outcome],
     became: Mapping[int, tuple[str, ...]], verified: Verified, captured: CapturedModel,
 ) -> Report:  # fmt: skip
-    """The report of a verified import."""
+    """Return the report of a verified import."""
     fired = [rule for rule in rules if replayed.fired.get(rule.number)]
     derived, differing = _out_devices(found, verified.effect)
     maps_derived, maps_differing = _transfer_maps(fired, captured, verified.effect)
@@ -120,7 +120,7 @@ def _table(rules: Sequence[RuleReport]) -> list[str]:
 
 
 def _out_devices(found: Sequence[Outcome], effect: Effect) -> tuple[list[Note], list[Note]]:
-    """The `out_device` of every rule against the device on which its modules' surroundings stand."""
+    """Compare the `out_device` of every rule with the device around its modules."""
     derived, differing = dict[int, Note](), dict[int, Note]()
     for outcome in found:
         wanted = outcome.rule.settings.get("out_device") if outcome.rule else None
@@ -129,15 +129,15 @@ def _out_devices(found: Sequence[Outcome], effect: Effect) -> tuple[list[Note], 
         line = outcome.rule.span.line
         around = effect.place_of(outcome.path.rpartition(".")[0])[0]
         if around == wanted:
-            derived[line] = Note(line, f"`out_device` {wanted}: results return to where their block stands")
+            derived[line] = Note(line, f"`out_device` {wanted}: results return to the device of their block")
         else:
-            said = f"`out_device` {wanted}: results return to where their block stands, which is {around}"
+            said = f"`out_device` {wanted}: results return to the device of their block, {around}"
             differing[line] = Note(line, said)
     return [note for line, note in derived.items() if line not in differing], [*differing.values()]
 
 
 def _transfer_maps(fired: Sequence[KtRule], captured: CapturedModel, effect: Effect) -> tuple[list[Note], list[Note]]:
-    """Every `transfer_map` against the layers at which the placement of the program changes its device."""
+    """Compare every `transfer_map` with the layers at which the program's placement changes the device."""
     layers = {site.layer: effect.place_of(site.fqn.rpartition(".")[0])[0] for site in captured.sites}
     moves = {layer: device for layer, device in layers.items() if layer and layers.get(layer - 1) != device}
     derived: list[Note] = []
@@ -149,7 +149,7 @@ def _transfer_maps(fired: Sequence[KtRule], captured: CapturedModel, effect: Eff
         if dict(wanted) == moves:
             derived.append(Note(rule.span.line, f"`transfer_map` {_map(wanted)}: the same as placement implies"))
         else:
-            said = f"`transfer_map` {_map(wanted)}: hidden states go where placement implies, {_map(moves)}"
+            said = f"`transfer_map` {_map(wanted)}: hidden states move as placement implies, {_map(moves)}"
             differing.append(Note(rule.span.line, said))
     return derived, differing
 
@@ -178,7 +178,7 @@ def _lost(found: Sequence[Outcome]) -> list[Note]:
 
 
 def _visible(line: str) -> str:
-    """Keys of the file are quoted in notes: what a terminal would obey is shown as `?`."""
+    """Replace control characters in quoted keys of the file by `?`, because a terminal would execute them."""
     return "".join(character if character.isprintable() else "?" for character in line)
 
 

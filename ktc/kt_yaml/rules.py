@@ -1,6 +1,6 @@
-"""The YAML document to checked rules of KTransformers: what they match, what they put there, with which settings.
+"""Read the YAML document as checked rules of KTransformers: their matches, replacements and settings.
 
-Everything wrong in any rule is reported together. What KTransformers would ignore silently becomes a warning.
+All faults of all rules are reported together. A key that KTransformers would ignore silently becomes a warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Setting = str | int | bool | None | Mapping[int, str]
 
 @dataclass(frozen=True, slots=True)
 class KtRule:
-    """One rule of the file, `number` counted from 1. `settings` are its kwargs, devices as `cpu` or `cuda:0`."""
+    """One rule of the file, `number` counted from 1. `settings` are its kwargs, with devices as `cpu` or `cuda:0`."""
 
     number: int
     span: Span
@@ -46,7 +46,11 @@ class KtRules:
 
 
 def read_rules(root: Node, file: str, text: str) -> KtRules:
-    """Raises InputRefused with every fault of every rule."""
+    """Read the rules of a document.
+
+    Raises:
+        InputRefused: with every fault of every rule.
+    """
     reader = _Reader()
     rules = reader.rules(root)
     reader.check_expressions()
@@ -87,7 +91,7 @@ class _Reader:
         self.unknown(replace, ("class", "kwargs"), "`replace`")
         expression, class_ = self.expression(match), self.class_path(match)
         if not ({"name", "class"} & match.entries.keys()):
-            self.say("K006", "`match` needs `name` or `class`", match.span, "as it stands it would match every module")
+            self.say("K006", "`match` needs `name` or `class`", match.span, "without both it would match every module")
         replacement = self.class_path(replace) or names.DEFAULT
         kind = self.replacement(replacement, replace)
         if kind is None:
@@ -99,7 +103,7 @@ class _Reader:
     def unknown(self, node: Map, keys: Iterable[str], where: str) -> None:
         for key in node.entries.keys() - set(keys):
             hint = suggest(key, keys) or f"KTransformers ignores it; {where} has {listing(keys)}"
-            self.say("K020", f"`{key}` means nothing in {where}", node.keys[key], hint, "warning")
+            self.say("K020", f"unknown key `{key}` in {where}", node.keys[key], hint, "warning")
 
     def part(self, node: Map, key: str) -> Map | None:
         found = node.entries.get(key)
@@ -134,7 +138,7 @@ class _Reader:
         return str(text)
 
     def check_expressions(self) -> None:
-        """Report the expressions that `re` refuses, together; the diagnostics are then in the order of the file."""
+        """Report the expressions that `re` refuses, together. The diagnostics are then in the order of the file."""
         texts, spans = [text for text, _ in self.expressions], [span for _, span in self.expressions]
         try:
             found = search(texts, ())
@@ -143,7 +147,9 @@ class _Reader:
             found = []
         for each, span in zip(found, spans, strict=False):
             if isinstance(each, Invalid):
-                self.say("K008", f"invalid regular expression: {each.reason}", span, "it is one of Python's `re`")
+                self.say(
+                    "K008", f"invalid regular expression: {each.reason}", span, "the syntax is that of Python's `re`"
+                )
         self.diagnostics.sort(key=lambda each: (each.span.line, each.span.column) if each.span else (0, 0))
 
     # meaning ---------------------------------------------------------------------------------------------------------
@@ -174,7 +180,7 @@ class _Reader:
         if key in names.REFUSED_SETTINGS:
             self.say("K021", f"`{key}` is refused: {names.REFUSED_SETTINGS[key]}", span, severity="warning")
             return
-        hint = suggest(key, names.SETTINGS[kind]) or "KTransformers ignores it without a word"
+        hint = suggest(key, names.SETTINGS[kind]) or "KTransformers ignores it silently"
         self.say("K020", f"the setting `{key}` is not known for this class", span, hint, "warning")
 
     def setting(self, kind: Kind, key: str, node: Node) -> Setting:
@@ -202,7 +208,7 @@ class _Reader:
             return value
         shown = f"`{value}`" if isinstance(node, Scalar) else _kind(node)
         hint = (suggest(value, known) if isinstance(value, str) else "") or f"known: {listing(known)}"
-        self.say("K011", f"{shown} is no `{key}` that ktc knows", node.span, hint)
+        self.say("K011", f"unknown `{key}`: {shown}", node.span, hint)
         return None
 
     def device(self, node: Node) -> str | None:
@@ -225,7 +231,7 @@ class _Reader:
         for key, value in node.entries.items():
             device = self.device(value)
             if not (key.isascii() and key.isdigit()):
-                self.say("K013", f"`{key}` is no layer", node.keys[key])
+                self.say("K013", f"invalid layer `{key}`", node.keys[key])
             elif device:
                 found[int(key)] = device
         return found

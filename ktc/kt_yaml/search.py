@@ -1,6 +1,6 @@
-"""Module names that the regular expressions of `match.name` are found in.
+"""Search module names with the regular expressions of `match.name`.
 
-In: expressions of an untrusted file, and names. Out: what Python's `re`, which KTransformers uses, finds. Refused:
+In: expressions of an untrusted file, and names. Out: the names that `re.search` finds, as in KTransformers. Refused:
 expressions that `re` refuses, and those that exceed a limit of processor time or memory. `re` can take exponential time
 and cannot be interrupted, so a process of its own searches (`search_process.py`).
 """
@@ -36,7 +36,11 @@ class TooMuchWork(Exception):
 
 
 def search(expressions: Sequence[str], names: Sequence[str]) -> list[frozenset[str] | Invalid]:
-    """Return for each expression the names that `re.search` finds it in. Raises TooMuchWork."""
+    """Return for each expression the names that `re.search` finds it in.
+
+    Raises:
+        TooMuchWork: a limit of time or memory was reached.
+    """
     task = {"expressions": expressions, "names": names, "seconds": MAX_SECONDS, "bytes": MAX_BYTES}
     command = [sys.executable, "-I", "-S", str(_SCRIPT)]
     done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False)

@@ -1,6 +1,6 @@
-"""The emitted program against the replay, module by module: rewrite with its settings, device, prefill device.
+"""Compare the emitted program with the replay, module by module: rewrite with settings, device, prefill device.
 
-The program is printed, loaded and matched like any other; what it does is read off its matches, never off the emitter.
+The program is printed, loaded and matched like any other. Its effect is read from its matches, never from the emitter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What the program does: rewrites by path, and the placements that modules inherit."""
+    """The effect of the program: rewrites by path, and the placements that modules inherit."""
 
     kernels: Mapping[str, tuple[RuleAction, ...]]
     places: Mapping[str, tuple[str, str]]  # path -> device, prefill device; "" is the whole model
@@ -37,7 +37,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """How many modules were compared, and how many of them hold a rewrite."""
+    """The number of modules that were compared, and of those with a rewrite."""
 
     modules: int
     rewrites: int
@@ -45,7 +45,11 @@ class Verified:
 
 
 def verify(module: syntax.Module, found: Sequence[Outcome], captured: CapturedModel) -> Verified:
-    """Raises ProofFailed (K030) with the modules that the program treats otherwise than the file."""
+    """Compare the program's effect with the outcomes of the replay.
+
+    Raises:
+        ProofFailed: K030, with the modules that the program treats differently from the file.
+    """
     ruleset, matches = run_program(module, captured)
     resolve_claims(captured, matches, ruleset)
     effect = _effect(ruleset, matches)
@@ -80,7 +84,7 @@ def _differences(outcome: Outcome, effect: Effect) -> list[str]:
     if not outcome.located:
         return said
     device, prefill = effect.place_of(outcome.path)
-    if outcome.pinned:  # its rewrite decides the device, and without a placement of its own that of the prefill
+    if outcome.pinned:  # its rewrite decides the device, and without a separate placement also the prefill device
         device, prefill = "cpu", prefill if outcome.path in effect.places else "cpu"
     if device != outcome.device:
         said.append(f"{outcome.device} expected, found {device}")
