@@ -1,4 +1,4 @@
-# Two commands from a fresh clone, with nothing but python3.11+, g++ and make: `make demo` and `make test`.
+# Two commands from a fresh clone, with only python3.11+, g++ and make: `make demo` and `make test`.
 # The environment is made in .venv with the tested versions. Without a GPU, let pip find the small build of torch:
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -37,7 +37,7 @@ check: $(READY)
 
 # The quick tests and, beside them, the static checks, whose output is shown if they fail. ROOM=experts runs the quick
 # tests of one room alone. Each worker has one OpenMP thread: a second one would spin on the core of another worker.
-# Python keeps its bytecode, or every child process would compile torch and transformers anew.
+# Python keeps its bytecode, because every child process would otherwise compile torch and transformers again.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 QUICK = $(PYTEST) -m "not slow and not full" --numprocesses $(WORKERS) --dist worksteal
@@ -53,11 +53,11 @@ else
 endif
 
 # Everything: slow tests with the compiler's flags of the product, the census of all families, LLaMA-Factory in its own
-# environment, and those that lean on the supported packages with their oldest and newest versions.
+# environment, and those that depend on the supported packages, with their oldest and newest versions.
 test-all: check versions lf-environment
 	$(PYTEST) -m "" --optimised
 
-# The tests that lean on torch, transformers and peft, with the oldest and the newest supported, each in build/versions.
+# The tests that depend on torch, transformers and peft, with the oldest and the newest supported, each in build/versions.
 versions: $(READY)
 	$(BIN)/python tests/version_matrix.py $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
 
@@ -69,11 +69,11 @@ sanitize: $(READY)
 kt-environment:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) benchmarks/kt_environment.sh
 
-# LLaMA-Factory in build/llama-factory, with the versions it asks for and this checkout: tests/llama_factory/test_training.py.
+# LLaMA-Factory in build/llama-factory, with the versions that it requires and this checkout: tests/llama_factory/test_training.py.
 lf-environment:
 	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) tests/llama_factory_environment.sh
 
-# The table of all mixture-of-experts families, written anew.
+# The table of all mixture-of-experts families, generated again.
 census: $(READY)
 	$(BIN)/ktc census --format markdown -o docs/census.md
 

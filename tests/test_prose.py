@@ -29,6 +29,8 @@ TREE = (
     "Makefile",
 )
 HELD = (
+    "CONTRIBUTING.md",
+    "Makefile",
     "README.md",
     "benchmarks",
     "docs/benchmarks.md",
@@ -37,9 +39,11 @@ HELD = (
     "docs/generation.md",
     "docs/index.md",
     "docs/install.md",
+    "docs/kt_yaml.md",
     "docs/learning.md",
     "docs/limits.md",
     "docs/llama_factory.md",
+    "docs/rules.md",
     "docs/training.md",
     "docs/using.md",
     "grammar",
