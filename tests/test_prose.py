@@ -39,6 +39,7 @@ HELD = (
     "docs/generation.md",
     "docs/index.md",
     "docs/install.md",
+    "docs/kernels.md",
     "docs/kt_yaml.md",
     "docs/learning.md",
     "docs/limits.md",
