@@ -30,5 +30,5 @@ def save_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 
     text = json.dumps(dict(config), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}  # cut out of a stack, they may not be
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}  # cut out of a stack, they can be views
     cast("Any", safetensors).save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})

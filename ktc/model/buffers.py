@@ -1,4 +1,4 @@
-"""Buffers that no checkpoint holds (rotary frequencies): computed anew by the module that owns them.
+"""Non-persistent buffers (rotary frequencies): recomputed by the module that owns them.
 
 In: a model whose non-persistent buffers are on meta. Out: the same model with their values. Refused: a buffer that its
 module cannot make from the config.
@@ -44,7 +44,7 @@ def _non_persistent(module: nn.Module) -> Iterator[str]:
 
 
 def _made_again(module: nn.Module, model_config: object) -> nn.Module | None:
-    """A new module of the same class from the config, on the CPU; `None` if its constructor wants more."""
+    """Make a new module of the same class from the config, on the CPU; `None` if its constructor needs more."""
     config = getattr(module, "config", model_config)
     make = cast("Any", type(module))
     try:
@@ -55,9 +55,9 @@ def _made_again(module: nn.Module, model_config: object) -> nn.Module | None:
 
 
 def _initialised(model: nn.Module, module: nn.Module, name: str) -> Tensor | None:
-    """The value that the model's own initialisation gives a buffer of floats; `None` if it gives none.
+    """Return the value of a float buffer after the model's own initialisation; `None` if it sets none.
 
-    It would give the parameters beside it new values too, were they not marked as transformers marks what is loaded.
+    The parameters beside it are marked as loaded, in the way of transformers, so that they keep their values.
     """
     initialise = getattr(model, "_init_weights", None)
     held = getattr(module, name)

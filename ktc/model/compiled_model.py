@@ -1,6 +1,6 @@
-"""What a compiled model does otherwise than the stock class: how it is loaded, and what it will not save.
+"""The differences of a compiled model from its stock class: loading, and refused saving.
 
-`CompiledModel` stands before the stock class (`class KtcX(CompiledModel, X)`), here for `ktc.load` and in
+`CompiledModel` precedes the stock class (`class KtcX(CompiledModel, X)`), here for `ktc.load` and in
 `modeling_ktc.py` for `AutoModelForCausalLM`. Refused: writing the base model as a checkpoint, unknown options.
 """
 
@@ -76,7 +76,7 @@ class CompiledModel:
         return model
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Always refused: the experts lie in packed form, a checkpoint written from here would lack them."""
+        """Raise InputRefused (L423): the experts are packed, so a checkpoint written from here would lack them."""
         raise InputRefused(
             Diagnostic(
                 "L423",
@@ -118,7 +118,7 @@ class CompiledModel:
 
 @functools.cache
 def compiled_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The compiled form of a stock class, for models that are loaded without `modeling_ktc.py`."""
+    """Return the compiled form of a stock class, for models that are loaded without `modeling_ktc.py`."""
     return type(f"Ktc{stock.__name__}", (CompiledModel, stock), {"__module__": __name__, "__doc__": stock.__doc__})
 
 
@@ -143,7 +143,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _tell_ignored(options: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """One line about the options that the compilation has decided."""
+    """Log one line about the options that the compilation has decided."""
     ignored = sorted(name for name in _DECIDED & options.keys() if options[name] not in (None, False))
     asked = options.get("dtype") or options.get("torch_dtype")
     wanted = getattr(torch, asked, None) if isinstance(asked, str) else asked

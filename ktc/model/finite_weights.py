@@ -16,7 +16,7 @@ from ktc.diagnostics import Diagnostic
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither infinities nor NaN; whole numbers never do."""
+    """Return whether a tensor holds neither infinities nor NaN; integers never do."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     low, high = tensor.aminmax()  # one pass without a copy; a NaN becomes both bounds
@@ -24,12 +24,12 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def are_numbers(codes: Tensor) -> bool:
-    """Whether no byte of fp8 is a NaN; codes that are signed integers never are."""
+    """Return whether no byte of fp8 is a NaN; codes that are signed integers never are."""
     return codes.dtype != torch.uint8 or not bool((codes & 0x7F == 0x7F).any())
 
 
 def not_finite(source: WeightSource, expert: int | None) -> Diagnostic:
-    """The diagnostic (L407) about a row, or one expert of it, with such values."""
+    """Return the diagnostic (L407) about a row, or one expert of it, with non-finite values."""
     which = "" if expert is None or source.expert is not None else f" (expert {expert})"
     return Diagnostic(
         "L407",

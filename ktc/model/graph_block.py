@@ -2,7 +2,7 @@
 
 In: the stock block and the file of OUT that holds the graph as Python. Out: the same module, with its children at their
 names, running that code; its list of experts is one stack, for the step that follows to put a kernel there. Refused: a
-file that is no such code, a list of other experts.
+file that is not such code, a list of other experts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def parse_parts(text: str) -> dict[str, str]:
 
 
 def stacked_experts(experts: nn.ModuleList, form: ExpertsForm, names: Mapping[str, str]) -> dict[StockTensor, Tensor]:
-    """The stock tensors of `form`, each made of those of all experts. Raises `ValueError` for a name they lack."""
+    """Return the stock tensors of `form`, each stacked over all experts. Raise `ValueError` for a missing name."""
 
     def piece(expert: nn.Module, name: str) -> Tensor:
         owner, _, leaf = names.get(name, "").rpartition(".")
@@ -93,7 +93,7 @@ class _Text(importlib.abc.InspectLoader):
 
 
 def read_forward(path: Path) -> Forward:
-    """The function `forward` of a block's file. Raises `ValueError` for a file without one."""
+    """Return the function `forward` of a block's file. Raise `ValueError` for a file without one."""
     spec = importlib.util.spec_from_loader(f"ktc_block_{path.stem}", _Text(path))
     assert spec is not None and spec.loader is not None, "a loader gives a spec"
     module = importlib.util.module_from_spec(spec)

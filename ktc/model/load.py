@@ -29,15 +29,21 @@ def load(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """The compiled model in `path`, in evaluation mode, without adapters.
+    """Load the compiled model in `path`, in evaluation mode, without adapters.
 
-    `weights` names the checkpoint if it has moved since the compilation. `reference` runs every op of ktc as its
-    PyTorch reference in fp32, needs no library, and generates token for token what the stock model in fp32 does.
-    Where `ktc pack` has left a packed store, experts are read from it into huge pages; with `map` they are mapped from
-    it, read-only and shared by all processes that do so, and the other weights from the checkpoint: at once, but the
-    first tokens wait for their pages. `trust_remote_code` runs the code that the model was compiled with, where its
-    folder brought it along. `progress` is called with the bytes read and the bytes to read.
-    Raises `InputRefused` or `HostLacks`, each with what to do.
+    Args:
+        weights: The checkpoint, if it has moved since the compilation.
+        reference: Run every op of ktc as its PyTorch reference in fp32. This needs no library, and generates the same
+            tokens as the stock model in fp32.
+        map: Map experts read-only from the packed store, shared by all processes that do so, and the other weights
+            from the checkpoint. The load is immediate; the first tokens wait for their pages. By default experts are
+            read from the packed store into huge pages if there is one.
+        trust_remote_code: Run the code of the checkpoint's folder that the model was compiled with.
+        progress: Called with the bytes read and the bytes to read.
+
+    Raises:
+        InputRefused: The folder, its checkpoint or the options cannot be used; the diagnostic has the remedy.
+        HostLacks: This machine lacks an instruction set, memory or a device.
     """
     manifest = read_manifest(Path(path))
     checkpoint = None if weights is None else Path(weights)
@@ -56,10 +62,10 @@ def load(
 def stock_class(
     manifest: Manifest, folder: Path, checkpoint: Path | None = None, *, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """The class that was compiled: of transformers, or of the code in the `checkpoint`.
+    """Return the class that was compiled: of transformers, or of the code in the `checkpoint`.
 
-    Raises `InputRefused`: L403 where transformers has none of that name, L425 for code that is not trusted, L426 for
-    code that is not the one that was compiled.
+    Raise `InputRefused`: L403 if transformers lacks the class, L425 for untrusted code, L426 for code that has changed
+    since the compilation.
     """
     if manifest.model.own_code:
         return _class_of_its_own_code(manifest, folder, checkpoint or Path(manifest.model.folder), trust_remote_code)

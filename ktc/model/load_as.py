@@ -87,7 +87,7 @@ def _store(
     library: KernelLibrary | None,
     map: bool,
 ) -> PackedStore | None:
-    """The packed store to use. Without a library experts are no packed bytes, and nothing can be mapped."""
+    """Return the packed store to use. Without a library experts are not packed, and mapping is refused."""
     if library is not None:
         return weights_stage.usable_store(folder, manifest, sources, index, map=map)
     if map:
@@ -100,7 +100,7 @@ def _store(
 
 
 def check_fit(manifest: Manifest, folder: Path, checkpoint: Path, reference: bool) -> KernelLibrary | None:
-    """The kernel library (checked when it is opened), `None` in reference mode. Raises what does not fit."""
+    """Return the kernel library (checked when it is opened), `None` in reference mode. Raise every mismatch."""
     problems = _version_mismatches(manifest, folder, with_library=not reference and manifest.library is not None)
     if problems:
         raise InputRefused(*problems)
@@ -132,7 +132,7 @@ def _series(version: str) -> tuple[str, ...]:
 
 
 def check_source(manifest: Manifest, checkpoint: Path) -> None:
-    """Raises `InputRefused` (L405) where the checkpoint is gone or its config is another."""
+    """Raise `InputRefused` (L405) if the checkpoint is missing or its config has changed."""
     path = checkpoint / "config.json"
     if not path.is_file():
         message = f"the model's checkpoint is no longer at `{checkpoint}`"
@@ -145,7 +145,7 @@ def check_source(manifest: Manifest, checkpoint: Path) -> None:
 
 
 def read_rows(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
-    """The rows of `weights.json`. Raises `InputRefused` (L402)."""
+    """Return the rows of `weights.json`. Raise `InputRefused` (L402)."""
     try:
         return read_sources((folder / "weights.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -154,7 +154,7 @@ def read_rows(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
 
 
 def read_config(folder: Path, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
-    """The config of the compiled model; where its class is of its own code, the one that this class takes."""
+    """Return the config of the compiled model, in the class that its model class takes."""
     own = remote_code.config_class_of(model_class)
     return cast("PreTrainedConfig", (own or AutoConfig).from_pretrained(folder))
 
@@ -169,7 +169,7 @@ def build_on_meta(
     attention: str | None,
     reference: bool,
 ) -> PreTrainedModel:
-    """The stock modules without storage, each tensor in the dtype that it will have."""
+    """Build the stock modules without storage, each tensor in its final dtype."""
     dtype = torch.float32 if reference else cast("torch.dtype", getattr(torch, manifest.model.dtype))
     config.architectures = [manifest.model.class_name]
     vars(config).pop("auto_map", None)  # it names a file of the compiled folder; this config may be saved elsewhere
@@ -197,7 +197,7 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _finished(model: PreTrainedModel, folder: Path, base: str, placement: Mapping[str, str]) -> PreTrainedModel:
-    """What users of the model look at: its origin, its generation defaults, its devices."""
+    """Set the attributes that users read: origin, generation defaults, devices."""
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     # An adapter saved from this model names the original as its base, so that it loads anywhere.

@@ -1,7 +1,7 @@
-"""The manifest of a compiled model (`ktc.json`): what it was made of, for which versions and machine, and its recipe.
+"""The manifest of a compiled model (`ktc.json`): its sources, versions and machine, and its realisation recipe.
 
-In: the text of the file. Out: a frozen `Manifest`. Refused: a folder that is no compiled model, another schema, a value
-of another type or meaning than the schema asks for, files beside it that are not those that were written.
+In: the text of the file. Out: a frozen `Manifest`. Refused: a folder that is not a compiled model, another schema,
+values that violate the schema, and sealed files that have changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, type]] = {
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What the compiled model was made with; `python_abi` names the interpreter that can load its library."""
+    """The versions at compilation; `python_abi` names the interpreter that can load the library."""
 
     ktc: str
     torch: str
@@ -49,7 +49,7 @@ class Versions:
 
     @classmethod
     def installed(cls) -> Versions:
-        """Those of this environment."""
+        """Return the versions of this environment."""
         return cls(
             ktc=versions.__version__,
             torch=metadata.version("torch"),
@@ -61,10 +61,10 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """The source model: `name` as adapters name it, `class_name` the stock class, `dtype` as torch spells it.
+    """The source model: `name` as in adapters, `class_name` of the stock class, `dtype` as torch names it.
 
-    `own_code` says that the class is of code in `folder` and not of transformers; `code` has the sha256 of its files,
-    by their paths within.
+    `own_code`: the class is defined by code in `folder` and not by transformers; `code` has the sha256 of its files,
+    by relative path.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Manifest:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def renewal(self, folder: Path) -> str:
-        """The command that compiles this model again into `folder`, by the rules that the folder holds."""
+        """Return the command that compiles this model again into `folder`, by the rules in the folder."""
         settings = (part for key, value in self.rules.settings.items() for part in ("--set", f"{key}={value}"))
         rules = str(folder / "rules" / self.rules.name)
         trust = ["--trust-remote-code"] if self.model.own_code else []
@@ -149,13 +149,13 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the compiled model in `folder`. Raises `InputRefused` (L400 none, L401 schema, L402 damaged)."""
+    """Return the manifest of the model in `folder`. Raise `InputRefused` (L400 missing, L401 schema, L402 damaged)."""
     try:
         content: object = read_json((folder / FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         hint = "name the folder that `ktc compile ... -o OUT` wrote"
         raise InputRefused(
-            Diagnostic("L400", f"`{folder}` is no compiled model: it has no `{FILE}`", hint=hint)
+            Diagnostic("L400", f"`{folder}` is not a compiled model: it has no `{FILE}`", hint=hint)
         ) from error
     except (OSError, ValueError) as error:
         raise InputRefused(_damaged(folder, str(error))) from error
@@ -177,7 +177,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sealed(manifest: Manifest, folder: Path) -> None:
-    """Raises `InputRefused` (L404) with the sealed files that are not as they were written."""
+    """Raise `InputRefused` (L404) with the sealed files that have changed."""
     hint = f"compile it again: `{manifest.renewal(folder)}`"
     problems: list[Diagnostic] = []
     for name in manifest.files:
@@ -199,7 +199,7 @@ def _damaged(folder: Path, what: str) -> Diagnostic:
 
 
 def _faults(manifest: Manifest) -> Iterator[str]:
-    """What has the right type and means nothing."""
+    """Yield the values of a valid type that are meaningless."""
     if isa_of(manifest.isa) is None:
         yield f"`.isa` is `{manifest.isa}`"
     if manifest.model.dtype not in _DTYPES:
@@ -230,7 +230,7 @@ def _step_faults(step: Rewrite, kernels: set[str]) -> Iterator[str]:
         yield f"the rewrite of `{step.fqn}` puts an unknown module `{step.module}` there"
         return
     if step.kernel is not None and step.kernel not in kernels:
-        yield f"the rewrite of `{step.fqn}` asks for a kernel `{step.kernel}` that is not there"
+        yield f"the rewrite of `{step.fqn}` uses a kernel `{step.kernel}` that does not exist"
     for name, wanted in _ARGUMENTS[step.module].items():
         value = step.args.get(name)
         if type(value) is not wanted or (wanted is int and cast("int", value) < 1):

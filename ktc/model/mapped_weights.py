@@ -1,8 +1,8 @@
-"""Plain weights mapped from the checkpoint instead of read: for a start that follows one that has checked them.
+"""Plain weights mapped from the checkpoint instead of read, after `ktc pack` has checked them.
 
 In: a model on meta tensors, the rows of `weights.json`, the checkpoint's index. Out: the rows that remain to be read:
-what goes to a GPU, into a module of ours, into another dtype, or lies askew in its file. Mappings are private: whoever
-writes to a parameter gets pages of his own, and the file never changes.
+those for a GPU, for a module of ours, for another dtype, or misaligned in their file. Mappings are private: a write to
+a parameter copies its page, and the file never changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALIGNMENT: Final = 8  # what the reference implementation of safetensors writes
 def map_weights(
     model: nn.Module, sources: Sequence[WeightSource], index: CheckpointIndex, placement: Mapping[str, str]
 ) -> tuple[WeightSource, ...]:
-    """Give every parameter that can lie in a file as it is a view of that file; returns the other rows, in order."""
+    """Map every parameter that its file stores unchanged; return the other rows, in order."""
     files: dict[str, mmap.mmap] = {}
     rest: list[WeightSource] = []
     for source in sources:
@@ -44,7 +44,7 @@ def map_weights(
 
 
 def _held(model: nn.Module, source: WeightSource) -> nn.Parameter | None:
-    """The parameter that a row fills whole; `None` for parts of experts, buffers, and what the model does not have."""
+    """Return the parameter that a row fills whole; `None` for parts of experts, buffers and unknown names."""
     parent, _, leaf = source.target.rpartition(".")
     try:
         held = getattr(model.get_submodule(parent), leaf, None)

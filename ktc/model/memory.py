@@ -19,7 +19,7 @@ from ktc.model.manifest import Manifest
 from ktc.model.placement import device_of
 
 ALLOWED = 0.05
-_SLACK = 1 << 20  # bytes; a small model's caches of positions are no sign of anything
+_SLACK = 1 << 20  # bytes; ignores a small model's caches of positions
 
 
 def check_bytes(model: nn.Module, manifest: Manifest, folder: Path, placement: Mapping[str, str]) -> None:
@@ -37,7 +37,7 @@ def check_bytes(model: nn.Module, manifest: Manifest, folder: Path, placement: M
 
 
 def tensor_bytes(model: nn.Module, placement: Mapping[str, str]) -> dict[str, int]:
-    """Bytes by device of parameters, buffers and packed experts. What is still on meta counts where it will lie."""
+    """Return bytes by device of parameters, buffers and packed experts. Meta tensors count at their planned device."""
     totals: dict[str, int] = {}
     for name, tensor in _tensors(model):
         device = str(device_of(name, placement) if tensor.is_meta else tensor.device)
@@ -49,7 +49,7 @@ def tensor_bytes(model: nn.Module, placement: Mapping[str, str]) -> dict[str, in
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every registered tensor once; what a module of packed experts shows by name has no storage."""
+    """Yield every registered tensor once; the placeholders of packed experts have no storage."""
     packed = {f"{name}." for name, m in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()) if _packs(m)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not any(name.startswith(stem) for stem in packed):

@@ -41,7 +41,7 @@ _IN_THE_WAY = (IsADirectoryError, NotADirectoryError, FileExistsError)
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """What a run did: the layers it packed, those it found finished, and the packed bytes of all of them."""
+    """The result of a run: the layers it packed, those already finished, and the packed bytes of all of them."""
 
     folder: Path
     packed: tuple[str, ...]
@@ -73,11 +73,11 @@ def pack(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> PackReport:
-    """Pack what the store of the compiled model in `path` lacks; with `force` every layer anew.
+    """Pack the missing layers of the store of the compiled model in `path`; with `force` every layer.
 
     `weights` names the checkpoint if it has moved, `trust_remote_code` is that of `ktc.load`. Memory holds one layer.
-    `progress` counts the bytes read from the
-    checkpoint and written to the store. Raises `InputRefused` as `ktc.load` does, and L443 to L445.
+    `progress` counts the bytes read from the checkpoint and written to the store. Raise `InputRefused` as `ktc.load`
+    does, and L443 to L445.
     """
     opened = _open(Path(path), weights, trust_remote_code)
     checkpoint = packed_store.checkpoint_digest(opened.index)
@@ -97,7 +97,7 @@ def pack(
 def pack_in_memory(
     path: Path, *, weights: str | Path | None = None, trust_remote_code: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """The name of each layer, and the content digest that it has when it is packed now. Nothing is written."""
+    """Yield the name of each layer and its content digest if packed now, without writing."""
     opened = _open(path, weights, trust_remote_code)
     skeleton = _Skeleton(opened)
 
@@ -127,12 +127,12 @@ def _report(opened: _Opened, packed: tuple[str, ...], kept: dict[str, Header]) -
     return PackReport(opened.store, packed, tuple(kept), size)
 
 
-# What is there already
+# Finished layers
 
 
 @contextmanager
 def _sole_writer(store: Path) -> Generator[None]:
-    """The store's folder, made if need be, locked against other packers, with what killed ones left swept away."""
+    """Create the store's folder if needed, lock it against other packers, and remove files of killed ones."""
     with _told_of_writes(store):
         store.mkdir(exist_ok=True)
         lock = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
@@ -151,21 +151,21 @@ def _sole_writer(store: Path) -> Generator[None]:
 
 @contextmanager
 def _told_of_writes(store: Path) -> Generator[None]:
-    """What the system refuses inside is said of the store (L444)."""
+    """Turn an OSError inside into InputRefused about the store (L444)."""
     try:
         yield
     except OSError as error:
         mend = f"free some space{' or permit it' * (error.errno not in _FULL)}"
         if isinstance(error, _IN_THE_WAY):
             mend = f"move `{error.filename2 or error.filename or store}` away"
-        hint = f"{mend}, then go on: `{packed_store.renewal(store.parent)}`"
+        hint = f"{mend}, then continue: `{packed_store.renewal(store.parent)}`"
         message = f"the packed store `{store}` cannot be written: {error.strerror or error}"
         raise InputRefused(Diagnostic("L444", message, hint=hint)) from error
 
 
 @contextmanager
 def _told_of_reads(checkpoint: Path) -> Generator[None]:
-    """What the system refuses inside is said of the checkpoint (L405)."""
+    """Turn an OSError inside into InputRefused about the checkpoint (L405)."""
     try:
         yield
     except OSError as error:
@@ -174,7 +174,7 @@ def _told_of_reads(checkpoint: Path) -> Generator[None]:
 
 
 def _finished(store: Path, layers: Sequence[Layer]) -> dict[str, Header]:
-    """The layers whose file is whole and belongs to the model."""
+    """Return the layers whose file is complete and belongs to the model."""
     found: dict[str, Header] = {}
     for layer in layers:
         try:
@@ -187,7 +187,7 @@ def _finished(store: Path, layers: Sequence[Layer]) -> dict[str, Header]:
 
 
 def _is_sealed(opened: _Opened) -> bool:
-    """Whether the index names the finished layers as they are."""
+    """Return whether the index matches the finished layers."""
     try:
         found = packed_store.find_store(opened.folder, opened.manifest, opened.rows, opened.index)
     except InputRefused:
@@ -216,7 +216,7 @@ class _Skeleton:
 
     @contextmanager
     def packed(self, layer: Layer, index: CheckpointIndex, tally: Tally) -> Generator[FusedMoe]:
-        """The experts of one layer, packed from the checkpoint; their memory is given back afterwards."""
+        """Yield the experts of one layer, packed from the checkpoint; release their memory afterwards."""
         fqn = layer.step.fqn
         module = cast("FusedMoe", self.model.get_submodule(fqn))
         try:
@@ -260,7 +260,7 @@ def _write(store: Path, layer: Layer, module: FusedMoe, tally: Tally) -> Header:
 
 
 def _check_space(store: Path, needed: int) -> None:
-    """A disk that is too small is better found now than after an hour."""
+    """Raise InputRefused now for a disk that is too small, instead of after an hour."""
     free = shutil.disk_usage(store).free
     if needed > free:
         message = f"the packed store `{store}` needs {needed:,} bytes more, its disk has {free:,}"
@@ -268,7 +268,7 @@ def _check_space(store: Path, needed: int) -> None:
 
 
 def _plain_rows(opened: _Opened) -> tuple[WeightSource, ...]:
-    """The rows that a mapped load takes as they lie in the checkpoint, and so does not look at."""
+    """Return the rows that a mapped load takes unchanged from the checkpoint, without checking them."""
     return tuple(row for row in opened.rows if row.is_plain)
 
 

@@ -1,8 +1,8 @@
 """One file of a packed store: the experts of one layer in their kernel's form, behind a header, ready to be mapped.
 
 A file is a magic number, the length of a JSON header, the header and its sha256, a hole, and from 2 MiB on the packed
-bytes as they lie in memory. It is written beside its place, flushed and renamed: a name stands for a whole file.
-Refused (`Damaged`): another magic number or schema, a header that does not fit its digest, a file of another size.
+bytes as they are in memory. It is written beside its target, flushed and renamed: a name means a complete file.
+Refused (`Damaged`): another magic number or schema, a header that differs from its digest, a file of another size.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _LARGEST_HEADER: Final = 1 << 16
 
 
 class Damaged(Exception):
-    """The file is no whole packed file; the message says why."""
+    """The file is not a complete packed file; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What packed bytes were made of, as digests: `kernel` also stands for the library and the layer's sizes."""
+    """The sources of packed bytes as digests; `kernel` includes the library and the layer's sizes."""
 
     kernel: str
     rules: str
@@ -57,7 +57,7 @@ class Header:
 
 
 def content_digest(digests: Iterable[bytes]) -> str:
-    """The digest of packed bytes from the sha256 of each `PIECE` of them: pieces can be hashed side by side."""
+    """Return the digest of packed bytes from the sha256 of each `PIECE`: pieces can be hashed in parallel."""
     whole = hashlib.sha256()
     for digest in digests:
         whole.update(digest)
@@ -65,15 +65,15 @@ def content_digest(digests: Iterable[bytes]) -> str:
 
 
 def digest_of(data: memoryview) -> str:
-    """The content digest of bytes in memory."""
+    """Return the content digest of bytes in memory."""
     with ThreadPoolExecutor(_workers()) as pool:
         return content_digest(pool.map(_sha256, _pieces(data)))
 
 
 def write(path: Path, make_header: Callable[[str], Header], data: memoryview, wrote: Callable[[int], None]) -> Header:
-    """Write a whole file, with the header that `make_header` makes of the content digest.
+    """Write a complete file, with the header that `make_header` makes of the content digest.
 
-    `wrote` is told the bytes of each piece. Raises `OSError`; whatever it raises, nothing is left at `path` or beside.
+    `wrote` receives the bytes of each piece. Raise `OSError`; after any error no file is left at `path` or beside.
     """
     with (
         replaced_file(path) as beside,
@@ -96,7 +96,7 @@ def write(path: Path, make_header: Callable[[str], Header], data: memoryview, wr
 
 
 def read_header(path: Path) -> Header:
-    """The header of a whole file. Raises `Damaged`, or `OSError`."""
+    """Return the header of a complete file. Raise `Damaged` or `OSError`."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if file.read(len(_MAGIC)) != _MAGIC:
@@ -125,13 +125,13 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> int:
 
 
 def map_read_only(path: Path, size: int) -> mmap.mmap:
-    """The packed bytes as a shared mapping that nobody can write to; processes that map the same file share it."""
+    """Map the packed bytes shared and read-only; processes that map the same file share them."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=DATA)
 
 
 def stored_digest(path: Path, size: int, hashed: Callable[[int], None]) -> str:
-    """The content digest of the packed bytes in a file, read without the help of a mapping."""
+    """Return the content digest of the packed bytes in a file, read without a mapping."""
 
     def piece(offset: int) -> bytes:
         target = memoryview(bytearray(min(PIECE, size - offset)))
@@ -151,7 +151,7 @@ def stored_digest(path: Path, size: int, hashed: Callable[[int], None]) -> str:
 
 
 def offsets(size: int) -> range:
-    """Where the pieces of `size` packed bytes begin."""
+    """Return the offsets of the pieces of `size` packed bytes."""
     return range(0, size, PIECE)
 
 

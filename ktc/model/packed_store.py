@@ -1,9 +1,9 @@
 """The packed store of a compiled model: `OUT/packed`, one file per layer of experts, and `packed.json` that seals them.
 
-In: a compiled model's manifest, its weight rows and the checkpoint they name. Out: the store's files as they can be
-read or mapped, or the reason why they cannot be used. Refused (L441): a store that was damaged. A store is stale (L442)
-if it was packed by another kernel, from other rules, or from a checkpoint whose files have changed since in size or
-time; it is never used then. What the bytes hold is not read here: `ktc verify` does that.
+In: a compiled model's manifest, its weight rows and the checkpoint they name. Out: the store's files, to be read or
+mapped, or the reason why they cannot be used. Refused (L441): a damaged store. A store is stale (L442) if it was packed
+by another kernel, from other rules, or from a checkpoint whose files have changed in size or time; it is then never
+used. The packed bytes are not read here: `ktc verify` does that.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PackedIndex:
     seal: str
 
     def sealed(self) -> PackedIndex:
-        """The same with its right seal."""
+        """Return a copy with its correct seal."""
         content = asdict(replace(self, seal=""))
         return replace(self, seal=_digest(content))
 
@@ -78,7 +78,7 @@ class PackedStore:
         return sum(header.packed_bytes for header in self.headers.values())
 
     def path(self, fqn: str) -> Path:
-        """The file of a layer."""
+        """Return the file of a layer."""
         return self.folder / file_name(fqn)
 
 
@@ -92,14 +92,14 @@ class Layer:
 
 
 def file_name(fqn: str) -> str:
-    """A file name that no module name can lead out of its folder, and no two module names share."""
+    """Return a file name that stays in its folder and is unique per module name."""
     return f"{quote(fqn, safe='')}{SUFFIX}"
 
 
 def layers(manifest: Manifest, sources: Sequence[WeightSource], index: CheckpointIndex) -> tuple[Layer, ...]:
-    """The layers of experts that a kernel runs, in the order of the recipe.
+    """Return the layers of experts that a kernel runs, in the order of the recipe.
 
-    Raises `InputRefused` (L405) for a shard that is not there.
+    Raise `InputRefused` (L405) for a missing shard.
     """
     if manifest.library is None:
         return ()
@@ -121,7 +121,7 @@ def layers(manifest: Manifest, sources: Sequence[WeightSource], index: Checkpoin
 
 
 def checkpoint_digest(index: CheckpointIndex) -> str:
-    """The digest of names, sizes and times of all files with tensors: what tells a checkpoint from another unread."""
+    """Return the digest of names, sizes and times of all files with tensors, which identifies a checkpoint."""
     return _digest([_identity(index.folder / file) for file in index.files])
 
 
@@ -137,16 +137,16 @@ def _identity(path: Path) -> tuple[str, int, int]:
 def find_store(
     folder: Path, manifest: Manifest, sources: Sequence[WeightSource], index: CheckpointIndex
 ) -> PackedStore | Diagnostic | None:
-    """The store of the compiled model in `folder`, why it cannot be used (L440 unfinished, L442 stale), `None` if none.
+    """Open the store of the compiled model in `folder`; return a diagnostic if unusable, `None` if missing.
 
-    Headers, sizes and the seal are checked, the packed bytes are not read. Raises `InputRefused` (L441) for a damaged
-    store.
+    L440 is an unfinished store, L442 a stale one. Headers, sizes and the seal are checked, the packed bytes are not
+    read. Raise `InputRefused` (L441) for a damaged store.
     """
     place = folder / FOLDER
     if not place.is_dir():
         return None
     if not (place / INDEX).is_file():
-        return Diagnostic("L440", f"the packed store `{place}` is not finished", hint=f"go on: `{renewal(folder)}`")
+        return Diagnostic("L440", f"the packed store `{place}` is not finished", hint=f"continue: `{renewal(folder)}`")
     listed = read_index(folder)
     wanted = layers(manifest, sources, index)
     if [layer.step.fqn for layer in wanted] != [entry.fqn for entry in listed.layers]:
@@ -176,7 +176,7 @@ def read_index(folder: Path) -> PackedIndex:
 
 
 def make_index(headers: Sequence[Header], checkpoint: str) -> PackedIndex:
-    """The index of finished layers, sealed."""
+    """Return the sealed index of finished layers."""
     entries = tuple(
         PackedFile(h.fqn, file_name(h.fqn), packed_file.DATA + h.packed_bytes, header_digest(h), h.content)
         for h in headers
@@ -201,12 +201,12 @@ def _checked_header(folder: Path, entry: PackedFile) -> Header:
 
 
 def header_digest(header: Header) -> str:
-    """What `packed.json` says of a header."""
+    """Return the entry of a header in `packed.json`."""
     return _digest(asdict(header))
 
 
 def changed(header: Header, layer: Layer) -> str:
-    """Why a layer's packed bytes are not those that it would get now; empty if they are."""
+    """Return why a layer's packed bytes are stale; empty if they are current."""
     if (header.fqn, header.kernel) != (layer.step.fqn, layer.step.kernel):
         return _REASONS["kernel"]
     differing = [f.name for f in fields(Origin) if getattr(header.origin, f.name) != getattr(layer.origin, f.name)]
@@ -214,7 +214,7 @@ def changed(header: Header, layer: Layer) -> str:
 
 
 def renewal(folder: Path) -> str:
-    """The command that packs what is missing or stale."""
+    """Return the command that packs missing and stale layers."""
     return shlex.join(["ktc", "pack", str(folder)])
 
 
@@ -224,7 +224,7 @@ def _stale(folder: Path, why: str) -> Diagnostic:
 
 
 def damaged(folder: Path, path: Path, what: str) -> Diagnostic:
-    """The diagnostic about a file of the store that is not as it was written."""
+    """Return the diagnostic about a damaged file of the store."""
     hint = f"pack it again: `{shlex.join(['rm', str(path)])} && {renewal(folder)}`"
     return Diagnostic("L441", f"`{path}` of the packed store is damaged: {what}", hint=hint)
 

@@ -1,7 +1,7 @@
-"""Adapters on a compiled model: PEFT's own dispatch serves `KTLinear`, and is given a wrapper for `FusedMoe`.
+"""Adapters on a compiled model: PEFT's own dispatch handles `KTLinear`, and receives a wrapper for `FusedMoe`.
 
-`install` is called when a compiled model is imported or loaded. `read_lora_config` makes the stock `LoraConfig` that
-the rule's `lora` block and the nodes it chose ask for.
+`install` is called when a compiled model is imported or loaded. `read_lora_config` makes the stock `LoraConfig` of
+the rules' `lora` block and the chosen nodes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
-    """The stock `LoraConfig` of the compiled model in `folder`. Raises `InputRefused` (L431) if it has none."""
+    """Return the stock `LoraConfig` of the compiled model in `folder`. Raise `InputRefused` (L431) without one."""
     try:
         content: object = read_json((folder / FILE).read_bytes())
     except (OSError, ValueError) as error:
@@ -51,6 +51,6 @@ def read_lora_config(folder: Path) -> LoraConfig:
         ) from error
     if content is None:
         hint = "add a rule with `lora_linear` or `lora_experts`, or build a `LoraConfig` yourself"
-        raise InputRefused(Diagnostic("L431", f"the rules of `{folder.name}` ask for no adapter", hint=hint))
+        raise InputRefused(Diagnostic("L431", f"the rules of `{folder.name}` define no adapter", hint=hint))
     install()
     return LoraConfig(**cast("dict[str, Any]", content))

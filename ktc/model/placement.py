@@ -1,7 +1,6 @@
-"""Where each tensor of a compiled model lies, and how activations follow: module names to devices.
+"""The device of each tensor of a compiled model, and how activations follow: module names to devices.
 
-The entry of the nearest ancestor counts. A module receives its inputs on its own device, wherever the one before it
-stands.
+The entry of the nearest ancestor counts. A module receives its inputs on its own device.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from ktc.diagnostics import Diagnostic, HostLacks
 
 
 def device_of(fqn: str, placement: Mapping[str, str]) -> torch.device:
-    """The device of the module or tensor `fqn`: the entry of itself or of its nearest ancestor, else the CPU."""
+    """Return the device of the module or tensor `fqn`: the entry of itself or its nearest ancestor; default CPU."""
     while fqn not in placement and fqn:
         fqn = _parent(fqn)
     return torch.device(placement.get(fqn, "cpu"))
 
 
 def check_devices(placement: Mapping[str, str]) -> None:
-    """Raises `HostLacks` (L409) for the devices that this process does not see."""
+    """Raise `HostLacks` (L409) for the devices that this process does not see."""
     seen = torch.cuda.device_count()
     absent = {
         name for name in placement.values() if (d := torch.device(name)).type == "cuda" and (d.index or 0) >= seen
@@ -38,10 +37,10 @@ def check_devices(placement: Mapping[str, str]) -> None:
 
 
 def follow(model: nn.Module, placement: Mapping[str, str]) -> None:
-    """Move activations along. The largest modules that stand on one device receive their inputs there.
+    """Register hooks that move activations. The largest modules on one device receive their inputs there.
 
-    Decoder layers hand their output on from where they are; a part of a layer gives its output back to where its input
-    came from, since the layer adds the two. Routed experts see to themselves. Nothing to do where all is on the CPU.
+    Decoder layers leave their output on their device. A part of a layer returns its output to the device of its input,
+    since the layer adds the two. Routed experts move tensors themselves. A model on the CPU gets no hooks.
     """
     if set(placement.values()) <= {"cpu"}:
         return
@@ -72,7 +71,7 @@ def _devices_below(model: nn.Module, placement: Mapping[str, str]) -> Mapping[st
 
 
 def _ancestors(fqn: str) -> Iterator[str]:
-    """The names of the modules around `fqn`, the model's own (empty) last."""
+    """Yield the names of the modules around `fqn`, the model's own (empty) last."""
     while fqn:
         fqn = _parent(fqn)
         yield fqn
@@ -99,7 +98,7 @@ class _Mover:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The tensors in plain containers, moved; a cache or an output object is handed on as it is."""
+    """Move the tensors in plain containers; return a cache or an output object unchanged."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if type(value) in (tuple, list):
@@ -110,7 +109,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def device_map(placement: Mapping[str, str]) -> dict[str, str | int] | None:
-    """The placement as Hugging Face's `hf_device_map`, `None` where it names one device only."""
+    """Return the placement as Hugging Face's `hf_device_map`, `None` for a single device."""
     if len(set(placement.values())) < 2:
         return None
     return {

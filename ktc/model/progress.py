@@ -11,19 +11,19 @@ Progress = Callable[[int, int], None]
 
 
 class Tally:
-    """Bytes done, over stages that each count for themselves, told to one callback."""
+    """Sums the bytes of several stages and reports them to one callback."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress, self._done = total, progress, 0
 
     def add(self, count: int) -> None:
-        """So many bytes more are done."""
+        """Add finished bytes."""
         self._done += count
         if self._progress is not None:
             self._progress(self._done, self._total)
 
     def stage(self) -> Progress:
-        """A callback for a stage that reports its own bytes done, from 0 on."""
+        """Return a callback for a stage that counts its own bytes from 0."""
         before = 0
 
         def report(done: int, total: int) -> None:
@@ -36,7 +36,7 @@ class Tally:
 
 @contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Generator[Progress | None]:
-    """A bar with bytes, bytes per second and the time left, on standard error if that is a terminal; else none."""
+    """Yield a bar with bytes, bytes per second and the time left, if standard error is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

@@ -1,8 +1,8 @@
-"""Everything that a compiled model's folder claims, checked: what a load believes after a look, this reads in full.
+"""Verification of a compiled model's folder: it reads in full what a load checks by headers.
 
 In: a compiled model, and its checkpoint. Out: one `Finding` per claim: manifest and sealed files, rules, kernel
-sources, library, checkpoint, packed store with the digest of every byte. Refused: a folder that is no compiled model,
-or whose manifest cannot be read.
+sources, library, checkpoint, packed store with the digest of every byte. Refused: a folder that is not a compiled
+model, or whose manifest cannot be read.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _words(error: InputRefused) -> str:
 
 
 def _rule_text(folder: Path) -> str:
-    """The text of `OUT/rules` as the manifest holds it."""
+    """Return the text of `OUT/rules` in the manifest's form."""
     root = folder / "rules"
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.ktr")}
     return "".join(f"# {file}\n{path.read_bytes().decode(errors='replace')}" for file, path in sorted(files.items()))
@@ -153,7 +153,7 @@ def _contents(folder: Path, index: packed_store.PackedIndex, tally: Tally) -> It
 
 
 def _against_source(folder: Path, checkpoint: Path, trusted: bool) -> Iterator[Finding]:
-    """What the store holds beside what packing gives now. Says nothing of a store that has no index to go by."""
+    """Compare the store with the result of packing now. A store without an index is skipped."""
     try:
         listed = {entry.fqn: entry for entry in packed_store.read_index(folder).layers}
     except InputRefused:

@@ -1,9 +1,9 @@
-"""Weights from a checkpoint into a model, one tensor at a time, each straight to its place and device.
+"""Weights from a checkpoint into a model, one tensor at a time, each directly to its module and device.
 
 In: a model on meta tensors with its modules realised, and the rows of `weights.json`. Out: the same model, filled.
-What is resident grows by what stays: experts go to their packed form one matrix at a time, a fused tensor is read one
-expert at a time, and codes become weights a band of rows at a time. Refused: a value that is not finite, a parameter
-that nothing filled.
+Memory grows only by the final weights: experts are packed one matrix at a time, a fused tensor is read one expert at a
+time, and codes are dequantised a band of rows at a time. Refused: a value that is not finite, a parameter without a
+value.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ def stored_bytes(source: WeightSource, index: CheckpointIndex) -> int:
 
 
 def experts_of(source: WeightSource) -> Iterable[int | None]:
-    """What to read of a row, one after the other: the expert it is of, or each expert of a stack."""
+    """Yield the parts to read of a row: its expert, or each expert of a stack."""
     return range(source.shape[0]) if source.transform == "per_expert" else (source.expert,)
 
 
 def _dtype(model: nn.Module, source: WeightSource) -> torch.dtype:
-    """What the codes of a quantised tensor are rounded to: the dtype of the parameter they fill."""
+    """Return the dtype for dequantised codes: that of the target parameter."""
     parent, _, leaf = source.target.rpartition(".")
     return cast("Tensor", getattr(model.get_submodule(parent), leaf)).dtype
 
 
 def check_unchanged(sources: Iterable[WeightSource], index: CheckpointIndex) -> None:
-    """Raises `InputRefused` (L406) with tensors that are not as they were compiled from."""
+    """Raise `InputRefused` (L406) with tensors that have changed since the compilation."""
     hint = "compile the model again, or name the checkpoint it was compiled from: `load(weights=...)`"
     problems: list[Diagnostic] = []
     for stored in (stored for source in sources for stored in source.parts):
@@ -108,7 +108,7 @@ def _check_targets(model: nn.Module, sources: Iterable[WeightSource]) -> None:
 
 
 def _misfit(model: nn.Module, source: WeightSource) -> str:
-    """Why a row cannot be followed; empty if it can."""
+    """Return why a row cannot be loaded; empty if it can."""
     parent, _, leaf = source.target.rpartition(".")
     try:
         module = model.get_submodule(parent)
@@ -125,13 +125,13 @@ def _misfit(model: nn.Module, source: WeightSource) -> str:
 
 
 def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) -> str:
-    """Why what the row gives is not the slice of a tensor of `shape` that it names."""
+    """Return why the row's tensor is not the named slice of a tensor of `shape`."""
     if source.viewed and math.prod(source.viewed) != math.prod(shape):
-        return f"it is {list(shape)}, which is no {list(source.viewed)}"
+        return f"it is {list(shape)}, not {list(source.viewed)}"
     shape = source.viewed or shape
     wanted = list(shape)
     if source.part is not None and not is_half(source, leaf) and leaf != _leaf_of(source.part):
-        return f"it is no stack of experts that holds `{source.part}`"
+        return f"it is not a stack of experts that holds `{source.part}`"
     if source.expert is not None:
         if len(shape) < 2 or source.expert >= shape[0]:
             return f"it is {list(shape)}, the row is of expert {source.expert}"
@@ -146,7 +146,7 @@ def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) ->
 
 
 def _leaf_of(part: str) -> str:
-    """The stock tensor that holds a part of its own name."""
+    """Return the stock tensor of a part."""
     return part.replace("_bias", "") + "_proj" + ("_bias" if part.endswith("_bias") else "")
 
 
@@ -177,12 +177,12 @@ def _put(
 
 
 def _places(source: WeightSource, span: Span) -> slice:
-    """The places of a dimension that a row fills."""
+    """Return the indices of a dimension that a row fills."""
     return slice(span.start, span.start + (span.length - 1) * source.stride + 1, source.stride)
 
 
 def _rows(matrix: Tensor, source: WeightSource, leaf: str) -> Tensor:
-    """The rows of an expert's slice that a row fills: gate and up share one, gate first."""
+    """Return the rows of an expert's slice that a row fills: gate and up share one, gate first."""
     if not is_half(source, leaf):
         return matrix
     gate, up = matrix.chunk(2)
@@ -190,7 +190,7 @@ def _rows(matrix: Tensor, source: WeightSource, leaf: str) -> Tensor:
 
 
 def _materialised(module: nn.Module, leaf: str, device: torch.device) -> Tensor:
-    """A tensor that is filled piece by piece, as experts that no rule rewrote are, allocated at the first use."""
+    """Return a tensor that is filled in pieces (experts that no rule rewrote), allocated at its first use."""
     tensor = cast("Tensor", getattr(module, leaf))
     if tensor.is_meta:
         _assign(module, leaf, torch.empty_like(tensor, device=device))
@@ -206,7 +206,7 @@ def _assign(module: nn.Module, leaf: str, tensor: Tensor) -> None:
 
 
 def check_filled(model: nn.Module) -> None:
-    """Raises `InputRefused` (L408) with everything that is still without a value."""
+    """Raise `InputRefused` (L408) with every tensor that is still without a value."""
     tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
     empty = [name for name, tensor in tensors if tensor.is_meta]

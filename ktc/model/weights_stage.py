@@ -1,7 +1,8 @@
-"""The weights stage of a load: experts from the packed store if there is a good one, the rest from the checkpoint.
+"""The weights stage of a load: experts from a valid packed store, the rest from the checkpoint.
 
-In: a model on meta tensors with its recipe realised. Out: the same model, filled. A store that is stale or unfinished
-is named and not used: with `map` that is an error (L440, L442, L443), else a warning, and the experts are packed anew.
+In: a model on meta tensors with its recipe realised. Out: the same model, filled. A stale or unfinished store is
+reported and not used: with `map` this is an error (L440, L442, L443), otherwise a warning, and the experts are packed
+again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _READERS = 4  # a disk serves several readers faster than one, and first touches
 def usable_store(
     folder: Path, manifest: Manifest, sources: Sequence[WeightSource], index: CheckpointIndex, *, map: bool
 ) -> PackedStore | None:
-    """The store to load from, `None` for none. Raises `InputRefused` (L441; with `map` also L440, L442, L443)."""
+    """Return the store to load from, or `None`. Raise `InputRefused` (L441; with `map` also L440, L442, L443)."""
     found = packed_store.find_store(folder, manifest, sources, index)
     if isinstance(found, PackedStore):
         return found
@@ -45,7 +46,7 @@ def usable_store(
         nothing = Diagnostic("L443", message, hint=f"make one: `{packed_store.renewal(folder)}`")
         raise InputRefused(found or nothing)
     if found is not None:
-        warnings.warn(f"{found.message}, so the experts are packed anew ({found.hint})", stacklevel=4)
+        warnings.warn(f"{found.message}, so the experts are packed again ({found.hint})", stacklevel=4)
     return None
 
 
@@ -60,10 +61,10 @@ def fill_weights(
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Every tensor of `sources` into `model`: experts that `store` has from there, read or mapped, the others read.
+    """Load every tensor of `sources` into `model`: experts from `store` if it has them, read or mapped, others read.
 
-    With `map` parameters that stay on the CPU are mapped from the checkpoint too: packing has checked their values, and
-    the store is good only for the very files that it checked. Raises what `weight_store.fill` raises, and L441.
+    With `map`, parameters on the CPU are mapped from the checkpoint too: packing has checked their values, and
+    the store is valid only for the files that it checked. Raise the errors of `weight_store.fill`, and L441.
     """
     started = time.perf_counter()
     packed = dict(store.headers) if store is not None else {}
@@ -117,10 +118,10 @@ def _read_file(path: Path, tally: Tally, target: memoryview) -> None:
 
 
 def _experts(model: nn.Module, store: PackedStore, fqn: str) -> FusedMoe:
-    """The module of a layer, which must want exactly the bytes that its file has."""
+    """Return the module of a layer, which must need exactly the bytes of its file."""
     module = cast("FusedMoe", model.get_submodule(fqn))
     held = store.headers[fqn].packed_bytes
     if module.packed_bytes != held:
-        what = f"it has {held} packed bytes, the kernel wants {module.packed_bytes}"
+        what = f"it has {held} packed bytes, the kernel needs {module.packed_bytes}"
         raise InputRefused(packed_store.damaged(store.folder.parent, store.path(fqn), what))
     return module
