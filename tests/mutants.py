@@ -100,9 +100,9 @@ MUTANTS = (
         "tests/prove tests/census",
     ),
     Mutant(
-        "ktc/rewrite/linear.py",
-        'first.linear.entry if first.linear else str(first.settings["kernel"])',
-        'str(first.settings["kernel"])',
+        "ktc/targets/kt_linear.py",
+        "return action.kernel.entry if action.kernel else self.kernel",
+        "return self.kernel",
         "tests/rewrite tests/linears tests/end_to_end/test_linear_kernels.py",
     ),
     Mutant(
