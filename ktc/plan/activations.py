@@ -1,8 +1,8 @@
-"""What one block of a model holds per token while it runs: from its graph and its adapters -> `Footprint`.
+"""The memory per token of one running block of a model: from its graph and its adapters -> `Footprint`.
 
-A model of autograd, not a measurement: for each operator the tensors that its backward formula reads are saved once,
-wherever the value they come from already needs a gradient. Frozen projections save nothing, since the gradient of
-their input needs the weight alone. See docs/design.md, "Memory", for the rules and how far they are off.
+A model of autograd, not a measurement: for each operator, the tensors that its backward formula reads are saved once
+if the value they come from needs a gradient. Frozen projections save nothing, since the gradient of their input needs
+only the weight. docs/design.md, "Memory", has the rules and their measured error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def footprint(graph: fx.GraphModule, adapters: Mapping[str, Adapter], hidden: in
 
 
 def _with_gradient(graph: fx.GraphModule, adapters: Mapping[str, Adapter], hidden: int) -> set[fx.Node]:
-    """The nodes whose value needs a gradient: all floating-point values computed from hidden states."""
+    """Return the nodes whose value needs a gradient: floating-point values computed from hidden states."""
     found = set[fx.Node]()
     for node in nodes_of(graph):
         held = tensor_of(node)
@@ -78,7 +78,7 @@ def _with_gradient(graph: fx.GraphModule, adapters: Mapping[str, Adapter], hidde
 
 
 def _saved_values(node: fx.Node, trains: set[fx.Node]) -> Iterator[fx.Node]:
-    """The values of the graph that the backward of `node` reads."""
+    """Yield the values of the graph that the backward of `node` reads."""
     name = ops.operator(node)
     inputs = [source for source in node.all_input_nodes if source.op != "get_attr"]
     if name in _OWN_VALUE:
@@ -90,7 +90,7 @@ def _saved_values(node: fx.Node, trains: set[fx.Node]) -> Iterator[fx.Node]:
     elif name in ("topk", "gather", "max", "masked_fill", "select", "scatter"):
         yield from (value for value in inputs if value not in trains)  # indices and masks
     elif name not in _NOTHING and name not in ("linear", "rms_norm", "layer_norm"):
-        yield from inputs  # an operator that nobody described: its inputs, to be on the safe side
+        yield from inputs  # an unknown operator: its inputs, as a safe estimate
 
 
 def _saved_copies(node: fx.Node, adapter: Adapter | None) -> float:
@@ -120,7 +120,7 @@ def _listed(node: fx.Node) -> list[fx.Node]:
 
 
 def _storage(node: fx.Node) -> fx.Node:
-    """The node whose memory a value lies in: views, and the parts of a split, are looked through."""
+    """Return the node that owns a value's memory, looking through views and the parts of a split."""
     while ops.operator(node) in _VIEWS or ops.operator(node) in ("getitem", "split", "slice"):
         sources = [source for source in node.all_input_nodes if source.op != "get_attr"]
         if not sources or (not per_token(sources[0]) and ops.operator(sources[0]) != "split"):

@@ -15,7 +15,7 @@ DEFAULT_DROPOUT = 0.0
 
 
 def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) -> LoraPlan | None:
-    """The adapter of the program, None without one. Raises InputRefused for targets that cannot be adapted."""
+    """Return the adapter of the program, or None. Raise InputRefused for targets that cannot be adapted."""
     chosen = [claim for claim in claims if isinstance(claim.target, LoraLinear)]
     adapting = [claim for claim in claims if isinstance(claim.target, LoraLinear | LoraExperts)]
     if not adapting:
@@ -50,7 +50,7 @@ def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) 
 
 
 def _setting(claim: Claim, rules: RuleSet, name: str) -> float:
-    """The rule's own value, else that of the `lora` block; alpha defaults to the rank, as in PEFT's r = alpha."""
+    """Return the rule's own value or that of the `lora` block; alpha defaults to the rank, as in PEFT's r = alpha."""
     value = claim.target.settings.get(name)
     if value is None:
         value = rules.lora.get(name)
@@ -61,12 +61,12 @@ def _setting(claim: Claim, rules: RuleSet, name: str) -> float:
 
 
 def _dropout(claims: Sequence[Claim], rules: RuleSet) -> float:
-    """One dropout for the whole adapter: PEFT's LoraConfig has no other."""
+    """Return the one dropout of the whole adapter: PEFT's LoraConfig has a single value."""
     values = {float(v) for c in claims if isinstance(v := c.target.settings.get("dropout"), int | float)}
     default = rules.lora.get("dropout")
     values = values or {float(default) if isinstance(default, int | float) else DEFAULT_DROPOUT}
     if len(values) > 1:
-        message = f"adapters ask for several dropouts ({', '.join(map(str, sorted(values)))})"
+        message = f"adapters have several dropouts ({', '.join(map(str, sorted(values)))})"
         hint = "an adapter has one dropout; set it in the `lora` block"
         raise InputRefused(Diagnostic("M072", message, claims[0].span, hint=hint))
     return values.pop()

@@ -1,6 +1,6 @@
-"""What a program asks for and this version does not build: planned and told by `check`, refused by `compile`.
+"""Requests of a program that this version does not build: planned and reported by `check`, refused by `compile`.
 
-Nothing that a program says is ignored. Where a later version builds one of these, its line here goes.
+No part of a program is ignored. A later version that builds one of these removes its line here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ktc.plan.prefill import asks_for_experts
 from ktc.plan.types import Claim, Plan, PlannedOnly
 from ktc.targets import TARGETS
 
-# Keys of the `plan` block that no stage carries out yet, with the values that ask for nothing.
+# Keys of the `plan` block that no stage carries out yet, with the values that have no effect.
 _PLAN_KEYS: dict[str, tuple[object, ...]] = {
     "auto": ("none",),
     "grads": (),
@@ -32,7 +32,7 @@ _PLAN_KEYS: dict[str, tuple[object, ...]] = {
 def not_built(
     claims: Sequence[Claim], chosen: Mapping[Claim, KernelSpec | LinearSpec], rules: RuleSet
 ) -> tuple[Diagnostic, ...]:
-    """One warning per place of the program that asks for what this version does not build (M066)."""
+    """Return one warning per location of the program that this version does not build (M066)."""
     found = [
         *_targets(claims),
         *_settings(claims),
@@ -51,7 +51,7 @@ def require_feasible(plan: Plan) -> None:
 
 
 def planned_only(claims: Sequence[Claim]) -> tuple[PlannedOnly, ...]:
-    """The targets that are not built, by rule, with the modules they stand on."""
+    """Return the targets that are not built, by rule, with their modules."""
     paths: dict[tuple[str, str], list[str]] = {}
     for claim in claims:
         if not claim.target.available:

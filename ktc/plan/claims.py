@@ -1,7 +1,7 @@
 """Claims: which rule fills which slot of which node. The only place where conflicts between rules are resolved.
 
-A node has four slots (kernel, adapter, quant, place); at most one rule fills a slot of a node. Where two do, one must
-override the other; the loser's action is dropped whole for that match, its other actions stand.
+A node has four slots (kernel, adapter, quant, place); at most one rule fills a slot of a node. If two rules do, one
+must override the other; the loser's action is dropped for that match, and its other actions remain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Slot = tuple[str, str, str]  # facet, site or module path, node
 
 
 def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) -> tuple[Claim, ...]:
-    """The claims that stand. Raises InputRefused with every unresolved conflict."""
+    """Return the remaining claims. Raise InputRefused with every unresolved conflict."""
     by_rule = {rule.name: rule for rule in rules.rules}
     groups = [group for found in matches.matches for group in _claims_of(captured, found, by_rule[found.rule])]
     holders: dict[Slot, list[int]] = defaultdict(list)
@@ -55,7 +55,7 @@ def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) ->
 
 
 def _claims_of(captured: CapturedModel, found: Match, rule: RuleDefinition) -> Iterable[list[Claim]]:
-    """One non-empty list of claims per action of the rule."""
+    """Yield one non-empty list of claims per action of the rule."""
     for action in rule.actions:
         done = (rule.name, action.target, action.span)
         claims = [Claim(path, node, *done, found.site, found.block) for path, node in _claimed(captured, found, action)]
@@ -85,7 +85,7 @@ def _claimed(captured: CapturedModel, found: Match, action: RuleAction) -> list[
 
 
 def _roots(binding: Binding) -> list[str]:
-    """The node a capture stands for; for a sub-pattern, every node it bound."""
+    """Return the node of a capture; for a sub-pattern, every node it bound."""
     if isinstance(binding, NodeRef):
         return [binding.node]
     if isinstance(binding, SubMatch):
@@ -150,7 +150,7 @@ def _escaping(captured: CapturedModel, matches: Matches, by_rule: dict[str, Rule
 
 
 def _used_outside(node: fx.Node, matched: tuple[str, ...], last: str) -> str:
-    """A node outside the match that uses `node`, or what the match makes of it before `last`; "" if there is none."""
+    """Return a node outside the match that uses `node`, or a value of the match before `last`; "" without one."""
     for user in node.users:
         layout = ops.operator(user) in ops.TRANSPARENT or ops.operator(user) == "getitem"
         if not layout and user.name not in matched:

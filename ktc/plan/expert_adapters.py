@@ -36,7 +36,7 @@ class AdaptedWeight:
 
 
 def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: float) -> tuple[AdaptedWeight, ...]:
-    """What `lora_experts` names, in the order of the layers. Raises InputRefused (M076) for what cannot be adapted."""
+    """Return the weights that `lora_experts` names, in the order of the layers. Raise InputRefused (M076)."""
     on_kernel = {claim.path for claim in claims if claim.target.available and LoraExperts.name in claim.target.hosts}
     modules = {module.fqn: module for module in captured.modules}
     found, problems = list[AdaptedWeight](), dict[str, Diagnostic]()
@@ -68,7 +68,7 @@ def _asked(target: LoraExperts, name: str) -> bool:
 
 
 def _unsuited(target: LoraExperts, module: ModuleInfo | None, dropout: float) -> str:
-    """Why the target cannot be carried out at experts that a kernel runs, "" if it can."""
+    """Return why the target is impossible for experts that a kernel runs, "" if it is possible."""
     names = {tensor.name for tensor in module.tensors} & _PARTS.keys() if module is not None else set[str]()
     targets, rank = set(target.targets), target.rank
     if not names:

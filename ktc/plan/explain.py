@@ -28,7 +28,7 @@ def explain(
     lora: LoraPlan | None,
     host: Host,
 ) -> tuple[Reason, ...]:
-    """The reasons in the order of the model: rewrites, placements, then what stays as it is and why."""
+    """Return the reasons in the order of the model: rewrites, placements, then unchanged modules."""
     return (
         *(reason for rewrite in rewrites for reason in _of_rewrite(rewrite, claims, lora, host)),
         *(_of_planned(p) for p in planned),
@@ -38,7 +38,7 @@ def explain(
 
 
 def _of_rewrite(rewrite: BlockRewrite, claims: Sequence[Claim], lora: LoraPlan | None, host: Host) -> Iterable[Reason]:
-    """One reason per rule and kind of rewrite; modules of a block are written as a choice."""
+    """Yield one reason per rule and kind of rewrite; modules of a block are written as a choice."""
     groups: dict[tuple[str, str], list[NodeAction]] = {}
     for action in rewrite.actions:
         groups.setdefault((action.rule, action.target.name), []).append(action)
@@ -61,7 +61,7 @@ def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     if not isinstance(spec, KernelSpec):
         return f"{_of_linear(spec)}, on {rewrite.device}: {where}"
     automatic = action.target.settings["isa"] == "auto"
-    chosen = f"the best this host can run{_passed_over(spec, host)}" if automatic else "asked for"
+    chosen = f"the best this host can run{_passed_over(spec, host)}" if automatic else "requested"
     moved = "" if rewrite.device == "cpu" else f", hidden states move {rewrite.device} -> cpu -> {rewrite.device}"
     how = f"{' and '.join(spec.formats)} weights, {spec.isa} kernel, {chosen}"
     if action.prefill:
@@ -76,7 +76,7 @@ def _of_linear(spec: Spec | None) -> str:
 
 
 def _of_training(spec: KernelSpec, target: CpuMoe, path: str, claims: Sequence[Claim], lora: LoraPlan) -> Iterable[str]:
-    """The adapters of the experts at `path`, and what a token leaves for backward, the other choice beside it."""
+    """Describe the adapters of the experts at `path`, and the bytes a token saves for backward, with both choices."""
     weights = [weight for weight in lora.parameters if weight.rpartition(".")[0] == path]
     ranks = {weight.rpartition(".")[2]: lora.rank_pattern.get(weight, lora.r) for weight in weights}
     claim = next((c for c in claims if isinstance(c.target, LoraExperts) and c.path == path), None)
@@ -92,7 +92,7 @@ def _of_training(spec: KernelSpec, target: CpuMoe, path: str, claims: Sequence[C
 
 
 def _passed_over(spec: KernelSpec, host: Host) -> str:
-    """The host's better ISAs, for which ktc has no kernel yet."""
+    """Describe the host's better ISAs, for which ktc has no kernel yet."""
     better = host.isas[: host.isas.index(spec.isa)] if spec.isa in host.isas else ()
     return f"; {', '.join(better)}: no kernel in this version" if better else ""
 
@@ -103,7 +103,7 @@ def _of_planned(planned: PlannedOnly) -> Reason:
 
 
 def _of_placements(placements: Sequence[Placement]) -> Iterable[Reason]:
-    """One reason per rule, device and kind of path."""
+    """Yield one reason per rule, device and kind of path."""
     groups: dict[tuple[str, str, str], list[Placement]] = {}
     for placement in placements:
         if placement.rule:
@@ -146,7 +146,7 @@ def collapse(paths: Sequence[str]) -> str:
 
 
 def _split(path: str) -> tuple[str, int | None]:
-    """A path with its first number as `*`, and that number."""
+    """Return a path with its first number as `*`, and that number."""
     parts = path.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return (path, None) if at is None else (".".join([*parts[:at], "*", *parts[at + 1 :]]), int(parts[at]))

@@ -1,4 +1,4 @@
-"""`KernelSpec`: everything a kernel template may ask, hashable, and nothing else."""
+"""`KernelSpec`: exactly the values that a kernel template uses, hashable."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
 class KernelSpec:
     """One fused-MoE kernel. A dimension is a compile-time constant, or `None` where it stays dynamic.
 
-    `dtype` is that of hidden states and output, `format_gate_up` and `format_down` those of the packed weights. How the
-    stock model stores them is no business of a kernel, which packs gate, up and down one by one.
+    `dtype` is that of hidden states and output, `format_gate_up` and `format_down` those of the packed weights. The
+    stock model's layout does not matter to a kernel, which packs gate, up and down one by one.
     """
 
     op: Literal["fused_moe"]
@@ -42,11 +42,11 @@ class KernelSpec:
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
-        """What weights are stored in: one format, or that of gate and up and that of down."""
+        """Return the weight formats: one, or that of gate and up and that of down."""
         return tuple(dict.fromkeys((self.format_gate_up, self.format_down)))
 
     def format_of(self, part: str) -> WeightFormat:
-        """What gate, up or down is stored in."""
+        """Return the weight format of gate, up or down."""
         return self.format_down if part.startswith("down") else self.format_gate_up
 
     @property
@@ -55,9 +55,9 @@ class KernelSpec:
         return FORMATS[self.format_down].integer_products
 
     def group_of(self, weight_format: WeightFormat) -> int:
-        """How many weights of a row share a scale in one of the spec's formats: 0 where all do, or there is none.
+        """Return how many weights of a row share a scale in one of the spec's formats: 0 for all, or without scales.
 
-        `group_size` speaks of the format that leaves a choice.
+        `group_size` applies to the format with several sizes.
         """
         sizes = CODES[weight_format].group_sizes if weight_format in CODES else (0,)
         return self.group_size if self.group_size in sizes else sizes[0]
@@ -75,7 +75,7 @@ class KernelSpec:
 
     @property
     def summary(self) -> tuple[str, ...]:
-        """What it computes, its sizes H, I, E and k, and what weights are stored in, for a table of kernels."""
+        """Describe the computation, its sizes H, I, E and k, and the weight formats, for a table of kernels."""
         constants = (self.hidden, self.intermediate, self.num_experts, self.top_k)
         sizes = ("any" if size is None else str(size) for size in constants)
         return f"{self.op} ({self.activation})", *sizes, ", ".join(self.formats)
@@ -86,7 +86,7 @@ _SPELLED = str.maketrans({".": "p", "-": "m", "+": ""})
 
 
 def _identifier(spec: KernelSpec) -> str:
-    """The form as a part of an identifier: `silu`, `silu_alpha1p702_limit7p0_up1p0_biased`."""
+    """Return the form as a part of an identifier: `silu`, `silu_alpha1p702_limit7p0_up1p0_biased`."""
     act = spec.activation
     settings = (("alpha", act.alpha, 1.0), ("limit", act.limit or 0.0, 0.0), ("up", act.up_offset, 0.0))
     changed = (f"{name}{float(value)!r}".translate(_SPELLED) for name, value, default in settings if value != default)

@@ -1,4 +1,4 @@
-"""Choosing a kernel: a `cpu_moe` claim, the experts it stands on and the host -> a KernelSpec, or why there is none."""
+"""Choosing a kernel: a `cpu_moe` claim, its experts and the host -> a KernelSpec, or why there cannot be one."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ktc.plan.spec import Spec
 from ktc.plan.types import Claim, Plan
 from ktc.targets import CpuMoe
 
-# A format counts as built if every instruction set has it: nobody should land on the scalar oracle unawares.
+# A format counts as built if every instruction set has it, so that no user gets the scalar oracle unawares.
 ON_EVERY_ISA = tuple(name for name in FORMATS if all(name in formats for formats in KERNELS.values()))
 # How a checkpoint stores weights: a dtype or a method by name, and the size of groups or of GGUF's blocks that a kernel
-# may keep, else 0.
+# may keep, or 0.
 StoredFormat = tuple[str, int]
 # All that gate and up are stored as, and all that down is.
 StoredFormats = tuple[tuple[StoredFormat, ...], tuple[StoredFormat, ...]]
 
 
 def choose_kernel(claim: Claim, target: CpuMoe, node: fx.Node, stored: StoredFormats, host: Host) -> KernelSpec:
-    """The kernel that `target` asks for at the experts node `node`, whose weights the checkpoint stores as `stored`.
+    """Choose `target`'s kernel for the experts node `node`, whose weights the checkpoint stores as `stored`.
 
-    The format and the ISA may be ones that this version does not build; `availability` tells. Raises InputRefused where
-    no kernel reads what is stored, HostLacks where the host lacks the ISA.
+    This version may not build the format or the ISA; `availability` reports it. Raise InputRefused if no kernel reads
+    the stored format, HostLacks if the host lacks the ISA.
     """
     about = ops.attributes(node)
     hidden, inter = int(about["hidden"]), int(about["inter"])
@@ -58,7 +58,7 @@ def choose_kernel(claim: Claim, target: CpuMoe, node: fx.Node, stored: StoredFor
 def _formats(
     claim: Claim, asked: str, stored: StoredFormats, hidden: int, inter: int
 ) -> tuple[WeightFormat, WeightFormat, int]:
-    """The formats of gate and up and of down, and the size of their groups, 0 where they have none."""
+    """Return the formats of gate and up and of down, and the size of their groups, 0 without groups."""
     products = tuple(zip(stored, (("hidden", hidden), ("intermediate", inter)), strict=True))
     found = [
         _kept(asked, formats, size) or _converted(claim, asked, formats, name, size)
@@ -74,9 +74,9 @@ def _formats(
 
 
 def _kept(asked: str, stored: tuple[StoredFormat, ...], size: int) -> tuple[WeightFormat, int] | None:
-    """The format of kernels that multiply rows of `size` as they are stored, and the size of its groups.
+    """Return the format of kernels that multiply rows of `size` as stored, and the size of its groups.
 
-    None where they are not quantised, in several formats, or in another than the program asks for.
+    None for rows that are not quantised, in several formats, or in another format than the program requests.
     """
     (name, group), *others = stored
     if others or asked not in ("stored", name):
@@ -91,9 +91,9 @@ def _kept(asked: str, stored: tuple[StoredFormat, ...], size: int) -> tuple[Weig
 def _converted(
     claim: Claim, asked: str, stored: tuple[StoredFormat, ...], name: str, size: int
 ) -> tuple[WeightFormat, int]:
-    """The format that the loader makes of what is stored, and the size of groups: of rows of `size`, called `name`.
+    """Return the format that the loader converts to, and the size of groups: of rows of `size`, called `name`.
 
-    Raises InputRefused (M068) where no kernel has it, or a row is not cut evenly.
+    Raise InputRefused (M068) if no kernel has it, or a row is not a multiple of its groups.
     """
     loaded_as = " and ".join(dict.fromkeys(_loaded(dtype) for dtype, _ in stored))
     found = loaded_as if asked == "stored" else asked
@@ -111,7 +111,7 @@ def _converted(
 
 
 def _loaded(stored: str) -> WeightFormat:
-    """What the loader hands to a kernel: codes that no kernel keeps become bf16, as `plan/stored.py` tells."""
+    """Return the dtype that the loader passes to a kernel: other codes become bf16, as `plan/stored.py` reports."""
     row = STORED.get(stored)
     if row is None:
         return stored
@@ -119,7 +119,7 @@ def _loaded(stored: str) -> WeightFormat:
 
 
 def _unread(claim: Claim, stored: str) -> InputRefused:
-    return _no_format(claim, f"the checkpoint stores these experts as `{stored}`, which no one kernel reads")
+    return _no_format(claim, f"the checkpoint stores these experts as `{stored}`, which no single kernel reads")
 
 
 def _no_format(claim: Claim, message: str) -> InputRefused:
@@ -138,7 +138,7 @@ def _isa(claim: Claim, asked: str, host: Host) -> Isa:
 
 
 def kernel_origins(plan: Plan) -> dict[Spec, str]:
-    """The place in the rules that asked for each kernel."""
+    """Return the location in the rules that requested each kernel."""
     actions = [action for rewrite in plan.rewrites for action in rewrite.actions]
     asked = ((action.kernel, f"{action.rule} ({action.span})") for action in actions)
     return {spec: origin for spec, origin in asked if isinstance(spec, Spec)}

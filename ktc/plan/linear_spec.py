@@ -26,5 +26,5 @@ class LinearSpec:
 
     @property
     def summary(self) -> tuple[str, ...]:
-        """What it computes, its sizes H, I, E and k, and what weights are stored in, for a table of kernels."""
+        """Describe the computation and the weight format, for a table of kernels."""
         return f"{self.op} (decode)", "any", "any", "", "", self.dtype

@@ -1,6 +1,6 @@
 """Choosing a linear kernel: a `kt_linear` claim, the dtype of the model, the layer's device, the host -> a LinearSpec.
 
-Refused (M077): `gemv` for a layer that stands on another device than the CPU, or has weights that it does not multiply.
+Refused (M077): `gemv` for a layer on another device than the CPU, or with weights that it does not multiply.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _DTYPES: Final[Mapping[torch.dtype, Dtype]] = {
 
 
 def choose_linear(claim: Claim, target: KtLinear, dtype: torch.dtype, device: str, host: Host) -> LinearSpec | None:
-    """The kernel that a claim asks for, `None` where PyTorch is to run the layer. Raises InputRefused (M077)."""
+    """Return the kernel of a claim, `None` if PyTorch runs the layer. Raise InputRefused (M077)."""
     if target.kernel != "gemv":
         return None
     if device != "cpu":
-        raise _unsuited(claim, f"the layer stands on {device}, and `gemv` runs on the CPU")
+        raise _unsuited(claim, f"the layer is on {device}, and `gemv` runs on the CPU")
     if dtype not in _DTYPES:
         raise _unsuited(claim, f"its weights are {str(dtype).removeprefix('torch.')}, which `gemv` does not multiply")
     return LinearSpec("linear", _DTYPES[dtype], next(isa for isa in ISAS if isa in host.isas))

@@ -35,11 +35,11 @@ def make_plan(
     captured: CapturedModel, weights: Sequence[WeightSource], matches: Matches, rules: RuleSet, host: Host,
     asked: Point = ANY_SIZE,
 ) -> Plan:  # fmt: skip
-    """Decides everything that later stages carry out. `weights` is empty where MODEL is only a config; `asked` is the
-    size of input that must fit.
+    """Decide everything that later stages carry out.
 
-    Raises InputRefused for conflicts and for a program that rewrites nothing; HostLacks for an ISA or a GPU that the
-    host has not. A plan that is over budget or asks for what is not built is returned with that said in it.
+    `weights` is empty if MODEL is only a config; `asked` is the size of input that must fit. Raise InputRefused for
+    conflicts and for a program that rewrites nothing, HostLacks for an ISA or a GPU that the host lacks. A plan that is
+    over budget, or requests targets that are not built, is a value that records it.
     """
     claims = resolve_claims(captured, matches, rules)
     placements = place(claims, rules, host)
@@ -81,7 +81,7 @@ def _choose(
     devices: Mapping[str, str],
     host: Host,
 ) -> dict[Claim, Spec]:
-    """The kernel of every claim whose target has one."""
+    """Return the kernel of every claim whose target has one."""
     chosen: dict[Claim, Spec] = {}
     for claim in claims:
         if isinstance(claim.target, CpuMoe):
@@ -101,7 +101,7 @@ def _node(captured: CapturedModel, claim: Claim) -> fx.Node:
 
 
 def _stored_formats(captured: CapturedModel, weights: Sequence[WeightSource], path: str) -> StoredFormats:
-    """How the checkpoint stores the experts' matrices, what the config says of them where there is none."""
+    """Return how the checkpoint stores the experts' matrices; without a checkpoint, the config's format."""
     stored: tuple[set[StoredFormat], set[StoredFormat]] = (set(), set())
     for source in weights:
         parent, _, leaf = source.target.rpartition(".")
@@ -155,7 +155,7 @@ def _action(claim: Claim, kernel: Spec | None, prefills: Mapping[str, Prefill]) 
 
 
 def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> Iterator[Diagnostic]:
-    """A warning for every block that could not be captured and for routed experts that no rule rewrites."""
+    """Yield a warning for every block that could not be captured and for routed experts that no rule rewrites."""
     rewritten = {site.fqn for r in rewrites for site in r.sites if any(a.target.takes_experts for a in r.actions)}
     for block in captured.blocks:
         sites = [site.fqn for site in captured.sites_of(block.key) if site.fqn not in rewritten]

@@ -36,8 +36,9 @@ def plan_memory(
     host: Host,
     asked: Point,
 ) -> MemoryPlan:
-    """The whole account. `placements` maps FQNs to devices, `kernels` the FQN of experts to the kernel that packs them;
-    `asked` is the size of input that the user wants to know about."""
+    """Return the memory plan. `placements` maps FQNs to devices, `kernels` the FQN of experts to their kernel.
+
+    `asked` is the size of input that the user named."""
     weights = _weights(captured, placements, kernels)
     adapters = _adapters(captured, lora, placements)
     devices = tuple(
@@ -50,7 +51,7 @@ def plan_memory(
 
 
 def over_budget(memory: MemoryPlan, mode: str, asked: Point) -> tuple[Diagnostic, ...]:
-    """One diagnostic per device that cannot hold what always lies there (M070), or what was asked for (M075)."""
+    """Return one diagnostic per device that cannot hold the permanent bytes (M070) or the requested input (M075)."""
     found: list[Diagnostic] = []
     for held in memory.devices:
         adapter = held.adapter if mode == "train" else 0
@@ -79,7 +80,7 @@ def _asked_for_too_much(uses: Sequence[Workload], mode: str) -> Diagnostic | Non
 def _weights(
     captured: CapturedModel, placements: Mapping[str, str], kernels: Mapping[str, KernelSpec]
 ) -> dict[str, dict[str, int]]:
-    """Bytes by device and kind. A tensor that several modules share lies where the first of them does."""
+    """Return bytes by device and kind. A tensor that several modules share is on the device of the first."""
     kinds = _kinds(captured)
     totals: dict[str, dict[str, int]] = {}
 
@@ -102,7 +103,7 @@ def _tensors(captured: CapturedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _kinds(captured: CapturedModel) -> dict[str, str]:
-    """What the modules are for, by their FQN; a module is what its nearest ancestor here is."""
+    """Return the kind of the modules by FQN; a module has the kind of its nearest ancestor here."""
     kinds = {"": "other"}
     for site in captured.sites:
         block = captured.block(site.block)
@@ -166,7 +167,7 @@ def _weight(captured: CapturedModel, fqn: str) -> object:
 
 
 def _experts_of(block: BlockGraph) -> dict[str, float]:
-    """The modules of routed experts in a block, relative to it, with the share of them that a token meets."""
+    """Return the modules of routed experts in a block, relative to it, with the share that a token uses."""
     if block.graph is None:
         return {}
     found: dict[str, float] = {}

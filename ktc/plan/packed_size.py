@@ -14,7 +14,7 @@ PANEL: Final = 32  # kernels pad every width to whole panels
 
 
 def padded(size: int) -> int:
-    """A width as kernels hold it."""
+    """Return a width padded to whole panels."""
     return -(-size // PANEL) * PANEL
 
 
@@ -28,7 +28,7 @@ def packed_bytes(spec: KernelSpec) -> int:
 
 
 def _row_bytes(spec: KernelSpec, weight_format: WeightFormat, columns: int) -> int:
-    """One output's weights, with the scales of their groups."""
+    """Return the bytes of one output's weights, with the scales of their groups."""
     match FORMATS[weight_format]:
         case Blocks() as row:
             in_span = row.weights * row.span

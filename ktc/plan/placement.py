@@ -1,7 +1,7 @@
 """Placement: the device of every module, and what a device may hold.
 
-A module stands where its nearest placed ancestor stands; that is inheritance, not conflict. Experts stand where their
-kernel runs. What no rule places goes to `plan.unplaced`, the host's memory if that is not set.
+A module is on the device of its nearest placed ancestor; that is inheritance, not conflict. Experts are on the device
+of their kernel. Modules that no rule places go to `plan.unplaced`, by default the host's memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ BUDGET_SHARE = 0.9  # of a device's memory, where the program sets no budget
 
 
 def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placement, ...]:
-    """Every explicit placement, `auto` resolved, the root first. Raises HostLacks for a GPU the host has not."""
+    """Return every explicit placement, `auto` resolved, the root first. Raise HostLacks for a missing GPU."""
     default = resolve_device(str(rules.plan.get("unplaced") or "cpu"), host)
     placed = [Placement("", default, "", None)]
-    pinned = {claim.path for claim in claims if claim.target.pinned}  # they stand where their kernel runs
+    pinned = {claim.path for claim in claims if claim.target.pinned}  # they are on the device of their kernel
     missing: list[Diagnostic] = []
     for claim in claims:
         if not isinstance(claim.target, Place) or claim.path in pinned:
@@ -38,7 +38,7 @@ def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placemen
 
 
 def require_gpu(device: str, setting: str, claim: Claim, host: Host) -> None:
-    """Raises HostLacks (M069) for a GPU that the host has not."""
+    """Raise HostLacks (M069) for a GPU that the host lacks."""
     if not device.startswith("cuda:") or int(device.removeprefix("cuda:")) < len(host.gpus):
         return
     asked = f"{setting} = {device}" if setting else device
@@ -48,21 +48,21 @@ def require_gpu(device: str, setting: str, claim: Claim, host: Host) -> None:
 
 
 def resolve_device(device: str, host: Host) -> str:
-    """`auto` is the first GPU if there is one, else the CPU."""
+    """Resolve `auto` to the first GPU, or to the CPU without one."""
     if device == "cuda":
         return "cuda:0"
     return ("cuda:0" if host.gpus else "cpu") if device == "auto" else device
 
 
 def device_of(path: str, placements: Mapping[str, str]) -> str:
-    """The device of the nearest placed ancestor of `path`."""
+    """Return the device of the nearest placed ancestor of `path`."""
     while path not in placements:
         path = path.rpartition(".")[0]
     return placements[path]
 
 
 def budget_of(device: str, rules: RuleSet, host: Host) -> int | None:
-    """Bytes that a device may hold: what `plan` says, else a share of its memory; None for a GPU of unknown size."""
+    """Return the bytes that a device may hold: the `plan` budget or a share of its memory; None if unknown."""
     asked = rules.plan.get(device)
     if isinstance(asked, int):
         return asked

@@ -25,7 +25,7 @@ DEFAULT_TOKENS: Final = 1024
 
 
 def asks_for_experts(claim: Claim, claims: Sequence[Claim]) -> bool:
-    """Whether a `place` with `prefill` stands on experts that run on the CPU."""
+    """Return whether a `place` with `prefill` applies to experts that run on the CPU."""
     asked = isinstance(claim.target, Place) and claim.target.prefill is not None
     return asked and any(isinstance(other.target, CpuMoe) and other.path == claim.path for other in claims)
 
@@ -54,7 +54,7 @@ def plan_prefill(
 
 
 def _unsuited(claim: Claim, claims: Sequence[Claim], spec: KernelSpec, host: Host) -> str:
-    """Why the weights cannot be multiplied elsewhere, "" if they can."""
+    """Return why the weights cannot be multiplied on another device, "" if they can."""
     if not all(isinstance(FORMATS[name], Dense) for name in spec.formats):
         return f"experts in `{' and '.join(spec.formats)}` are multiplied by their kernel alone"
     experts = next(c.target for c in claims if isinstance(c.target, CpuMoe) and c.path == claim.path)

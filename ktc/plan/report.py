@@ -10,7 +10,7 @@ from ktc.targets.target import NodeAction
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Every decision of the plan; two plans that differ in one have different values."""
+    """Return every decision of the plan; two plans that differ in one have different values."""
     return {
         "mode": plan.mode,
         "threads": plan.threads,
@@ -47,6 +47,6 @@ def _rewrite(rewrite: BlockRewrite) -> dict[str, Any]:
 
 
 def _settings(action: NodeAction) -> dict[str, Any]:
-    """Those of the rule, and what another rule says of calls with many tokens."""
+    """Return the rule's settings, and those of another rule for calls with many tokens."""
     prefill = action.prefill
     return action.target.settings | ({"prefill": prefill.device, "prefill_tokens": prefill.tokens} if prefill else {})

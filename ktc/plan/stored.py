@@ -1,7 +1,6 @@
-"""What the loader makes of the checkpoint's weights: a reason for each change, so that no growth or rounding is silent.
+"""The loader's conversions of the checkpoint's weights: a reason for each, so that no growth or rounding is silent.
 
-Codes of fewer bits are dequantised, unless a kernel multiplies them as they are; weights that a rule wants in fewer
-bits are quantised.
+Codes are dequantised unless a kernel multiplies them as stored. Weights are quantised if a rule requests fewer bits.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ktc.plan.types import Reason
 def conversions(
     captured: CapturedModel, weights: Sequence[WeightSource], kernels: Mapping[str, KernelSpec]
 ) -> Iterator[Reason]:
-    """The weights that the loader converts, by format and module; by the config alone where `weights` is empty.
+    """Yield the weights that the loader converts, by format and module; from the config if `weights` is empty.
 
     `kernels` has the kernel of each module of experts that one runs.
     """
@@ -39,7 +38,7 @@ def conversions(
 
 
 def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
-    """What happens to a tensor, empty if it stays as it is stored; `{size}` stands for bytes of the model's dtype."""
+    """Describe the conversion of a tensor, empty if it is kept; `{size}` is replaced by bytes of the model's dtype."""
     leaf = source.target.rpartition(".")[2]
     if spec is not None and (weight_format := spec.format_of(leaf)) in (*CODES, *BLOCKS):
         if _is_kept(source, spec, weight_format):
@@ -62,7 +61,7 @@ def _is_kept(source: WeightSource, spec: KernelSpec, weight_format: WeightFormat
 
 
 def _unit(spec: KernelSpec, weight_format: WeightFormat) -> int:
-    """How many weights a kernel's format holds together: a block, or a group with a scale."""
+    """Return the number of weights in a block of a kernel's format, or in a group with a scale."""
     return BLOCKS[weight_format].weights if weight_format in BLOCKS else spec.group_of(weight_format)
 
 
@@ -107,6 +106,6 @@ def _paths(sources: Sequence[WeightSource]) -> str:
 
 
 def _split(source: WeightSource) -> tuple[str, str]:
-    """The module that holds the parameter, as its parent and its own name."""
+    """Return the module that holds the parameter, as its parent and its own name."""
     parent, _, name = source.target.rpartition(".")[0].rpartition(".")
     return parent, name

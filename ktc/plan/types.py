@@ -17,7 +17,7 @@ from ktc.targets.target import NodeAction, Target
 class BlockRewrite:
     """A distinct rewrite: the sites of one block that receive the same actions on the same devices.
 
-    `device` is where the block stands, `node_devices` the nodes that stand elsewhere (by name).
+    `device` is that of the block, `node_devices` those of nodes on other devices (by name).
     """
 
     key: str
@@ -30,9 +30,9 @@ class BlockRewrite:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a module and everything below it stands, unless a placement further down says otherwise.
+    """The device of a module and its descendants, except for those with a placement of their own.
 
-    `rule` is empty and `span` None for the root, which stands where the program puts what no rule places.
+    `rule` is empty and `span` None for the root, which is on the device for unplaced modules.
     """
 
     fqn: str
@@ -43,7 +43,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """The adapter that the program asks for: exact FQNs of modules and of experts' weights, and PEFT's own words.
+    """The adapter of the program: exact FQNs of modules and of experts' weights, and PEFT's own names.
 
     The patterns have the rank or alpha of those that differ.
     """
@@ -60,9 +60,9 @@ class LoraPlan:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What lies on a device from load to the last step, in bytes, and what it may hold (None: unknown).
+    """The permanent bytes on a device, and its budget (None: unknown).
 
-    `kinds` has the weights by what they are for, experts as they are packed; `adapter` is the LoRA's own weights, their
+    `kinds` has the weights by their use, experts as packed; `adapter` is the LoRA's own weights, their
     gradients and the two moments of Adam.
     """
 
@@ -90,10 +90,10 @@ ANY_SIZE = Point()
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a use of the model needs at `batch` sequences of `length` tokens: bytes by device and purpose.
+    """The needs of a use of the model at `batch` sequences of `length` tokens: bytes by device and purpose.
 
     `short` has the bytes that are missing by device, empty if it fits. `longest` is the largest length of one sequence
-    within every budget, `widest` the largest batch at `length`; 0: not even one; `bound` names what stops `longest`.
+    within every budget, `widest` the largest batch at `length`; 0 for none; `bound` names the limit of `longest`.
     """
 
     name: str
@@ -108,9 +108,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Where the bytes go and what fits. Parameters are counted once, however often they are shared.
+    """The bytes by device, and the inputs that fit. Shared parameters are counted once.
 
-    `active` are those that one token meets: all but the experts that are not chosen and the table of embeddings.
+    `active` are those that one token uses: all except experts that are not chosen and the table of embeddings.
     """
 
     parameters: int
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def devices(self) -> tuple[DeviceMemory, ...]:
-        """What lies on each device."""
+        """Return the permanent bytes of each device."""
         return self.memory.devices
 
 

@@ -1,8 +1,8 @@
-"""What the routed experts of one layer need beside their packed weights, in bytes.
+"""The memory of one layer's routed experts beside their packed weights, in bytes.
 
-In: a kernel's spec. Out: what forward saves for backward, exactly, and an upper bound of the workspace of a call. How
-kernels lay out that workspace is declared in `runtime/include/ktc` alone. Tests compare the bound with what an engine
-reserves: it is never less, and at most a quarter more in a layer of ordinary size.
+In: a kernel's spec. Out: the exact bytes that forward saves for backward, and an upper bound of the workspace of a
+call. Only `runtime/include/ktc` declares the layout of that workspace. Tests compare the bound with an engine's
+reservation: it is never less, and at most a quarter more in a layer of ordinary size.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Slots:
         return tokens * self._around + self.workspace(tokens, backward=False)
 
     def backward(self, tokens: int) -> int:
-        """The same of a backward."""
+        """Return the same for backward."""
         return 2 * tokens * self._around + self.workspace(tokens, backward=True)
 
     def workspace(self, tokens: int, *, backward: bool) -> int:
-        """An upper bound of what the kernel reserves for a call."""
+        """Return an upper bound of the kernel's reservation for a call."""
         return tokens * self._per_token[backward] + self._scratch[backward]
 
 
 def slots_of(spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), threads: int = 1) -> Slots:
-    """Bytes of a layer that keeps gate and up for backward, or else its input, from which it computes them again.
+    """Return the bytes of a layer that keeps gate and up for backward, or its input to recompute them.
 
     `ranks` are those of LoRA on the first product and on down (0: none). Its gradients read the input too, and the
     low-rank values of each slot.
@@ -59,7 +59,7 @@ def slots_of(spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), t
     factors = _factors(spec, ranks)
     return Slots(
         saved=_saved(spec, sizes, ranks, keep=keep),
-        _around=2 * sizes.hidden * sizes.item,  # what comes in and what goes out
+        _around=2 * sizes.hidden * sizes.item,  # input and output
         _per_token=(
             _forward(spec, sizes, ranks),
             _backward(spec, sizes, ranks, keep=keep),
@@ -106,7 +106,7 @@ def _forward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
 
 
 def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
-    """The same of backward: gradients of the output, of gate and up, and of the routing weight, in parts."""
+    """Return the same for backward: gradients of the output, of gate and up, and of the routing weight, in parts."""
     gate_up = sizes.outputs * sizes.item * (1 if keep else 2)
     weight_parts = (sizes.inter // PANEL + 2) * sizes.total
     slot = sizes.hidden * sizes.item + gate_up + weight_parts + 2 * _low_rank(sizes, ranks)
@@ -115,17 +115,17 @@ def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: 
 
 
 def _token(spec: KernelSpec, sizes: _Sizes) -> int:
-    """Its sums, and its hidden state in integers."""
+    """Return the bytes of a token's sums, and of its hidden state in integers."""
     return (sizes.hidden + PANEL) * sizes.total + spec.integer_products * (sizes.hidden + 2 * PANEL)
 
 
 def _low_rank(sizes: _Sizes, ranks: tuple[int, int]) -> int:
-    """The low-rank values of a slot, as elements and as sums."""
+    """Return the bytes of a slot's low-rank values, as elements and as sums."""
     return sum(padded(rank) for rank in ranks) * (sizes.item + sizes.total)
 
 
 def _quantised(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
-    """The rows of a slot in integers, and the elements that LoRA on down reads beside them."""
+    """Return the bytes of a slot's rows in integers, and of the elements that LoRA on down reads."""
     if not spec.integer_products:
         return 0
     return max(sizes.hidden, sizes.inter) + 2 * PANEL + (sizes.inter * sizes.item if ranks[1] else 0)
@@ -139,8 +139,10 @@ def _factors(spec: KernelSpec, ranks: tuple[int, int]) -> int:
 
 
 def _thread(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, panels: int, quantises: bool) -> int:
-    """One thread's: sums, panels of weights decoded or transposed, a panel of LoRA's factors with three of their
-    gradients (A, and B of gate and of up), and a group's rows before they become integers."""
+    """Return the bytes of one thread.
+
+    They hold sums, panels of weights decoded or transposed, a panel of LoRA's factors with three of their gradients
+    (A, and B of gate and of up), and a group's rows before they become integers."""
     width = max(sizes.hidden, sizes.outputs) * PANEL * sizes.item
     rank = padded(max(ranks))
     low_rank = width + rank * PANEL * (sizes.item + 3 * sizes.total) if rank else 0

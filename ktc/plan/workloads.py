@@ -1,8 +1,8 @@
-"""What training and generation need beside what always lies on a device, and the largest inputs that fit.
+"""The needs of training and generation beside the permanent bytes, and the largest inputs that fit.
 
 Training is one step of LoRA with Adam, once with every layer's activations kept and once with gradient checkpointing;
 generation reads the prompt in one pass and then holds its cache. Every need is a monotone function of batch and length,
-so the largest that fits is found by bisection. The formulas stand in docs/design.md, "Memory".
+so the largest that fits is found by bisection. The formulas are in docs/design.md, "Memory".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What the needs are computed from. `head` is the device of the logits; `per_hidden` the bytes of one state."""
+    """The inputs of the computation. `head` is the device of the logits; `per_hidden` the bytes of one state."""
 
     captured: CapturedModel
     layers: tuple[_Layer, ...]
@@ -69,7 +69,7 @@ def workloads(
     host: Host,
     asked: Point,
 ) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
-    """The uses of the model, and what their numbers do not cover. Training is among them for a program with LoRA."""
+    """Return the uses of the model, and notes on the limits of their numbers. A program with LoRA has training."""
     model = _described(captured, rewrites, placements, devices, lora, host)
     limit = _positions(getattr(captured.source.config.get_text_config(), "max_position_embeddings", None))
     tokens = rules.plan.get("tokens")
@@ -84,7 +84,7 @@ def workloads(
 
 
 def _positions(named: object) -> int:
-    """The longest input that the config names; what is no such number stands for none."""
+    """Return the longest input that the config names, or None for other values."""
     return min(named, _LONGEST) if type(named) is int and named >= 1 else _MOST
 
 
@@ -111,7 +111,7 @@ def _workload(
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `limit` that fits, 0 if not even 1 does. What fits a number fits those below it."""
+    """Return the largest number up to `limit` that fits, 0 if 1 does not. `fits` is monotone."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -253,7 +253,7 @@ def _stock_experts(sizes: tuple[int, int, int]) -> int:
 
 
 def _norms_between_blocks(captured: CapturedModel, hidden: int) -> Iterator[tuple[str, int]]:
-    """The norms that stand in a layer and in none of its blocks, with the layer's number."""
+    """Yield the norms of a layer outside its blocks, with the layer's number."""
     layers = {site.fqn.rpartition(".")[0]: site.layer for site in captured.sites}
     for module in captured.modules:
         around = module.fqn.rpartition(".")[0]

@@ -45,7 +45,7 @@ def rewrite(captured: CapturedModel, plan: Plan) -> tuple[RewrittenBlock, ...]:
 
 
 def rewrite_block(graph: fx.GraphModule, block_rewrite: BlockRewrite) -> fx.GraphModule:
-    """One block: a copy of `graph` after every pass."""
+    """Return a copy of `graph` after every pass."""
     rewritten = _copy(graph)
     for name, apply in PASSES:
         apply(rewritten, block_rewrite)
@@ -57,7 +57,7 @@ def rewrite_block(graph: fx.GraphModule, block_rewrite: BlockRewrite) -> fx.Grap
 
 
 def _copy(graph: fx.GraphModule) -> fx.GraphModule:
-    """A graph of its own over modules of its own; tensors are shared, `meta` is copied node by node."""
+    """Copy the graph and its modules; tensors are shared, `meta` is copied node by node."""
     shared = {id(t): t for t in [*graph.parameters(), *graph.buffers()]}
     modules = copy.deepcopy(dict(graph.named_children()), dict(shared))
     holder = fx.GraphModule(graph, fx.Graph(), class_name=type(graph).__name__)

@@ -24,7 +24,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def block_code(graph_module: fx.GraphModule, block: nn.Module, title: str, dtype: torch.dtype) -> str:
-    """The text of the file. `block` is the stock module, `dtype` the model's."""
+    """Return the text of the file. `block` is the stock module, `dtype` the model's."""
     graph = fx.Graph()
     graph.output(_Copy(graph, graph_module, block, dtype if dtype in _HALF else None).result())
     for node in [node for node in reversed(graph.nodes) if node.op not in ("placeholder", "output")]:
@@ -85,7 +85,7 @@ class _Copy:
         return _Copy(self._graph, inner, self._block, self._half, given, self._hidden).result()
 
     def _layer(self, node: fx.Node) -> str | None:
-        """The linear layer of the stock block that a node computes, if calling that layer does just this."""
+        """Return the linear layer of the stock block that a node computes, if calling the layer is equivalent."""
         weight = node.args[1] if ops.name_of(node) == "linear" else None
         if not isinstance(weight, fx.Node) or weight.op != "get_attr":
             return None

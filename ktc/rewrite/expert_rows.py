@@ -17,7 +17,7 @@ from ktc.rewrite.apply import RewrittenBlock
 
 
 def stack_rows(rows: Sequence[WeightSource], blocks: Iterable[RewrittenBlock]) -> tuple[WeightSource, ...]:
-    """The rows in their order."""
+    """Return the rows in their order."""
     places: dict[str, tuple[str, int, Part]] = {}
     for block in blocks:
         if block.experts is not None:

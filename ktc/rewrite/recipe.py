@@ -15,7 +15,7 @@ from ktc.targets.target import NodeAction
 
 
 def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...]:
-    """Every rewritten module of the model, in the order of its sites."""
+    """Return every rewritten module of the model, in the order of its sites."""
     rows: list[tuple[int, Rewrite]] = []
     for block in blocks:
         nodes = {str(n.target): n for n in nodes_of(block.graph) if n.op == "call_module"}
@@ -38,12 +38,12 @@ def _row(action: NodeAction, fqn: str, device: str, node: fx.Node, host: Host) -
 
 
 def block_file(block: RewrittenBlock) -> str:
-    """Where OUT keeps the code of a rewritten block."""
+    """Return the file in OUT for the code of a rewritten block."""
     return f"blocks/{block.rewrite.key}.py"
 
 
 def _graph_block(block: RewrittenBlock, experts: ExpertList, fqn: str) -> Rewrite:
-    """The step before a block's others, where its own code loops over its experts."""
+    """Return the first step of a block whose own code loops over its experts."""
     action = next(action for action in block.rewrite.actions if action.target.takes_experts)
     args: dict[str, int | str] = {
         "file": block_file(block),

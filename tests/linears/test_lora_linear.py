@@ -228,7 +228,7 @@ def test_other_kernels_stay_planned(tmp_path: Path, asked: str) -> None:
 def test_the_kernel_is_refused_where_it_cannot_run(tmp_path: Path) -> None:
     place = 'rule place { match module at "model" => place(cuda:0) }\n'
     host = replace(CPU, gpus=(Gpu("a GPU", 24 << 30),))
-    with pytest.raises(InputRefused, match=r"M077.*stands on cuda:0"):
+    with pytest.raises(InputRefused, match=r"M077.*is on cuda:0"):
         planned(captured("qwen3_moe"), rules(ATTENTION % "gemv" + place, tmp_path), host)
     with pytest.raises(InputRefused, match=r"M077.*float64"):
         planned(captured("qwen3_moe", torch.float64), rules(ATTENTION % "gemv", tmp_path))
