@@ -34,6 +34,7 @@ HELD = (
     "README.md",
     "benchmarks",
     "docs/benchmarks.md",
+    "docs/census.md",
     "docs/design.md",
     "docs/evaluation.md",
     "docs/generation.md",

@@ -5,6 +5,7 @@ Input: a `Census` and its date. Output: Markdown.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import date
 
@@ -21,13 +22,16 @@ def markdown(census: Census, day: date) -> str:
 
 
 _ABOUT = """\
-Every family of the installed transformers that has routed experts, as a twin: its own default config with small sizes,
-captured, matched by the bundled `moe-lora` program, rewritten, and compared in fp32 with the original, block by block.
+Every family of the installed transformers that has routed experts, as a twin: its own default
+config with small sizes, captured, matched by the bundled `moe-lora` program, rewritten, and
+compared in fp32 with the original, block by block.
 
 * *Experts*: whether those of every layer are rewritten.
-* *Forward*, *gradient*: the worst relative error of outputs and of all gradients over all rewrites, attention included.
+* *Forward*, *gradient*: the worst relative error of outputs and of all gradients over all
+  rewrites, attention included.
 * *Routing*: the router's computation; "own code" runs unchanged, before the rewritten experts.
-* *Attention*: the pattern of each distinct block; linear, opaque or "own code" attention is unchanged.
+* *Attention*: the pattern of each distinct block; linear, opaque or "own code" attention is
+  unchanged.
 """
 
 
@@ -36,7 +40,8 @@ def _head(census: Census, day: date) -> Iterator[str]:
     counts = census.counts()
     yield "# Census of mixture-of-experts families"
     yield ""
-    yield f"Written by `ktc census --format markdown -o docs/census.md` on {day.isoformat()} with {versions}."
+    yield f"Written by `ktc census --format markdown -o docs/census.md` on {day.isoformat()}."
+    yield f"Versions: {versions}."
     yield ""
     yield _ABOUT
     if len(census.families) < census.asked:
@@ -93,7 +98,13 @@ def _reasons(census: Census) -> Iterator[str]:
     yield "## Families not matched or proven"
     yield ""
     for family in told:
-        yield f"* **{family.family}**: " + "; ".join(_escaped(reason) for reason in family.reasons)
+        reasons = "; ".join(_escaped(reason) for reason in family.reasons)
+        yield _wrapped(f"* **{family.family}**: {reasons}")
+
+
+def _wrapped(item: str) -> str:
+    """Wrap a list item at 100 columns; words are never split."""
+    return textwrap.fill(item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _escaped(text: str) -> str:

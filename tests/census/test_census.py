@@ -127,7 +127,7 @@ def test_the_committed_page_names_exactly_the_families_of_this_transformers() ->
 
 def test_the_committed_page_is_what_the_command_prints() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    day = re.search(r"on (\d{4}-\d\d-\d\d) with (.*)\.$", page, re.MULTILINE)
+    day = re.search(r"on (\d{4}-\d\d-\d\d)\.\nVersions: (.*)\.$", page, re.MULTILINE)
     assert day is not None
     versions = dict(pair.split(" ") for pair in day[2].split(", "))
     empty = markdown(Census(versions, (), 0), date.fromisoformat(day[1]))
