@@ -86,7 +86,7 @@ def read_config(config: Mapping[str, Any] | None) -> tuple[QuantisationConfig, t
     if config is None:
         return QuantisationConfig(), ()
     method: object = config.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         shown = method[:40] if isinstance(method, str) else "None" if method is None else type(method).__name__
         return QuantisationConfig(), (
             _problem(f"the checkpoint is quantised by `{shown}`; ktc reads {', '.join(METHODS)}"),

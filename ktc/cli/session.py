@@ -125,9 +125,11 @@ class Session:
 
         stream = sys.stderr if self.as_json else self._stdout
         width = None if stream.isatty() else _PLAIN_WIDTH
-        Console(file=stream, quiet=self.quiet, highlight=False, width=width).print(
-            Text(what) if isinstance(what, str) else what
-        )
+        console = Console(file=stream, quiet=self.quiet, highlight=False, width=width)
+        if isinstance(what, str):
+            console.print(Text(what), soft_wrap=True)  # a line of text stays one line, also in a file
+        else:
+            console.print(what)
 
     def result(self, value: dict[str, Any]) -> None:
         """The object that `--json` prints; diagnostics shown before or after are added to it."""

@@ -307,7 +307,7 @@ def refusal(stored: Tensors, config: dict[str, Any], change: Change, family: str
         ),
         (setting(weight_block_size=[64, 64]), "expected [1, 1] (one per 64x64 weights)"),
         (put(f"{EXPERT}_scale_inv", torch.ones(2, 2, dtype=torch.int64)), "has scales stored as i64"),
-        (setting(quant_method="gptq"), "I117 the checkpoint is quantised by `gptq`; ktc reads fp8"),
+        (setting(quant_method="gptq"), "I117 the checkpoint is quantised by `gptq`; ktc reads compressed-tensors, fp8"),
         (setting(quant_method=None), "I117 the checkpoint is quantised by `None`"),
         (put("model.norm.weight", torch.ones(64).to(torch.float8_e4m3fn)), "only matrices have scales"),
         (

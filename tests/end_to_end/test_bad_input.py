@@ -255,6 +255,7 @@ def test_a_host_without_a_compiler(
     refusal: Callable[..., dict[str, object]], model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path.parent / "no_compiler_cache"))
     found = refusal(model, code=3)
     assert "g++" in str(found["hint"]) + str(found["message"])

@@ -95,7 +95,7 @@ def swapped_gate_and_up(graph: fx.GraphModule) -> None:
 def wrong_activation(graph: fx.GraphModule) -> None:
     experts = graph.get_submodule("experts")
     assert isinstance(experts, FusedMoe)
-    experts.form = ExpertsForm(Activation("gelu"))
+    experts.weights.form = ExpertsForm(Activation("gelu"))
 
 
 def dropped_correction_bias(graph: fx.GraphModule) -> None:
