@@ -57,6 +57,7 @@ HELD = (
     "ktc/capture",
     "ktc/census",
     "ktc/checkpoint",
+    "ktc/cli",
     "ktc/codegen",
     "ktc/compiler.py",
     "ktc/decode.py",

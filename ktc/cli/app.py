@@ -1,6 +1,6 @@
-"""The command line: every command by its name, and what its end becomes.
+"""The command line: every command by its name, and the exit codes.
 
-Each command reads its options and makes one call; nothing heavy is imported before that.
+Each command reads its options and makes one call. No heavy library is imported before that call.
 
 Exit codes: 0 done, 1 internal error or a failed proof, 2 input refused, 3 the host lacks something, 130 interrupted.
 With `--json` stdout carries exactly one JSON object; everything else goes to stderr.
@@ -81,31 +81,32 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options that stand before the command."""
+    """Read the options before the command."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
+    """Run one command and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in _RUNS_MODELS:
-        # PyTorch's threads spin for up to ten milliseconds behind every operation, on the cores that the experts'
-        # kernel wants next: 10.6 instead of 1.1 ms for one token backward with 16 cores. Read when torch is imported.
+        # PyTorch's threads spin for up to ten milliseconds after every operation, on the cores that the experts'
+        # kernel needs next: 10.6 instead of 1.1 ms for one token backward with 16 cores.
+        # The variable is read when torch is imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if "--json" not in arguments:
         return _exit_code(lambda: app(arguments, prog_name="ktc"))
     try:
         return _exit_code(lambda: app(arguments, prog_name="ktc", standalone_mode=False))
-    except Exception as error:  # typer's own classes are not public
+    except Exception as error:  # typer's own exception classes are not public
         if getattr(error, "exit_code", None) != 2 or not hasattr(error, "format_message"):
             raise
-        usage = Diagnostic("U001", str(error), hint="`ktc --help` lists what there is")
+        usage = Diagnostic("U001", str(error), hint="`ktc COMMAND --help` lists the options, `ktc --help` the commands")
         typer.echo(render([usage]), err=True)
         typer.echo(json.dumps({"diagnostics": [to_json(usage)]}, indent=2))
         return 2
 
 
 def _exit_code(run: Callable[[], object]) -> int:
-    """What a run of the app ends with: typer exits, or returns its code where it may not exit."""
+    """Run the app and return its exit code. Typer raises SystemExit, or returns the code without `standalone_mode`."""
     try:
         code = run()
     except SystemExit as stop:
@@ -114,12 +115,12 @@ def _exit_code(run: Callable[[], object]) -> int:
 
 
 def run() -> NoReturn:
-    """The command `ktc`: ends the process with the exit code of `main`."""
+    """Run the command `ktc` and end the process with the exit code of `main`."""
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     if code == INTERRUPTED:
-        # Where the interrupt left code that was run through its C API, CPython remembers it as unhandled, whoever
-        # handles it since, and would end by the signal instead of this code.
+        # If the interrupt left code that was run through the C API, CPython records it as unhandled, even if it is
+        # handled later. CPython would then end the process by the signal instead of this code.
         os._exit(code)
     sys.exit(code)

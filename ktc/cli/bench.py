@@ -1,6 +1,6 @@
-"""`ktc bench moe`: the experts of a layer beside their peers, measured; a table, JSON and a roofline.
+"""`ktc bench moe`: measure the experts of a layer beside their peers; a table, JSON and a roofline.
 
-In: what was typed. Out: progress on stderr, the table on stdout, files where they were asked for. What can be refused
+In: the options. Out: progress on stderr, the table on stdout, and the files of `--output` and `--plot`. Invalid input
 is refused before the first measurement.
 """
 
@@ -34,14 +34,19 @@ def bench() -> None:
 @in_session()
 def moe_command(
     session: Session,
-    shape: Annotated[str, typer.Option("--shape", help="v2lite, qwen3_30b, v3, or custom.")] = "v2lite",
-    hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="H of a custom shape.")] = None,
-    intermediate: Annotated[int | None, typer.Option("--intermediate", min=1, help="I of a custom shape.")] = None,
+    shape: Annotated[
+        str, typer.Option("--shape", help="The sizes of the layer: v2lite, qwen3_30b, v3, or custom.")
+    ] = "v2lite",
+    hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="Hidden size of a custom shape.")] = None,
+    intermediate: Annotated[
+        int | None, typer.Option("--intermediate", min=1, help="Intermediate size of a custom shape.")
+    ] = None,
     experts: Annotated[
-        int | None, typer.Option("--experts", min=1, help="E of a custom shape, or fewer than a named one has.")
+        int | None,
+        typer.Option("--experts", min=1, help="Number of experts; a named shape may have fewer than its own."),
     ] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Experts per token of a custom shape.")] = None,
-    tokens: Annotated[str, typer.Option("--tokens", metavar="N,...", help="Tokens per call.")] = "1,32,512",
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N,...", help="Numbers of tokens per call.")] = "1,32,512",
     passes: Annotated[
         str, typer.Option("--pass", metavar="PASS,...", help="forward, train (forward and backward), or both.")
     ] = "forward",
@@ -50,28 +55,29 @@ def moe_command(
         typer.Option(
             "--impl",
             metavar="NAME,...",
-            help="ktc_FORMAT, hf_eager, hf_grouped_mm, hf_batched_mm, compile, onednn_dense, kt_kernel, "
-            "kt_kernel_int8, kt_kernel_int4; or the groups ktc, hf, kt, all.",
+            help="Implementations: ktc_FORMAT, hf_eager, hf_grouped_mm, hf_batched_mm, compile, onednn_dense, "
+            "kt_kernel, kt_kernel_int8, kt_kernel_int4; or the groups ktc, hf, kt, all.",
         ),
     ] = "",
     lora_ranks: Annotated[
-        str, typer.Option("--lora-rank", metavar="R,...", help="Ranks of LoRA on the experts; 0 is without.")
+        str, typer.Option("--lora-rank", metavar="R,...", help="LoRA ranks on the experts; 0: without LoRA.")
     ] = "0",
     threads: Annotated[
-        int, typer.Option("--threads", min=1, help="With one CPU time is measured, with more wall time.")
+        int, typer.Option("--threads", min=1, help="CPU threads. One thread measures CPU time, more measure wall time.")
     ] = 1,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=0, help="Rounds whose median counts; 0 goes by their cost.")
+        int, typer.Option("--rounds", min=0, help="Measured rounds; the median is reported. 0 chooses by the cost.")
     ] = 0,
     isas: Annotated[
         str,
-        typer.Option("--isa", metavar="ISA,...", help="Instruction sets of ktc's kernels; else the best."),
+        typer.Option("--isa", metavar="ISA,...", help="Instruction sets of ktc's kernels. Default: the best."),
     ] = "",
     kt_python: Annotated[
-        Path | None, typer.Option("--kt-python", metavar="PATH", help="The Python of kt-kernel's own environment.")
+        Path | None,
+        typer.Option("--kt-python", metavar="PATH", help="The Python interpreter of kt-kernel's environment."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the JSON to this file.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw a roofline: a .png or .svg file.")
@@ -111,7 +117,11 @@ def moe_command(
 
 
 def _require_writable(output: Path, plot: Path | None) -> None:
-    """Raises InputRefused (U003, U030) for a file that `--output` could not write after the run."""
+    """Check before the run that `--output` is writable.
+
+    Raises:
+        InputRefused: `output` is not writable (U003), or it is also the file of `--plot` (U030).
+    """
     target = output.absolute()
     if plot is not None and target == plot.absolute():
         raise InputRefused(Diagnostic("U030", f"`--output` and `--plot` are both `{output}`", hint="name two files"))
@@ -119,7 +129,7 @@ def _require_writable(output: Path, plot: Path | None) -> None:
     if target.is_dir():
         reason = "it is a folder"
     elif existing != target and not existing.is_dir():
-        reason = f"`{existing}` is no folder"
+        reason = f"`{existing}` is not a folder"
     elif not os.access(existing, os.W_OK):
         reason = "permission denied"
     else:

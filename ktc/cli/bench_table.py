@@ -1,4 +1,4 @@
-"""The table of `ktc bench moe`: rows by number of tokens and pass, and what was left out with its reason.
+"""The table of `ktc bench moe`: rows by number of tokens and pass, and the reason for each missing measurement.
 
 In: a `Report`. Out: rich renderables.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def tables(report: Report) -> Group:
-    """The rows, what was left out, and what the columns are shares of."""
+    """Return the limits that the columns are shares of, the rows, and the measurements that were left out."""
     parts: list[Any] = [Text(_headline(report)), _rows(report.rows)] if report.rows else [Text("nothing was measured")]
     parts += [Text(line, style="dim") for line in _left_out(report.left_out)]
     return Group(*parts)
@@ -58,7 +58,7 @@ def _rows(rows: Sequence[Row]) -> Table:
 
 
 def _left_out(left_out: Sequence[LeftOut]) -> list[str]:
-    """A line for each implementation and reason, with where it holds."""
+    """Return a line for each implementation and reason, with the passes and numbers of tokens that it applies to."""
     places = dict[tuple[str, str], list[str]]()
     for each in left_out:
         place = f"{each.passes} {each.tokens:,}" + f" r{each.lora_rank}" * bool(each.lora_rank)

@@ -1,4 +1,4 @@
-"""`ktc census`: every mixture-of-experts family of the installed transformers taken through the compiler."""
+"""`ktc census`: compile a small twin of every mixture-of-experts family of the installed transformers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def census_command(
     session: Session,
     families: Annotated[
         list[str] | None,
-        typer.Option("--family", metavar="NAME", help="Only this model type; may be given again. Default: all."),
+        typer.Option("--family", metavar="NAME", help="Examine only this model type; repeatable. Default: all."),
     ] = None,
     form: Annotated[Form, typer.Option("--format", help="The form of the table.")] = "text",
     output: Output = None,
 ) -> None:
-    """Take every mixture-of-experts family of the installed transformers through the compiler, as small twins."""
+    """Compile and prove a small twin of every mixture-of-experts family of the installed transformers."""
     session.require_versions()
     from ktc.cli.census_run import run
 

@@ -1,7 +1,7 @@
-"""What `ktc census` shows: a line per family as it is done, a progress bar, and the table, page or JSON at the end.
+"""The output of `ktc census`: a line per finished family, a progress bar, and the table, page or JSON at the end.
 
-In: the names that were asked for. Out: on stderr the progress; on stdout or in a file the census. An interrupt keeps
-what is done.
+In: the names of families. Out: the progress on stderr; the census on stdout or in a file. An interrupt keeps the
+families that are finished.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ from ktc.diagnostics import Diagnostic, InputRefused, suggest
 if TYPE_CHECKING:
     from ktc.census import Census, Family
 
-_WIDE = 200  # of the table in a file
+_WIDE = 200  # columns of the table in a file
 
 
 def run(session: Session, names: Sequence[str], form: str, output: Path | None) -> None:
-    """Examines the families `names`, all that have experts if none is named, and shows what was found.
+    """Examine the families `names` and show the findings.
 
-    Raises InputRefused (I103) for a name that is no model type. The session's exit code is 1 if a rewrite is wrong.
+    Without names, all families with experts are examined. The session's exit code is 1 if a rewrite is wrong.
+
+    Raises:
+        InputRefused: a name is not a model type (I103).
     """
     import torch
 
     from ktc.census import Census, examine
 
-    torch.set_num_threads(1)  # twins are too small to share out
+    torch.set_num_threads(1)  # twins are too small for several threads
     asked = _asked(names)
     done: list[Family] = []
     versions = {"ktc": _ktc_version(), **{name: version(name) for name in ("torch", "transformers")}}
@@ -56,7 +59,7 @@ def run(session: Session, names: Sequence[str], form: str, output: Path | None) 
 
 
 def _asked(names: Sequence[str]) -> tuple[str, ...]:
-    """The families to examine, sorted."""
+    """Return the families to examine, sorted. Raises InputRefused (I103)."""
     from transformers import CONFIG_MAPPING
 
     from ktc import twin
@@ -76,7 +79,7 @@ def _asked(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _examine(session: Session, asked: Sequence[str], examine: Callable[[str], Family], done: list[Family]) -> None:
-    """Adds a family to `done` as soon as it is done."""
+    """Examine each family and append it to `done` at once, so that an interrupt keeps it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = session.console
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
@@ -145,7 +148,7 @@ def _summary(census: Census) -> str:
 
 @contextmanager
 def _quiet_libraries() -> Generator[None]:
-    """Twins have unusual configs, about which transformers has much to say."""
+    """Hide the warnings of transformers: it warns about the unusual configs of twins."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)

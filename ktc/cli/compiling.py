@@ -1,6 +1,6 @@
-"""`ktc compile`, `ktc check` and `ktc graph`: a model and rules taken through the compiler, wholly or in part.
+"""`ktc compile`, `ktc check` and `ktc graph`: run all or some stages of the compiler on a model and rules.
 
-In: what was typed. Out: a package, the plan and its reasons, or a picture of a stage.
+In: the options. Out: a package, the plan and its reasons, or a picture of a stage.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def compile_command(
     host_file: HostFile = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a compiled model.")] = False,
     trust: Trust = False,
-    pack: Annotated[bool, typer.Option("--pack", help="Keep the packed experts in OUT, for quick starts.")] = False,
+    pack: Annotated[bool, typer.Option("--pack", help="Store the packed experts in OUT: it loads faster.")] = False,
 ) -> None:
-    """Compile MODEL by RULES into an importable package."""
+    """Compile MODEL with RULES into an importable package."""
     session.require_versions()
     from ktc import compiler
     from ktc.cli.report import StageReport
@@ -78,11 +78,15 @@ def check_command(
     model: OptionalModel = None,
     host_file: HostFile = None,
     settings: Settings = None,
-    length: Annotated[int | None, typer.Option("--length", min=1, help="Tokens per sequence that must fit.")] = None,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences at once that must fit.")] = None,
+    length: Annotated[
+        int | None, typer.Option("--length", min=1, help="Tokens per sequence that must fit in memory.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Sequences per batch that must fit in memory.")
+    ] = None,
     trust: Trust = False,
 ) -> None:
-    """Check RULES; with MODEL also whether and where they fit it, what the plan would be, and what memory it needs."""
+    """Check RULES. With MODEL, also show where the rules match, the plan and the memory it needs."""
     session.require_versions()
     from ktc.cli.report import StageReport
 
@@ -112,10 +116,12 @@ def check_command(
 def graph_command(
     session: Session,
     model: Annotated[str | None, typer.Argument(help="A compiled model, or a model as `ktc compile` takes it.")] = None,
-    rules: Annotated[str, typer.Option("--rules", help="The rules by which a model is shown.")] = "moe-lora",
+    rules: Annotated[
+        str, typer.Option("--rules", help="A rule file or a bundled name, for a MODEL that is not compiled.")
+    ] = "moe-lora",
     stage: Annotated[Stage, typer.Option("--stage", help="The stage to show.")] = "rewritten",
     layer: Annotated[int | None, typer.Option("--layer", min=0, help="Only this layer.")] = None,
-    form: Annotated[Format, typer.Option("--format", help="The form of the graph.")] = "text",
+    form: Annotated[Format, typer.Option("--format", help="The format of the graph.")] = "text",
     diff: Annotated[
         tuple[str, str] | None,
         typer.Option("--diff", metavar="A B", help="Compare two compiled models, graph files, or stages of MODEL."),
@@ -123,7 +129,7 @@ def graph_command(
     trust: Trust = False,
     output: Output = None,
 ) -> None:
-    """Show the graph of a model at a stage, or what changed between two."""
+    """Show the graph of a model at a stage, or the difference between two."""
     session.require_versions()
     from ktc.cli import graph
 
@@ -137,10 +143,10 @@ def graph_command(
 
 
 def _settings(pairs: list[str] | None) -> dict[str, str]:
-    """`["rank=8"]` -> `{"rank": "8"}`. Raises InputRefused (U004) for what has no `=`."""
+    """Turn `["rank=8"]` into `{"rank": "8"}`. Raises InputRefused (U004) for a setting without `=`."""
     split = [pair.partition("=") for pair in pairs or ()]
     faults = [
-        Diagnostic("U004", f"`--set` wants NAME=VALUE, found `{name}`")
+        Diagnostic("U004", f"`--set` needs NAME=VALUE, found `{name}`")
         for name, equals, _ in split
         if not (name and equals)
     ]
@@ -150,7 +156,7 @@ def _settings(pairs: list[str] | None) -> dict[str, str]:
 
 
 def _host(described: Path | None, isa: str | None) -> Host:
-    """The machine to plan for: that of the file, else this one with its GPUs; with `isa` as its best set if given."""
+    """Return the machine in the file, otherwise this one with its GPUs; `isa` becomes its best instruction set."""
     from ktc import host
     from ktc.host_file import read_host_file
 

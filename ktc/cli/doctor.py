@@ -1,6 +1,6 @@
-"""`ktc doctor`: what of this machine works for ktc, what is missing and how to get it.
+"""`ktc doctor`: the parts of this machine that work for ktc, the parts that are missing, and the remedies.
 
-Nothing is changed and nothing raised: each finding is a row with its state, what was found and the remedy.
+The command changes nothing and raises no error: each finding is a row with its state, the fact and the remedy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OLDEST_COMPILER = 11  # the first g++ with all of C++20 that the headers use; i
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of the table. `remedy` is empty where nothing needs to be done."""
+    """One row of the table. `remedy` is empty if no action is needed."""
 
     name: str
     state: State
@@ -38,7 +38,7 @@ class Finding:
 
 
 def examine() -> tuple[Host, tuple[Finding, ...]]:
-    """This machine and all findings about it, in the order in which they matter."""
+    """Return this machine and all findings about it, the most important first."""
     from ktc.host import detect
 
     host = detect(probe_gpu=versions.installed("torch") is not None)
@@ -56,7 +56,7 @@ def examine() -> tuple[Host, tuple[Finding, ...]]:
 
 
 def to_json(host: Host, findings: tuple[Finding, ...]) -> dict[str, object]:
-    """The object that `ktc doctor --json` prints."""
+    """Return the object that `ktc doctor --json` prints."""
     facts = asdict(host)
     facts["features"] = sorted(host.features)
     return {"host": facts, "findings": [asdict(finding) for finding in findings]}
@@ -72,7 +72,7 @@ def _instruction_set(host: Host) -> Finding:
 def _compiler(host: Host) -> Finding:
     remedy = "install g++ 11 or newer (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`)"
     if host.compiler is None:
-        return Finding("C++ compiler", "missing", "none on the path", remedy)
+        return Finding("C++ compiler", "missing", "not found on PATH", remedy)
     found = f"{host.compiler.path} {host.compiler.version}"
     major = versions.release(host.compiler.version)[:1]
     too_old = "clang" not in host.compiler.path and major < (_OLDEST_COMPILER,)
@@ -116,7 +116,7 @@ def _huge_pages() -> Finding:
         mode = None
     remedy = f"`echo madvise | sudo tee {_HUGE_PAGES}` makes reading the experts faster"
     if mode is None:
-        return Finding("huge pages", "limited", "the kernel does not say", remedy)
+        return Finding("huge pages", "limited", "unknown: the kernel does not report it", remedy)
     return (
         Finding("huge pages", "limited", "never", remedy)
         if mode[1] == "never"
@@ -129,7 +129,7 @@ def _cache() -> Finding:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not os.access(existing, os.W_OK):
         return Finding(
-            "cache folder", "missing", f"{folder} cannot be written", "set KTC_CACHE_DIR to a folder of yours"
+            "cache folder", "missing", f"{folder} cannot be written", "set KTC_CACHE_DIR to a writable folder"
         )
     return Finding("cache folder", "works", f"{folder}, {_gib(shutil.disk_usage(existing).free)} free")
 
@@ -140,7 +140,7 @@ def _gib(size: int) -> str:
 
 @in_session("as_json")
 def doctor_command(session: Session) -> None:
-    """Say what of this machine works for ktc, what is missing and how to get it."""
+    """Show which parts of this machine work for ktc, which are missing, and how to install them."""
     from ktc.cli.tables import doctor_table
 
     here, findings = examine()

@@ -1,7 +1,7 @@
-"""`ktc eval`: a compiled model scored on a file, beside itself without the adapter.
+"""`ktc eval`: score a compiled model on a file, with and without the adapter.
 
-In: what was typed. Out: a table on stdout with the definition of its numbers and the versions that made them; the
-predictions in a file. Refused before the model is loaded: options that do not go together (V804), bad data, missing
+In: the options. Out: a table on stdout with the definition of its numbers and the versions of the libraries; the
+predictions in a file. Refused before the model is loaded: options that exclude each other (V804), invalid data, missing
 libraries.
 """
 
@@ -44,36 +44,47 @@ def command(
     session: Session,
     out: CompiledModel,
     data: Annotated[
-        Path, typer.Option("--data", metavar="FILE", help="Rows with answers, as `ktc train` takes them, or questions.")
+        Path,
+        typer.Option(
+            "--data", metavar="FILE", help="Rows with answers in a format of `ktc train`, or multiple-choice questions."
+        ),
     ],
     adapter: AdapterFolder = None,
-    task: Annotated[Task, typer.Option("--task", help="Generated text against references, or multiple choice.")] = (
-        "generation"
-    ),
+    task: Annotated[
+        Task,
+        typer.Option("--task", help="Compare generated text with references, or answer multiple-choice questions."),
+    ] = "generation",
     form: Annotated[
-        Format, typer.Option("--format", help="The format of the rows; auto goes by the keys of the first that fits.")
+        Format, typer.Option("--format", help="Format of the rows; auto is the first format whose keys fit.")
     ] = "auto",
     metrics: Annotated[
         Metrics | None,
-        typer.Option("--metrics", help="KTransformers' definition (default), LLaMA-Factory's, the literature's."),
+        typer.Option(
+            "--metrics",
+            help="Definition of BLEU and ROUGE: of KTransformers (default), LLaMA-Factory or the literature.",
+        ),
     ] = None,
     by: Annotated[
-        By | None, typer.Option("--mcq-by", help="The letter that is written (default), or the likeliest one.")
+        By | None, typer.Option("--mcq-by", help="Score the generated letter (default) or the most probable one.")
     ] = None,
     token_accuracy: Annotated[
-        bool, typer.Option("--token-accuracy", help="Also the share of the references' tokens that are the likeliest.")
+        bool,
+        typer.Option("--token-accuracy", help="Also report the share of reference tokens that the model ranks first."),
     ] = False,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first rows.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Use only this many rows, the first ones.")
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="F.jsonl", help="Write every prediction here.")
+        Path | None, typer.Option("--output", "-o", metavar="F.jsonl", help="Write every prediction to this file.")
     ] = None,
     system: SystemPrompt = "",
     raw: Raw = False,
     max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer. Default: 256, for questions 32.")
+        int | None,
+        typer.Option("--max-new-tokens", min=1, help="Tokens per answer at most. Default: 256, for questions 32."),
     ] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token each time; above, draw.")
+        float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")
     ] = 0.0,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
@@ -81,7 +92,7 @@ def command(
     weights: Weights = None,
     trust: Trust = False,
 ) -> None:
-    """Score a compiled model: BLEU and ROUGE of what it writes, or the share of questions it gets right."""
+    """Score a compiled model: BLEU and ROUGE of its answers, or the share of questions it answers correctly."""
     _check_combination(task, metrics, by, form, token_accuracy, raw)
     if by == "logprob":
         _check_nothing_is_written(max_new_tokens, temperature)
@@ -132,7 +143,7 @@ def command(
 def _check_combination(
     task: Task, metrics: Metrics | None, by: By | None, form: Format, token_accuracy: bool, raw: bool
 ) -> None:
-    """Raises InputRefused (V804) for options that the task would ignore."""
+    """Refuse options that the task would ignore. Raises InputRefused (V804)."""
     given = {"--metrics": metrics is not None, "--token-accuracy": token_accuracy, "--mcq-by": by is not None}
     given["--format"] = form != "auto"
     foreign = ("--mcq-by",) if task == "generation" else ("--metrics", "--token-accuracy", "--format")
@@ -142,14 +153,14 @@ def _check_combination(
         if given[name]
     ]
     if raw and task == "generation":
-        hint = "rows with `prompt` and `completion` are asked without a template"
+        hint = "rows with `prompt` and `completion` use no template"
         faults.append(Diagnostic("V804", "`--raw` has no meaning for `--task generation`", hint=hint))
     if faults:
         raise InputRefused(*faults)
 
 
 def _check_nothing_is_written(max_new_tokens: int | None, temperature: float) -> None:
-    """Raises InputRefused (V804) for options of generation where likelihoods are compared."""
+    """Refuse options of generation if likelihoods are compared. Raises InputRefused (V804)."""
     given = {"--max-new-tokens": max_new_tokens is not None, "--temperature": temperature != 0}
     faults = [
         Diagnostic("V804", f"`{name}` has no meaning for `--mcq-by logprob`: nothing is generated", hint="leave it out")
@@ -161,7 +172,7 @@ def _check_nothing_is_written(max_new_tokens: int | None, temperature: float) ->
 
 
 def _table(found: Evaluation, name: str) -> Table:
-    """One row a metric: of the model alone, or of base and tuned with the difference."""
+    """Return one row per metric: of the model alone, or of base and tuned with the difference."""
     from rich import box
     from rich.table import Table
 

@@ -1,6 +1,6 @@
-"""`ktc export`: an adapter in another layout, and whether stock peft computes the same with it.
+"""`ktc export`: write an adapter in another layout, and check that stock peft computes the same with it.
 
-In: what the user named. Out: what a `Session` shows and prints; exit code 1 where the check finds a difference.
+In: the options. Out: the output of a `Session`; exit code 1 if the check finds a difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SourceAdapter = Annotated[
 ]
 OriginalModel = Annotated[
     Path | None,
-    typer.Option("--model", metavar="FOLDER", help="The original or a compiled model of it, if it is elsewhere now."),
+    typer.Option("--model", metavar="FOLDER", help="The original model or a compiled model of it, if it was moved."),
 ]
 
 
@@ -34,17 +34,18 @@ def command(
     session: Session,
     adapter: SourceAdapter,
     layout: Annotated[
-        Layout, typer.Option("--layout", help="per-expert loads in most tools; gguf is for llama.cpp.")
+        Layout, typer.Option("--layout", help="The layout to write: per-expert loads in most tools, gguf in llama.cpp.")
     ] = "per-expert",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write. Default: ADAPTER's name and the layout.")
+        Path | None,
+        typer.Option("--output", "-o", help="The folder or file to write. Default: ADAPTER's name and the layout."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Load it with stock peft on a small twin and compare the logits.")
+        bool, typer.Option("--check", help="Load the export with stock peft on a small twin and compare the logits.")
     ] = False,
     model: OriginalModel = None,
 ) -> None:
-    """Write ADAPTER in the layout that another tool reads; the values stay what they are."""
+    """Write ADAPTER in the layout of another tool; the values do not change."""
     session.require_versions()
     from ktc.adapters.export import export
 

@@ -1,7 +1,7 @@
-"""`ktc generate`: a compiled model asked once, row by row of a file, or in a conversation.
+"""`ktc generate`: a compiled model answers one prompt, the rows of a file, or a conversation.
 
-In: what was typed. Out: the answer on stdout as its tokens come, JSONL in a file, or a conversation; how fast it was on
-stderr. Refused before the model is loaded: options that do not go together (G700) and files that ask nothing.
+In: the options. Out: the answer on stdout token by token, JSONL in a file, or a conversation; the speed on stderr.
+Refused before the model is loaded: options that exclude each other (G700) and files without prompts.
 """
 
 from __future__ import annotations
@@ -44,35 +44,43 @@ _PROMPT_SIGN = "> "
 def command(
     session: Session,
     out: CompiledModel,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this prompt.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="F.jsonl", help="Answer every row: objects with `prompt` or `messages`."),
+        typer.Option("--file", metavar="F.jsonl", help="Answer every row: JSON objects with `prompt` or `messages`."),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Converse: /reset, /exit, Ctrl-C stops an answer.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Start a conversation: /reset, /exit; Ctrl-C stops an answer.")
+    ] = False,
     adapter: AdapterFolder = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the rows of --file with their answers here.")
+        Path | None, typer.Option("--output", "-o", help="Write the rows of --file with their answers to this file.")
     ] = None,
     system: SystemPrompt = "",
     raw: Raw = False,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("--max-new-tokens", min=1, help="Longest answer. Default: 256, or what the length leaves."),
+        typer.Option(
+            "--max-new-tokens", min=1, help="Tokens per answer at most. Default: 256, or fewer at the model's length."
+        ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token each time; above, draw.")
+        float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")
     ] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Draw among the likeliest of this share.")] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw among so many; 0: among all.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be given again.")] = None,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample among the most probable tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option("--top-k", min=0, help="Sample among this many most probable tokens; 0: all.")
+    ] = 0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop before this text; repeatable.")] = None,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
     reference: Reference = False,
     weights: Weights = None,
     trust: Trust = False,
 ) -> None:
-    """Ask a compiled model: one prompt, the rows of a file, or a conversation."""
+    """Generate answers to one prompt, to the rows of a file, or in a conversation."""
     _check_combination(prompt, file, chat, output, session.as_json, raw)
     session.require_versions()
     from ktc.generate.answers import Sampling, set_seed
@@ -86,7 +94,7 @@ def command(
     if output is not None:
         require_writable(output)
     if prompt is not None and not prompt.strip():
-        raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="ask something"))
+        raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="give a text to `--prompt`"))
     opened = open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
     session.go_on()
     tell_template(session, opened, raw)
@@ -102,13 +110,13 @@ def command(
 def _check_combination(
     prompt: str | None, file: Path | None, chat: bool, output: Path | None, as_json: bool, raw: bool
 ) -> None:
-    """Raises InputRefused (G700) with everything that does not go together."""
+    """Refuse options that exclude each other. Raises InputRefused (G700) with all of them."""
     faults: list[Diagnostic] = []
     if sum((prompt is not None, file is not None, chat)) != 1:
-        hint = "`--prompt TEXT` asks once, `--file F.jsonl` asks each row, `--chat` converses"
-        faults.append(Diagnostic("G700", "one of `--prompt`, `--file` and `--chat` says what to ask", hint=hint))
+        hint = "`--prompt TEXT` answers one prompt, `--file F.jsonl` every row, `--chat` starts a conversation"
+        faults.append(Diagnostic("G700", "exactly one of `--prompt`, `--file` and `--chat` is needed", hint=hint))
     if output is not None and file is None:
-        faults.append(Diagnostic("G700", "`--output` takes the rows of `--file`", hint="redirect stdout instead"))
+        faults.append(Diagnostic("G700", "`--output` needs `--file`", hint="redirect stdout instead"))
     if chat and (as_json or raw):
         what = "--json" if as_json else "--raw"
         faults.append(Diagnostic("G700", f"`{what}` has no meaning in a conversation", hint="leave it out"))
@@ -118,8 +126,8 @@ def _check_combination(
 
 def tell_template(session: Session, opened: LanguageModel, raw: bool) -> None:
     if not opened.has_template and not raw:
-        message = "the tokenizer has no chat template: a prompt is read as it is, turns are joined by line breaks"
-        hint = "ask as the model was trained; `--raw` says that this is meant"
+        message = "the tokenizer has no chat template: the prompt is used unchanged, turns are joined by line breaks"
+        hint = "write the prompt in the format of the training data; `--raw` hides this note"
         session.diagnose([Diagnostic("G704", message, hint=hint, severity="note")])
 
 
@@ -177,7 +185,7 @@ def _converse(session: Session, opened: LanguageModel, sampling: Sampling, syste
 
 
 def _typed_lines(session: Session) -> Iterator[str]:
-    """Lines of standard input until it ends; who types them sees a sign for each."""
+    """Yield the lines of standard input until it ends; a terminal shows a prompt sign for each."""
     while True:
         if sys.stdin.isatty():
             session.console.print(_PROMPT_SIGN, end="")
@@ -189,7 +197,7 @@ def _typed_lines(session: Session) -> Iterator[str]:
 
 @contextmanager
 def rows_bar(session: Session, what: str, total: int) -> Generator[Callable[[int], None]]:
-    """A bar over rows on stderr if that is a terminal; yields what is told how many are done."""
+    """Show a bar over rows on stderr if that is a terminal; yield the function that sets the finished rows."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

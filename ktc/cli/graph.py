@@ -1,7 +1,7 @@
-"""`ktc graph`: the dump of one stage, or the difference of two, in the form that was asked for.
+"""`ktc graph`: the dump of one stage, or the difference of two, in the requested format.
 
-A compiled model and a graph file are read; a model that is not compiled goes through the compiler up to the rewrite,
-with no weight read and nothing written. Refuses a layer the model lacks, and a difference as a picture.
+A compiled model and a graph file are read. A model that is not compiled is compiled up to the rewrite: no weight is
+read and no file is written. Refuses a layer the model lacks, and a difference as a picture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STAGES: tuple[Stage, ...] = ("captured", "matched", "planned", "rewritten")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked `ktc graph` for."""
+    """The options of `ktc graph`."""
 
     model: str | None
     rules: str
@@ -34,17 +34,19 @@ class Request:
 def render(request: Request) -> str:
     """Return the text to print or to write.
 
-    Raises InputRefused (U010-U013, and what the compiler refuses) and HostLacks (H243).
+    Raises:
+        InputRefused: the request (U010-U013) or an input of the compiler is refused.
+        HostLacks: the layout library of pictures is missing (H243).
     """
     if request.diff is not None:
         return _difference(request, *request.diff)
     if request.model is None:
-        raise InputRefused(Diagnostic("U010", "`ktc graph` wants a MODEL or `--diff A B`"))
+        raise InputRefused(Diagnostic("U010", "`ktc graph` needs a MODEL or `--diff A B`"))
     if request.form in ("svg", "html"):
         from ktc.pictures.layout import require_layout
 
         require_layout()  # before the model is opened
-    # a page shows the way to the stage, every other form the stage alone
+    # a page shows the stages up to this one, every other format only this one
     stages = STAGES[: STAGES.index(request.stage) + 1] if request.form == "html" else (request.stage,)
     dumps = _dumps(request, request.model, stages)
     dump = dumps[-1]
@@ -70,18 +72,18 @@ def _difference(request: Request, first: str, second: str) -> str:
 
 
 def _side(request: Request, side: str) -> ModelDump:
-    """One side of a difference: a stage of MODEL if one was given, else a compiled model, a model or a graph file."""
+    """Return one side of a difference: a stage of MODEL, otherwise a compiled model, a model or a graph file."""
     if request.model is not None and side in STAGES:
         return _dumps(request, request.model, (side,))[0]
     if side in STAGES and not Path(side).exists():
         raise InputRefused(
-            Diagnostic("U013", f"`{side}` is a stage: say of which MODEL", hint=f"`ktc graph MODEL --diff {side} ...`")
+            Diagnostic("U013", f"`{side}` is a stage: MODEL is missing", hint=f"`ktc graph MODEL --diff {side} ...`")
         )
     return _dumps(request, side, (request.stage,))[0]
 
 
 def _dumps(request: Request, model: str, stages: Sequence[Stage]) -> list[ModelDump]:
-    """The stages of a compiled model or of one to be analysed; a graph file is the one stage it holds."""
+    """Return the stages of a model, compiled or not. A graph file has one stage."""
     path = Path(model)
     if path.is_file():
         return [read_dump(path)]
@@ -93,7 +95,7 @@ def _dumps(request: Request, model: str, stages: Sequence[Stage]) -> list[ModelD
 
 
 def _of_layer(dump: ModelDump, layer: int | None) -> ModelDump:
-    """The dump with the blocks of `layer` alone, and the matches in them."""
+    """Return the dump with only the blocks of `layer` and the matches in them."""
     if layer is None:
         return dump
     blocks = dump.of_layer(layer)
@@ -103,7 +105,7 @@ def _of_layer(dump: ModelDump, layer: int | None) -> ModelDump:
 
 
 def _writer(form: str, color: bool) -> Callable[[ModelDump, int | None], str]:
-    """The renderer of a form; each takes a dump and a layer."""
+    """Return the renderer of a format: a function of a dump and a layer."""
     if form == "json":
         return lambda dump, layer: to_json(_of_layer(dump, layer))
     if form == "dot":

@@ -1,7 +1,7 @@
 """`ktc lf train`: LLaMA-Factory on a compiled model, with KTrainer and the run report.
 
-In: a LLaMA-Factory YAML and settings after it. Out: what LLaMA-Factory writes. Everything that can be refused without
-LLaMA-Factory is refused before it is imported.
+In: a LLaMA-Factory YAML and settings after it. Out: the files that LLaMA-Factory writes. Every check that does not
+need LLaMA-Factory runs before it is imported.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def train_command(
     session: Session,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A LLaMA-Factory YAML.")],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that go before those of FILE.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override those of FILE.")
     ] = None,
 ) -> None:
-    """Run LLaMA-Factory's tuner with its trainer become a KTrainer; under torchrun in every process."""
+    """Run LLaMA-Factory's tuner with KTrainer as its trainer; under torchrun, in every process."""
     session.require_versions()
     from ktc.llama_factory import settings as llama_factory
 

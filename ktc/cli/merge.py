@@ -1,6 +1,6 @@
-"""`ktc merge`: the original with an adapter in its weights.
+"""`ktc merge`: write the original model with an adapter added to its weights.
 
-In: what the user named. Out: a bar on stderr, what was written, and with `--json` one object.
+In: the options. Out: a bar on stderr, the counts of written tensors, and with `--json` one object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def command(
         Path, typer.Argument(metavar="MODEL", help="The original's checkpoint, or a compiled model of it (OUT).")
     ],
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A folder that PEFT saved.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write: a checkpoint of its own.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write: a complete checkpoint.")],
 ) -> None:
     """Add ADAPTER to the weights of MODEL and write the checkpoint, tensor by tensor."""
     session.require_versions()

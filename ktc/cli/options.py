@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: traces of internal errors, every rewrite.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and everything else on stderr.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print more: traces of internal errors, every rewrite.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")]
 LogFile = Annotated[
-    Path | None, typer.Option("--log-file", help="Write what happens, with traces, to this file as well.")
+    Path | None, typer.Option("--log-file", help="Also write progress, messages and traces to this file.")
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")]
 Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or tiny:NAME (a small twin of a family).")]
@@ -20,26 +20,26 @@ OptionalModel = Annotated[
 ]
 CompiledModel = Annotated[Path, typer.Argument(metavar="OUT", help="A compiled model.")]
 Weights = Annotated[
-    Path | None, typer.Option("--weights", help="The checkpoint's folder, if it is no longer where it was compiled.")
+    Path | None, typer.Option("--weights", help="The checkpoint's folder, if it was moved after the compilation.")
 ]
 Rules = Annotated[str, typer.Argument(help="A rule file, or the name of a bundled one (moe-lora).")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the rule file.")
 ]
 IsaName = Annotated[
-    str | None, typer.Option("--isa", help="The kernels' instruction set; the default is the best one here.")
+    str | None, typer.Option("--isa", help="The kernels' instruction set. Default: the best one of the host.")
 ]
 HostFile = Annotated[Path | None, typer.Option("--host", help="Plan for the machine that this TOML file describes.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that the model's folder brings along.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code in the model's folder.")]
 AdapterFolder = Annotated[
-    Path | None, typer.Option("--adapter", metavar="A", help="Answer with this adapter: a folder that PEFT saved.")
+    Path | None, typer.Option("--adapter", metavar="A", help="Use this adapter: a folder that PEFT saved.")
 ]
 Reference = Annotated[
-    bool, typer.Option("--reference", help="Run every operator of ktc as its PyTorch reference, in fp32.")
+    bool, typer.Option("--reference", help="Run the PyTorch reference of every ktc operator, in fp32.")
 ]
 Seed = Annotated[
-    int, typer.Option("--seed", min=0, max=2**32 - 1, help="What draws follow; the same seed gives the same run.")
+    int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed; the same seed gives the same run.")
 ]
-SystemPrompt = Annotated[str, typer.Option("--system", metavar="TEXT", help="The system's turn before each prompt.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Leave the tokenizer's chat template out.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Rows that are generated at once.")]
+SystemPrompt = Annotated[str, typer.Option("--system", metavar="TEXT", help="The system message before each prompt.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Do not use the tokenizer's chat template.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Rows per batch.")]

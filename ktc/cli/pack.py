@@ -1,7 +1,7 @@
-"""`ktc pack` and `ktc verify`: the packed store of a compiled model made, and everything in its folder checked.
+"""`ktc pack` and `ktc verify`: write the packed store of a compiled model, and check every file in its folder.
 
-In: what the user named. Out: what a `Session` shows and prints. An interrupt leaves the layers that are finished, and
-says how to go on.
+In: the options. Out: the output of a `Session`. An interrupt keeps the layers that are finished, and prints the
+command that continues.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def pack_command(
     session: Session,
     out: CompiledModel,
     weights: Weights = None,
-    force: Annotated[bool, typer.Option("--force", help="Pack every layer anew.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Pack every layer again.")] = False,
     trust: Trust = False,
 ) -> None:
-    """Keep OUT's experts packed on disk, for quick starts; finished layers stay, an interrupted run is gone on with."""
+    """Store OUT's packed experts on disk for faster loading; an interrupted run can continue."""
     pack(session, out, weights, force, trust)
 
 
@@ -41,7 +41,7 @@ def verify_command(
     ] = False,
     trust: Trust = False,
 ) -> None:
-    """Check every file of OUT against what it was written as, packed experts byte for byte."""
+    """Check that every file of OUT is as it was written, packed experts byte for byte."""
     from ktc.cli.tables import findings_table
     from ktc.model.progress import progress_bar
     from ktc.model.verify import verify
@@ -54,7 +54,7 @@ def verify_command(
 
 
 def pack(session: Session, out: Path, weights: Path | None = None, force: bool = False, trusted: bool = False) -> None:
-    """Packs what the store of `out` lacks and tells what was done."""
+    """Pack the layers that the store of `out` lacks and report them."""
     from ktc.model.pack import pack as pack_store
     from ktc.model.packed_store import renewal
     from ktc.model.progress import progress_bar
@@ -65,7 +65,9 @@ def pack(session: Session, out: Path, weights: Path | None = None, force: bool =
         with progress_bar(f"packing {out.name}", session.quiet) as bar:
             report = pack_store(out, weights=weights, force=force, trust_remote_code=trusted, progress=bar)
     except KeyboardInterrupt:
-        session.console.print(f"what is packed is kept; `{renewal(relative(out.absolute()))}` goes on", markup=False)
+        session.console.print(
+            f"packed layers are kept; to continue: `{renewal(relative(out.absolute()))}`", markup=False
+        )
         raise
     seconds = time.perf_counter() - started
     session.result({"packed": {**asdict(report), "folder": str(report.folder), "seconds": seconds}})

@@ -1,6 +1,6 @@
-"""The stages of a compilation as its user sees them: a line as each finishes, tables and JSON at the end.
+"""The report of a compilation: a line for each finished stage, tables and JSON at the end.
 
-In: the values that the compiler's `observe` reports. Out: what a `Session` shows and prints.
+In: the values that the compiler's `observe` reports. Out: the output of a `Session`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STAGES = ("rules", "model", "capture", "weights", "match", "plan", "rewrite", "p
 
 
 class StageReport:
-    """Collects what the stages report, shows each as it finishes, and turns all of it into tables and JSON."""
+    """Collects the values of the stages, shows each as it finishes, and turns all of them into tables and JSON."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -57,14 +57,14 @@ class StageReport:
 
     @contextmanager
     def progress(self) -> Generator[None]:
-        """While inside, the stage that is running is shown on a terminal."""
+        """Show the running stage on a terminal until the context ends."""
         with self._console.status("") as status:
             self._waiting = lambda stage: status.update(f"[dim]{stage}[/dim]")
             self._waiting(STAGES[0])
             yield
 
     def observe(self, stage: str, value: object) -> None:
-        """Takes the value of a finished stage; this is the compiler's `observe`."""
+        """Record and show the value of a finished stage; this is the compiler's `observe`."""
         now = time.perf_counter()
         if stage == "rules":
             self._session.sources = cast("RuleSet", value).sources
@@ -79,18 +79,18 @@ class StageReport:
         self._last = now
 
     def finish_check(self) -> None:
-        """The tables of `ktc check`, its warnings and its JSON."""
+        """Show the tables of `ktc check`, its warnings and its JSON."""
         self._warn()
         self._session.result({"seconds": self._seconds, "peak_rss": _peak_rss(), **self._json()})
         if "plan" in self._values:
             self._session.show(self._tables())
             seconds = sum(self._seconds.values())
-            self._session.show(f"checked in {seconds:.1f} s, with {size(_peak_rss())} of memory at most")
+            self._session.show(f"checked in {seconds:.1f} s, peak memory {size(_peak_rss())}")
         else:
-            self._session.show("the rules are good")
+            self._session.show("the rules are valid")
 
     def finish_compile(self, out: Path) -> None:
-        """The tables of `ktc compile`, its warnings and its JSON."""
+        """Show the tables of `ktc compile`, its warnings and its JSON."""
         self._warn()
         self._session.result({"out": str(out), "seconds": self._seconds, **self._json()})
         self._session.show(self._tables())
@@ -133,12 +133,12 @@ class StageReport:
 
 
 def _peak_rss() -> int:
-    """The most memory that this process has held so far, in bytes."""
+    """Return the peak memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _summary(stage: str, value: Any) -> str:
-    """The few words about a stage's value that stand beside its name."""
+    """Return the short description of a stage's value for its line."""
     return _SUMMARIES[stage](value) if stage in _SUMMARIES and value is not None else ""
 
 

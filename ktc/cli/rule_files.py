@@ -1,6 +1,6 @@
-"""`ktc fmt`, `ktc explain` and `ktc import-kt-yaml`: for people who write rules.
+"""`ktc fmt`, `ktc explain` and `ktc import-kt-yaml`: the commands for authors of rules.
 
-In: what was typed. Out: rule files laid out, the meaning of a code, a rule file made of another tool's.
+In: the options. Out: formatted rule files, the meaning of a code, or a rule file made from a file of KTransformers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ktc.cli.session_options import in_session
 def fmt_command(
     session: Session,
     files: Annotated[list[Path], typer.Argument(help="Rule files, or folders of them.")],
-    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if a file is not laid out so.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Change no file; exit 1 if a file is not formatted.")] = False,
 ) -> None:
-    """Lay rule files out canonically; comments stay where they are."""
+    """Format rule files; comments keep their places."""
     from ktc.dsl import formatter
 
     changed: list[str] = []
@@ -30,16 +30,16 @@ def fmt_command(
     for path in formatter.rule_files(files):
         if formatter.format_file(path, write=not check):
             changed.append(str(path))
-            session.console.print(f"{path}: " + ("is not laid out canonically" if check else "rewritten"))
+            session.console.print(f"{path}: " + ("is not formatted" if check else "rewritten"))
             session.exit_code = 1 if check else 0
 
 
 @in_session("as_json")
 def explain_command(
     session: Session,
-    code: Annotated[str, typer.Argument(help="A code as messages show it, for example E042.")],
+    code: Annotated[str, typer.Argument(help="The code of a message, for example E042.")],
 ) -> None:
-    """Say what the code of a message means, with a bad and a good example."""
+    """Explain the code of a message, with an invalid and a valid example."""
     from ktc.explain import explain
 
     found = explain(code)
@@ -55,7 +55,7 @@ def import_kt_yaml_command(
     model: Model,
     output: Output = None,
 ) -> None:
-    """Turn the optimize rules in FILE into a rule file for MODEL, verified module by module."""
+    """Convert the optimize rules in FILE to a rule file for MODEL, verified module by module."""
     session.require_versions()
     from ktc.kt_yaml import import_kt_yaml
 

@@ -1,7 +1,7 @@
 """`ktc serve`: a compiled model at an OpenAI-compatible endpoint, until Ctrl-C.
 
-In: what was typed. Out: the address on stderr (with `--json` also on stdout, when it ends). What can be refused is
-refused before the model is loaded.
+In: the options. Out: the address on stderr (with `--json` also on stdout, when it ends). Invalid options are refused
+before the model is loaded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def command(
     out: CompiledModel,
     adapter: AdapterFolder = None,
     host: Annotated[
-        str, typer.Option("--host", help="The address to listen at; others reach it if it is not local.")
+        str, typer.Option("--host", help="The address to listen at; one that is not local is reachable by others.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 chooses a free one.")] = 8000,
     reference: Reference = False,
     weights: Weights = None,
     trust: Trust = False,
 ) -> None:
-    """Serve a compiled model over HTTP as OpenAI's clients ask: chat, completions, responses, with streaming."""
+    """Serve a compiled model over HTTP with OpenAI's API: chat, completions and responses, with streaming."""
     session.require_versions()
     from ktc.generate import serve
     from ktc.generate.language_model import open_language_model

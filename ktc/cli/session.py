@@ -1,8 +1,8 @@
-"""One run of a command: where its words go, and what an error becomes.
+"""One run of a command: its output, its diagnostics and its exit code.
 
-A `Session` wraps the body of a command. Errors of ktc are shown as diagnostics and become their exit code; what nobody
-expected is called a bug, with its trace under `-v` and in the log file. Stdout is kept for what ktc itself has to say
-(with `--json` for one object): whatever a library or a child process prints there goes to stderr.
+A `Session` wraps the body of a command. Errors of ktc are shown as diagnostics and become their exit code. Any other
+error is reported as a bug, with its trace under `-v` and in the log file. Stdout carries only the output of ktc (with
+`--json` one object): output of a library or a child process goes to stderr.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 INTERRUPTED = 130
-_PLAIN_WIDTH = 120  # of tables in a file or a pipe
+_PLAIN_WIDTH = 120  # columns of tables in a file or a pipe
 
 
 class Session:
@@ -43,7 +43,7 @@ class Session:
     ) -> None:
         self.as_json, self.verbose, self.quiet = as_json, verbose, quiet
         self.exit_code = 0
-        self.sources: Mapping[str, str] = {}  # texts that diagnostics may point into
+        self.sources: Mapping[str, str] = {}  # texts that diagnostics may refer to
         self._log_file = log_file
         self._log = logging.getLogger("ktc.session")
         self._result: dict[str, Any] = {}
@@ -93,18 +93,18 @@ class Session:
         raise KeyboardInterrupt
 
     def go_on(self) -> None:
-        """Raises KeyboardInterrupt if one was asked for: an import in the middle of it may have swallowed the first."""
+        """Raise KeyboardInterrupt again if there was one: an import that it interrupted may have swallowed it."""
         if self._interrupted:
             raise KeyboardInterrupt
 
     def require_versions(self) -> None:
-        """Refuses a torch, transformers or peft that is too old (H230), warns about one newer than any tried (H231)."""
+        """Refuse a torch, transformers or peft that is too old (H230); warn about one newer than any tested (H231)."""
         if newer := versions.require():
             self.diagnose(newer)
 
     @property
     def color(self) -> bool:
-        """Whether stdout is a terminal that wants colours."""
+        """Whether stdout is a terminal and NO_COLOR is not set."""
         return self._stdout.isatty() and "NO_COLOR" not in os.environ
 
     @property
@@ -115,7 +115,7 @@ class Session:
         return Console(file=sys.stderr, quiet=self.quiet, highlight=False)
 
     def mute(self) -> None:
-        """Print no JSON object, and nothing else but errors: another process speaks for this one."""
+        """Print only errors and no JSON object: another process reports for this one."""
         self.as_json, self.quiet = False, True
 
     def show(self, what: RenderableType) -> None:
@@ -132,11 +132,11 @@ class Session:
             console.print(what)
 
     def result(self, value: dict[str, Any]) -> None:
-        """The object that `--json` prints; diagnostics shown before or after are added to it."""
+        """Add to the object that `--json` prints; `diagnose` adds its diagnostics."""
         self._result = {**self._result, **value}
 
     def emit(self, text: str, output: Path | None) -> None:
-        """Writes a command's product to the file `output`, else to stdout. Raises `InputRefused` (U003)."""
+        """Write a command's product to the file `output`, or to stdout if it is None. Raises InputRefused (U003)."""
         if output is None:
             self._stdout.write(text if text.endswith("\n") else text + "\n")
             return
@@ -145,16 +145,16 @@ class Session:
         self.console.print(f"wrote {output}", markup=False)
 
     def stream(self, text: str) -> None:
-        """Writes a piece of a command's product to stdout, at once and as it is."""
+        """Write a piece of a command's product to stdout, unchanged and unbuffered."""
         self._stdout.write(text)
         self._stdout.flush()
 
     def note(self, text: str) -> None:
-        """A line for the log file, with the seconds since the start."""
+        """Write a line to the log file, with the seconds since the start."""
         self._log.info("%7.2f s  %s", time.perf_counter() - self._started, text)
 
     def diagnose(self, found: Iterable[Diagnostic], sources: Mapping[str, str] | None = None) -> None:
-        """Shows diagnostics on stderr, with the lines that they point into, and adds them to the JSON object."""
+        """Show diagnostics on stderr, with the source lines that they refer to, and add them to the JSON object."""
         found, sources = tuple(found), {**self.sources, **(sources or {})}
         self._result["diagnostics"] = [
             *self._result.get("diagnostics", []),
@@ -176,7 +176,7 @@ class Session:
         elif isinstance(error, KeyboardInterrupt):
             self.exit_code = INTERRUPTED
             self.diagnose([Diagnostic("U130", "interrupted")])
-        elif isinstance(error, BrokenPipeError):  # the reader of our output has enough
+        elif isinstance(error, BrokenPipeError):  # the reader of our output has closed it
             self.exit_code = 1
         else:
             self.exit_code = 1
@@ -187,7 +187,7 @@ class Session:
         self.note(trace)
         if self.verbose:
             typer.echo(trace, err=True)
-        hint = "" if self.verbose else "run it again with `-v` for the trace, and report it with that"
+        hint = "" if self.verbose else "run it again with `-v`, and report it with the trace"
         self.diagnose([Diagnostic("U099", f"this is a bug in ktc: {type(error).__name__}: {error}", hint=hint)])
 
     def _open_log(self) -> None:
@@ -201,11 +201,14 @@ class Session:
 
 
 def _open_standard_streams() -> None:
-    """A caller may have closed them (`>&-`): what is said there goes nowhere, and no file of ours gets the numbers."""
+    """Open closed standard streams on the null device.
+
+    A caller may have closed them (`>&-`). A file opened later must not get their file descriptors.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         with suppress(OSError):
             os.fstat(number)
             continue
-        opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+        opened = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, which is `number`
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(opened, "r" if number == 0 else "w", encoding="utf-8", closefd=False))

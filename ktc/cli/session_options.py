@@ -1,7 +1,7 @@
 """The options of a session, declared once: `--json`, `--verbose`, `--quiet` and `--log-file`.
 
-In: a command whose first parameter is its `Session`. Out: the command as typer reads it, with these options in place
-of that parameter.
+In: a command whose first parameter is its `Session`. Out: the command for typer, with these options instead of that
+parameter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def in_session(*names: str) -> Callable[[Callable[Concatenate[Session, P], None]
 
 
 def _with_options(command: Callable[..., None], options: list[inspect.Parameter]) -> inspect.Signature:
-    """The command's signature with `options` in place of its session, in front of `**` if there is one."""
+    """Return the command's signature with `options` instead of its session, before `**` if there is one."""
     signature = inspect.signature(command, eval_str=True)
     own = list(signature.parameters.values())[1:]
     rest = [each for each in own if each.kind is inspect.Parameter.VAR_KEYWORD]

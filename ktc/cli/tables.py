@@ -1,7 +1,7 @@
 """The tables that the commands print.
 
-In: findings, and the frozen values of the compiler's stages. Out: rich renderables. Nothing is computed here that a
-stage did not say; no stage is imported.
+In: findings, and the frozen values of the compiler's stages. Out: rich renderables. This module only shows values of
+the stages; it imports no stage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STATES = {"works": ("works", "green"), "limited": ("limited", "yellow"), "missi
 
 
 def rules_table(rules: RuleSet, matches: Matches, plan: Plan) -> Table:
-    """One row per rule and kind of rewrite: how often the rule matched, what became of it and where that lies."""
+    """Return one row per rule and kind of rewrite: the rule's matches, the target, its modules and their device."""
     table = _table("rule", "matches", "becomes", "modules", "where")
     for rule in rules.rules:
         found = str(len(matches.of(rule.name)))
@@ -51,7 +51,7 @@ def _planned_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def devices_table(plan: Plan) -> Table:
-    """One column per device: bytes of weights by what they are for, the adapter, the budget, and whether that fits."""
+    """Return one column per device: bytes of weights by purpose, the adapter, the budget, and whether they fit."""
     devices = plan.memory.devices
     table = _table("bytes", *(held.device for held in devices))
     for kind, words in _KINDS.items():
@@ -74,7 +74,7 @@ def _room(needed: int, budget: int | None) -> Text:
 
 
 def workloads_table(plan: Plan) -> Table:
-    """What each use needs on each device at one size of input, and the largest sizes that fit."""
+    """Return the needs of each use on each device at one size of input, and the largest sizes that fit."""
     devices = [held.device for held in plan.memory.devices]
     first = plan.memory.workloads[0]
     table = _table(
@@ -90,7 +90,7 @@ def workloads_table(plan: Plan) -> Table:
 
 
 def needs_table(plan: Plan) -> Table:
-    """The workloads taken apart."""
+    """Return the parts of each workload's memory."""
     table = _table("workload", "device", "of that")
     for use in plan.memory.workloads:
         for device, parts in use.needs.items():
@@ -99,7 +99,7 @@ def needs_table(plan: Plan) -> Table:
 
 
 def parameters_line(plan: Plan) -> Text:
-    """The model's size as its makers count it."""
+    """Return the model's numbers of parameters, as its authors count them."""
     memory = plan.memory
     return Text(
         f"{memory.parameters:,} parameters ({_rounded(memory.parameters)}), a token meets {_rounded(memory.active)}"
@@ -107,7 +107,7 @@ def parameters_line(plan: Plan) -> Text:
 
 
 def _rounded(parameters: int) -> str:
-    """A number of parameters as models are named by it: 15.7B, 440.7K."""
+    """Return a number of parameters as names of models write it: 15.7B, 440.7K."""
     letter, unit = next((pair for pair in _UNITS if parameters >= pair[1]), _UNITS[-1])
     return f"{parameters / unit:,.1f}{letter}"
 
@@ -118,7 +118,7 @@ def _adapted(lora: LoraPlan) -> str:
 
 
 def adapter_line(lora: LoraPlan) -> Text:
-    """The adapter in one line."""
+    """Return the adapter in one line."""
     return Text(
         f"LoRA r={lora.r} alpha={lora.lora_alpha:g} on {_adapted(lora)}: "
         f"{count(lora.trainable, 'trainable parameter')}\n"
@@ -126,7 +126,7 @@ def adapter_line(lora: LoraPlan) -> Text:
 
 
 def kernels_table(plan: Plan) -> Table:
-    """One row per generated kernel."""
+    """Return one row per generated kernel."""
     table = _table("kernel", "H", "I", "experts", "top k", "format", "ISA", "threads")
     for spec in plan.kernels:
         table.add_row(*spec.summary, spec.isa, str(plan.threads))
@@ -134,7 +134,7 @@ def kernels_table(plan: Plan) -> Table:
 
 
 def proofs_table(proofs: Iterable[Proof]) -> Table:
-    """One row per distinct rewrite: its worst relative errors against the original block, of outputs and gradients."""
+    """Return one row per distinct rewrite: its worst relative errors of outputs and gradients against the original."""
     table = _table("proof", "rules", "forward", "gradient", "allowed", "shapes")
     for proof in proofs:
         shapes = ", ".join("x".join(map(str, shape)) for shape in proof.shapes)
@@ -144,7 +144,7 @@ def proofs_table(proofs: Iterable[Proof]) -> Table:
 
 
 def reasons_table(plan: Plan) -> Table:
-    """Why each part of the model is as it is."""
+    """Return the reason for each decision about a part of the model."""
     table = _table("what", "why")
     for reason in plan.reasons:
         table.add_row(Text(reason.path or "the model"), Text(reason.text))
@@ -152,7 +152,7 @@ def reasons_table(plan: Plan) -> Table:
 
 
 def doctor_table(findings: Iterable[Finding]) -> Table:
-    """One row per finding, the remedy below what was found."""
+    """Return one row per finding, with the remedy below the fact."""
     table = _table("", "state", "found")
     for finding in findings:
         word, style = _STATES[finding.state]
@@ -184,7 +184,7 @@ def _places_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def findings_table(findings: tuple[VerifyFinding, ...]) -> Table:
-    """One row per part of a compiled model that was verified, the remedy below what was found."""
+    """Return one row per verified part of a compiled model, with the remedy below the fact."""
     table = _table("", "state", "found")
     for finding in findings:
         found = Text(finding.found)

@@ -1,7 +1,7 @@
-"""`ktc train`: a compiled model tuned on a file of examples; the settings' dataclass gives the options.
+"""`ktc train`: fine-tune a compiled model on a file of examples; the settings' dataclass defines the options.
 
-In: flags, and a YAML file of the same names. Out: what a `Session` shows and prints. Ctrl-C ends the run after the step
-that is running, with a checkpoint and exit code 130; a second one ends it at once.
+In: flags, and a YAML file of the same names. Out: the output of a `Session`. Ctrl-C ends the run after the current
+step, with a checkpoint and exit code 130. A second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ def train_command(
         Path | None, typer.Option("--output", "-o", help="The run's folder. Default: OUT's name and `-adapter`.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="A YAML file of the settings below; flags win over it.")
+        Path | None, typer.Option("--config", help="A YAML file of the settings below; flags override it.")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="auto|PATH", help="Go on from the last checkpoint, or from PATH.")
+        str | None,
+        typer.Option("--resume", metavar="auto|PATH", help="Continue from the last checkpoint, or from PATH."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the run in the output folder.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "--data-check", help="Show the data as tokens; train nothing.")
+        bool, typer.Option("--dry-run", "--data-check", help="Show the data as tokens; do not train.")
     ] = False,
     weights: Weights = None,
     trust: Trust = False,
     **flags: Any,
 ) -> None:
     """Fine-tune OUT with LoRA on a file of examples; the adapter loads on the original model with stock PEFT."""
-    if environment.process_rank() != 0:  # of the processes that torchrun started, the first speaks for all
+    if environment.process_rank() != 0:  # under torchrun, only rank 0 prints
         session.mute()
     session.require_versions()
     from ktc.cli.train_progress import TrainProgress, show_data
@@ -75,12 +76,12 @@ def train_command(
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command, with an option for every setting."""
+    """Add the command, with an option for every setting."""
     app.command("train")(_with_settings(train_command))
 
 
 def _with_settings(command: Command) -> Command:
-    """The command with the fields of `TrainSettings` as options in place of `**flags`, which typer cannot read."""
+    """Return the command with the fields of `TrainSettings` as options; typer cannot read `**flags`."""
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [
@@ -114,7 +115,7 @@ def _is_union(annotation: Any) -> bool:
 
 @contextmanager
 def _stopping(session: Session) -> Generator[Callable[[], bool]]:
-    """While inside, the first Ctrl-C (or SIGTERM) asks the run to stop after its step; another one interrupts it."""
+    """Stop the run after its step at the first Ctrl-C (or SIGTERM), and interrupt it at the second."""
     asked = False
 
     def ask(number: int, frame: object) -> None:
@@ -139,7 +140,7 @@ def _finish(session: Session, paths: RunPaths, result: TrainResult) -> None:
     session.result({"output": str(result.output), "report": report.to_json(), "data": _data_json(result.data)})
     if result.interrupted:
         again = shlex.join(_going_on(paths))
-        session.diagnose([Diagnostic("T528", f"stopped after step {report.steps}", hint=f"go on: `{again}`")])
+        session.diagnose([Diagnostic("T528", f"stopped after step {report.steps}", hint=f"to continue: `{again}`")])
         session.exit_code = INTERRUPTED
         return
     session.show(report_table(report))
@@ -152,7 +153,7 @@ def _data_json(data: PreparedData) -> dict[str, Any]:
 
 
 def _going_on(paths: RunPaths) -> list[str]:
-    """The command that goes on with the run; what `train.yaml` does not keep is named again."""
+    """Return the command that continues the run, with the options that `train.yaml` does not store."""
     moved = [] if paths.weights is None else ["--weights", str(paths.weights)]
     trusted = ["--trust-remote-code"] if paths.trusted else []
     return ["ktc", "train", str(paths.out), "--output", str(paths.output), "--resume", "auto", *moved, *trusted]

@@ -1,6 +1,6 @@
 """The progress of `ktc train`: its data, a bar while it runs, and the facts of the finished run.
 
-In: what the run's `observe` is told, and the run's report. Out: what a `Session` shows, and rich tables.
+In: the events of the run's `observe`, and the run's report. Out: the output of a `Session`, and rich tables.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ktc.tune.tokenised import DataSummary
     from ktc.tune.types import PreparedData, Progress
 
-_LINES = 20  # of progress, where stderr is no terminal
+_LINES = 20  # of progress, if stderr is not a terminal
 
 
 class TrainProgress:
-    """A bar with step, loss, tokens per second and the time left; lines now and then where stderr is no terminal."""
+    """A bar with step, loss, tokens per second and the time left; some lines if stderr is not a terminal."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -39,7 +39,7 @@ class TrainProgress:
             self._bar.stop()
 
     def observe(self, event: str, value: object) -> None:
-        """The run's `observe`."""
+        """Show an event of the run; this is its `observe`."""
         if event == "data":
             show_data(self._session, cast("PreparedData", value))
         elif event == "step":
@@ -76,7 +76,7 @@ def _bar(console: Console) -> Any:
 
 
 def show_data(session: Session, data: PreparedData, *, first: bool = False) -> None:
-    """Show a line per set of examples; with `first` also the lengths, and the first row as it is learned."""
+    """Show a line per set of examples; with `first` also the lengths, and the first row with its learned tokens."""
     session.diagnose(data.train.notes)
     parts = [("training data", data.train.summary)]
     if data.held_out is not None:
@@ -85,7 +85,7 @@ def show_data(session: Session, data: PreparedData, *, first: bool = False) -> N
         _say(session, _data_line(title, summary), shown=first)
     if first:
         session.show(_lengths(data.train.summary))
-        session.show("the first row, what is learned in green:")
+        session.show("the first row, with the learned tokens in green:")
         session.show(_first(data.train.summary))
 
 
@@ -115,7 +115,7 @@ def _lengths(data: DataSummary) -> Table:
 
 
 def _first(data: DataSummary) -> Text:
-    """The row with what is learned marked, also where there are no colours."""
+    """Return the first row with the learned tokens marked, also without colours."""
     shown = Text()
     for text, learned in data.first:
         shown.append(f"[[{text}]]" if learned else text, style="green" if learned else "")

@@ -183,7 +183,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_measured(
     monkeypatch.setattr("ktc.bench.run.run", run)
     tmp_path.joinpath("file").touch()
     both = os.fspath(tmp_path / "both.svg")
-    for output, said in ((tmp_path, "it is a folder"), (tmp_path / "file" / "a.json", "is no folder")):
+    for output, said in ((tmp_path, "it is a folder"), (tmp_path / "file" / "a.json", "is not a folder")):
         code, _, err = bench(*TINY, "--impl", "onednn_dense", "-o", os.fspath(output))
         assert (code, "U003" in err, said in " ".join(err.split())) == (2, True, True)
     code, _, err = bench(*TINY, "--impl", "onednn_dense", "-o", both, "--plot", both)

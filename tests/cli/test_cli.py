@@ -119,7 +119,7 @@ def test_a_bug_is_called_one_and_shows_its_trace_only_when_asked(
 def test_settings_need_an_equals_sign(run: Run, tmp_path: Path) -> None:
     code, _, err = run("compile", "tiny:deepseek_v2", "moe-lora", "-o", str(tmp_path / "m"), "--set", "rank")
     assert code == 2
-    assert "`--set` wants NAME=VALUE, found `rank`" in err
+    assert "`--set` needs NAME=VALUE, found `rank`" in err
 
 
 def test_an_unwritable_log_file_is_refused(run: Run, tmp_path: Path) -> None:

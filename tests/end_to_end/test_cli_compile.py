@@ -133,7 +133,7 @@ def test_the_difference_of_two_stages_names_the_rules(run: Run, compiled: Path) 
 
 def test_graph_refuses_what_is_not_there(run: Run, compiled: Path) -> None:
     assert "the model has no layer 99: its layers are 0 to 2" in run("graph", compiled, "--layer", "99")[2]
-    assert "wants a MODEL" in run("graph")[2]
+    assert "needs a MODEL" in run("graph")[2]
     assert "is written as text or json" in run("graph", compiled, "--diff", "captured", "matched", "--format", "svg")[2]
     assert run("graph", "captured-no-such-model")[0] == 2
 
