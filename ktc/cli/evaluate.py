@@ -55,7 +55,7 @@ def command(
         typer.Option("--task", help="Compare generated text with references, or answer multiple-choice questions."),
     ] = "generation",
     form: Annotated[
-        Format, typer.Option("--format", help="Format of the rows; auto is the first format whose keys fit.")
+        Format, typer.Option("--format", help="Format of the rows; auto reads it from the first row that fits one.")
     ] = "auto",
     metrics: Annotated[
         Metrics | None,
