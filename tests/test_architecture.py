@@ -54,8 +54,8 @@ IMPORTS = {
     "--help": (30, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
     "compile --help": (30, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
     "explain E040": (32, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "fmt --check rules": (70, ("ktc.host", "ktc.compiler", *_MODELS)),
-    "check moe-lora": (70, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
+    "fmt --check rules": (85, ("ktc.host", "ktc.compiler", *_MODELS)),
+    "check moe-lora": (85, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
     "import ktc.compiler": (150, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }

@@ -231,6 +231,7 @@ def test_what_gguf_cannot_hold_and_what_is_there_already_is_refused(tmp_path: Pa
     assert code(lambda: export(tmp_path / "adapter", "peft-fused", base)) == "A609"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SINCE_0_19, reason="before 0.19 peft takes such names for what they are, and loses nothing")
 def test_an_export_that_loses_layers_is_caught(tmp_path: Path) -> None:
     """Shared experts among target_modules: peft 0.19 and newer takes them for the routed ones, without an error."""

@@ -363,6 +363,7 @@ def test_packed_int4_that_does_not_add_up_is_refused(tmp_path: Path, change: Cha
 # What the plan says
 
 
+@pytest.mark.slow
 def test_the_plan_tells_what_grows_at_load(tmp_path: Path) -> None:
     model, tensors = twin_of("deepseek_v3", tmp_path)
     stored, _ = in_fp8(tensors)

@@ -351,6 +351,7 @@ def test_an_entry_that_was_not_built_is_named(kernels: KernelLibrary) -> None:
         kernels.kernel("FusedMoe_other")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("avx512_bf16" not in ISAS, reason="this machine has no AVX512-BF16")
 @pytest.mark.usefixtures("optimised")
 def test_the_inner_loop_keeps_its_sums_in_registers(tmp_path: Path) -> None:

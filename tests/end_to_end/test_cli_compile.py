@@ -75,6 +75,7 @@ def test_check_for_a_machine_that_is_too_small_ends_with_three(run: Run, tmp_pat
     assert "SHORT BY" in out
 
 
+@pytest.mark.slow
 def test_check_answers_whether_a_size_of_input_fits(run: Run, tmp_path: Path) -> None:
     (tmp_path / "host.toml").write_text('memory = "4GiB"\ncores = 1\n')
     asked = ("check", "moe-lora", MODEL, "--host", tmp_path / "host.toml", "--length", "256", "--batch", "100000")

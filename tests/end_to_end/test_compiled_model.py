@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 RULES = {"deepseek_v2": "deepseek-v2-lite-lora", "qwen3_moe": "moe-lora"}
 
 
-@pytest.fixture(scope="module", params=["deepseek_v2", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["deepseek_v2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def package(request: pytest.FixtureRequest, compiled_twin: Callable[..., Path]) -> ModuleType:
     out = compiled_twin(f"tiny:{request.param}", RULES[request.param])
     sys.path.insert(0, str(out.parent))

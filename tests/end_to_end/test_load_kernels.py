@@ -126,7 +126,7 @@ def by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return split
 
 
-@pytest.mark.parametrize("style", ["per_expert", "fused"])
+@pytest.mark.parametrize("style", ["per_expert", pytest.param("fused", marks=pytest.mark.slow)])
 def test_loading_holds_the_packed_model_and_one_piece(
     hand_made: ModuleType, scalar_kernel: Any, with_kernels: Path, tmp_path: Path, style: str
 ) -> None:

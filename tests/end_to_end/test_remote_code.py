@@ -144,6 +144,7 @@ def test_code_of_the_model_that_was_altered_is_refused(model: Path, out: Path) -
         path.write_text(text)
 
 
+@pytest.mark.slow
 def test_code_in_a_folder_below_is_sealed_and_its_class_is_taken_whatever_its_name(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(SOURCE, tmp_path / "nested", ignore=shutil.ignore_patterns("__pycache__")))
     (folder / "sub").mkdir()
@@ -176,6 +177,7 @@ def test_code_in_a_folder_below_is_sealed_and_its_class_is_taken_whatever_its_na
         assert "L402" in refusal(lambda: ktc.load(out, trust_remote_code=True))
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_none_leaves_its_block_alone_and_the_rest_compiles(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "orchard_scaled", "scaled")
     options = {"settings": {"device": "cpu"}, "trust_remote_code": True}

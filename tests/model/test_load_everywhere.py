@@ -96,6 +96,7 @@ def test_an_imported_model_tunes_like_the_stock_one_and_its_adapter_runs_there(
     assert torch.allclose(in_a_fresh_process(tmp_path / "adapter", inputs, tmp_path), logits, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_an_adapter_on_shared_experts_and_dense_layers_runs_on_the_stock_model_too(
     on_path: str, checkpoint: Path, tmp_path: Path
 ) -> None:

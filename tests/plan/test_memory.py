@@ -28,8 +28,8 @@ PUBLISHED = {
     "qwen3-235b-a22b": (235e9, 22e9, ("moe-lora", "qwen3-moe-lora", "qwen3-moe-int4-qat")),
     "glm-4.5": (355e9, 32e9, ("moe-lora",)),
 }
-# The quick tests leave the fourth out: it is of grouped-query attention as the third.
-SLOW = ("glm-4.5",)
+# The quick tests take one model with latent and one with grouped-query attention.
+SLOW = ("kimi-k2", "glm-4.5")
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:

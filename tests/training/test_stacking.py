@@ -147,7 +147,7 @@ def assert_alike(ours: StackingTrainer, theirs: StackingTrainer, tolerance: floa
 
 
 @pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_gradients_and_logged_losses_are_those_of_separate_micro_batches(
     package: Callable[[str], Path], tmp_path: Path, family: str, experts: bool
 ) -> None:
@@ -261,7 +261,7 @@ def test_inputs_that_differ_when_asked_for_again_are_not_stacked(
     noisy = trained(package("qwen3_moe"), tmp_path, "auto", neftune_noise_alpha=5.0, max_steps=1)
     assert noisy.stacker.decision is not None
     assert not noisy.stacker.decision.on
-    assert "is not the same" in noisy.stacker.decision.reason
+    assert "differs when it is computed a second time" in noisy.stacker.decision.reason
 
     class Generating(StackingTrainer):
         def _prepare_inputs(self, inputs: Any) -> Any:
