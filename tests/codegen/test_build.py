@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from kernel_layers import FORMS, ISAS, SPECS, spec_of
 from places import ROOT
 from torch import Tensor
@@ -29,6 +30,7 @@ from ktc.codegen.render import KernelSource, render
 from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.packed import PackedExperts
+from ktc.experts.quantised_reference import dequantise, quantise
 from ktc.formats import CODES, FORMATS, WeightFormat
 from ktc.host import Compiler, Host
 from ktc.plan.kernel_spec import KERNELS
@@ -325,6 +327,43 @@ def test_a_kernel_that_is_wrong_in_one_way_of_running_is_not_handed_out(
     monkeypatch.setattr(PackedExperts, "backward", altered)
     with pytest.raises(KtcError, match=f"at 1 tokens its d hidden states has other bits with {how}") as failed:
         build(kernel_source, quick_host, tmp_path / "cache")
+    assert failed.value.diagnostics[0].code == "H225"
+
+
+class Computed(Exception):
+    """The stand-in below was asked to compute: its packed weights were accepted."""
+
+
+class StandInExperts:
+    """Packed experts without a kernel: what it unpacks is the reference's int4, with `flipped` changed in one value."""
+
+    dtype, weight_dtype = torch.bfloat16, torch.float32
+    flipped = 0
+
+    def __init__(self, *_: object) -> None:
+        self.parts: dict[tuple[int, str], Tensor] = {}
+
+    def load(self, expert: int, part: str, values: Tensor) -> None:
+        self.parts[expert, part] = dequantise(*quantise(values, "int4", 32), 32)
+
+    def unpack(self, expert: int, part: str, _: tuple[int, ...]) -> Tensor:
+        packed = self.parts[expert, part].clone()
+        packed.view(torch.int16)[-1, -1] ^= self.flipped
+        return packed
+
+    def forward(self, *_: object, **__: object) -> None:
+        raise Computed
+
+
+def test_a_kernel_that_packs_one_other_bit_is_refused_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of("scalar", codes=("int4", 32))
+    kernel = KernelLibrary(Path("none.so"), "", ((spec.entry, "bf16"),)).kernel(spec.entry)
+    monkeypatch.setattr(self_test, "PackedExperts", StandInExperts)
+    with pytest.raises(Computed):
+        self_test.self_test(kernel, spec)
+    monkeypatch.setattr(StandInExperts, "flipped", 1)
+    with pytest.raises(KtcError, match="packs other weights than its reference") as failed:
+        self_test.self_test(kernel, spec)
     assert failed.value.diagnostics[0].code == "H225"
 
 

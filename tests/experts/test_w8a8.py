@@ -242,3 +242,13 @@ def test_rows_are_quantised_to_the_scale_of_their_largest() -> None:
     assert scales[:, 0].tolist()[:2] == [torch.tensor(2 / 127).item(), 0.0]
     assert scales[2].isnan().all()
     assert scales[3] == 0
+
+
+@pytest.mark.parametrize("exponent", [-20, -100])
+def test_small_rows_keep_their_values(exponent: int) -> None:
+    row = torch.tensor([[0.3, -1.0, 0.5, 0.0]])
+    codes, scales = quantise_rows(row)
+    small_codes, small_scales = quantise_rows(row * 2.0**exponent)
+    assert codes.any()
+    assert torch.equal(small_codes, codes)
+    assert torch.equal(small_scales, scales * 2.0**exponent)

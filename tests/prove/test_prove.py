@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,7 +17,7 @@ from ktc.experts.form import Activation, ExpertsForm
 from ktc.experts.module import FusedMoe
 from ktc.graph import ops
 from ktc.graph.typed import input_of, nodes_of
-from ktc.prove import compare, prove
+from ktc.prove import Proof, compare, prove
 from ktc.prove.compare import TOLERANCE, Call, InDouble, relative_error
 from ktc.prove.run import bind, record_calls, signature
 from ktc.rewrite import apply, rewrite
@@ -155,6 +156,15 @@ def test_a_wrong_pass_stops_the_compilation(monkeypatch: pytest.MonkeyPatch) -> 
     assert "DeepseekV2Moe" in problem.message
     assert problem.span is not None
     assert failed.value.exit_code == 1
+
+
+@pytest.mark.parametrize("wrong", [2 * TOLERANCE, float("inf"), float("nan")])
+def test_a_right_output_with_one_wrong_gradient_does_not_hold(wrong: float) -> None:
+    right = Proof("moe", "mlp", ("lora",), 0.0, {"hidden_states": TOLERANCE, "gate.weight": 0.0}, ((1, 4),), 0)
+    assert right.holds
+    proof = replace(right, gradients={"hidden_states": 0.0, "gate.weight": wrong})
+    assert not proof.holds
+    assert proof.to_json()["holds"] is False
 
 
 def test_errors_of_nothing_and_of_not_a_number_do_not_pass() -> None:
