@@ -257,3 +257,11 @@ def test_an_unmet_requirement_of_any_form_shows_the_facts_it_asked_for(tmp_path:
         )
     assert refused.value.diagnostics[0].code == "M063"
     assert " is `" in refused.value.diagnostics[0].label
+
+
+def test_a_requirement_that_is_neither_true_nor_false_is_not_met(tmp_path: Path) -> None:
+    program = rules("require gpu.memory > 1GiB\nrule a { match moe.block => cpu_moe() }", tmp_path)
+    with pytest.raises(InputRefused) as refused:
+        match(captured("qwen3_moe"), program, CPU)  # it has no GPU, so no memory to compare
+    (problem,) = refused.value.diagnostics
+    assert (problem.code, problem.label) == ("M063", "`gpu.memory` is `None`")

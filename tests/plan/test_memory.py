@@ -19,6 +19,8 @@ from ktc.host import Gpu
 from ktc.link.adapter import adapter_json
 from ktc.match import match
 from ktc.plan import MemoryPlan, Point, make_plan
+from ktc.plan.memory import over_budget
+from ktc.plan.types import DeviceMemory
 
 BIG = replace(CPU, memory=1536 << 30, gpus=(Gpu("a", 80 << 30),), cores=64, threads=64)
 # Published: parameters in all, active per token (GLM-4.5's makers leave the head out); programs that fit the model.
@@ -129,3 +131,11 @@ def test_an_input_that_does_not_fit_is_told_with_the_largest_that_does(tmp_path:
     use = plan.memory.workloads[-1]
     assert use.longest > 0
     assert f"length {use.longest} at batch 1" in problem.hint
+
+
+def test_a_device_has_to_hold_its_adapter_as_well_when_training() -> None:
+    held = MemoryPlan(0, 0, (DeviceMemory("cpu", 3 << 30, {"experts": 2 << 30}, 2 << 30),), (), ())
+    (problem,) = over_budget(held, "train", Point())
+    assert problem.code == "M070"
+    assert "2.0 GiB of weights and 2.0 GiB for its adapter on `cpu`" in problem.message
+    assert over_budget(held, "infer", Point()) == ()

@@ -10,14 +10,16 @@ from families import captured, config_of, forward_seen, planned, rules
 from torch import fx
 
 from ktc import dsl, twin
+from ktc.capture import BlockSite, ExpertList
 from ktc.capture.export import main_output
+from ktc.checkpoint import WeightSource
 from ktc.experts.module import FusedMoe
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of, tensor_of
 from ktc.model.realise import realise
 from ktc.plan import BlockRewrite
 from ktc.prove.run import bind, load_experts
-from ktc.rewrite import RewrittenBlock, recipe, rewrite, rewrite_block
+from ktc.rewrite import RewrittenBlock, recipe, rewrite, rewrite_block, stack_rows
 
 
 def rewritten(family: str, dtype: torch.dtype = torch.bfloat16) -> tuple[RewrittenBlock, ...]:
@@ -112,3 +114,25 @@ def test_the_recipe_names_every_rewritten_module_of_every_layer() -> None:
     assert experts.kernel == plan.kernels[0].entry
     assert experts.args["top_k"] == 4
     assert experts.device == "cpu"
+
+
+def test_a_linear_says_by_which_entry_of_the_library_it_is_computed(tmp_path: Path) -> None:
+    model = captured("qwen3_moe")
+    _, plan = planned(model, rules('rule decode { match linear at "**.self_attn.*" => kt_linear(gemv) }', tmp_path))
+    linears = [node for block in rewrite(model, plan) for node in named(block.graph, "kt_linear")]
+    assert linears
+    assert {node.meta["kernel"] for node in linears} == {kernel.entry for kernel in plan.kernels}
+
+
+@pytest.mark.parametrize(("form", "stack"), [("silu", "gate_up_proj"), ("relu2 ungated", "up_proj")])
+def test_the_up_matrices_of_a_list_are_stacked_with_the_gate_only_where_there_is_one(form: str, stack: str) -> None:
+    experts = ExpertList("experts", 2, 64, 48, form, {"up": "w3.weight", "down": "w2.weight"})
+    sites = (BlockSite("model.layers.0.mlp", 0, "mlp_0"),)
+    block = RewrittenBlock(BlockRewrite("x", "mlp_0", sites, (), "cpu", {}), fx.GraphModule({}, fx.Graph()), experts)
+    names = [f"model.layers.0.mlp.experts.1.{name}.weight" for name in ("w3", "w2", "w9")]
+    rows = [WeightSource(name, None, None, name, "model.safetensors", "BF16", (48, 64)) for name in names]
+    assert [(row.target, row.expert, row.part) for row in stack_rows(rows, [block])] == [
+        (f"model.layers.0.mlp.experts.{stack}", 1, "up"),
+        ("model.layers.0.mlp.experts.down_proj", 1, "down"),
+        (names[2], None, None),
+    ]
