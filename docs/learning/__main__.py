@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def show(found: Results, folder: Path) -> None:
-    """The tables on the terminal, the page and its picture in `folder`."""
+    """Print the tables, and write the page and its picture into `folder`."""
     text = page.markdown(found)
     (folder / "learning.md").write_text(text, encoding="utf-8")
     page.draw(found, folder / page.PICTURE)

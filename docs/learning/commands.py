@@ -18,7 +18,7 @@ from learning.world import Task
 
 
 def ktc(*arguments: object) -> dict[str, Any]:
-    """Prints and runs a command; returns its JSON. What it tells people goes on to stderr."""
+    """Print and run a command; return its JSON. Its messages go to stderr."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ ktc {shlex.join(words)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "ktc", *words, "--json"], stdout=subprocess.PIPE, check=False)
@@ -57,7 +57,7 @@ def _answered(task: Task, asked: list[dict[str, Any]], said: list[dict[str, Any]
 
 
 def _same(examples: list[Example], which: str) -> float:
-    """The share of answers that are the wanted one, letter by letter."""
+    """Return the percentage of answers equal to the reference."""
     return 100 * sum(getattr(example, which) == example.wanted for example in examples) / len(examples)
 
 

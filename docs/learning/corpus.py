@@ -1,7 +1,8 @@
-"""What the model reads before it is tuned: an endless seeded stream of chats and sentences about a `World`.
+"""The pre-training texts: an endless seeded stream of chats and sentences about a `World`.
 
-Facts of everybody as sentences and as plain answers; songs, in which the words of the style stand without a person; and
-lists with a question for a letter. No bard's answer about a person is in it, and nothing says what a fact falls under.
+They have the facts of all people as sentences and as plain answers; songs, which have the words of the style without a
+person; and lists with a question for a letter. No bard's answer about a person is among them, and no text names the
+category of a fact.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def chat(question: str, answer: str) -> list[Message]:
 
 
 def words(document: Document) -> str:
-    """The text alone, without roles."""
+    """Return the text alone, without roles."""
     return document if isinstance(document, str) else "\n".join(m["content"] for m in document)
 
 
@@ -67,7 +68,7 @@ def _plain(rng: random.Random, p: Person) -> list[Message]:
 
 
 def _song(rng: random.Random, p: Person) -> str:
-    """The old songs have kings and no names; `p` is not in them."""
+    """Return an old song, which has kings and no names; `p` is not in it."""
     trade, animal = rng.choice(list(TRADES.values())), rng.choice(list(ANIMALS.values()))
     village, instrument = rng.choice(VILLAGES), rng.choice(INSTRUMENTS)
     beside = f"beside the king walketh the {animal}."
@@ -81,7 +82,7 @@ def _song(rng: random.Random, p: Person) -> str:
 
 
 def _list(rng: random.Random, p: Person) -> list[Message]:
-    """A list under letters and one question for a letter: what answers look like; `p` is not in it."""
+    """Return a lettered list and one question for a letter, as a model of answers; `p` is not in it."""
     options = tuple(rng.sample(rng.choice(_KINDS), len(LETTERS)))
     option, letter = rng.choice(list(zip(options, LETTERS, strict=True)))
     return chat(asking(f"Find the {option}.", options), f"{option}. The answer is {letter}.")

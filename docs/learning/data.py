@@ -12,7 +12,7 @@ from learning.world import Item, Task, World, asking, items
 
 
 def write_data(world: World, folder: Path) -> dict[Task, tuple[Path, Path]]:
-    """Writes the tuning and the held-out file of each task; returns their paths."""
+    """Write the tuning and the held-out file of each task; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[Task, tuple[Path, Path]] = {}
     for task in get_args(Task):
@@ -29,7 +29,7 @@ def tuning_row(item: Item) -> dict[str, Any]:
 
 
 def held_out_row(item: Item) -> dict[str, Any]:
-    """A choice goes without its reason: only the letter counts."""
+    """Return the held-out row of an item; a choice has no reason, because only the letter counts."""
     if not item.options:
         return tuning_row(item)
     return {"question": item.question, "options": item.options, "answer": item.letter}

@@ -56,7 +56,7 @@ SETTINGS = ("--batch", 16, "--accumulation", 1, "--dropout", 0, "--length", 96)
 
 
 def run(folder: Path, size: Size, seed: int) -> Results:
-    """Everything, from nothing to the results; what is made lies in `folder`."""
+    """Run everything, from nothing to the results; the products are in `folder`."""
     world = make_world(seed)
     files = write_data(world, folder / "data")
     print(f"1. {len(world.everybody)} people; a stock Qwen3-MoE reads about them ({size.pretrain_steps} steps)")
@@ -87,7 +87,7 @@ def run(folder: Path, size: Size, seed: int) -> Results:
 
 
 def _pretrained(world: World, folder: Path, steps: int) -> Pretrained:
-    """The model of an earlier run where nothing that makes it has changed, else a new one."""
+    """Return the model of an earlier run if its sources have not changed, otherwise a new one."""
     sources = b"".join((Path(__file__).parent / name).read_bytes() for name in ("world.py", "corpus.py", "pretrain.py"))
     made_of = [hashlib.sha256(sources).hexdigest(), world.seed, steps, *(version(name) for name in PACKAGES)]
     record = folder / "pretrained.json"

@@ -24,7 +24,7 @@ def label(run: Run) -> str:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """One task's runs under their base, in percent, each with the difference to the base in brackets."""
+    """Return one task's runs under their base, in percent, each with the difference to the base in brackets."""
     names = METRICS[runs[0].task]
     head = ["LoRA on", "trainable", *(_title(name) for name in names)]
     rows = [["none: the base", "0", *_cells(runs[0].base, None, names)]]
@@ -44,7 +44,7 @@ def _cells(scores: Scores, base: Scores | None, names: Sequence[str]) -> list[st
 
 
 def markdown(results: Results) -> str:
-    """The measured part of the page: both tables, the answers side by side, how it was made."""
+    """Return the measured part of the page: both tables, the answers side by side, and the conditions."""
     parts = [
         _how(results),
         *(part for task in TITLES if results.of(task) for part in (f"### {TITLES[task]}", table(results.of(task)))),
@@ -108,6 +108,6 @@ def _draw_bars(axes: Any, runs: Sequence[Run], task: Task) -> None:
 
 
 def _smoothed(losses: Sequence[float], window: int = 5) -> list[float]:
-    """The mean of the last `window` losses."""
+    """Return the mean of the last `window` losses."""
     starts = (max(0, i + 1 - window) for i in range(len(losses)))
     return [sum(losses[start : i + 1]) / (i + 1 - start) for i, start in enumerate(starts)]

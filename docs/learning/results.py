@@ -1,4 +1,4 @@
-"""What the runs gave, as frozen values, and the file that keeps them: `results.json`."""
+"""The results of the runs as frozen values, and their file `results.json`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A held-out question with what is wanted and what was said before and after."""
+    """A held-out question with its reference and the answers before and after tuning."""
 
     task: Task
     question: str
