@@ -287,6 +287,19 @@ def test_a_loss_in_chunks_is_the_stock_loss(num_items: Any, rows_at_once: int) -
     assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize(
+    ("settings", "own_loss", "whole"),
+    [({}, None, False), ({"label_smoothing_factor": 0.1}, None, True), ({}, lambda *_, **__: None, True)],
+    ids=["stock", "label smoothing", "a loss function"],
+)
+def test_a_loss_that_is_not_the_models_own_gets_whole_logits(
+    package: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any], own_loss: Any, whole: bool
+) -> None:
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **settings)
+    trainer = Trainer(peft_model(package("qwen3_moe")), args, compute_loss_func=own_loss)
+    assert bool(chunked_loss_module.reason_for_whole_logits(trainer)) == whole
+
+
 def test_the_head_never_sees_more_tokens_than_a_chunk_has(
     package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
