@@ -2,7 +2,7 @@
 
     rules --dsl--> RuleSet -----------------------+
     model --capture--> CapturedModel --match--> Matches --plan--> Plan --rewrite--> graphs --prove--> proofs
-                                                 Plan's KernelSpecs --render--> source --build--> library --link--> OUT
+                                                     Plan's kernels --render--> source --build--> library --link--> OUT
 
 Data flows one way. Every stage is a function from frozen value to frozen value and raises `KtcError` with everything
 that it found. Each finished stage is reported to `observe(stage, value)`.
