@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ktc.capture.cache import measure_cache
 from ktc.capture.canonical import NoExperts
+from ktc.capture.experts_block import more_than_experts
 from ktc.capture.export import export_block
 from ktc.capture.forms import UNSUPPORTED
 from ktc.capture.length import left_alone
@@ -142,8 +143,8 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and keeps the reason
         return BlockGraph(key, name, None, no_experts or f"{type(error).__name__}: {first_line(error)}")
     experts = [node for node in nodes_of(graph) if node.target is ops.experts]
-    if any(node.meta.get("fqn") == "" for node in experts):
-        return BlockGraph(key, name, None, "experts that are a block of their own, beside their router, are left alone")
+    if any(node.meta.get("fqn") == "" for node in experts) and (more := more_than_experts(graph)):
+        return BlockGraph(key, name, None, more)
     forms = [str(node.args[5]) for node in experts]
     unsupported = next((form for form in forms if form.startswith(UNSUPPORTED)), None)
     return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph)

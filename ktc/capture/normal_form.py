@@ -81,7 +81,7 @@ def _copied(node: fx.Node) -> fx.Node:
 # rms_norm ------------------------------------------------------------------------------------------------------------
 def _fold_rms_norm(graph_module: fx.GraphModule) -> None:
     """Fold x * rsqrt(mean(x^2) + eps), the casts around it, and the multiplication by the weight."""
-    for rsqrt in [n for n in nodes_of(graph_module) if ops.name_of(n) == "rsqrt"]:
+    for rsqrt in [n for n in nodes_of(graph_module) if _is_reciprocal_root(n)]:
         found = _rms_norm_region(rsqrt)
         if found is None:
             continue
@@ -114,6 +114,10 @@ def _rms_norm_region(rsqrt: fx.Node) -> tuple[set[fx.Node], fx.Node, fx.Node, fl
         region |= {user, *(n for n in user.all_input_nodes if _is_weight(n) and n.op != "get_attr")}
         result = user
     return region, value, result, eps
+
+
+def _is_reciprocal_root(node: fx.Node) -> bool:
+    return ops.name_of(node) == "rsqrt" or (ops.name_of(node) == "pow" and node.args[1] == -0.5)
 
 
 def _is_square(node: fx.Node) -> bool:

@@ -54,7 +54,7 @@ def dump_stage(
 
 
 def _module_rules(blocks: Sequence[RewrittenBlock]) -> dict[str, str]:
-    return {f"{site.fqn}.{a.fqn}": a.rule for b in blocks for site in b.rewrite.sites for a in b.rewrite.actions}
+    return {a.at(site.fqn): a.rule for b in blocks for site in b.rewrite.sites for a in b.rewrite.actions}
 
 
 def _blocks(

@@ -45,11 +45,11 @@ def _of_rewrite(rewrite: BlockRewrite, claims: Sequence[Claim], lora: LoraPlan |
     for actions in groups.values():
         names = [a.fqn for a in actions]
         tail = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
-        what = f"{collapse([site.fqn for site in rewrite.sites])}.{tail}"
+        what = f"{collapse([site.fqn for site in rewrite.sites])}.{tail}".rstrip(".")
         yield Reason(what, _of_action(actions[0], rewrite, host))
         target, spec = actions[0].target, actions[0].kernel
         if lora is not None and isinstance(target, CpuMoe) and isinstance(spec, KernelSpec):
-            path = f"{rewrite.sites[0].fqn}.{actions[0].fqn}"
+            path = actions[0].at(rewrite.sites[0].fqn)
             yield from (Reason(what, why) for why in _of_training(spec, target, path, claims, lora))
 
 

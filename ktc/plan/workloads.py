@@ -214,12 +214,12 @@ def _of_block(
     slots: Slots | None = None
     for action in rewrite.actions if rewrite is not None else ():
         if isinstance(action.target, LoraLinear) and rewrite is not None and lora is not None:
-            path = f"{rewrite.sites[0].fqn}.{action.fqn}"
+            path = action.at(rewrite.sites[0].fqn)
             # A GPU keeps a dropout mask as bytes, a CPU as numbers.
             mask = 0 if lora.lora_dropout == 0 else 1 if rewrite.device != "cpu" else max(4, item)
             adapters[action.node] = Adapter(lora.rank_pattern.get(path, lora.r), max(4, item), mask)
         elif isinstance(action.target, CpuMoe) and isinstance(action.kernel, KernelSpec):
-            ranks = (0, 0) if lora is None or rewrite is None else _ranks(f"{rewrite.sites[0].fqn}.{action.fqn}", lora)
+            ranks = (0, 0) if lora is None or rewrite is None else _ranks(action.at(rewrite.sites[0].fqn), lora)
             keep, threads = action.target.activations == "keep", action.target.num_threads(host)
             slots = slots_of(action.kernel, keep=keep, ranks=ranks, threads=threads)
     found = footprint(graph, adapters, hidden)

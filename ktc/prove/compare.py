@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ktc.capture.export import flatten_call, main_output
 from ktc.experts.module import FusedMoe
 from ktc.graph.typed import input_names, named_modules
+from ktc.targets.module_target import ITSELF
 
 # Witnesses run in fp32 and routers cast to fp32 themselves; measured errors of correct rewrites stay below 1e-6, those
 # of wrong ones (tests/prove/test_prove.py) above 1e-3.
@@ -134,14 +135,17 @@ def _run(
     inputs = {**dict(zip(names, tensors, strict=True)), "hidden_states": hidden}
     module = original if use_original else rewritten
     frozen = {name for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)}
+    itself = ITSELF in frozen  # then the routing weights are an input
+    if itself:
+        inputs = {n: t if not t.is_floating_point() else t.detach().requires_grad_(True) for n, t in inputs.items()}
     # A router's correction bias may be a parameter that its own code never trains.
     parameters = {
         name: p
         for name, p in module.named_parameters()
-        if p.requires_grad and not any(name.startswith(f + ".") for f in frozen)
+        if p.requires_grad and not any(itself or name.startswith(f + ".") for f in frozen)
     }
     # A list of experts is not called, so there only the router's own gradients cover the routing weights.
-    called = {name for name in frozen if not isinstance(original.get_submodule(name), nn.ModuleList)}
+    called = {n for n in frozen if n != ITSELF and not isinstance(original.get_submodule(n), nn.ModuleList)}
     with _routing_weights(module, called) as routing:
         if use_original:
             args, kwargs = rebuild([inputs[n] for n in names])
@@ -149,7 +153,8 @@ def _run(
         else:
             output = main_output(module(*(inputs[name] for name in input_names(rewritten))))
     direction = torch.randn(output.shape, generator=generator).to(output.dtype)
-    wanted = {"hidden_states": hidden, **{f"routing_weights of {n}": w for n, w in routing.items()}, **parameters}
+    given = {name: t for name, t in inputs.items() if t.requires_grad}
+    wanted = {**given, **{f"routing_weights of {n}": w for n, w in routing.items()}, **parameters}
     gradients = torch.autograd.grad(output, list(wanted.values()), direction, allow_unused=True)
     return {"output": output.detach(), **dict(zip(wanted, gradients, strict=True))}
 

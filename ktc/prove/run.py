@@ -27,6 +27,7 @@ from ktc.model.graph_block import ExpertStack, stacked_experts
 from ktc.plan import BlockRewrite
 from ktc.prove.compare import Call, InDouble, Proof, compare
 from ktc.rewrite import RewrittenBlock, rewrite_block
+from ktc.targets.module_target import replaced
 
 SEED = 20260
 # One token; an odd length; more tokens than experts times groups, so that every routing decision is exercised.
@@ -179,7 +180,7 @@ def bind(graph: fx.GraphModule, original: nn.Module, experts: ExpertList | None 
             sizes = (module.num_experts, module.hidden, module.intermediate, module.top_k)
             dtype = next(p.dtype for p in original.parameters() if p.is_floating_point())
             replacement = FusedMoe(*sizes, str(module.form), dtype=dtype)
-            load_experts(replacement, original.get_submodule(name), experts)
+            load_experts(replacement, replaced(original, name), experts)
             graph.set_submodule(name, replacement)
     tensors = {**dict(original.named_parameters()), **dict(original.named_buffers())}
     for name in [n for n, _ in [*graph.named_parameters(), *graph.named_buffers()] if n in tensors]:

@@ -10,7 +10,7 @@ from ktc.host import Host
 from ktc.model.manifest import Rewrite
 from ktc.plan import Plan
 from ktc.rewrite.apply import RewrittenBlock
-from ktc.targets.module_target import ModuleTarget, carriers
+from ktc.targets.module_target import ModuleTarget, carriers, place_of
 from ktc.targets.target import NodeAction
 
 
@@ -23,9 +23,8 @@ def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...
             if block.experts is not None:
                 rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
             for action in carriers(block.rewrite.actions):
-                fqn = f"{site.fqn}.{action.fqn}"
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
-                rows.append((site.layer, _row(action, fqn, device, nodes[action.fqn], plan.host)))
+                rows.append((site.layer, _row(action, action.at(site.fqn), device, nodes[place_of(action)], plan.host)))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 

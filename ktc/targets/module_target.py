@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ktc.host import Host
 
 Arguments = dict[str, int | str]
+ITSELF = "itself"  # in the graph of a block that is replaced as a whole, the module that replaces it
 
 
 class WrongModule(ValueError):
@@ -72,9 +73,9 @@ class ModuleTarget(Target):
         """Put a call of the module in the place of `node`; the call names the rules of all actions on the node."""
         from ktc.graph import ops
 
-        graph.set_submodule(action.fqn, self.put(graph, node, action))
+        graph.set_submodule(place_of(action), self.put(graph, node, action))
         with graph.graph.inserting_before(node):
-            call = graph.graph.call_module(action.fqn, node.args[: self.operands])
+            call = graph.graph.call_module(place_of(action), node.args[: self.operands])
         together = (action, *others)
         call.meta = {**node.meta, "op": self.name, "attributes": ops.attributes(node), "fqn": action.fqn}
         call.meta |= {
@@ -85,6 +86,16 @@ class ModuleTarget(Target):
             call.meta["kernel"] = kernel
         node.replace_all_uses_with(call)
         graph.graph.erase_node(node)
+
+
+def place_of(action: NodeAction) -> str:
+    """Return the name of the action's module in the rewritten graph, which cannot put a module at itself."""
+    return action.fqn or ITSELF
+
+
+def replaced(block: nn.Module, place: str) -> nn.Module:
+    """Return the stock module of `block` that the module at `place` of the rewritten graph replaces."""
+    return block if place == ITSELF else block.get_submodule(place)
 
 
 def carriers(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:

@@ -100,7 +100,8 @@ class Prefill:
 class NodeAction:
     """One rewrite of one node of a block's graph. `fqn` is the module it becomes, relative to the block.
 
-    A node with a kernel and an adapter has two. `kernel` is what the plan chose, None where PyTorch runs it.
+    `fqn` is empty where the block is that module: experts beside their router, called by the layer itself. A node with
+    a kernel and an adapter has two. `kernel` is what the plan chose, None where PyTorch runs it.
     """
 
     node: str
@@ -110,6 +111,10 @@ class NodeAction:
     span: Span
     kernel: Spec | None = None
     prefill: Prefill | None = None
+
+    def at(self, site: str) -> str:
+        """Return the FQN of the module in the model, for the block at `site`."""
+        return f"{site}.{self.fqn}".rstrip(".")
 
 
 class Block(Protocol):

@@ -108,7 +108,8 @@ def _write_checkpoint(name: str, folder: Path) -> None:
     tokenizer = _train_tokenizer()
     settings = _FAMILIES.get(name)
     config = shrink(default_config(name) if settings is None else AutoConfig.for_model(name, **settings))
-    config.vocab_size = len(tokenizer)
+    for setting in [name for name in config.to_dict() if name.startswith("vocab_size")]:
+        setattr(config, setting, len(tokenizer))  # a model may have a second table, such as one for its layers
     config.pad_token_id, config.bos_token_id, config.eos_token_id = (
         tokenizer.pad_token_id,
         tokenizer.bos_token_id,
