@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -44,7 +45,7 @@ def _library() -> torch.library.Library:
     )
     library.define(
         "sdpa(Tensor q, Tensor k, Tensor v, float scale, bool causal, int window, Tensor? sinks, "
-        "Tensor? mask) -> Tensor"
+        "Tensor? mask, float? softcap, Tensor? bias) -> Tensor"
     )
     library.impl("experts", _experts_on_meta, "Meta")
     library.impl("sdpa", _sdpa_on_meta, "Meta")
@@ -104,24 +105,31 @@ def _code_of(module: nn.Module) -> object:
 def _capture_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, s_aux: Tensor | None = None,
-    is_causal: bool | None = None, softcap: float | None = None, **more: Any,
+    is_causal: bool | None = None, softcap: float | None = None, position_bias: Tensor | None = None,
+    sinks: Tensor | None = None, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    if softcap is not None:
-        raise UnsupportedAttention("attention scores with a soft cap are not supported in this version")
-    if attention_mask is not None and not _masks_are_given.get():
+    if attention_mask is not None and not _masks_are_given.get() and _takes_mask(module):
         raise UnsupportedAttention("attention that computes a mask of its own is not supported in this version")
     for name, given in more.items():
-        # An explicit mask alone determines what is attended to: the indices are for other kernels. Scores and sinks
+        # An explicit mask alone determines what is attended to: the indices are for other kernels. Unknown scores
         # remain part of the computation.
         counts = isinstance(given, Tensor) and (attention_mask is None or given.is_floating_point())
         if counts and name not in _UNUSED:
             raise UnsupportedAttention(f"attention whose core is given `{name}` is not supported in this version")
+    if s_aux is not None and sinks is not None:
+        raise UnsupportedAttention("attention whose core is given both `s_aux` and `sinks` is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = -1 if sliding_window is None else int(sliding_window)
     window = window if attention_mask is None else -1  # the mask includes the window
-    operands = query, key, value, float(scale), causal, window, s_aux, attention_mask
+    kept = s_aux if sinks is None else sinks
+    operands = query, key, value, float(scale), causal, window, kept, attention_mask, softcap, position_bias
     return torch.ops.ktc_capture.sdpa(*operands), None
+
+
+def _takes_mask(module: nn.Module) -> bool:
+    """Return whether the caller may give `module` a mask; otherwise the mask that it computes is the whole mask."""
+    return any("mask" in name for name in signature(type(module).forward).parameters)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +84,18 @@ def _run(
             calls.setdefault(fqn, (args, kwargs))
             try:
                 return _run_block(block, original, args, kwargs)
-            except Exception as error:  # noqa: BLE001 - a foreign block that raises is opaque, with the message
-                masked = _with_mask(model, args, kwargs)
+            except Exception as raised:  # noqa: BLE001 - a foreign block that raises is opaque, with the message
+                reason, masked = raised, _with_mask(model, args, kwargs)
                 if masked is not None:
-                    with suppress(Exception), masks_given():
-                        result = original(*args, **masked)
+                    try:
+                        with masks_given():
+                            result = original(*args, **masked)
+                    except Exception as with_mask:  # noqa: BLE001 - as above; stock code always has the mask here
+                        reason = with_mask
+                    else:
                         calls[fqn] = args, masked
                         return result
-                failed[fqn] = _reason(error)
+                failed[fqn] = _reason(reason)
                 hidden = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
                 stand_in = torch.empty_like(hidden)
                 return (stand_in, None) if returns_tuple(fqn) else stand_in

@@ -18,6 +18,8 @@ from ktc.graph.typed import nodes_of
 Kind = Literal["experts", "attention", "linear attention", "dense"]
 
 _SCORES = ("softmax", "sigmoid", "softplus", "relu", "tanh", "exp")
+# Options of an attention core, in words.
+_CORE = (("sinks", "sinks"), ("mask", "own mask"), ("softcap", "soft cap"), ("bias", "position bias"))
 _MIXERS = re.compile(r"attn|attention|mixer|mamba|ssm|conv|delta|recurrent|retention", re.IGNORECASE)
 
 
@@ -70,12 +72,12 @@ def shared_words(experts: fx.Node, beside: Sequence[str]) -> str:
 
 
 def attention_words(graph: fx.GraphModule, latent: bool) -> str:
-    """Return `gqa`, `mha` or `mqa` by the heads of the core, or `mla`; with a sliding window or sinks in brackets."""
+    """Return `gqa`, `mha` or `mqa` by the heads of the core, or `mla`; with the options of the core in brackets."""
     core = next(node for node in nodes_of(graph) if ops.operator(node) == "sdpa")
     heads, kv_heads = (int(ops.shape_of(operand)[1]) for operand in core.args[:2])
     kind = "mla" if latent else "mha" if heads == kv_heads else "mqa" if kv_heads == 1 else "gqa"
     about = ops.attributes(core)
-    words = ["sliding"] * (int(about["window"]) >= 0) + ["sinks"] * bool(about["sinks"])
+    words = ["sliding"] * (int(about["window"]) >= 0) + [words for name, words in _CORE if about[name]]
     return f"{kind} ({', '.join(words)})" if words else kind
 
 

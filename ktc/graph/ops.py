@@ -55,6 +55,8 @@ _OPERANDS = {
     "linear": 1, "rms_norm": 1, "layer_norm": 1, "softmax": 1, "topk": 1, "sum": 1, "max": 1, "mean": 1, "split": 1,
     "masked_fill": 2, "experts": 3, "sdpa": 3, "rope": 1, "zeros_like": 1, "full_like": 1, "slice": 1,
 }  # fmt: skip
+# Optional arguments of `sdpa`; the attributes of these names are whether they are given.
+_SDPA_OPTIONS = ("sinks", "mask", "softcap", "bias")
 
 
 def experts(
@@ -72,12 +74,14 @@ def experts(
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int,
     sinks: Tensor | None = None, mask: Tensor | None = None,
+    softcap: float | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention: query (b, h, s, d), key and value (b, h_kv, s, d) -> (b, s, h, d_v).
 
     Positions attend to themselves and, if `causal`, to earlier positions, at most `window` back; `window` < 0 is
-    unlimited. `sinks` (h,) are additional scores in every softmax, without a value. A `mask` (b, 1 or h, s, s), bool or
-    added to the scores, replaces `causal` and `window`.
+    unlimited. A `mask` (b, 1 or h, s, s), bool or added to the scores, replaces `causal` and `window`. A `softcap`
+    bounds the scaled scores by tanh; then `bias` (b, h, s, s) is added; then the mask applies. `sinks`, (h,) or
+    (b, h, s, 1), are additional scores in every softmax, without a value.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -89,21 +93,28 @@ def sdpa(
         allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if window >= 0:
             allowed = allowed & (distance < window)
-    if sinks is None:
+    if sinks is None and softcap is None and bias is None:
         attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)
     else:
-        attended = _attend_with_sinks(query, key, value, scale, allowed, sinks)
+        scores = query @ key.transpose(2, 3) * scale
+        attended = _weights_of(scores, allowed, sinks, softcap, bias) @ value
     return attended.transpose(1, 2)
 
 
-def _attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, allowed: Tensor | None, sinks: Tensor
+def _weights_of(
+    scores: Tensor, allowed: Tensor | None, sinks: Tensor | None, softcap: float | None, bias: Tensor | None
 ) -> Tensor:
-    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -math.inf) if allowed.dtype == torch.bool else scores + allowed
-    sink = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1] @ value
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    sinks = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks
+    sink = sinks.to(scores.dtype).expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
 
 
 def transfer(value: Tensor, device: str) -> Tensor:
@@ -226,7 +237,7 @@ _ATTRIBUTES: dict[str, Callable[[fx.Node], dict[str, Any]]] = {
     "topk": lambda n: {"k": argument(n, "k")},
     "sdpa": lambda n: {
         **dict(zip(("scale", "causal", "window"), n.args[3:6], strict=True)),
-        **{name: n.args[place] is not None for name, place in (("sinks", 6), ("mask", 7))},
+        **{name: value is not None for name, value in zip(_SDPA_OPTIONS, n.args[6:], strict=True)},
     },
     "rms_norm": lambda n: {"eps": n.meta.get("eps", argument(n, "eps", 0.0))},
     "masked_fill": lambda n: {"value": argument(n, "value", -math.inf)},

@@ -30,6 +30,8 @@ KINDS = {
     "gqa": ("q", "k", "v", "o"),
     "mla": ("q_a", "q", "kv_a", "kv_b", "o"),
     "fused_qkv": ("qkv", "o"),
+    "shared_kv": ("q_a", "q", "k", "v", "o"),
+    "convolved_kv": ("q", "k", "v", "o"),
     "projected": ("q", "k", "v", "o"),
 }
 OPERANDS = {"q": (0,), "k": (1,), "v": (2,), "qkv": (0, 1, 2), "kv_b": (1, 2), "q_a": (0,), "kv_a": (1, 2)}
