@@ -139,6 +139,13 @@ def usable_threads() -> int:
     return max(1, min(cpus, _cgroup_cpus() or cpus))
 
 
+def available_memory() -> int:
+    """Return the bytes that new processes can use: free memory and caches, at most the limit of the container."""
+    lines = (line.split() for line in _read("/proc/meminfo").splitlines())
+    free = next((int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:"), _physical_memory())
+    return min(free, _cgroup_memory() or free)
+
+
 def cpu_name() -> str:
     """Return Linux's name of the processor, otherwise the architecture."""
     found = re.search(r"^model name\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)

@@ -4,7 +4,8 @@ Input: names of families, by default all of transformers. Output: one `Family` p
 """
 
 from ktc.census.markdown import markdown
+from ktc.census.processes import default_jobs, examine_all
 from ktc.census.run import examine
 from ktc.census.types import BlockProof, Census, Family
 
-__all__ = ["BlockProof", "Census", "Family", "examine", "markdown"]
+__all__ = ["BlockProof", "Census", "Family", "default_jobs", "examine", "examine_all", "markdown"]

@@ -49,7 +49,8 @@ def _head(census: Census, day: date) -> Iterator[str]:
     yield (
         f"{counts['families']} families: {counts['matched']} with their experts rewritten, {counts['proven']} of them "
         f"proven,\n{counts['routing']} with the routing recognised, {counts['attention']} with all their softmax "
-        f"attention recognised, {counts['wrong']} wrong."
+        f"attention recognised, {counts['wrong']} wrong.\n"
+        f"It took {census.seconds / 60:.0f} minutes, {census.jobs} families at a time."
     )
     yield ""
 

@@ -108,11 +108,16 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """The families that were examined, sorted, of `asked` in total, with the versions of the dependencies."""
+    """The families that were examined, sorted, of `asked` in total, with the versions of the dependencies.
+
+    It took `seconds` with `jobs` families at a time.
+    """
 
     versions: Mapping[str, str]
     families: tuple[Family, ...]
     asked: int
+    seconds: float = 0.0
+    jobs: int = 1
 
     @property
     def wrong(self) -> tuple[Family, ...]:
@@ -139,6 +144,8 @@ class Census:
             "versions": dict(self.versions),
             "counts": self.counts(),
             "complete": len(self.families) == self.asked,
+            "seconds": round(self.seconds, 1),
+            "jobs": self.jobs,
             "families": [family.to_json() for family in self.families],
         }
 

@@ -20,6 +20,13 @@ def census_command(
         list[str] | None,
         typer.Option("--family", metavar="NAME", help="Examine only this model type; repeatable. Default: all."),
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", min=1, help="Families at a time. Default: one per core, as memory allows."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up on a family after this time.")
+    ] = 900,
     form: Annotated[Form, typer.Option("--format", help="The form of the table.")] = "text",
     output: Output = None,
 ) -> None:
@@ -27,4 +34,4 @@ def census_command(
     session.require_versions()
     from ktc.cli.census_run import run
 
-    run(session, families or (), form, output)
+    run(session, families or (), jobs, timeout, form, output)

@@ -7,10 +7,10 @@ families that are finished.
 from __future__ import annotations
 
 import json
-import logging
 import platform
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from datetime import date
 from importlib.metadata import version
 from io import StringIO
@@ -32,27 +32,29 @@ if TYPE_CHECKING:
 _WIDE = 200  # columns of the table in a file
 
 
-def run(session: Session, names: Sequence[str], form: str, output: Path | None) -> None:
-    """Examine the families `names` and show the findings.
+def run(
+    session: Session, names: Sequence[str], jobs: int | None, timeout: float, form: str, output: Path | None
+) -> None:
+    """Examine the families `names`, `jobs` at a time, each at most `timeout` seconds, and show the findings.
 
     Without names, all families with experts are examined. The session's exit code is 1 if a rewrite is wrong.
 
     Raises:
         InputRefused: a name is not a model type (I103).
     """
-    import torch
+    from ktc.census import Census, default_jobs, examine_all
 
-    from ktc.census import Census, examine
-
-    torch.set_num_threads(1)  # twins are too small for several threads
-    asked = _asked(names)
+    started, asked = time.perf_counter(), _asked(names)
+    jobs = min(jobs or default_jobs(), len(asked))
     done: list[Family] = []
     versions = {"ktc": _ktc_version(), **{name: version(name) for name in ("torch", "transformers")}}
     try:
-        with _quiet_libraries():
-            _examine(session, asked, examine, done)
+        with closing(examine_all(asked, jobs, timeout)) as rows:
+            _collect(session, rows, len(asked), done)
     finally:
-        census = Census({**versions, "python": platform.python_version()}, tuple(done), len(asked))
+        versions["python"] = platform.python_version()
+        rows = tuple(sorted(done, key=lambda family: family.family))
+        census = Census(versions, rows, len(asked), time.perf_counter() - started, jobs)
         session.result(census.to_json())
         session.exit_code = 1 if census.wrong else 0
         _show(session, census, form, output)
@@ -78,20 +80,19 @@ def _asked(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(set(names))) if names else twin.moe_families()
 
 
-def _examine(session: Session, asked: Sequence[str], examine: Callable[[str], Family], done: list[Family]) -> None:
-    """Examine each family and append it to `done` at once, so that an interrupt keeps it."""
+def _collect(session: Session, rows: Iterable[Family], total: int, done: list[Family]) -> None:
+    """Append each row to `done` at once, so that an interrupt keeps it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = session.console
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=len(asked))
-        for name in asked:
-            bar.update(task, description=name)
-            done.append(examine(name))
-            line = _line(done[-1])
+        task = bar.add_task("", total=total)
+        for row in rows:
+            done.append(row)
+            line = _line(row)
             console.print(line, markup=False, soft_wrap=True)
             session.note(line)
             session.go_on()
-            bar.advance(task)
+            bar.update(task, description=row.family, advance=1)
 
 
 def _line(family: Family) -> str:
@@ -143,19 +144,8 @@ def _summary(census: Census) -> str:
     counts = census.counts()
     words = ", ".join(f"{counts[name]} {name}" for name in ("matched", "proven", "routing", "attention", "wrong"))
     missing = census.asked - len(census.families)
-    return f"{counts['families']} families: {words}" + f"; interrupted, {missing} not examined" * bool(missing)
-
-
-@contextmanager
-def _quiet_libraries() -> Generator[None]:
-    """Hide the warnings of transformers: it warns about the unusual configs of twins."""
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    summary = f"{counts['families']} families: {words}" + f"; interrupted, {missing} not examined" * bool(missing)
+    return f"{summary}; {census.seconds:.0f} s"
 
 
 def _ktc_version() -> str:

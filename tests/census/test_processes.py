@@ -1,0 +1,35 @@
+"""The processes of the census promise: a row for every family, one that hangs or dies too, and nothing left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+from odd_families import examine
+
+from ktc.census import default_jobs, examine_all
+from ktc.host import available_memory, usable_threads
+
+
+def test_a_family_that_hangs_or_dies_is_a_row_with_its_reason() -> None:
+    rows = {row.family: row for row in examine_all(["hangs", "dies", "runs"], 2, 1.0, examine)}
+    assert rows["runs"].matched and not rows["runs"].reasons
+    assert rows["dies"].reasons == ("its process ended with exit code -9",)
+    assert rows["hangs"].reasons == ("not finished after 1 s (--timeout)",)
+    assert rows["hangs"].experts == "opaque: not reached"
+    assert not multiprocessing.active_children()
+
+
+def test_the_processes_end_with_the_iterator() -> None:
+    rows = examine_all(["runs", "hangs"], 2, 600.0, examine)
+    assert next(rows).family == "runs"
+    assert multiprocessing.active_children()
+    rows.close()
+    assert not multiprocessing.active_children()
+
+
+def test_no_more_families_run_at_once_than_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 <= default_jobs() <= usable_threads()
+    assert available_memory() > 0
+    monkeypatch.setattr("ktc.census.processes.available_memory", lambda: 1 << 20)
+    assert default_jobs() == 1
