@@ -12,9 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from families import CPU
-from invented.models import MODELS
-from invented.near_twins import PROVEN_WRONG, ROUTINGS, UNKNOWN_ACTIVATION, Route, right, routed_by, with_experts
-from invented.skeleton import Bank, InventedConfig
+from invented.registered.models import MODELS
+from invented.registered.near_twins import (
+    PROVEN_WRONG,
+    ROUTINGS,
+    UNKNOWN_ACTIVATION,
+    Route,
+    right,
+    routed_by,
+    with_experts,
+)
+from invented.registered.skeleton import Bank, InventedConfig
 
 from ktc import dsl
 from ktc.capture import CapturedModel, ModelSource, capture

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from families import CPU
-from invented.models import MODELS
+from invented.registered.models import MODELS
 from torch import Tensor, fx
 from torch.nn import functional
 

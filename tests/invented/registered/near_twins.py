@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import use_experts_implementation
 
-from invented.skeleton import CHOSEN, EXPERTS, Bank, InventedConfig, Still, invent
+from invented.registered.skeleton import CHOSEN, EXPERTS, Bank, InventedConfig, Still, invent
 
 Route = Callable[["Router", Tensor], tuple[Tensor, Tensor]]
 

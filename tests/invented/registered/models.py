@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from invented.skeleton import CHOSEN, EXPERTS, Bank, Fused, InventedConfig, TransposedBank, invent
+from invented.registered.skeleton import CHOSEN, EXPERTS, Bank, Fused, InventedConfig, TransposedBank, invent
 
 
 class Swish(nn.Module):

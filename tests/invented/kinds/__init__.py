@@ -1,0 +1,1 @@
+"""The rows of the zoo, one file per kind of trap."""

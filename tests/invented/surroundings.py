@@ -1,0 +1,27 @@
+"""The environment of a run of the zoo: a folder for code of models, and quiet libraries."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from transformers.utils import logging
+
+
+@contextmanager
+def code_of_models_below(folder: Path) -> Generator[None]:
+    """Let transformers copy the code of models to `folder` and import it there, and show no progress."""
+    shown = logging.is_progress_bar_enabled()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
+        patch.syspath_prepend(folder)
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if shown:
+                logging.enable_progress_bar()

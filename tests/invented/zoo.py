@@ -1,0 +1,10 @@
+"""All families of the zoo, and the models to compile: each family and its near-twin."""
+
+from __future__ import annotations
+
+from invented.family import Case, Family
+from invented.kinds import derived, own_experts
+
+_KINDS = (derived, own_experts)
+FAMILIES: tuple[Family, ...] = tuple(family for kind in _KINDS for family in kind.FAMILIES)
+CASES: tuple[Case, ...] = tuple(Case(family, is_near) for family in FAMILIES for is_near in (False, True))
