@@ -27,6 +27,7 @@ from ktc.cli import (
     lf,
     merge,
     pack,
+    prove,
     rule_files,
     serve,
     train,
@@ -47,6 +48,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("graph", compiling.graph_command),
     ("pack", pack.pack_command),
     ("verify", pack.verify_command),
+    ("prove", prove.prove_command),
     ("generate", generate.command),
     ("serve", serve.command),
     ("eval", evaluate.command),
@@ -64,7 +66,7 @@ train.register(app)
 app.add_typer(lf.app, name="lf")
 app.add_typer(bench.app, name="bench")
 
-_RUNS_MODELS = frozenset({"train", "generate", "serve", "eval", "lf"})
+_RUNS_MODELS = frozenset({"train", "generate", "serve", "eval", "prove", "lf"})
 
 
 def _print_version(wanted: bool) -> None:

@@ -52,7 +52,7 @@ class Recorded:
 
 def main_output(out: Any) -> Tensor:
     """Return the hidden states of a layer's or block's output, alone or first in a tuple."""
-    first = cast("tuple[Any, ...]", out)[0] if isinstance(out, tuple) and out else out
+    first: Any = cast("tuple[Any, ...]", out)[0] if isinstance(out, tuple) and out else cast("Any", out)
     if not isinstance(first, Tensor):
         raise InputRefused(not_by_layer(f"a layer returns a `{type(first).__name__}` first"))
     return first
@@ -135,7 +135,7 @@ def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, La
     if not isinstance(x, Tensor):
         raise InputRefused(not_by_layer("its layers take no hidden states"))
     rest = {name: value for name, value in kwargs.items() if name != named}
-    shared = [name for name, value in rest.items() if isinstance(value, dict) and value is not None]
+    shared = [name for name, value in rest.items() if isinstance(value, dict)]
     if shared:
         raise InputRefused(not_by_layer(f"its layers share `{shared[0]}`"))
     return x, LayerCall(named, args[1:], rest)

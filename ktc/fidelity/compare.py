@@ -32,11 +32,20 @@ class Output:
     choices: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The outputs of the three sides for equal input: compiled, stock in its own dtype, yardstick."""
+
+    ktc: Output
+    stock: Output
+    wanted: Output
+
+
 def token_errors(found: Tensor, wanted: Tensor) -> Tensor:
     """Return the relative error of each row (T,) in fp64."""
     found, wanted = found.double().flatten(1), wanted.double().flatten(1)
-    norms = wanted.norm(dim=1)
-    return (found - wanted).norm(dim=1) / norms.clamp_min(_SMALL * float(norms.median())).clamp_min(1e-300)
+    norms = wanted.square().sum(1).sqrt()
+    return (found - wanted).square().sum(1).sqrt() / norms.clamp_min(_SMALL * float(norms.median())).clamp_min(1e-300)
 
 
 def root_mean_square(errors: Tensor) -> float | None:
@@ -55,8 +64,9 @@ def same_choices(found: Output, wanted: Output) -> Tensor | None:
     return same
 
 
-def compare(what: str, kind: Kind, rewritten: bool, ktc: Output, stock: Output, wanted: Output, tokens: Tokens) -> Row:
+def compare(what: str, kind: Kind, rewritten: bool, outputs: Outputs, tokens: Tokens) -> Row:
     """Return the row of a layer or block."""
+    ktc, stock, wanted = outputs.ktc, outputs.stock, outputs.wanted
     errors, own = token_errors(ktc.values, wanted.values), token_errors(stock.values, wanted.values)
     same, own_same = same_choices(ktc, wanted), same_choices(stock, wanted)
     kept = torch.ones_like(errors, dtype=torch.bool) if same is None else same
@@ -105,8 +115,8 @@ def _share(same: Tensor | None) -> float | None:
 def _worst(errors: Tensor, tokens: Tokens) -> tuple[Worst, ...]:
     if len(errors) != tokens.ids.shape[1]:
         return ()
-    order = errors.nan_to_num(math.inf).argsort(descending=True)[:_SHOWN].tolist()
-    found = [(position, float(errors[position])) for position in order]
+    order = errors.nan_to_num(math.inf).argsort(descending=True)[:_SHOWN]
+    found = [(int(position), float(errors[position])) for position in order]
     return tuple(
         Worst(position, tokens.piece(position), error if math.isfinite(error) else None)
         for position, error in found

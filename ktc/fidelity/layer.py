@@ -139,7 +139,7 @@ def _yardstick(
 
 
 def _coarser(model: torch.dtype, kernels: Sequence[torch.dtype | None]) -> torch.dtype | None:
-    """Return the dtype of a kernel that is coarser than the model's: the rule asked for it, so stock has it too."""
+    """Return the dtype of a kernel that is coarser than the model's: the rule names it, so stock computes in it too."""
     coarsest = min((model, *(each for each in kernels if each is not None)), key=_PRECISION.index)
     return None if coarsest == model else coarsest
 

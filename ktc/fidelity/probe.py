@@ -1,4 +1,4 @@
-"""Every expert of a layer on real hidden states, whatever the router chose.
+"""Every expert of a layer on real hidden states, independent of the choices of the router.
 
 In: hidden states that the experts were given. Out: inputs that reach each expert alone, and the outputs of a stock or
 compiled experts module for them. A text of some hundred tokens leaves many experts without a token, and a weighted sum
@@ -39,7 +39,7 @@ def make_probe(experts: Experts, rows: Tensor) -> Probe:
 
 
 def unprobed(experts: nn.Module) -> str:
-    """Return why a stock experts module cannot be asked for one expert; "" if it can."""
+    """Return why a stock experts module cannot run one expert alone; "" if it can."""
     if not isinstance(experts, nn.ModuleList):
         return ""
     required = [

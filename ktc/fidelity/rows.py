@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ktc.fidelity.compare import Output, compare, compare_experts, root_mean_square, token_errors
+from ktc.fidelity.compare import Output, Outputs, compare, compare_experts, root_mean_square, token_errors
 from ktc.fidelity.report import Row
 from ktc.fidelity.tokens import Tokens
 from ktc.fidelity.watch import LayerRun
@@ -49,15 +49,21 @@ def rows_of(
     rows = [_layer_row(ktc, own, wanted, start, [each.path for each in experts], bool(formats), tokens)]
     for name, block in start.blocks.items():
         if all(name in each.blocks.blocks for each in (ktc, own, wanted)):
-            outputs = [_block(each.blocks, name, experts, tokens) for each in (ktc, own, wanted)]
-            row = compare(name, "block", any(inside(path, name) for path in rewritten), *outputs, tokens)
+            outputs = Outputs(
+                _block(ktc.blocks, name, experts, tokens),
+                _block(own.blocks, name, experts, tokens),
+                _block(wanted.blocks, name, experts, tokens),
+            )
+            row = compare(name, "block", any(inside(path, name) for path in rewritten), outputs, tokens)
             if any(each.format and inside(each.path, name) for each in experts):
-                row = replace(row, format_error=_cost(outputs[2].values, per_token(block.output, tokens)))
+                row = replace(row, format_error=_cost(outputs.wanted.values, per_token(block.output, tokens)))
             rows.append(row)
     for each in experts:
         if each.asked is not None:
-            answers = (side.experts[each.path] for side in (ktc, own, wanted))
-            rows.append(replace(compare_experts(each.path, *answers, each.asked), note=each.format))
+            row = compare_experts(
+                each.path, ktc.experts[each.path], own.experts[each.path], wanted.experts[each.path], each.asked
+            )
+            rows.append(replace(row, note=each.format))
         else:
             rows[0] = replace(rows[0], note=each.why_not)
     return tuple(rows)
@@ -66,9 +72,12 @@ def rows_of(
 def _layer_row(
     ktc: Seen, own: Seen, wanted: Seen, start: LayerRun, paths: Sequence[str], quantised: bool, tokens: Tokens
 ) -> Row:
-    outputs = [Output(per_token(each.whole.output, tokens), _choices(each.whole, paths)) for each in (ktc, own, wanted)]
-    row = compare("", "layer", True, *outputs, tokens)
-    return replace(row, format_error=_cost(outputs[2].values, per_token(start.output, tokens))) if quantised else row
+    def output(side: Seen) -> Output:
+        return Output(per_token(side.whole.output, tokens), _choices(side.whole, paths))
+
+    found = output(wanted)
+    row = compare("", "layer", True, Outputs(output(ktc), output(own), found), tokens)
+    return replace(row, format_error=_cost(found.values, per_token(start.output, tokens))) if quantised else row
 
 
 def _block(run: LayerRun, name: str, experts: Sequence[AskedExperts], tokens: Tokens) -> Output:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc.fidelity.calls import Recorded, logits, record
-from ktc.fidelity.compare import Output, compare, root_mean_square, token_errors
+from ktc.fidelity.compare import Output, Outputs, compare, root_mean_square, token_errors
 from ktc.fidelity.compiled import CompiledLayers, Opened, open_compiled
 from ktc.fidelity.groups import OUTSIDE
 from ktc.fidelity.layer import LayerInputs, Sides, compare_layer
@@ -222,7 +222,7 @@ def _final(sides: Sides, calls: _Calls, streams: _Streams, tokens: Tokens, tally
     )
     compiled.release(OUTSIDE)
     tally.add(compiled.bytes_of(OUTSIDE))
-    row = compare("norm and head", "logits", False, Output(of_ktc), Output(of_stock), Output(wanted), tokens)
+    row = compare("norm and head", "logits", False, Outputs(Output(of_ktc), Output(of_stock), Output(wanted)), tokens)
     row = replace(row, agreement=_same_first(of_ktc, wanted), stock_agreement=_same_first(of_stock, wanted))
     carried = Carried(*(root_mean_square(token_errors(each, wanted)) for each in (ktc_end, stock_end)))
     return FinalReport(row, carried, _same_first(ktc_end, wanted), _same_first(stock_end, wanted))

@@ -111,7 +111,7 @@ class StockModel:
         parts = self._parts.get(group, ())
         plain = [part for part in parts if part.weight.quantised is None]
         with ExitStack() as stack:
-            files = {
+            files: dict[str, Any] = {
                 file: stack.enter_context(safe_open(self._index.folder / file, framework="pt"))
                 for file in sorted({part.weight.entry.file for part in plain})
             }

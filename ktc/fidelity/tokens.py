@@ -23,7 +23,7 @@ _MOST_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One sequence (1, T) int64. `source` tells its origin; `pieces` has the text of each token, or nothing."""
+    """One sequence (1, T) int64. `source` names its origin; `pieces` has the text of each token, or nothing."""
 
     ids: Tensor
     source: str

@@ -9,7 +9,7 @@ error of one block is not hidden by, or blamed on, another.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -53,10 +53,9 @@ class LayerRun:
 
 def blocks_of(layer: nn.Module) -> dict[str, nn.Module]:
     """Return the children of a layer that have children themselves; a list is never called."""
-    children = cast("Iterator[tuple[str, nn.Module]]", layer.named_children())
     return {
         name: child
-        for name, child in children
+        for name, child in layer.named_children()
         if not isinstance(child, nn.ModuleList) and next(child.children(), None) is not None
     }
 
@@ -140,11 +139,10 @@ class _Watch:
         return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (self._hidden,)
 
     def _routed(self, path: str, module: nn.Module) -> Callable[..., None]:
-        signature = inspect.signature(module.forward)
+        signature = inspect.signature(type(module).forward)  # the module's own may be wrapped
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            values = list(signature.bind(*args, **kwargs).arguments.values())
-            x, index = values[0], values[1]
+            _, x, index, *_ = signature.bind(module, *args, **kwargs).arguments.values()
             if isinstance(index, Tensor) and not index.is_floating_point():
                 self._chosen[path] = index.detach().reshape(-1, index.shape[-1]).cpu()
             if isinstance(x, Tensor):

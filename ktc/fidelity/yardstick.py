@@ -149,7 +149,7 @@ def _multiply_integers(experts: nn.Module) -> None:
     """Run the experts' own code with integer products from now on."""
     modules = list(experts) if isinstance(experts, nn.ModuleList) else [experts]
     for module in modules:
-        original = cast("Callable[..., Any]", module.forward)
+        original: Callable[..., Any] = module.forward
 
         def forward(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:
             with _IntegerProducts():

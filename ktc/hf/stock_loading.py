@@ -30,7 +30,7 @@ def targets_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
     Names without a place in the model are left out.
     """
-    held = cast("dict[str, Any]", model.state_dict())
+    held: dict[str, Any] = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
@@ -49,7 +49,9 @@ def load_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> tuple
 
     `tensors` may hold slices of safetensors files, which are read one by one.
     """
-    settings = LoadStateDictConfig(device_map={"": "cpu"}, weight_mapping=get_model_conversion_mapping(model))
+    settings = LoadStateDictConfig(
+        device_map={"": "cpu"}, weight_mapping=cast("Any", get_model_conversion_mapping(model))
+    )
     load = cast("Any", convert_and_load_state_dict_in_model)
     older = {"tp_plan": None} if "tp_plan" in inspect.signature(load).parameters else {}  # a parameter up to 5.2x
     with _no_progress_bars():

@@ -1,0 +1,83 @@
+"""`ktc prove`: a compiled model with its real weights beside the stock model, layer by layer.
+
+In: the options. Out: a table, `OUT/fidelity.json`, the exit code 1 where a row is red.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ktc.cli.amounts import relative
+from ktc.cli.options import CompiledModel, Seed, Trust, Weights
+from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
+
+if TYPE_CHECKING:
+    from ktc.fidelity.report import Report
+
+
+@in_session()
+def prove_command(
+    session: Session,
+    out: CompiledModel,
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", metavar="FILE", help="Use this text's first tokens. Default: random tokens."),
+    ] = None,
+    count: Annotated[int, typer.Option("--tokens", min=1, max=1 << 17, help="Number of tokens.")] = 256,
+    layers: Annotated[
+        str | None, typer.Option("--layers", metavar="LIST", help="Compare only these layers: 0,3,10-12.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="F.json", help="Also write the report to this file.")
+    ] = None,
+    seed: Seed = 0,
+    weights: Weights = None,
+    trust: Trust = False,
+) -> None:
+    """Compare OUT with the stock model on its real weights, layer by layer in memory for about one layer."""
+    session.require_versions()
+    report = prove(session, out, text, count, layers, seed, weights, trust)
+    if output is not None:
+        session.emit(json.dumps(report.to_json(), indent=1), output)
+
+
+def prove(
+    session: Session,
+    out: Path,
+    text: Path | None = None,
+    count: int = 256,
+    layers: str | None = None,
+    seed: int = 0,
+    weights: Path | None = None,
+    trusted: bool = False,
+) -> Report:
+    """Compare, record the report in `out`, show it, and set the exit code."""
+    from ktc.cli.prove_table import fidelity_table, verdict
+    from ktc.fidelity.report import write_report
+    from ktc.fidelity.run import prove_model
+    from ktc.model.progress import progress_bar
+
+    session.go_on()
+    with progress_bar(f"proving {out.name}", session.quiet) as bar:
+        report = prove_model(
+            out,
+            text=text,
+            count=count,
+            seed=seed,
+            layers=layers,
+            weights=weights,
+            trust_remote_code=trusted,
+            progress=bar,
+        )
+    path = write_report(out, report)
+    session.result({"fidelity": report.to_json(), "red": report.red})
+    session.show(fidelity_table(report, every=session.verbose))
+    session.show(verdict(report, relative(path)))
+    if report.red:
+        session.exit_code = 1
+    return report

@@ -1,0 +1,101 @@
+"""The table of `ktc prove`, and its verdict in a few lines.
+
+In: a report. Out: rich renderables. Blocks that no rule rewrote are shown if they are red, or with `-v`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from ktc.cli.amounts import count
+
+if TYPE_CHECKING:
+    from ktc.fidelity.report import LayerReport, Report, Row
+
+_COLUMNS = ("layer", "", "ktc", "stock", "ratio", "same experts", "format costs", "carried", "worst")
+
+
+def fidelity_table(report: Report, every: bool = False) -> Table:
+    """Return one row per comparison: errors against stock in fp32, of ktc and of stock in its own dtype."""
+    table = Table(*_COLUMNS, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in table.columns[2:-1]:
+        column.justify = "right"
+    for layer in report.layers:
+        for row in _shown(layer, every):
+            number = str(layer.index) if row.kind == "layer" else ""
+            carried = _pair(layer.carried.ktc, layer.carried.stock) if layer.carried and number else ""
+            table.add_row(number, *_cells(row, carried), style="bold red" if row.red else "")
+    if report.final is not None:
+        carried = _pair(report.final.carried.ktc, report.final.carried.stock)
+        style = "bold red" if report.final.row.red else ""
+        table.add_row("", *_cells(report.final.row, carried), style=style)
+    return table
+
+
+def _shown(layer: LayerReport, every: bool) -> Iterator[Row]:
+    return (row for row in layer.rows if every or row.red or row.rewritten or row.kind == "layer")
+
+
+def _cells(row: Row, carried: str) -> tuple[str | Text, ...]:
+    agreement = "" if row.agreement is None else f"{row.agreement:.1%} / {row.stock_agreement or 0:.1%}"
+    if row.kind == "logits":
+        agreement = f"{agreement} same token"
+    what = {"layer": "whole", "experts": f"{row.what}, each"}.get(row.kind, row.what)
+    return (
+        Text(f"{what} ({row.note})" if row.note and row.kind == "experts" else what),
+        _error(row.ktc),
+        _error(row.stock),
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        agreement,
+        "" if row.format_error is None else _error(row.format_error),
+        carried,
+        Text(_worst(row)),
+    )
+
+
+def _worst(row: Row) -> str:
+    if not row.worst:
+        return ""
+    worst = row.worst[0]
+    word = "expert" if row.kind == "experts" else "token"
+    piece = f" {worst.piece!r}" if worst.piece else ""
+    return f"{word} {worst.index}{piece} {_error(worst.error)}"
+
+
+def _pair(ktc: float | None, stock: float | None) -> str:
+    return f"{_error(ktc)} / {_error(stock)}"
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.1e}"
+
+
+def verdict(report: Report, path: Path) -> Text:
+    """Return the lines below the table: every red row with its reason, then what was compared."""
+    lines = Text()
+    red = [(f"layer {layer.index}, {row.what or 'whole'}", row.red) for layer in report.layers for row in layer.rows]
+    red += [("norm and head", report.final.row.red)] if report.final is not None else []
+    for place, why in red:
+        if why:
+            lines.append(f"RED  {place}: {why}\n", style="bold red")
+    compared = count(len(report.layers), "layer")
+    if not report.red:
+        lines.append(f"{compared}: no error is above twice that of stock {report.dtype}\n", style="green")
+    if report.final is not None:
+        next_token = f"{report.final.next_token:.1%} (stock {report.dtype}: {report.final.stock_next_token:.1%})"
+        lines.append(
+            f"whole forward pass: {next_token} of the tokens are followed by the token that fp32 ranks first\n"
+        )
+    notes = dict.fromkeys(row.note for layer in report.layers for row in layer.rows if row.note and row.kind == "layer")
+    lines.append("".join(f"{note}\n" for note in notes))
+    if report.stock_read == "rows":
+        lines.append("stock weights were put in place by the rows of weights.json: a wrong row is not found\n")
+    read = f"experts {report.packed}"
+    lines.append(f"{compared} on {report.tokens}, {read}, in {report.seconds:.1f} s; recorded in {path}")
+    return lines
