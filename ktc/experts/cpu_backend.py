@@ -1,6 +1,7 @@
 """The CPU backend: a layer's experts by a built kernel, from packed weights in host memory.
 
 A call with gradients, or under `torch.compile`, is the registered operator; any other calls the kernel directly.
+A call with another number of experts per token than the kernel's is cut into rows of the kernel's number.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ktc.experts.any_top_k import per_token, rows_of
 from ktc.experts.autograd_op import fused_moe
 from ktc.experts.form import ExpertsForm
 from ktc.experts.lora import ExpertsLora
@@ -39,6 +41,12 @@ class CpuKernel:
         return on_host(self._compute, x_TH, index_TK, weights_TK, lora)
 
     def _compute(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
+        top_k = self.packed.sizes.top_k
+        if index_TK.shape[1] != top_k:
+            return per_token(self._call(*rows_of(top_k, x_TH, index_TK, weights_TK), lora), x_TH.shape[0])
+        return self._call(x_TH, index_TK, weights_TK, lora)
+
+    def _call(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         wants_grad = x_TH.requires_grad or weights_TK.requires_grad or lora.requires_grad
         wants_grad = wants_grad and torch.is_grad_enabled()
         packed, interleaved = self.packed, self.form.interleaved

@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 import mmap
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.backend import ExpertsBackend, Offload, choose
 from ktc.experts.cpu_backend import Activations
 from ktc.experts.form import ExpertPart, ExpertsForm, ExpertsSizes, parse_form
@@ -27,6 +28,14 @@ from ktc.experts.stock_layout import stock_names
 from ktc.experts.weights import ExpertsWeights
 
 
+class Check(Protocol):
+    """A check before each call."""
+
+    def check(self) -> None:
+        """Report what was changed since the model was loaded."""
+        ...
+
+
 class FusedMoe(nn.Module):
     """Routed experts with frozen weights; forward takes `(T, H), (T, K) int64, (T, K)` and returns `(T, H)`.
 
@@ -34,9 +43,9 @@ class FusedMoe(nn.Module):
     `down_proj`; their biases) by name and in their stock shapes. They are not registered, so optimizers, `state_dict`
     and `.to()` do not see them. With a kernel they have no storage; `expert` returns the weights.
 
-    `.to(device)` moves nothing, and `.float()`, `.half()` or `.double()` change no weight. A kernel computes in the
-    dtype it was built for (a warning says so) and returns the dtype of its hidden states.
-    Copies share the weights, which are frozen.
+    `.to(device)` moves nothing. `.float()`, `.half()` and the like change the dtype of the reference; a kernel computes
+    in the dtype it was built for (L429 says so) and returns the dtype of its hidden states.
+    K may differ from `top_k`. Copies share the weights, which are frozen.
 
     Args:
         form: what the experts compute and how their stock tensors are stored, or the spelling of it.
@@ -71,6 +80,7 @@ class FusedMoe(nn.Module):
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
         self.activations: Activations = activations
         self.offload = offload
+        self.watch: Check | None = None  # of the loader
         sizes = ExpertsSizes(num_experts, hidden, intermediate, top_k)
         packed = None if kernel is None else PackedExperts(kernel, threads, *sizes, numa)
         self.weights = ExpertsWeights(parse_form(form) if isinstance(form, str) else form, sizes, dtype, packed)
@@ -95,15 +105,34 @@ class FusedMoe(nn.Module):
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: a model that is read from a pickle is not watched."""
+        return {**self.__dict__, "watch": None}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoe:
-        if self.weights.packed:
-            held = self.weights.dtype
-            wanted = fn(torch.empty(1, dtype=held)).dtype
-            if wanted != held:
-                computed = self.weights.packed.dtype
-                kept = f"the experts' kernel computes in {computed} as before; only the rest becomes {wanted}"
-                warnings.warn(kept, stacklevel=2)
+        wanted = fn(torch.empty(1, dtype=self.weights.dtype)).dtype
+        if wanted != self.weights.dtype:
+            self._become(wanted)
         return super()._apply(fn, recurse)
+
+    def _become(self, dtype: torch.dtype) -> None:
+        if self.weights.packed:
+            message = f"the experts' kernel computes in {self.weights.packed.dtype} as before; only the rest becomes"
+            kept = Diagnostic("L429", f"{message} {dtype}", severity="warning")
+            warnings.warn(f"{kept.code}: {kept.message}", stacklevel=3)
+            return
+        self.weights.become(dtype)
+        for name, tensor in self.weights.stock.items():
+            self.__dict__[name] = tensor
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Refuse weights of experts (L436). A load that is not strict would drop them without a word."""
+        found = next((name for name in state_dict if name.startswith(prefix)), None)
+        if found is not None:
+            message = f"`{found}` cannot be loaded into a compiled model: the weights of its experts are fixed"
+            hint = "leave the experts out of the state dict, or load the checkpoint: `ktc.load(OUT, weights=FOLDER)`"
+            raise InputRefused(Diagnostic("L436", message, hint=hint))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @property
     def form(self) -> ExpertsForm:
@@ -173,13 +202,17 @@ class FusedMoe(nn.Module):
     ) -> Tensor:
         lora = lora or ExpertsLora()
         self.weights.require_loaded()
+        if self.watch is not None and not torch.compiler.is_compiling():
+            self.watch.check()
         self._check(hidden_states, top_k_index, top_k_weights)
         self._check_lora(lora)
+        if hidden_states.is_meta:  # shapes alone, differentiable as the values would be
+            return hidden_states * top_k_weights.sum(-1, keepdim=True).to(hidden_states.dtype)
         return self.backend(hidden_states.shape[0]).run(hidden_states, top_k_index, top_k_weights, lora)
 
     def _check(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
-        tokens = x_TH.shape[0]
-        expected = ((tokens, self.hidden), (tokens, self.top_k), (tokens, self.top_k))
+        choices = (x_TH.shape[0], index_TK.shape[-1])
+        expected = ((x_TH.shape[0], self.hidden), choices, choices)
         found = tuple(tuple(tensor.shape) for tensor in (x_TH, index_TK, weights_TK))
         if found != expected:
             raise ValueError(f"expected hidden states, indices and weights of shapes {expected}, found {found}")

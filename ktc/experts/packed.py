@@ -18,6 +18,7 @@ from typing import Final, Literal, NoReturn
 import torch
 from torch import Tensor
 
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts import kernel_clock
 from ktc.experts.form import ExpertPart, ExpertsSizes
 from ktc.experts.kernel_library import TURNS, Engine, Kernel, KernelLibrary, nodes_for, permitted_threads
@@ -278,9 +279,9 @@ class PackedExperts:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "packed experts cannot be pickled; save the adapter, and load the base from its compiled folder"
-        )
+        message = "a compiled model cannot be pickled: its experts are packed"
+        hint = "save the adapter, and load the base from its compiled folder"
+        raise InputRefused(Diagnostic("L435", message, hint=hint))
 
 
 def huge_pages(size: int) -> Tensor:

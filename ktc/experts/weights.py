@@ -41,6 +41,12 @@ class ExpertsWeights:
             tensor = torch.zeros(shape, dtype=self.dtype)
         return nn.Parameter(tensor, requires_grad=False)
 
+    def become(self, dtype: torch.dtype) -> None:
+        """Hold the stock tensors in another float dtype, as new tensors: copies of the layer share the old ones."""
+        for name, tensor in self.stock.items():
+            self.stock[name] = nn.Parameter(tensor.detach().to(dtype), requires_grad=False)
+        self.dtype = dtype
+
     def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
         """Return the (expert, part) pairs that were never loaded, in order of expert."""
         parts = parts_of(self.form)

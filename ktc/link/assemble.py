@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import PurePosixPath
@@ -9,6 +10,7 @@ from typing import Any
 
 from ktc.analysis import Analysis
 from ktc.capture import CapturedModel
+from ktc.capture.model import build_on_meta
 from ktc.codegen.render import KernelSource
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.host import Host
@@ -16,6 +18,9 @@ from ktc.link.adapter import adapter_json
 from ktc.link.package import KernelFile, Package
 from ktc.link.rules import rule_files
 from ktc.link.stages import STAGES, dump_stage
+from ktc.model.assumptions import NO_ASSUMPTIONS, Assumptions
+from ktc.model.manifest import Rewrite
+from ktc.model.stock_facts import assumptions_of
 from ktc.pictures.dump import to_json
 from ktc.plan.report import plan_json
 from ktc.prove import Proof
@@ -33,7 +38,7 @@ def assemble(
     captured, rules, plan, blocks = analysis.captured, analysis.ruleset, analysis.plan, analysis.blocks
     assert captured.source.folder is not None, "only a model with a folder is compiled"
     units = {unit.name.removesuffix(".cpp"): unit for unit in source.units}
-    lora = plan.lora
+    lora, steps = plan.lora, recipe(blocks, plan)
     return Package(
         name=captured.source.name,
         checkpoint=captured.source.folder,
@@ -49,7 +54,8 @@ def assemble(
         kernels=tuple(KernelFile(s.entry, asdict(s), units[s.entry].text) for s in source.specs),
         bindings=units["bindings"].text if library is not None else "",
         library=library.path if library is not None else None,
-        rewrites=recipe(blocks, plan),
+        rewrites=steps,
+        assumptions=_assumptions(captured, steps),
         placement={p.fqn: p.device for p in plan.placements},
         memory={held.device: held.weights for held in plan.devices},
         model_type=captured.source.config.model_type,
@@ -70,6 +76,11 @@ def assemble(
         blocks={block_file(block): _block_code(captured, block) for block in blocks if block.experts is not None},
         graphs={stage: to_json(dump_stage(stage, captured, analysis.matches, plan, blocks)) for stage in STAGES},
     )
+
+
+def _assumptions(captured: CapturedModel, steps: Sequence[Rewrite]) -> Assumptions:
+    """Examine a new model, as a load does: what capture ran may have changed its own attributes."""
+    return assumptions_of(build_on_meta(copy.deepcopy(captured.source.config)), steps) if steps else NO_ASSUMPTIONS
 
 
 def _block_code(captured: CapturedModel, block: RewrittenBlock) -> str:

@@ -24,6 +24,7 @@ from ktc.diagnostics import render
 from ktc.link.data_files import copy_data_files, without_code_references
 from ktc.link.folder import write_folder
 from ktc.model import manifest, peft_glue
+from ktc.model.assumptions import NO_ASSUMPTIONS, Assumptions
 from ktc.model.manifest import KernelRecord, LibraryRecord, Manifest, ModelRecord, Rewrite, RulesRecord, Versions
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Package:
     is the entry among `rule_files`, which maps names to texts; `graphs` maps stage names to JSON. `plan` is any JSON
     value that differs between two plans, `bindings` the source of the Python bindings. `lora` is the arguments of
     `LoraConfig` or `None`. `proofs` are the reports of the rewrites, and `blocks` the code of blocks by its file.
+    `assumptions` are the facts about the stock model on which the rewrites rest.
     `own_code` states whether the class is defined by the checkpoint's code, and `code` is the sha256 of those files.
     `memory` is the planned bytes of tensors per device. `model_type` is the stock one: a checkpoint may use a name that
     transformers does not know.
@@ -74,6 +76,7 @@ class Package:
     memory: Mapping[str, int] = field(default_factory=dict[str, int])
     model_type: str = ""
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
+    assumptions: Assumptions = NO_ASSUMPTIONS
     own_code: bool = False
     code: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -171,6 +174,7 @@ def _manifest(package: Package, files: Mapping[str, str]) -> Manifest:
         ),
         library=None if library is None else LibraryRecord(_library_file(library), _sha256(library.read_bytes())),
         rewrites=package.rewrites,
+        assumptions=package.assumptions,
         placement=dict(package.placement),
         memory=dict(package.memory),
         files=files,

@@ -9,6 +9,8 @@ set that this machine lacks.
 from __future__ import annotations
 
 import copy
+import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -19,11 +21,11 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from ktc import environment, host
 from ktc.checkpoint import CheckpointIndex, WeightSource, open_index, read_sources
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.files import file_digest
 from ktc.hf import remote_code
-from ktc.model import peft_glue, weight_store, weights_stage
+from ktc.model import assumptions, peft_glue, weight_store, weights_stage
 from ktc.model.buffers import compute_buffers
 from ktc.model.manifest import Manifest, Versions, check_sealed, read_manifest
 from ktc.model.memory import check_bytes
@@ -31,6 +33,10 @@ from ktc.model.packed_store import PackedStore
 from ktc.model.placement import check_devices, device_map, follow
 from ktc.model.progress import Progress, progress_bar
 from ktc.model.realise import realise
+from ktc.model.stock_facts import assumptions_of
+from ktc.model.watch import remember, watch
+
+log = logging.getLogger(__name__)
 
 
 def load_as(
@@ -61,6 +67,8 @@ def load_as(
     model = build_on_meta(
         model_class, copy.deepcopy(config) or read_config(folder, model_class), manifest, attention, reference
     )
+    check_assumptions(manifest, model, folder)
+    remembered = remember(model, manifest.rewrites)
     realise(model, manifest.rewrites, library, folder)
     if not reference:
         check_bytes(model, manifest, folder, placement)  # before anything is read, and below of what was
@@ -75,6 +83,7 @@ def load_as(
     if not reference:
         check_bytes(model, manifest, folder, placement)
     follow(model, placement)
+    watch(model, manifest.rewrites, remembered, folder)
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
     return _finished(model, folder, base, placement)
 
@@ -142,6 +151,21 @@ def check_source(manifest: Manifest, checkpoint: Path) -> None:
         raise InputRefused(
             Diagnostic("L405", message, hint="compile again, or name the original: `load(weights=FOLDER)`")
         )
+
+
+def check_assumptions(manifest: Manifest, model: PreTrainedModel, folder: Path) -> None:
+    """Compare the stock model with the one that was compiled.
+
+    Raise `InputRefused` (L427) for other settings; log a warning (L428) for other code of replaced classes.
+    """
+    found = assumptions_of(model, manifest.rewrites)
+    hint = f"compile again: `{manifest.renewal(folder)}`"
+    changed = list(itertools.islice(assumptions.differences(manifest.assumptions, found), 8))
+    if changed:
+        raise InputRefused(*(Diagnostic("L427", f"{each}, when the model was compiled", hint=hint) for each in changed))
+    for name in assumptions.changed_code(manifest.assumptions, found):
+        message = f"the code of `{name}` is not the code that was compiled, which runs instead"
+        log.warning("%s", render([Diagnostic("L428", message, hint=hint, severity="warning")]))
 
 
 def read_rows(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:

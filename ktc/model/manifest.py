@@ -21,10 +21,11 @@ from ktc import versions
 from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.isa import isa_of
+from ktc.model.assumptions import Assumptions
 from ktc.targets import MODULES
 
 FILE = "ktc.json"
-SCHEMA = 6
+SCHEMA = 7
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -133,6 +134,7 @@ class Manifest:
     kernels: tuple[KernelRecord, ...]
     library: LibraryRecord | None
     rewrites: tuple[Rewrite, ...]
+    assumptions: Assumptions
     placement: Mapping[str, str]
     memory: Mapping[str, int]
     files: Mapping[str, str]

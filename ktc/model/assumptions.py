@@ -1,0 +1,75 @@
+"""What the rewrites assumed of a model, as `ktc.json` records it: the facts of `stock_facts.py`, and their comparison.
+
+Only modules that a rewrite replaces count: routers, attention and all other stock code still run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedModule:
+    """A stock module that was replaced, or one below it; `name` is relative, `*` for all numbers of equal modules.
+
+    `attributes` has the spelling of its plain attributes.
+    """
+
+    name: str
+    class_name: str
+    attributes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedSites:
+    """The sites of the model with these modules."""
+
+    sites: tuple[str, ...]
+    modules: tuple[AssumedModule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """`config` has the spelling of the values that replaced code reads in a call, by path (`config.limit`).
+
+    `code` has the sha256 of the source of each replaced class.
+    """
+
+    config: Mapping[str, str]
+    sites: tuple[AssumedSites, ...]
+    code: Mapping[str, str]
+
+
+NO_ASSUMPTIONS = Assumptions({}, (), {})
+
+
+def differences(assumed: Assumptions, found: Assumptions) -> Iterator[str]:
+    """Yield what differs in values, as sentences' ends: "`config.limit` is 3.0 and was 7.0"."""
+    yield from _changes("`{}`", assumed.config, found.config)
+    theirs = {site: _by_name(row) for row in found.sites for site in row.sites}
+    for row in assumed.sites:
+        for site in row.sites:
+            ours, others = _by_name(row), theirs.get(site, {})
+            for name, module in ours.items():
+                where = ".".join(filter(None, (site, name)))
+                other = others.get(name)
+                if other is None or other.class_name != module.class_name:
+                    yield f"`{where}` is no longer a `{module.class_name}`"
+                else:
+                    yield from _changes(f"`{{}}` of `{where}`", module.attributes, other.attributes)
+
+
+def _by_name(row: AssumedSites) -> dict[str, AssumedModule]:
+    return {module.name: module for module in row.modules}
+
+
+def _changes(what: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(before):
+        if before.get(name) != after.get(name):
+            yield f"{what.format(name)} is {after.get(name, 'missing')} and was {before.get(name, 'missing')}"
+
+
+def changed_code(assumed: Assumptions, found: Assumptions) -> tuple[str, ...]:
+    """Return the classes whose code is not the code that was compiled."""
+    return tuple(name for name, sha256 in assumed.code.items() if found.code.get(name, sha256) != sha256)

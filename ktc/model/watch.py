@@ -1,0 +1,185 @@
+"""Changes of a loaded model that its compiled code would ignore: said once, at the next forward.
+
+In: the stock model before the recipe is realised (`remember`) and the compiled one after (`watch`). Out: a `Watch` in
+each module of experts, and before each block whose code is a graph. It compares snapshots with the objects that users
+change: settings of replaced modules, their code, config values that the code reads, and modules that nothing calls.
+Tensors are not compared, and nothing is compared under `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ktc.diagnostics import Diagnostic, listing, render
+from ktc.experts.module import FusedMoe
+from ktc.model.code_facts import functions_of
+from ktc.model.manifest import Rewrite
+from ktc.model.stock_facts import Region, class_name, config_path, regions, settings, spelled
+
+log = logging.getLogger(__name__)
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HELD = ("_modules", "_parameters")  # of a module, in its `__dict__`
+_SETTING = "`{what}.{name}` is now {now}, and the compiled code has {before}"
+_UNCALLED = "`{what}.{name}` was replaced, and the compiled code does not call it"
+_HOOKED = "`{what}` has hooks, and the compiled code does not call it"
+_GIVEN = "`{what}` received {now}, and the compiled code does not read it"
+_HINT = "undo the change, or compile again with it"
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Some attributes of an object (`where` is `__dict__`) or children of a module, with their values at the time."""
+
+    owner: Any
+    what: str
+    names: tuple[str, ...]
+    sentence: str = _SETTING
+    where: Literal["__dict__", "_modules"] = "__dict__"
+    values: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the present values."""
+        self.values = tuple(map(_copied, self._read()))
+
+    def is_current(self) -> bool:
+        """Return whether all values are as they were."""
+        try:
+            return self._read() == self.values
+        except (RuntimeError, ValueError):  # a tensor has no single answer
+            return False
+
+    def changes(self) -> Iterator[tuple[str, str]]:
+        """Yield each change: a name, and the sentence about it."""
+        for name, before, now in zip(self.names, self.values, self._read(), strict=True):
+            if isinstance(now, torch.Tensor) or now != before:
+                facts = {"now": _described(before, now), "before": spelled(before)}
+                yield name, self.sentence.format(what=self.what, name=name, **facts)
+
+    def _read(self) -> tuple[object, ...]:
+        return tuple(map(getattr(self.owner, self.where).get, self.names))
+
+
+def _described(before: object, now: object) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        added = cast("dict[str, object]", now).keys() - cast("dict[str, object]", before).keys()
+        return listing(sorted(added)) if added else "other contents"
+    return spelled(now) or f"a `{type(now).__name__}`"
+
+
+def _copied(value: Any) -> object:
+    """Copy a container, which can change in place."""
+    if spelled(value) is None:
+        return dict(cast("dict[str, object]", value)) if isinstance(value, dict) else value
+    copied = copy.deepcopy(value)
+    return copied if copied == value else value
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """The snapshots that one module compares before it computes. The watches of a model share `said`."""
+
+    snapshots: tuple[Snapshot, ...]
+    said: set[tuple[str, str]]
+
+    def check(self) -> None:
+        """Log every change (L428) that was not logged before. Layers with the same change have one line."""
+        for snapshot in self.snapshots:
+            if not snapshot.is_current():
+                self._say(snapshot)
+                snapshot.renew()
+
+    def _say(self, snapshot: Snapshot) -> None:
+        for name, sentence in snapshot.changes():
+            key = re.sub(r"\.\d+(?=\.|$)", ".*", snapshot.what), name
+            if key not in self.said:
+                self.said.add(key)
+                log.warning("%s", render([Diagnostic("L428", sentence, hint=_HINT, severity="warning")]))
+
+    def __call__(self, *_: object) -> None:
+        """Check, as a hook before a block."""
+        if not torch.compiler.is_compiling():
+            self.check()
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A region before its rewrite: the settings of its root, and snapshots of its classes and configs."""
+
+    fqn: str
+    settings: Mapping[str, object]
+    shared: tuple[Snapshot, ...]
+
+
+def remember(model: PreTrainedModel, recipe: Sequence[Rewrite]) -> tuple[Remembered, ...]:
+    """Return what the rewrites replace in the stock `model`."""
+    found = regions(model, recipe)
+    return tuple(Remembered(each.fqn, settings(each.module), tuple(_shared(model, each))) for each in found)
+
+
+def _shared(model: PreTrainedModel, region: Region) -> Iterator[Snapshot]:
+    for path, (config, names) in region.configs.items():
+        if names:
+            yield Snapshot(config, config_path(model, config) or path, tuple(sorted(names)))
+    functions = dict[type, list[str]]()
+    for each in sorted(region.classes, key=class_name):
+        for owner, name, _ in functions_of(each):
+            functions.setdefault(owner, []).append(name)
+    for owner, names in functions.items():
+        yield Snapshot(owner, class_name(owner), tuple(dict.fromkeys(names)), _UNCALLED)
+
+
+def watch(model: nn.Module, recipe: Sequence[Rewrite], remembered: Sequence[Remembered], folder: Path) -> None:
+    """Put a `Watch` into every module that a rewrite made. The settings of replaced experts stay readable."""
+    files = {step.fqn: str(step.args["file"]) for step in recipe if step.module == "graph_block"}
+    shared = {(id(each.owner), each.names): each for region in remembered for each in region.shared}
+    said = set[tuple[str, str]]()
+    for number, region in enumerate(remembered):
+        module = model.get_submodule(region.fqn)
+        # The first and the last region see what all share, in case a user replaces one of them.
+        common = tuple(shared.values()) if number in (0, len(remembered) - 1) else ()
+        if region.fqn in files:
+            called = called_modules((folder / files[region.fqn]).read_text(encoding="utf-8"))
+            module.register_forward_pre_hook(Watch((*common, *_of_block(module, region.fqn, called)), said))
+        elif isinstance(module, FusedMoe):
+            vars(module).update({n: value for n, value in region.settings.items() if not hasattr(module, n)})
+            names = tuple(name for name in region.settings if name in vars(module))
+            own = Snapshot(module, region.fqn, names), Snapshot(module, region.fqn, _HELD, _GIVEN)
+            module.watch = Watch((*common, *own), said)
+
+
+def _of_block(block: nn.Module, fqn: str, called: frozenset[str]) -> Iterator[Snapshot]:
+    """Yield snapshots of a block and of the modules in it that its code does not call."""
+    skipped = tuple(f"{name}." for name in called)
+    for name, module in cast("Iterator[tuple[str, nn.Module]]", block.named_modules()):
+        if name in called or name.startswith(skipped):
+            continue
+        what = f"{fqn}.{name}".rstrip(".")
+        yield Snapshot(module, what, tuple(settings(module)))
+        children = (child for child, _ in module.named_children())
+        uncalled = tuple(child for child in children if f"{name}.{child}".lstrip(".") not in called)
+        yield Snapshot(module, what, uncalled, _UNCALLED, "_modules")
+        if name:
+            yield Snapshot(module, what, ("forward",), _UNCALLED)
+            yield Snapshot(module, what, _HOOKS, _HOOKED)
+
+
+def called_modules(text: str) -> frozenset[str]:
+    """Return the modules, by their path in the block, that the code of a block's file calls."""
+    before = ""
+    while before != text:  # a graph prints the name of a list's member as `getattr(self.layers, "0")`
+        before, text = text, re.sub(r'getattr\((self[\w.]*), "(\w+)"\)', r"\1.\2", text)
+    return frozenset(re.findall(r"\bself\.([\w.]+)\(", text))
