@@ -106,7 +106,7 @@ class FusedMoe(nn.Module):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: a model that is read from a pickle is not watched."""
+        """Return the attributes to pickle. A model that is read from a pickle is not watched."""
         return {**self.__dict__, "watch": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoe:

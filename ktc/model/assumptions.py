@@ -1,4 +1,4 @@
-"""What the rewrites assumed of a model, as `ktc.json` records it: the facts of `stock_facts.py`, and their comparison.
+"""The assumptions of the rewrites about a model, as `ktc.json` records them, and their comparison.
 
 Only modules that a rewrite replaces count: routers, attention and all other stock code still run as they are.
 """

@@ -1,4 +1,4 @@
-"""What the code of modules consists of and which values of a config it reads, by inspection: nothing runs.
+"""The code of modules, and the values of a config that it reads, by inspection: nothing runs.
 
 In: classes of modules, and the configs that the modules hold. Out: the functions that the classes run, a digest of
 their source, and the names of the config's values that these functions mention. A function that does not mention the

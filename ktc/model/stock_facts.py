@@ -123,7 +123,7 @@ def spelled(value: object) -> str | None:
         value = cast("functools.partial[object]", value)
         return _joined("partial", [value.func, *value.args, *value.keywords.items()])
     if isinstance(value, list | tuple):
-        return _joined(type(value).__name__, cast("Sequence[object]", value))
+        return _joined("list" if isinstance(value, list) else "tuple", cast("Sequence[object]", value))
     if isinstance(value, set | frozenset):
         return _joined("set", sorted(cast("set[object]", value), key=repr))
     if isinstance(value, dict):

@@ -20,6 +20,7 @@ from ktc.codegen.render import render
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.link import KernelFile, Package, adapter_json
 from ktc.model.manifest import Rewrite
+from ktc.model.stock_facts import assumptions_of
 from ktc.plan.kernel_spec import KernelSpec
 
 ADAPTED = ("q_a_proj", "q_b_proj", "q_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -82,6 +83,7 @@ def package(checkpoint: Path, kernel: tuple[KernelFile, KernelLibrary] | None = 
         bindings="",
         library=kernel[1].path if kernel else None,
         rewrites=rewrites,
+        assumptions=assumptions_of(model, rewrites),
         placement={"model": "cpu", "lm_head": "cpu"},
         lora=adapter_json(targets, 8, 32, 0.0, {}, {}),
         graphs={"captured": "{}"},
