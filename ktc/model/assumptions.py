@@ -45,29 +45,31 @@ NO_ASSUMPTIONS = Assumptions({}, (), {})
 
 
 def differences(assumed: Assumptions, found: Assumptions) -> Iterator[str]:
-    """Yield what differs in values, as sentences' ends: "`config.limit` is 3.0 and was 7.0"."""
+    """Yield the values that differ, in sites that both have: "`config.limit` is 3.0, and was 7.0 ..."."""
     yield from _changes("`{}`", assumed.config, found.config)
-    theirs = {site: _by_name(row) for row in found.sites for site in row.sites}
+    theirs = {site: row.modules for row in found.sites for site in row.sites}
     for row in assumed.sites:
         for site in row.sites:
-            ours, others = _by_name(row), theirs.get(site, {})
-            for name, module in ours.items():
-                where = ".".join(filter(None, (site, name)))
-                other = others.get(name)
-                if other is None or other.class_name != module.class_name:
-                    yield f"`{where}` is no longer a `{module.class_name}`"
-                else:
-                    yield from _changes(f"`{{}}` of `{where}`", module.attributes, other.attributes)
+            if site in theirs:
+                yield from _changed_modules(site, row.modules, theirs[site])
 
 
-def _by_name(row: AssumedSites) -> dict[str, AssumedModule]:
-    return {module.name: module for module in row.modules}
+def _changed_modules(
+    site: str, before: tuple[AssumedModule, ...], after: tuple[AssumedModule, ...]
+) -> Iterator[str]:  # fmt: skip
+    now = {module.name: module for module in after}
+    for module in before:
+        where, found = ".".join(filter(None, (site, module.name))), now.get(module.name)
+        if found is None or found.class_name != module.class_name:
+            yield f"`{where}` is not the `{module.class_name}` that was compiled"
+        else:
+            yield from _changes(f"`{{}}` of `{where}`", module.attributes, found.attributes)
 
 
 def _changes(what: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(before):
-        if before.get(name) != after.get(name):
-            yield f"{what.format(name)} is {after.get(name, 'missing')} and was {before.get(name, 'missing')}"
+        if before[name] != after.get(name):
+            yield f"{what.format(name)} is {after.get(name, 'missing')}, and was {before[name]} when the model was compiled"
 
 
 def changed_code(assumed: Assumptions, found: Assumptions) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ def check_assumptions(manifest: Manifest, model: PreTrainedModel, folder: Path) 
     hint = f"compile again: `{manifest.renewal(folder)}`"
     changed = list(itertools.islice(assumptions.differences(manifest.assumptions, found), 8))
     if changed:
-        raise InputRefused(*(Diagnostic("L427", f"{each}, when the model was compiled", hint=hint) for each in changed))
+        raise InputRefused(*(Diagnostic("L427", each, hint=hint) for each in changed))
     for name in assumptions.changed_code(manifest.assumptions, found):
         message = f"the code of `{name}` is not the code that was compiled, which runs instead"
         log.warning("%s", render([Diagnostic("L428", message, hint=hint, severity="warning")]))

@@ -64,13 +64,11 @@ class Region:
 
 
 def regions(model: nn.Module, recipe: Sequence[Step]) -> tuple[Region, ...]:
-    """Return what the recipe replaces in a stock model, the outermost modules alone."""
-    found = list[Region]()
-    blocks = [step.fqn for step in recipe if step.module == "graph_block"]
-    for step in recipe:
-        if step.module in _REPLACING and not any(step.fqn.startswith(f"{block}.") for block in blocks):
-            found.append(Region(step.fqn, model.get_submodule(step.fqn)))
-    return tuple(found)
+    """Return what the recipe replaces in a stock model, the outermost modules alone; `realise` refuses missing ones."""
+    modules = dict(_named_modules(model))
+    blocks = tuple(f"{step.fqn}." for step in recipe if step.module == "graph_block")
+    replaced = (step.fqn for step in recipe if step.module in _REPLACING and not step.fqn.startswith(blocks))
+    return tuple(Region(fqn, modules[fqn]) for fqn in replaced if fqn in modules)
 
 
 def assumptions_of(model: PreTrainedModel, recipe: Sequence[Step]) -> Assumptions:
