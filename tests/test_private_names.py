@@ -19,11 +19,13 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from ktc.model.watch import HOOKS
+
 KNOWN = {
     "_apply", "_apply_gate", "_attn_implementation_internal", "_build_generation_config", "_experts_implementation",
     "_from_config", "_init_weights", "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
-    "_keys_to_ignore_on_load_unexpected", "_non_persistent_buffers_set", "_python_dispatch", "_pytree",
-    "_register_custom_module", "_schema", "_supports_sdpa", "_validate_request",
+    "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_non_persistent_buffers_set", "_python_dispatch",
+    "_pytree", "_register_custom_module", "_schema", "_supports_sdpa", "_validate_request",
 }  # fmt: skip
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
 
@@ -66,6 +68,26 @@ def test_training_uses_private_names_in_one_file() -> None:
     assert training.keys() == {"private_api.py"}
     others = {name for path, names in rooms.items() if path.parts[0] != "training" for name in names}
     assert others <= KNOWN, "give it a test below, and a row in KNOWN"
+
+
+def test_a_module_has_its_children_parameters_and_hooks_in_its_dictionary() -> None:
+    """`ktc/model/watch.py` reads them there, and `_load_from_state_dict` receives the keys of one module."""
+    received = list[tuple[list[str], str]]()
+
+    class Asked(nn.Linear):
+        def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
+            received.append((sorted(state_dict), prefix))
+
+    module = nn.Sequential(Asked(1, 1))
+    module.load_state_dict({"0.weight": torch.zeros(1, 1), "0.more": torch.zeros(1)}, strict=False)
+    assert received == [(["0.more", "0.weight"], "0.")]
+    for hooks in (*HOOKS, "_modules"):
+        assert hooks in vars(module)
+    module.register_forward_pre_hook(print)
+    module.register_full_backward_hook(print)
+    assert vars(module)["_modules"] == {"0": module[0]}
+    assert [name for name in HOOKS if vars(module)[name]] == ["_forward_pre_hooks", "_backward_hooks"]
+    assert set(vars(module[0])["_parameters"]) == {"weight", "bias"}
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,8 @@ def _changed_modules(
 def _changes(what: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(before):
         if before[name] != after.get(name):
-            yield f"{what.format(name)} is {after.get(name, 'missing')}, and was {before[name]} when the model was compiled"
+            now = after.get(name, "missing")
+            yield f"{what.format(name)} is {now}, and was {before[name]} when the model was compiled"
 
 
 def changed_code(assumed: Assumptions, found: Assumptions) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from ktc.model.stock_facts import Region, class_name, config_path, regions, sett
 
 log = logging.getLogger(__name__)
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HELD = ("_modules", "_parameters")  # of a module, in its `__dict__`
 _SETTING = "`{what}.{name}` is now {now}, and the compiled code has {before}"
 _UNCALLED = "`{what}.{name}` was replaced, and the compiled code does not call it"
@@ -174,7 +174,7 @@ def _of_block(block: nn.Module, fqn: str, called: frozenset[str]) -> Iterator[Sn
         yield Snapshot(module, what, uncalled, _UNCALLED, "_modules")
         if name:
             yield Snapshot(module, what, ("forward",), _UNCALLED)
-            yield Snapshot(module, what, _HOOKS, _HOOKED)
+            yield Snapshot(module, what, HOOKS, _HOOKED)
 
 
 def called_modules(text: str) -> frozenset[str]:

@@ -308,8 +308,9 @@ def test_a_pickled_model_is_refused_with_a_hint_unless_it_is_the_reference(compi
     assert torch.equal(again(ids).logits, model(ids).logits)
     packed = object.__new__(PackedExperts)
     model.model.layers[1].mlp.experts._experts = packed
-    with pytest.raises(TypeError, match="save the adapter"):
+    with pytest.raises(InputRefused, match="L435") as refused:
         pickle.dumps(model)
+    assert "save the adapter" in refused.value.diagnostics[0].hint
 
 
 def test_options_that_nobody_knows_are_refused_and_decided_ones_are_told(
