@@ -21,6 +21,13 @@ from ktc.graph import ops
 from ktc.graph.fold import tensor_inputs
 from ktc.graph.typed import nodes_of, tensor_of
 
+# The operators of a loop that adds up experts' results: it moves rows, weights and adds them.
+_SUMS = frozenset({
+    "expert", "index", "index_select", "index_put", "index_add", "index_copy", "gather", "scatter", "scatter_add",
+    "scatter_reduce", "slice_scatter", "select_scatter", "select", "slice", "split", "unbind", "cat", "stack", "copy",
+    "mul", "add", "sum", "matmul", "where", "masked_fill", "repeat_interleave", "getitem",
+    "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "full", "full_like", "scalar_tensor",
+})  # fmt: skip
 _CONSTANTS = "constants."  # where capture keeps tensors that are no weights
 
 
@@ -76,7 +83,21 @@ def _region(graph_module: fx.GraphModule, experts: ExpertList) -> _Region:
     cut = frozenset({region.hidden, region.indices, region.weights})
     if any(region.weights in _behind(node, cut) for marker in markers for node in tensor_inputs(marker)):
         raise NoExperts(f"the routing weights enter the modules of `{experts.fqn}` instead of scaling their results")
+    _require_sums(result=region.result, cut=cut)
     return region
+
+
+def _require_sums(result: fx.Node, cut: frozenset[fx.Node]) -> None:
+    """Require that what is replaced moves, weights and adds the experts' results and does nothing else to them."""
+    for node in _behind(result, cut) - cut:
+        held = tensor_of(node)
+        if held is None or not held.is_floating_point() or node.op != "call_function":
+            continue
+        name = ops.name_of(node)
+        scalars = [a for a in node.args[1:] if isinstance(a, int | float) and not isinstance(a, bool)]
+        changed = name in ("add", "mul") and (scalars or ops.argument(node, "alpha", 1) != 1)
+        if name not in _SUMS | ops.TRANSPARENT or name == "dropout" or changed:
+            raise NoExperts(f"its loop over experts computes `{name}{f' {scalars[0]}' if scalars else ''}` too")
 
 
 def _cut(result: fx.Node, outside: Sequence[fx.Node], tokens: Sequence[Any], experts: ExpertList) -> _Region | None:

@@ -1,63 +1,144 @@
 """The form of an experts module, read from its own gate code: layout flags, activation, and its constants.
 
-The gate code is traced for the numbers in it (a limit, an alpha, an offset). Every activation with these numbers is
+The gate code is run for the numbers in it (a limit, an alpha, an offset). Every activation with these numbers is
 evaluated; the one with equal values is the form. The activation is recognised by value and not by its source code, so
-an unsupported one is reliably reported.
+an unsupported one is reliably reported. A module whose class does more than call the experts interface has no form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, lru_cache
 from itertools import product
-from typing import cast, get_args
+from types import CodeType
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.moe import use_experts_implementation
 
+from ktc.capture.trace import LAYOUT
 from ktc.experts.form import Activation, ExpertsForm, Function
 from ktc.experts.reference import activated
-from ktc.graph.typed import nodes_of
+from ktc.linears.plain import has_hooks
 
 UNSUPPORTED = "unsupported: "  # begins the form of experts that no kernel computes; the reason follows
 _SAMPLES = 64
-_LARGEST = 1e4  # larger numbers are sizes and slice ends, not limits
 _SPREAD = 12.0  # range in which the functions differ
 
 
 def form_of(module: nn.Module) -> str:
     """Return the text of the module's form, or `unsupported: ` and the reason."""
     gated = bool(getattr(module, "has_gate", True))
-    if getattr(module, "has_post_expert_norm", False):
-        return f"{UNSUPPORTED}a norm after each expert"
-    if not isinstance(getattr(module, "down_proj", None), Tensor):
-        return f"{UNSUPPORTED}`{type(module).__name__}` holds no `down_proj`"
+    name = type(module).__name__
+    if reason := _more_than_experts(module, "gate_up_proj" if gated else "up_proj"):
+        return f"{UNSUPPORTED}{reason}"
     code = getattr(module, "_apply_gate" if gated else "act_fn", None)
     if not callable(code):
-        return f"{UNSUPPORTED}`{type(module).__name__}` does not name its activation"
+        return f"{UNSUPPORTED}`{name}` does not name its activation"
     try:
-        found = form_of_code(cast("Callable[[Tensor], Tensor]", code), gated)
+        found = form_of_code(cast("Callable[[Tensor], Tensor]", code), gated, trained=lambda: _training(module))
     except Exception as error:  # noqa: BLE001 - foreign code on a sample raises anything; the reason quotes it
-        return f"{UNSUPPORTED}the activation of `{type(module).__name__}` does not run alone ({type(error).__name__})"
+        return f"{UNSUPPORTED}the activation of `{name}` does not run alone ({type(error).__name__})"
     if found is None:
-        return f"{UNSUPPORTED}`{type(module).__name__}` has an activation that no kernel computes"
+        return f"{UNSUPPORTED}`{name}` has an activation that no kernel computes"
     biased, transposed = bool(getattr(module, "has_bias", False)), bool(getattr(module, "is_transposed", False))
     return str(replace(found, biased=biased, transposed=transposed))
 
 
-def form_of_code(code: Callable[[Tensor], Tensor], gated: bool, width: int = 2 * _SAMPLES) -> ExpertsForm | None:
-    """Return the form whose activation equals `code` on `width` columns; None if there is no such form."""
-    constants = _constants(code, width)
-    generator = torch.Generator().manual_seed(0)
-    spread = max([_SPREAD, *(1.5 * abs(number) for number in constants)])  # exceeds every limit
-    sample = spread * (2 * torch.rand(_SAMPLES, width, generator=generator, dtype=torch.float64) - 1)
-    expected = code(sample)
+def _more_than_experts(module: nn.Module, first: str) -> str:
+    """Return why replacing the module would lose something, "" if its call is the experts interface and no more."""
+    name = type(module).__name__
+    if type(module).forward.__code__ is not _interface() or "forward" in vars(module):
+        return f"`{name}` computes something around its experts"
+    if type(module).__call__ is not nn.Module.__call__ or has_hooks(module):
+        return f"hooks on `{name}` are called with its experts"
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm after each expert"
+    biases = (f"{first}_bias", "down_proj_bias") if getattr(module, "has_bias", False) else ()
+    own = module._parameters
+    if missing := [tensor for tensor in (first, "down_proj", *biases) if not isinstance(own.get(tensor), Tensor)]:
+        return f"`{name}` holds no `{missing[0]}`"
+    return f"the weights of `{name}` are computed" if parametrize.is_parametrized(module) else ""
+
+
+@cache
+def _interface() -> CodeType:
+    """Return the code of the `forward` with which transformers calls the chosen implementation of experts."""
+
+    class Experts(nn.Module):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return hidden_states
+
+    return use_experts_implementation(Experts).forward.__code__
+
+
+@contextmanager
+def _training(module: nn.Module) -> Iterator[None]:
+    before = module.training
+    module.train()
+    try:
+        yield
+    finally:
+        module.train(before)
+
+
+def form_of_code(
+    code: Callable[[Tensor], Tensor], gated: bool, width: int = 2 * _SAMPLES,
+    trained: Callable[[], Any] | None = None,
+) -> ExpertsForm | None:  # fmt: skip
+    """Return the form whose activation equals `code` on `width` columns; None if there is no such form.
+
+    Code that `trained` puts in training mode must compute the same there.
+    """
+    with torch.no_grad(), _Numbers() as numbers:
+        code(_samples(_SPREAD, width)[: _SAMPLES // 2])
+    constants = frozenset(numbers.found)
+    sample = _samples(max([_SPREAD, *(1.5 * abs(number) for number in constants)]), width)  # exceeds every limit
+    with torch.no_grad():
+        expected = code(sample).double()
+        if trained is not None:
+            with trained():
+                again = code(sample).double()
+            if not torch.equal(again.nan_to_num(), expected.nan_to_num()):
+                return None
+    return _found(constants, gated, sample, expected)
+
+
+def _found(constants: frozenset[float], gated: bool, sample: Tensor, expected: Tensor) -> ExpertsForm | None:
+    shape = tuple(expected.shape)
+    return _search(constants, gated, tuple(sample.shape), sample.numpy().tobytes(), shape, expected.numpy().tobytes())
+
+
+@lru_cache(maxsize=64)  # a deep model has one module of experts per layer
+def _search(
+    constants: frozenset[float], gated: bool, of_sample: tuple[int, ...], sampled: bytes, shape: tuple[int, ...],
+    computed: bytes,
+) -> ExpertsForm | None:  # fmt: skip
+    sample = torch.frombuffer(bytearray(sampled), dtype=torch.float64).reshape(of_sample)
+    expected = torch.frombuffer(bytearray(computed), dtype=torch.float64).reshape(shape)
     for form in _candidates(constants, gated):
         actual = activated(form, sample)
         # Some gates compute in fp32 for every input dtype.
-        if actual.shape == expected.shape and torch.allclose(actual, expected.double(), rtol=1e-5, atol=1e-5):
+        if actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True):
             return form
     return None
+
+
+def _samples(spread: float, width: int) -> Tensor:
+    """Return rows within the range where functions differ, rows within `spread`, and rows with a NaN."""
+    generator = torch.Generator().manual_seed(0)
+    sample = 2 * torch.rand(_SAMPLES, width, generator=generator, dtype=torch.float64) - 1
+    sample[: _SAMPLES // 2] *= _SPREAD
+    sample[_SAMPLES // 2 :] *= spread
+    for row in range(_SAMPLES - 4, _SAMPLES):
+        sample[row, (7 * row) % width] = torch.nan
+    return sample
 
 
 def _candidates(constants: frozenset[float], gated: bool) -> Iterator[ExpertsForm]:
@@ -74,13 +155,17 @@ def _candidates(constants: frozenset[float], gated: bool) -> Iterator[ExpertsFor
         yield ExpertsForm(Activation(function, limit=limit), interleaved=interleaved)
 
 
-def _constants(code: Callable[[Tensor], Tensor], width: int) -> frozenset[float]:
-    """Return the numeric constants of the traced code."""
+class _Numbers(TorchDispatchMode):
+    """Collects the numbers that operators inside are given, apart from places and sizes."""
 
-    class Gate(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return code(hidden)
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[float] = set()
 
-    program = torch.export.export(Gate(), (torch.empty(2, width, device="meta"),), strict=False)
-    numbers = (a for node in nodes_of(program.graph_module) for a in (*node.args, *node.kwargs.values()))
-    return frozenset(float(n) for n in numbers if isinstance(n, int | float) and abs(n) < _LARGEST)
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not any(layout in str(func) for layout in LAYOUT):
+            leaves = pytree.tree_leaves((args, dict(kwargs or {})))
+            self.found |= {float(leaf) for leaf in leaves if type(leaf) in (int, float)}
+        return func(*args, **(kwargs or {}))

@@ -1,12 +1,15 @@
 """Capture a block that loops over a list of experts: its graph with one `experts` node, and the list's contents.
 
 Input: a block on meta tensors and its call. Output: the graph in normal form. It returns everything that the block
-returns, since it replaces the block's own code at run time. Refused, with the reason: a loop that is more than routing,
-a block that computes something else in training, and one called with more than hidden states.
+returns, since it replaces the block's own code at run time. Refused, with the reason: a loop that is more than routing, a block
+that computes something else in training or on long inputs, one that does more than return a result, experts that
+differ in more than their tensors, and a block called with more than hidden states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -14,11 +17,18 @@ from torch.utils import _pytree as pytree
 
 from ktc.capture.canonical import NoExperts, canonicalise, same_computation
 from ktc.capture.expert_list import candidates, expert_list
-from ktc.capture.export import export_block
+from ktc.capture.export import BATCH, SEQUENCE, export_block
+from ktc.capture.identity import LONG, expert_traces, resized
 from ktc.capture.normal_form import normalise
+from ktc.capture.record import Call
+from ktc.capture.side_effects import side_effect
+from ktc.capture.trace import traced, without_sizes
 from ktc.capture.types import ExpertList
 from ktc.capture.unrolled import routed_anyhow
 from ktc.graph.typed import nodes_of
+from ktc.linears.plain import has_hooks
+
+_SIZES = ((BATCH, SEQUENCE), (1, 1), (BATCH, LONG))  # of calls on which a block must run the same operators
 
 
 def capture_loop(
@@ -41,22 +51,74 @@ def capture_loop(
     if len(leaves) > 1 or "hidden_states" not in {"hidden_states" if args else "", *kwargs}:
         raise NoExperts("it is called with more than hidden states")
     modules = lists[experts[0].fqn]
+    _require_equal(modules, (args, kwargs))
+    _require_any_length(block, (args, kwargs), modules)
     graph = _captured(block, args, kwargs, modules, experts[0])
-    training = block.training
-    try:
-        trained = _captured(block.train(), args, kwargs, modules, experts[0])
-    finally:
-        block.train(training)
+    with _training(block):
+        trained = _captured(block, args, kwargs, modules, experts[0])
     if not same_computation(graph, trained):
         raise NoExperts("it computes something else in training mode")
     return graph, experts[0]
 
 
+def _require_equal(modules: nn.ModuleList, call: Call) -> None:
+    """Require that all experts compute the same function of their tensors, and the same in training."""
+    plain = _behaviours(modules, call)
+    with _training(modules):
+        trained = _behaviours(modules, call)
+    if plain != trained:
+        raise NoExperts("its experts compute something else in training mode")
+    if len(plain) > 1:
+        raise NoExperts("its experts compute different functions")
+    odd = next((type(m).__name__ for expert in modules for m in expert.modules() if has_hooks(m)), "")
+    if odd:
+        raise NoExperts(f"hooks on `{odd}` are called with its experts")
+
+
+def _require_any_length(block: nn.Module, call: Call, modules: nn.ModuleList) -> None:
+    """Require the same operators for one token, for some and for many: export keeps one branch on a length."""
+    for module in (block, modules):
+        for mode in (nullcontext, _training):
+            with mode(block):
+                found = [_operators(block, modules, resized(call, *sizes), module is block) for sizes in _SIZES]
+            if any(other != found[0] for other in found):
+                what = "it computes" if module is block else "its experts compute"
+                raise NoExperts(f"{what} something else for calls of another length")
+
+
+def _operators(block: nn.Module, modules: nn.ModuleList, call: Call, whole: bool) -> list[list[str]]:
+    if not whole:
+        return [without_sizes(trace) for trace in expert_traces(modules, call)][:1]
+    with routed_anyhow(modules):
+        return [without_sizes(traced(block, lambda: block(*call[0], **call[1])))]
+
+
+def _behaviours(modules: nn.ModuleList, call: Call) -> set[tuple[str, ...]]:
+    return {tuple(trace) for trace in expert_traces(modules, call)}
+
+
 def _captured(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modules: nn.ModuleList, experts: ExpertList
 ) -> fx.GraphModule:
+    def run() -> object:
+        with routed_anyhow(modules):
+            return block(*args, **kwargs)
+
+    if reason := side_effect(block, run):
+        raise NoExperts(reason)
     graph = export_block(block, args, kwargs, lambda: routed_anyhow(modules), whole=True)
     canonicalise(graph, experts)
     if any(str(node.target).startswith("constants.") for node in nodes_of(graph) if node.op == "get_attr"):
         raise NoExperts("it computes with a tensor that it creates itself")
     return normalise(graph)
+
+
+@contextmanager
+def _training(module: nn.Module) -> Generator[None]:
+    before = {child: child.training for child in module.modules()}
+    module.train()
+    try:
+        yield
+    finally:
+        for child, training in before.items():
+            child.training = training

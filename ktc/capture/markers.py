@@ -23,9 +23,6 @@ from ktc.graph import ops
 _NAME = "ktc_capture"  # of the operator library, and of our implementations in transformers' registers
 # Where a config keeps the names of its implementations; the public setters accept only names of transformers.
 _CHOICES = ("_experts_implementation_internal", "_attn_implementation_internal")
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "layer_idx"})
-
-
 _UNUSED = frozenset({"position_ids", "cache_position"})  # an attention core may be given them and does not use them
 # The model has no masks of its own during capture; blocks that compute with a mask are given one.
 _masks_are_given = ContextVar("masks_are_given", default=False)
@@ -68,38 +65,22 @@ def semantic_function(target: object) -> Any | None:
 
 
 class _CaptureExperts:
-    """The experts marker. A form is read at a module's first call, since export cannot run inside export.
-
-    It is read once for all modules with the same code: a deep model has one per layer, and tracing each would take
-    most of its capture.
-    """
+    """The experts marker. A form is read at a module's first call, since later calls may be inside an export."""
 
     def __init__(self) -> None:
         self._forms: dict[nn.Module, str] = {}
-        self._by_code: dict[object, str] = {}
 
     def __call__(
         self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
     ) -> Tensor:
         if module not in self._forms:
-            code = _code_of(module)
-            if code not in self._by_code:
-                self._by_code[code] = form_of(module)
-            self._forms[module] = self._by_code[code]
+            self._forms[module] = form_of(module)
         first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
         weights = getattr(module, first), module.down_proj
         biased = getattr(module, "has_bias", False)
         biases = (getattr(module, f"{first}_bias"), module.down_proj_bias) if biased else (None, None)
         operands = hidden_states, top_k_index, top_k_weights, *weights
         return torch.ops.ktc_capture.experts(*operands, self._forms[module], *biases)
-
-
-def _code_of(module: nn.Module) -> object:
-    """Return a key that is equal for modules that differ in tensors only: classes, plain settings, other objects."""
-    held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-    settings = tuple(sorted((k, v if isinstance(v, int | float | str) else f"at {id(v)}") for k, v in held.items()))
-    children = tuple((name, _code_of(child)) for name, child in module.named_children())
-    return type(module), repr(settings), children
 
 
 def _capture_attention(

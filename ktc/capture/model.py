@@ -1,19 +1,19 @@
 """Capture of a causal LM: its config alone -> module tree, distinct blocks as graphs, and their sites.
 
 The model is built on meta tensors and run there once, with every block's call recorded. Each distinct block is then
-exported once. Two blocks are equal if their classes, tensors, settings and call signatures are.
+exported once (`identity` says which blocks are equal).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
 import transformers
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor, fx, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ktc.capture.cache import measure_cache
@@ -21,15 +21,18 @@ from ktc.capture.canonical import NoExperts
 from ktc.capture.experts_block import more_than_experts
 from ktc.capture.export import export_block
 from ktc.capture.forms import UNSUPPORTED
+from ktc.capture.identity import identity_of
 from ktc.capture.length import left_alone
 from ktc.capture.loop import capture_loop
 from ktc.capture.markers import marked, masks_given
 from ktc.capture.normal_form import normalise
 from ktc.capture.record import Call, first_line, record
+from ktc.capture.trace import recording_reads
 from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo, dtype_name
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
+from ktc.linears.plain import is_plain_linear
 
 
 def capture(source: ModelSource) -> CapturedModel:
@@ -49,12 +52,14 @@ def capture(source: ModelSource) -> CapturedModel:
         for fqn, (layer, block) in blocks.items():
             if fqn not in calls:
                 continue
-            identity = _identity(block, calls[fqn], failed.get(fqn))
+            with recording_reads(model.config) as reads:
+                identity = identity_of(block, calls[fqn], failed.get(fqn), layer)
             if identity not in graphs:
                 stem = next(part for part in reversed(fqn.split(".")) if not part.isdigit())
                 key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
                 with masks_given() if isinstance(calls[fqn][1].get("attention_mask"), Tensor) else nullcontext():
-                    graphs[identity] = _capture_block(key, block, calls[fqn], failed.get(fqn))
+                    captured = _capture_block(key, block, calls[fqn], failed.get(fqn))
+                graphs[identity] = replace(captured, reads=reads)
             sites.append(BlockSite(fqn, layer, graphs[identity].key))
         cache = measure_cache(model)
     return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), tuple(sites), cache)
@@ -110,21 +115,6 @@ def _blocks(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _identity(block: nn.Module, call: Call, failure: str | None) -> object:
-    """Return the key of equal blocks: classes, tensor shapes, plain settings, call signature."""
-    modules = tuple((name, type(m).__name__, _settings(m)) for name, m in named_modules(block))
-    tensors = tuple((name, tuple(t.shape), t.dtype) for name, t in [*block.named_parameters(), *block.named_buffers()])
-    leaves, spec = pytree.tree_flatten(call)
-    signature = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-    return modules, tensors, str(spec), signature, failure
-
-
-def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Return the plain attributes of a module, which may change its computation."""
-    plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
-    return tuple(sorted((name, value) for name, value in plain.items() if name not in ("layer_idx", "training")))
-
-
 def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) -> BlockGraph:
     name = type(block).__name__
     if failure is not None:
@@ -133,13 +123,13 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
     try:
         loop = capture_loop(block, *call)
         if loop is not None:
-            return BlockGraph(key, name, loop[0], experts=loop[1])
+            return BlockGraph(key, name, _with_own_linears(loop[0], block), experts=loop[1])
     except Exception as error:  # noqa: BLE001 - as below; a list of modules is not always a loop over experts
         no_experts = str(error) if isinstance(error, NoExperts) else f"{type(error).__name__}: {first_line(error)}"
     try:
         if long := left_alone(block, *call):
             return BlockGraph(key, name, None, long)
-        graph = normalise(export_block(block, *call))
+        graph = _with_own_linears(normalise(export_block(block, *call)), block)
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and keeps the reason
         return BlockGraph(key, name, None, no_experts or f"{type(error).__name__}: {first_line(error)}")
     experts = [node for node in nodes_of(graph) if node.target is ops.experts]
@@ -148,6 +138,18 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
     forms = [str(node.args[5]) for node in experts]
     unsupported = next((form for form in forms if form.startswith(UNSUPPORTED)), None)
     return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph)
+
+
+def _with_own_linears(graph: fx.GraphModule, block: nn.Module) -> fx.GraphModule:
+    """Name the products in linear layers with code of their own `own_linear`: replacing such a layer loses the code."""
+    modules = dict(named_modules(block))
+    for node in nodes_of(graph):
+        if ops.operator(node) == "linear":
+            owner = str(node.meta.get("fqn", ""))
+            module = modules.get(owner)
+            if isinstance(module, nn.Linear) and not is_plain_linear(module):
+                node.meta["op"] = "own_linear"
+    return graph
 
 
 def _module_tree(model: nn.Module) -> tuple[ModuleInfo, ...]:

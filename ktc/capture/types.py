@@ -77,6 +77,7 @@ class BlockGraph:
     graph: fx.GraphModule | None
     opaque: str = ""
     experts: ExpertList | None = None  # the list whose loop the graph replaces
+    reads: Mapping[str, object] = field(default_factory=dict[str, object])  # settings of the config, as its code reads
 
 
 @dataclass(frozen=True, slots=True)

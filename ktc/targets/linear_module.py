@@ -15,6 +15,7 @@ from ktc.experts.kernel_library import Kernel
 from ktc.graph import ops
 from ktc.linears.gemv import Gemv
 from ktc.linears.lora_linear import KTLinear
+from ktc.linears.plain import is_plain_linear
 from ktc.targets.module_target import WrongModule
 
 
@@ -30,7 +31,7 @@ def linear_in_graph(graph: fx.GraphModule, node: fx.Node, fqn: str) -> KTLinear:
 
 
 def linear_of_model(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> KTLinear:
-    """Return the module for a stock layer. Raises `WrongModule` for a module that is not an `nn.Linear`."""
-    if not isinstance(old, nn.Linear):
-        raise WrongModule(f"a `{type(old).__name__}`")
+    """Return the module for a stock layer. Raises `WrongModule` for a module that is not an `nn.Linear` alone."""
+    if not isinstance(old, nn.Linear) or not is_plain_linear(old):
+        raise WrongModule(f"a `{type(old).__name__}`" + " with code of its own" * isinstance(old, nn.Linear))
     return KTLinear.from_linear(old, Gemv(kernel, arguments["threads"]) if kernel is not None else None)

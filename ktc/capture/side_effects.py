@@ -1,0 +1,89 @@
+"""What a block does besides returning a result: tensors that it keeps, tensors of others that it changes, settings.
+
+Input: a block on meta tensors and a function that calls it. Output: the reason in words, "" if there is nothing. A
+block whose graph replaces its code at run time must have no such effect, since a graph has results alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ktc.capture.trace import plain_settings
+from ktc.graph.typed import named_modules
+
+
+class _Produced(TorchDispatchMode):
+    """Watches every tensor that an operator inside makes, and the operators that change tensors from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
+        self.changes = False
+        self._inside: set[int] = set()  # storages that were made here
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        named = dict(zip((declared.name for declared in func._schema.arguments), args, strict=False)) | given
+        for declared in func._schema.arguments:
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                self.changes |= not {_storage(t) for t in _tensors(named.get(declared.name))} <= self._inside
+        result = func(*args, **given)
+        before = {_storage(tensor) for tensor in _tensors((args, given))}
+        for tensor in _tensors(result):
+            self.made.append(weakref.ref(tensor))
+            if _storage(tensor) not in before:
+                self._inside.add(_storage(tensor))
+        return result
+
+
+def side_effect(block: nn.Module, run: Callable[[], object]) -> str:
+    """Return what `run()`, a call of `block` on meta tensors, leaves behind. Raises what `run` raises."""
+    settings = _settings(block)
+    held = _tensor_attributes(block)
+    with torch.no_grad(), _Produced() as produced:
+        run()
+    if produced.changes:
+        return "it changes a tensor that it is given"
+    if changed := [name for name, value in _settings(block).items() if settings.get(name) != value]:
+        return f"it changes its attribute `{changed[0]}`"
+    after = _tensor_attributes(block)
+    if kept := [name for name, identity in after.items() if held.get(name) != identity]:
+        return f"it keeps a result as its attribute `{kept[0]}`"
+    gc.collect()  # frames of the run may still hold tensors in circles
+    return "a tensor that it computes outlives its call" if any(ref() is not None for ref in produced.made) else ""
+
+
+def _settings(block: nn.Module) -> dict[str, str]:
+    return {
+        f"{path}.{name}".lstrip("."): repr(value)
+        for path, module in named_modules(block)
+        for name, value in plain_settings(module).items()
+    }
+
+
+def _tensor_attributes(block: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the identity of the tensors in every attribute of the modules, lists and dictionaries included."""
+    return {
+        f"{path}.{name}".lstrip("."): tuple(id(leaf) for leaf in _tensors(value))
+        for path, module in named_modules(block)
+        for name, value in vars(module).items()
+        if name not in ("_modules", "_parameters") and _tensors(value)
+    }
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,123 @@
+"""What a block does on meta tensors: its operators with their constants and connections, and the settings it reads.
+
+Input: a block and a call. Output: plain values that are equal for two blocks which compute the same, whatever their
+classes and attributes are called. Nothing is exported, so a trace takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
+
+# Operators that move values and compute nothing. Which of them run may depend on sizes.
+LAYOUT = (
+    "slice", "split", "select", "view", "reshape", "permute", "transpose", "expand", "squeeze", "narrow", "cat",
+    "clone", "aten.t.", "_to_copy", "alias", "detach", "as_strided", "copy", "sym_size", "empty",
+)  # fmt: skip
+_FRACTION = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?")
+
+Reads = dict[str, object]  # a setting of the model's config by its path -> the value that code read
+
+_reads: ContextVar[tuple[Mapping[int, str], Reads] | None] = ContextVar("reads", default=None)
+
+
+class Trace(TorchDispatchMode):
+    """Records every operator inside: its name, its constants, and which earlier result or parameter each tensor is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.rows: list[str] = []
+        self._names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+        self._held: list[Tensor] = []  # an id is unique only as long as its tensor lives
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
+        self.rows.append(f"{func} {[self._spelled(leaf) for leaf in leaves]} {spec}")
+        for produced in pytree.tree_leaves(result):
+            if isinstance(produced, Tensor):
+                self._name(produced)
+        return result
+
+    def _name(self, tensor: Tensor) -> str:
+        if id(tensor) not in self._names:
+            self._names[id(tensor)] = f"%{len(self._held)} {tensor.dtype} {tuple(tensor.shape)}"
+            self._held.append(tensor)
+        return self._names[id(tensor)]
+
+    def _spelled(self, leaf: object) -> str:
+        return self._name(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+@contextmanager
+def recording_reads(config: PreTrainedConfig) -> Generator[Reads]:
+    """Collect the public settings of `config`, and of the configs within it, that code reads inside the context."""
+    found: Reads = {}
+    token = _reads.set((_paths(config), found))
+    stock = PreTrainedConfig.__getattribute__
+
+    def read(self: PreTrainedConfig, name: str) -> Any:
+        value = stock(self, name)
+        recording = None if name.startswith("_") else _reads.get()
+        path = recording[0].get(id(self)) if recording is not None else None
+        if recording is not None and path is not None and is_plain(value):
+            recording[1][f"{path}{name}"] = value
+        return value
+
+    patched = cast("Any", PreTrainedConfig)
+    patched.__getattribute__ = read
+    try:
+        yield found
+    finally:
+        patched.__getattribute__ = stock
+        _reads.reset(token)
+
+
+def _paths(config: PreTrainedConfig, prefix: str = "") -> dict[int, str]:
+    """Return the path of each config within `config` by its id: "" or `text_config.`."""
+    paths = {id(config): prefix}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig) and id(value) not in paths:
+            paths |= _paths(value, f"{prefix}{name}.")
+    return paths
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a setting is made of numbers, texts, dtypes and containers of these alone."""
+    if isinstance(value, Mapping):
+        return all(map(is_plain, cast("Mapping[object, object]", value).values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(is_plain, cast("Sequence[object]", value)))
+    return value is None or isinstance(value, int | float | str | torch.dtype)
+
+
+def plain_settings(module: nn.Module) -> dict[str, object]:
+    """Return the attributes of a module that may change its computation, without its tensors and children."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE and is_plain(value)}
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def without_sizes(rows: Sequence[str]) -> list[str]:
+    """Return the operators of a trace and their fractions, without layout and sizes, which differ by input."""
+    named = [(row.partition(" ")[0], _FRACTION.findall(row)) for row in rows]
+    return [f"{name} {fractions}" for name, fractions in named if not any(layout in name for layout in LAYOUT)]
+
+
+def traced(module: nn.Module, run: Callable[[], object]) -> list[str]:
+    """Return the trace of `run()`, without gradients. Raises what `run` raises."""
+    with torch.no_grad(), Trace(module) as trace:
+        run()
+    return trace.rows
