@@ -26,7 +26,7 @@ _SUMS = frozenset({
     "expert", "index", "index_select", "index_put", "index_add", "index_copy", "gather", "scatter", "scatter_add",
     "scatter_reduce", "slice_scatter", "select_scatter", "select", "slice", "split", "unbind", "cat", "stack", "copy",
     "mul", "add", "sum", "matmul", "where", "masked_fill", "repeat_interleave", "getitem",
-    "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "full", "full_like", "scalar_tensor",
+    "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "empty_permuted", "new_empty", "full", "full_like", "scalar_tensor",
 })  # fmt: skip
 _CONSTANTS = "constants."  # where capture keeps tensors that are no weights
 
@@ -94,7 +94,8 @@ def _require_sums(result: fx.Node, cut: frozenset[fx.Node]) -> None:
         if held is None or not held.is_floating_point() or node.op != "call_function":
             continue
         name = ops.name_of(node)
-        scalars = [a for a in node.args[1:] if isinstance(a, int | float) and not isinstance(a, bool)]
+        neutral = {"add": 0, "mul": 1}.get(name)  # Python's `sum` begins with 0
+        scalars = [a for a in node.args if isinstance(a, int | float) and a != neutral]
         changed = name in ("add", "mul") and (scalars or ops.argument(node, "alpha", 1) != 1)
         if name not in _SUMS | ops.TRANSPARENT or name == "dropout" or changed:
             raise NoExperts(f"its loop over experts computes `{name}{f' {scalars[0]}' if scalars else ''}` too")
