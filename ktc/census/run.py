@@ -25,7 +25,7 @@ from ktc.graph import ops
 from ktc.host import Host
 from ktc.match import Match, Matches, match
 from ktc.plan import BlockRewrite, Plan, make_plan
-from ktc.prove import Witness, prove_block, witness_of
+from ktc.prove import Witness, prove_on, reason, witness_of
 from ktc.rewrite import RewrittenBlock, rewrite
 
 RULES, SETTINGS = "moe-lora", {"format": "bf16"}
@@ -221,10 +221,11 @@ def _proven(captured: CapturedModel, block: RewrittenBlock, witness: Witness) ->
     class_name = captured.block(block.rewrite.block).class_name
     part = "experts" if any(a.target.takes_experts for a in block.rewrite.actions) else "attention"
     try:
-        proof = prove_block(captured, block, witness)
+        (proof,) = prove_on(witness, captured, [block], HOST)
     except Exception as error:  # noqa: BLE001 - a failing block is a row; the census continues
         return BlockProof(part, block.rewrite.key, class_name, failure=_words(error))
-    return BlockProof(part, block.rewrite.key, class_name, proof.forward, proof.gradients, proof.holds)
+    failure = "" if proof.compared else reason(proof)
+    return BlockProof(part, block.rewrite.key, class_name, proof.forward, proof.gradients, proof.holds, failure)
 
 
 def _wrong_words(proof: BlockProof) -> str:

@@ -24,7 +24,7 @@ from ktc.model.stock_facts import assumptions_of
 from ktc.pictures.dump import to_json
 from ktc.plan.report import plan_json
 from ktc.prove import Proof
-from ktc.rewrite import RewrittenBlock, block_code, block_file, recipe, stack_rows
+from ktc.rewrite import block_files, recipe, stack_rows
 
 
 def assemble(
@@ -73,7 +73,7 @@ def assemble(
         proofs=tuple(proof.to_json() for proof in proofs),
         own_code=captured.source.own_code,
         code=captured.source.code,
-        blocks={block_file(block): _block_code(captured, block) for block in blocks if block.experts is not None},
+        blocks=block_files(captured, blocks),
         graphs={stage: to_json(dump_stage(stage, captured, analysis.matches, plan, blocks)) for stage in STAGES},
     )
 
@@ -81,14 +81,6 @@ def assemble(
 def _assumptions(captured: CapturedModel, steps: Sequence[Rewrite]) -> Assumptions:
     """Examine a new model, as a load does: what capture ran may have changed its own attributes."""
     return assumptions_of(build_on_meta(copy.deepcopy(captured.source.config)), steps) if steps else NO_ASSUMPTIONS
-
-
-def _block_code(captured: CapturedModel, block: RewrittenBlock) -> str:
-    site = block.rewrite.sites[0].fqn
-    stock = captured.model.get_submodule(site)
-    where = f"`{site}`" if len(block.rewrite.sites) == 1 else f"`{site}` and {len(block.rewrite.sites) - 1} more"
-    title = f"The computation of {where}: `{type(stock).__name__}`, its loop over experts as one call."
-    return block_code(block.graph, stock, title, captured.model.dtype)
 
 
 def host_json(host: Host) -> dict[str, Any]:

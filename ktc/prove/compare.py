@@ -1,98 +1,62 @@
-"""Numeric equivalence of an original block and its rewritten graph: output and every gradient, relative Frobenius.
+"""One block beside its rewritten form on one input: everything it returns and keeps, and every gradient.
 
-The two share weights, inputs and output gradients. The comparison covers the output and the gradients of the hidden
-states, of the routing weights (the experts' third input) and of every parameter that the rewrite leaves trainable.
+Input: two modules with equal weights, and a case. Output: the relative Frobenius error of each value. Both sides get the
+same inputs, the same random state and the same output gradients. Compared are the results, the tensors that the block
+keeps as attributes, its input after the call, and the gradients of the hidden states, of the routing weights (the third
+input of its experts) and of every parameter that the rewrite leaves trainable.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ktc.capture.export import flatten_call, main_output
+from ktc.capture.trace import plain_settings
 from ktc.experts.module import FusedMoe
-from ktc.graph.typed import input_names, named_modules
-from ktc.targets.module_target import ITSELF
+from ktc.graph.typed import named_modules
+from ktc.prove.cases import Case
+from ktc.prove.types import Constant
 
-# Witnesses run in fp32 and routers cast to fp32 themselves; measured errors of correct rewrites stay below 1e-6, those
-# of wrong ones (tests/prove/test_prove.py) above 1e-3.
-TOLERANCE = 2e-5
-# Where terms cancel, the error of fp32 may exceed the tolerance. Up to this error fp64 decides; a larger one fails.
-CLOSE = 5e-4
+# Far from what a model computes, a gradient may vanish next to the others, and its last digits are rounding.
+_VANISHING = 1e-4
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The inputs a block was called with in a forward of the witness model."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+Values = dict[str, Tensor | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """One distinct rewrite against its original. Errors are the worst over all shapes, relative Frobenius."""
+def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dict[str, float]:
+    """Return the error of each result (`output`, `attribute ...`) and gradient (`gradient of ...`).
 
-    rewrite: str
-    block: str
-    rules: tuple[str, ...]
-    forward: float
-    gradients: Mapping[str, float]
-    shapes: tuple[tuple[int, ...], ...]
-    seed: int
-    tolerance: float = TOLERANCE
-
-    @property
-    def worst_gradient(self) -> float:
-        """The largest error of all gradients."""
-        return max(self.gradients.values(), default=0.0)
-
-    @property
-    def holds(self) -> bool:
-        """Whether every error is a number within the tolerance: NaN does not hold."""
-        return all(error <= self.tolerance for error in (self.forward, *self.gradients.values()))
-
-    @property
-    def is_close(self) -> bool:
-        """Whether rounding may explain every error."""
-        return all(error <= CLOSE for error in (self.forward, *self.gradients.values()))
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, with the verdict as `holds`."""
-        return {
-            "rewrite": self.rewrite, "block": self.block, "rules": list(self.rules), "forward": self.forward,
-            "gradients": dict(self.gradients), "shapes": [list(s) for s in self.shapes], "seed": self.seed,
-            "tolerance": self.tolerance, "holds": self.holds,
-        }  # fmt: skip
-
-
-def compare(
-    original: nn.Module, rewritten: fx.GraphModule, calls: Sequence[Call], seed: int
-) -> tuple[float, dict[str, float]]:
-    """Return the worst forward error and the worst error of each gradient over `calls`.
-
-    `rewritten` must hold the same tensors as `original` under the same block-relative FQNs. The caller fills its frozen
-    experts from those of `original`.
+    A value that one side alone has is an error of infinity. An exception of `stock` is raised as StockRefuses: the
+    model itself cannot compute this case. An exception of `rewritten` alone is raised as it is.
     """
-    forward, gradients = 0.0, dict[str, float]()
-    generator = torch.Generator().manual_seed(seed)
-    for call in calls:
-        expected = _run(original, rewritten, call, generator.get_state(), use_original=True)
-        actual = _run(original, rewritten, call, generator.get_state(), use_original=False)
-        forward = max(forward, relative_error(actual.pop("output"), expected.pop("output")))
-        for name in expected.keys() | actual.keys():
-            error = relative_error(actual.get(name), expected.get(name))
-            gradients[name] = max(gradients.get(name, 0.0), error)
-        generator.manual_seed(generator.initial_seed() + 1)
-    return forward, gradients
+    frozen = {name for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)}
+    # A list of experts is not called, so there only the router's own gradients cover the routing weights.
+    called = {name for name in frozen if not isinstance(stock.get_submodule(name), nn.ModuleList)}
+    try:
+        expected = _run(stock, frozen, called, case, seed)
+    except Exception as error:  # foreign code on an unusual input raises anything
+        raise StockRefuses(str(error)) from error
+    actual = _run(rewritten, frozen, called, case, seed)
+    floor = 0.0
+    if case.stress:
+        norms = [float(_norm(t.double())) for name, t in expected.items() if name.startswith("gradient") and t is not None]
+        floor = _VANISHING * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+    found: dict[str, float] = {}
+    for name in expected.keys() | actual.keys():
+        of_gradient = name.startswith("gradient")
+        found[name] = relative_error(actual.get(name), expected.get(name), floor if of_gradient else 0.0)
+    return found
+
+
+class StockRefuses(Exception):
+    """The stock block raises on a case, so there is nothing to compare with."""
 
 
 class InDouble(TorchDispatchMode):
@@ -107,56 +71,131 @@ def _widened(argument: object) -> object:
     return torch.float64 if argument is torch.float32 else argument
 
 
-def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
-    """Return ||actual - expected|| / ||expected||. A missing tensor counts as zero; if only one is zero, infinity."""
+def relative_error(actual: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
+    """Return ||actual - expected|| / max(||expected||, floor).
+
+    A missing tensor counts as zero; if only one is zero, infinity. NaN and infinity must stand in the same places, and
+    the norms are those of the rest.
+    """
     if expected is None or not bool(expected.any()):
-        return 0.0 if actual is None or not bool(actual.any()) else float("inf")
-    if actual is None:
-        return float("inf")
-    relative = float(_norm(actual.double() - expected.double()) / _norm(expected.double()))
-    return float("inf") if math.isnan(relative) else relative
+        if actual is None or not bool(actual.any()):
+            return 0.0
+        return float(_norm(actual.double())) / floor if floor else math.inf
+    if actual is None or actual.shape != expected.shape:
+        return math.inf
+    one, other = actual.double(), expected.double()
+    finite = torch.isfinite(other)
+    if not torch.equal(one[~finite].nan_to_num(nan=0.5), other[~finite].nan_to_num(nan=0.5)):
+        return math.inf
+    one, other = one[finite], other[finite]
+    size = max(float(_norm(other)), floor)
+    distance = float(_norm(one - other))
+    if distance == 0:
+        return 0.0
+    relative = distance / size if size else math.inf
+    return math.inf if math.isnan(relative) else relative
 
 
 def _norm(tensor: Tensor) -> Tensor:
     return cast("Tensor", tensor.norm())
 
 
-def _run(
-    original: nn.Module, rewritten: fx.GraphModule, call: Call, random_state: Tensor, use_original: bool
-) -> dict[str, Tensor | None]:
-    """Return the output and the gradients of one side by name."""
-    generator = torch.Generator()
-    generator.set_state(random_state)
-    names, tensors, rebuild = flatten_call(call.args, call.kwargs)
-    dtype = next(p.dtype for p in original.parameters() if p.is_floating_point())
-    tensors = tuple(t.to(dtype) if t.is_floating_point() else t for t in tensors)
-    shape = tensors[names.index("hidden_states")].shape
-    hidden = torch.randn(shape, generator=generator).to(dtype).requires_grad_(True)
-    inputs = {**dict(zip(names, tensors, strict=True)), "hidden_states": hidden}
-    module = original if use_original else rewritten
-    frozen = {name for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)}
-    itself = ITSELF in frozen  # then the routing weights are an input
-    if itself:
-        inputs = {n: t if not t.is_floating_point() else t.detach().requires_grad_(True) for n, t in inputs.items()}
-    # A router's correction bias may be a parameter that its own code never trains.
+def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed: int) -> Values:
+    """Return what one side computes, by name."""
+    dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), torch.float32)
+    call = case.call.fresh()
+    given = call.hidden.detach().to(dtype)
+    # Code may change its input in place, which torch allows for no leaf that needs a gradient.
+    leaf = given.clone().requires_grad_(True)
+    hidden = leaf * 1
+    args, kwargs = pytree.tree_map(
+        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t,
+        (call.args, dict(call.kwargs)),
+    )
+    before, modes = _kept(block), {module: module.training for module in block.modules()}
     parameters = {
         name: p
-        for name, p in module.named_parameters()
-        if p.requires_grad and not any(itself or name.startswith(f + ".") for f in frozen)
+        for name, p in block.named_parameters()
+        if p.requires_grad and not any(name.startswith(f + ".") for f in frozen)
     }
-    # A list of experts is not called, so there only the router's own gradients cover the routing weights.
-    called = {n for n in frozen if n != ITSELF and not isinstance(original.get_submodule(n), nn.ModuleList)}
-    with _routing_weights(module, called) as routing:
-        if use_original:
-            args, kwargs = rebuild([inputs[n] for n in names])
-            output = main_output(module(*args, **kwargs))
-        else:
-            output = main_output(module(*(inputs[name] for name in input_names(rewritten))))
-    direction = torch.randn(output.shape, generator=generator).to(output.dtype)
-    given = {name: t for name, t in inputs.items() if t.requires_grad}
-    wanted = {**given, **{f"routing_weights of {n}": w for n, w in routing.items()}, **parameters}
-    gradients = torch.autograd.grad(output, list(wanted.values()), direction, allow_unused=True)
-    return {"output": output.detach(), **dict(zip(wanted, gradients, strict=True))}
+    block.train(case.training)
+    try:
+        with torch.random.fork_rng(devices=[]), _routing_weights(block, called) as routing:
+            torch.manual_seed(seed)
+            ready = _with(call, hidden, args, kwargs)
+            result = block(*ready[0], **ready[1])
+        values = _results(result) | _changes(before, _kept(block)) | {"hidden states after the call": hidden}
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    if case.poisoned:
+        return {name: value.detach() for name, value in values.items()}
+    wanted = {"hidden_states": leaf, **{f"routing_weights of {n}": w for n, w in routing.items()}, **parameters}
+    return {name: value.detach() for name, value in values.items()} | _gradients(values, wanted, seed)
+
+
+def _with(call: Any, hidden: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments with `hidden` in the place of the call's hidden states."""
+    place = [leaf is call.hidden for leaf in pytree.tree_leaves((call.args, dict(call.kwargs)))].index(True)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves[place] = hidden
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _results(result: object) -> dict[str, Tensor]:
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return {f"output {place}" if place else "output": tensor for place, tensor in enumerate(tensors)}
+
+
+def _gradients(values: Mapping[str, Tensor], wanted: Mapping[str, Tensor], seed: int) -> Values:
+    """Return the gradients of `wanted` for random directions in everything that can be differentiated."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs, directions = list[Tensor](), list[Tensor]()
+    for _, value in sorted(values.items()):
+        if value.requires_grad and value.is_floating_point():
+            outputs.append(value)
+            directions.append(torch.randn(value.shape, generator=generator).to(value.dtype))
+    if not outputs:
+        return {}
+    found = torch.autograd.grad(outputs, list(wanted.values()), directions, allow_unused=True)
+    return {f"gradient of {name}": gradient for name, gradient in zip(wanted, found, strict=True)}
+
+
+def _kept(block: nn.Module) -> dict[str, tuple[object, ...]]:
+    """Return what the modules of a block hold besides parameters: settings, buffers, tensors in attributes."""
+    kept: dict[str, tuple[object, ...]] = {}
+    for path, module in named_modules(block):
+        for name, value in plain_settings(module).items():
+            kept[f"{path}.{name}"] = (repr(value),)
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_modules") and not isinstance(module, FusedMoe):
+                tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+                if tensors:
+                    kept[f"{path}.{name}"] = tuple(Held(tensor) for tensor in tensors)
+    return kept
+
+
+class Held:
+    """A tensor as it was: the same one unchanged is equal."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._version, self._id = tensor, tensor._version, id(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and (self._id, self._version) == (other._id, other._version)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _changes(before: Mapping[str, tuple[object, ...]], after: Mapping[str, tuple[object, ...]]) -> dict[str, Tensor]:
+    """Return the tensors of attributes that the call changed, and settings that it changed as their hash."""
+    changed: dict[str, Tensor] = {}
+    for name, values in after.items():
+        if before.get(name) != values:
+            for place, value in enumerate(values):
+                key = f"attribute {name.lstrip('.')}" + f" {place}" * bool(place)
+                changed[key] = value.tensor if isinstance(value, Held) else torch.tensor(float(hash(value) % 2**31 + 1))
+    return changed
 
 
 @contextmanager
@@ -164,15 +203,49 @@ def _routing_weights(module: nn.Module, experts: set[str]) -> Generator[dict[str
     """Collect the routing weights that reach each experts module while inside."""
     seen: dict[str, Tensor] = {}
 
-    def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen[name] = args[2]
+    def remember(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            weights = kwargs.get("top_k_weights", args[2] if len(args) > 2 else None)
+            if isinstance(weights, Tensor) and weights.requires_grad:
+                seen[name] = weights
 
         return hook
 
-    handles = [module.get_submodule(name).register_forward_pre_hook(remember(name)) for name in sorted(experts)]
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True)
+        for name in sorted(experts)
+    ]
     try:
         yield seen
     finally:
         for handle in handles:
             handle.remove()
+
+
+class Constants(TorchDispatchMode):
+    """Counts, for each constant with which operators inside compare values, the values on both sides of it."""
+
+    _COMPARISONS = ("clamp", "hardtanh", "threshold", "gt", "ge", "lt", "le", "minimum", "maximum")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[tuple[str, float], tuple[int, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket).rpartition(".")[2]
+        if name.rstrip("_").startswith(self._COMPARISONS) and args and isinstance(args[0], Tensor):
+            schema = (declared.name for declared in func._schema.arguments)
+            for argument, value in {**dict(zip(schema, args, strict=False)), **(kwargs or {})}.items():
+                if args[0].is_floating_point() and isinstance(value, int | float) and not isinstance(value, bool):
+                    self._count(f"{name}.{argument}", float(value), args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operator: str, value: float, tensor: Tensor) -> None:
+        below, above = self._counts.get((operator, value), (0, 0))
+        less, more = int((tensor < value).sum()), int((tensor > value).sum())
+        self._counts[operator, value] = below + less, above + more
+
+    @property
+    def found(self) -> tuple[Constant, ...]:
+        """The constants so far, in the order in which they were met first."""
+        return tuple(Constant(operator, value, *counts) for (operator, value), counts in self._counts.items())

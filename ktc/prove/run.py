@@ -1,232 +1,236 @@
-"""Apply the plan's rewrites to a witness with the same passes and compare there.
+"""Prove every distinct rewrite: what the loader realises, beside the stock modules, at every site of a witness.
 
-A witness is a shrunk model of the same family: same classes, same code paths, small widths, random weights and buffers.
-A block of the witness represents a block of the model only if their normal forms differ in sizes alone.
+Input: a captured model and its rewritten blocks. Output: a `Proof` for each, which says where it does not hold. Sites
+that run the same code with the same settings and constants share the long list of cases; each has the short one.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import fx, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from ktc import twin
-from ktc.capture import BlockGraph, CapturedModel, ExpertList, ModelSource, capture
+from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, ProofFailed
-from ktc.experts.module import FusedMoe
-from ktc.experts.stock_layout import canonical_parts, stock_names
-from ktc.graph import ops
-from ktc.graph.typed import input_of, named_modules, nodes_of, owner_of
-from ktc.model.graph_block import ExpertStack, stacked_experts
-from ktc.plan import BlockRewrite
-from ktc.prove.compare import Call, InDouble, Proof, compare
-from ktc.rewrite import RewrittenBlock, rewrite_block
-from ktc.targets.module_target import replaced
-
-SEED = 20260
-# One token; an odd length; more tokens than experts times groups, so that every routing decision is exercised.
-SHAPES = ((1, 1), (3, 37), (2, 64))
+from ktc.host import Host
+from ktc.prove.cases import SCALES, Call, Case, long_cases, record, scaled, short_cases
+from ktc.prove.compare import Constants, InDouble, StockRefuses, errors
+from ktc.prove.types import TOLERANCE, Constant, Proof
+from ktc.prove.witness import (
+    SEED, SmallRewrite, Witness, carried_over, does_not_run, one_thread, realised, witness_for,
+)  # fmt: skip
+from ktc.rewrite import RewrittenBlock
 
 
-@dataclass(frozen=True, slots=True)
-class Witness:
-    """A small model that runs: its capture, the model with seeded weights, and its blocks' calls, one per shape."""
-
-    captured: CapturedModel
-    model: PreTrainedModel
-    calls: Mapping[str, list[Call]]
+def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Proof, ...]:
+    """Return the proof of every rewrite, valid or not. Raises ProofFailed (P302) if the witness does not run."""
+    return prove_on(witness_for(captured), captured, blocks, host) if blocks else ()
 
 
-def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> tuple[Proof, ...]:
-    """Prove every distinct rewrite. Raises ProofFailed if a proof does not hold or the witness has no such block."""
-    config = twin.shrink(captured.source.config)
-    config.dtype = torch.float32
-    witness = witness_of(capture(ModelSource("witness", None, config, None)))
-    proofs = tuple(prove_block(captured, block, witness) for block in blocks)
-    failed = [_failure(proof, block) for proof, block in zip(proofs, blocks, strict=True) if not proof.holds]
-    if failed:
-        raise ProofFailed(*failed)
-    return proofs
+def prove_on(
+    witness: Witness, captured: CapturedModel, blocks: Sequence[RewrittenBlock], host: Host
+) -> tuple[Proof, ...]:
+    """`prove` on a witness that exists already."""
+    carried = [carried_over(captured, block, witness) for block in blocks]
+    with one_thread():
+        model, refused = realised(witness, [small for small in carried if not small.failure], host)
+        sites = {site.fqn for small in carried for block in small.blocks for site in block.rewrite.sites}
+        try:
+            calls = record(witness.model, sorted(sites), SEED)
+        except Exception as error:  # foreign code on an unusual config raises anything
+            raise ProofFailed(does_not_run(error)) from error
+        pair = _Pair(witness, model, carried, host)
+        return tuple(_proof(captured, small, refused, pair, calls) for small in carried)
 
 
-@contextmanager
-def _one_thread() -> Generator[None]:
-    """Run on one thread inside: on a small witness all threads would wait for the slowest at every operation."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def failures(proofs: Sequence[Proof], blocks: Sequence[RewrittenBlock]) -> tuple[Diagnostic, ...]:
+    """Return a warning (P300) for every rewrite whose proof does not hold: its block keeps its own code."""
+    found: list[Diagnostic] = []
+    for proof, block in zip(proofs, blocks, strict=True):
+        if not proof.holds:
+            message = f"`{proof.class_name}` keeps its own code: the rewrite {reason(proof)}"
+            hint = "see docs/proofs.md; a block of the usual kind that is refused is a bug, please report its config"
+            span = block.rewrite.actions[0].span
+            found.append(Diagnostic("P300", message, span, hint=hint, severity="warning"))
+    return tuple(found)
 
 
-def witness_of(captured: CapturedModel) -> Witness:
-    """Return the fp32 witness of a capture of witness size. Raises ProofFailed (P302) if it does not run."""
-    with _one_thread():
-        model = twin.build(captured.source.config, SEED, torch.float32, "cpu")
-        _choose_stock_code(model)
-        return Witness(captured, model, _recorded(model, {site.fqn for site in captured.sites}))
-
-
-def _choose_stock_code(model: PreTrainedModel) -> None:
-    """Choose the plainest stock implementations, with which rewrites are compared."""
-    try:
-        model.set_attn_implementation("sdpa")
-    except ValueError:  # attention with sinks has only eager code
-        model.set_attn_implementation("eager")
-    model.set_experts_implementation("eager")
-
-
-def _recorded(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
-    try:
-        return record_calls(model, fqns)
-    except Exception as error:  # foreign code on an unusual config raises anything
-        words = (str(error).strip().splitlines() or [""])[0][:200]
-        message = f"the shrunk witness of this model does not run in transformers: {type(error).__name__}: {words}"
-        raise ProofFailed(Diagnostic("P302", message, hint="try another version of transformers")) from error
-
-
-def prove_block(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> Proof:
-    """Return the proof of one rewrite, valid or not. Raises ProofFailed (P301) if the witness has no such block."""
-    full = captured.block(block.rewrite.block)
-    assert full.graph is not None
-    shape_free = signature(full.graph)
-    small = next((b for b in witness.captured.blocks if b.graph is not None and signature(b.graph) == shape_free), None)
-    if small is None or small.graph is None:
-        raise ProofFailed(_no_witness(full))
-    renamed = dict(zip(significant(full.graph), significant(small.graph), strict=True))
-    actions = tuple(replace(action, node=renamed[action.node]) for action in block.rewrite.actions)
-    site = witness.captured.sites_of(small.key)[0]
-    # The witness is on the CPU; the transfers of the plan's placement copy values and change none.
-    graph = rewrite_block(small.graph, BlockRewrite(block.rewrite.key, small.key, (site,), actions, "cpu"))
-    original = witness.model.get_submodule(site.fqn)
-    rules = tuple(dict.fromkeys(a.rule for a in actions))
-    for precision in (nullcontext, InDouble):
-        if precision is InDouble:
-            original, graph = copy.deepcopy(original).double(), graph.double()
-        bind(graph, original, small.experts)
-        with _one_thread(), precision():
-            forward, gradients = compare(original, graph, witness.calls[site.fqn], SEED)
-        proof = Proof(block.rewrite.key, full.class_name, rules, forward, gradients, SHAPES, SEED)
-        if proof.holds or not proof.is_close:
-            break
-    return proof
-
-
-def _no_witness(block: BlockGraph) -> Diagnostic:
-    return Diagnostic(
-        "P301",
-        f"the shrunk witness has no block like `{block.key}` (`{block.class_name}`), so the rewrite cannot be proven",
-        hint="please report this model's config: the witness builder needs to learn it",
-    )
-
-
-def significant(graph: fx.GraphModule) -> list[str]:
-    """Return the names of the nodes that compute on data, in order."""
-    return [n.name for n in nodes_of(graph) if _is_significant(n)]
-
-
-def signature(graph: fx.GraphModule) -> tuple[object, ...]:
-    """Return a graph without sizes: its operators with their choices, their connections and the parameters they use.
-
-    Full and windowed attention of one class differ only in such a choice.
-    """
-    numbers = {name: i for i, name in enumerate(significant(graph))}
-    rows: list[object] = []
-    for node in nodes_of(graph):
-        if _is_significant(node):
-            data = (s for s in node.all_input_nodes if s.name in numbers or _carries_data(s))
-            sources = tuple(numbers.get(source.name, str(source.target)) for source in map(_behind, data))
-            rows.append((ops.operator(node), node.meta.get("fqn"), sources, _choices(node)))
-    return tuple(rows)
-
-
-def _choices(node: fx.Node) -> tuple[tuple[str, object], ...]:
-    """Return the attributes of a node that are not sizes, and whether attention has a window."""
-    attributes = ops.attributes(node)
-    chosen: list[tuple[str, object]] = [(name, v) for name, v in attributes.items() if isinstance(v, bool | str)]
-    if ops.operator(node) == "sdpa":
-        chosen.append(("windowed", int(attributes["window"]) >= 0))
-    return tuple(sorted(chosen, key=lambda choice: choice[0]))
-
-
-def _carries_data(node: fx.Node) -> bool:
-    return "shape" in node.meta or ops.operator(node) == "getitem"
-
-
-def _is_significant(node: fx.Node) -> bool:
-    """Return whether a node computes on tensors. A node with several results has no shape of its own."""
-    structure = node.op in ("placeholder", "get_attr", "output") or ops.operator(node) in ops.TRANSPARENT | {"getitem"}
-    return not structure and ("shape" in node.meta or isinstance(node.meta.get("val"), tuple | list))
-
-
-def _behind(node: fx.Node) -> fx.Node:
-    """Return the node whose result `node` only reshapes, casts or picks from."""
-    while ops.operator(node) in ops.TRANSPARENT or ops.operator(node) == "getitem":
-        node = input_of(node, 0)
-    return node
-
-
-def bind(graph: fx.GraphModule, original: nn.Module, experts: ExpertList | None = None) -> None:
-    """Bind a rewritten graph to the tensors of the block it replaces: experts are loaded, everything else is shared."""
-    for name, module in named_modules(graph):
-        if isinstance(module, FusedMoe):
-            sizes = (module.num_experts, module.hidden, module.intermediate, module.top_k)
-            dtype = next(p.dtype for p in original.parameters() if p.is_floating_point())
-            replacement = FusedMoe(*sizes, str(module.form), dtype=dtype)
-            load_experts(replacement, replaced(original, name), experts)
-            graph.set_submodule(name, replacement)
-    tensors = {**dict(original.named_parameters()), **dict(original.named_buffers())}
-    for name in [n for n, _ in [*graph.named_parameters(), *graph.named_buffers()] if n in tensors]:
-        setattr(*owner_of(graph, name), tensors[name])
-
-
-def load_experts(module: FusedMoe, experts: nn.Module, listed: ExpertList | None = None) -> None:
-    """Load the weights of a stock experts module of the same form, or of the modules that `listed` describes."""
-    if listed is not None and isinstance(experts, nn.ModuleList):
-        experts = ExpertStack(stacked_experts(experts, module.form, listed.parts))
-    for name in stock_names(module.form):
-        stacked = experts.get_parameter(name)
-        for expert in range(module.num_experts):
-            for part, tensor in canonical_parts(module.form, name, stacked[expert]):
-                module.load_expert(expert, part, tensor)
-
-
-def record_calls(model: PreTrainedModel, fqns: set[str]) -> dict[str, list[Call]]:
-    """Return the calls of every block in one forward of the witness per shape."""
-    calls: dict[str, list[Call]] = {fqn: [] for fqn in fqns}
-
-    def remember(fqn: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[fqn].append(Call(args, kwargs))
-
-        return hook
-
-    handles = [model.get_submodule(f).register_forward_pre_hook(remember(f), with_kwargs=True) for f in fqns]
-    generator = torch.Generator().manual_seed(SEED)
-    vocabulary = model.config.get_text_config().vocab_size
-    with torch.no_grad():
-        for batch, length in SHAPES:
-            model(input_ids=torch.randint(0, vocabulary, (batch, length), generator=generator), use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return calls
-
-
-def _failure(proof: Proof, block: RewrittenBlock) -> Diagnostic:
+def reason(proof: Proof) -> str:
+    """Return in words why a proof does not hold."""
+    if not proof.compared:
+        return f"cannot be proven: {proof.difference}"
     worst = max(proof.gradients, key=lambda name: proof.gradients[name], default="")
-    errors = f"forward {proof.forward:.1e}, worst gradient {proof.worst_gradient:.1e} ({worst})"
-    errors += f", allowed {proof.tolerance:.0e}"
-    span = block.rewrite.actions[0].span
-    return Diagnostic(
-        "P300",
-        f"the rewrite of `{proof.block}` does not compute what the original does: {errors}",
-        span,
-        hint="this is a bug in a pattern or a pass, not in the rule file; please report it with the model's config",
-    )
+    gradient = f", gradient of {worst} {proof.gradients[worst]:.1e}" if worst else ""
+    told = f"forward {proof.forward:.1e}{gradient}, allowed {proof.tolerance:.0e}"
+    return f"computes something else than stock{f' ({proof.difference})' * bool(proof.difference)}: {told}"
+
+
+@dataclass(slots=True)
+class _Pair:
+    """The stock witness and the realised one, and both in fp64 once that is needed."""
+
+    witness: Witness
+    realised: PreTrainedModel
+    rewrites: Sequence[SmallRewrite]
+    host: Host
+    _double: tuple[nn.Module, nn.Module] | None = field(default=None)
+
+    def at(self, fqn: str) -> tuple[nn.Module, nn.Module]:
+        return self.witness.model.get_submodule(fqn), self.realised.get_submodule(fqn)
+
+    def in_double(self, fqn: str) -> tuple[nn.Module, nn.Module]:
+        if self._double is None:
+            stock = copy.deepcopy(self.witness.model).double()
+            wide = Witness(self.witness.captured, stock, self.witness.experts)
+            self._double = stock, realised(wide, [r for r in self.rewrites if not r.failure], self.host)[0]
+        return self._double[0].get_submodule(fqn), self._double[1].get_submodule(fqn)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the comparisons of one rewrite have found so far."""
+
+    forward: float = 0.0
+    gradients: dict[str, float] = field(default_factory=dict[str, float])
+    cases: dict[str, None] = field(default_factory=dict[str, None])
+    difference: str = ""
+
+    def add(self, fqn: str, case: Case, found: Mapping[str, float]) -> None:
+        self.cases[case.name] = None
+        for name, error in found.items():
+            if error > TOLERANCE and not self.difference:
+                self.difference = f"{name} at `{fqn}`, {case.name}"
+            if name.startswith("gradient of "):
+                of = name.removeprefix("gradient of ")
+                self.gradients[of] = max(self.gradients.get(of, 0.0), error)
+            else:
+                self.forward = max(self.forward, error)
+
+
+def _proof(
+    captured: CapturedModel, small: SmallRewrite, refused: Mapping[str, str], pair: _Pair,
+    calls: Mapping[str, Sequence[tuple[str, Call]]],
+) -> Proof:  # fmt: skip
+    rewrite = small.of.rewrite
+    rules = tuple(dict.fromkeys(action.rule for action in rewrite.actions))
+    sites = tuple(site.fqn for site in rewrite.sites)
+    failure = small.failure or refused.get(rewrite.key, "")
+    found, constants = _Found(), list[Constant]()
+    if not failure:
+        for fqn, leading in _sites(small):
+            if leading:
+                constants += _compare_long(fqn, pair, calls[fqn], found)
+            else:
+                _compare(fqn, pair, short_cases(calls[fqn]), found)
+            if found.difference:
+                break
+        if not found.cases:
+            failure = "the witness never calls the block"
+    return Proof(
+        rewrite.key, rewrite.block, captured.block(rewrite.block).class_name, rules, sites, found.forward,
+        found.gradients, tuple(found.cases), _together(constants), SEED, TOLERANCE, failure or found.difference,
+        compared=not failure,
+    )  # fmt: skip
+
+
+def _sites(small: SmallRewrite) -> Iterator[tuple[str, bool]]:
+    """Yield every site of a rewrite, and whether it has the long list of cases: the last of equal ones has."""
+    for block in small.blocks:
+        *others, last = block.rewrite.sites
+        yield last.fqn, True
+        yield from ((site.fqn, False) for site in others)
+
+
+def _compare_long(
+    fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], found: _Found
+) -> tuple[Constant, ...]:
+    """Compare the long cases, then larger and larger hidden states until values are on both sides of every constant."""
+    stock, _ = pair.at(fqn)
+    with Constants() as met:
+        for case in long_cases(calls, SEED):
+            if not case.poisoned:
+                _forward_alone(stock, case)
+    _compare(fqn, pair, long_cases(calls, SEED), found)
+    before = met.found
+    for place, factor in enumerate(SCALES):
+        case = scaled(calls, factor)
+        if case is None or (place and all(constant.met for constant in before)):
+            break
+        with met:
+            _forward_alone(stock, case)
+        # Hidden states a few times as large are always compared, others where they meet a constant.
+        if not place or met.found != before and _newly_met(before, met.found):
+            _compare(fqn, pair, [case], found)
+        before = met.found
+    _compare_other_experts(fqn, pair, calls, found)
+    return before
+
+
+def _newly_met(before: Sequence[Constant], after: Sequence[Constant]) -> bool:
+    known = {(constant.operator, constant.value) for constant in before if constant.met}
+    return any(constant.met and (constant.operator, constant.value) not in known for constant in after)
+
+
+def _forward_alone(stock: nn.Module, case: Case) -> None:
+    """Run the stock block for its comparisons with constants; what it cannot compute is told by the comparison."""
+    call = case.call.fresh()
+    try:
+        with torch.no_grad():
+            stock(*call.args, **call.kwargs)
+    except Exception:  # noqa: BLE001, S110 - foreign code; `errors` raises the same as StockRefuses
+        pass
+
+
+def _compare_other_experts(
+    fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], found: _Found
+) -> None:
+    """Compare with the implementation of experts that the stock model chooses itself, which is not the eager one."""
+    if pair.witness.experts in ("eager", ""):
+        return
+    model = pair.witness.model
+    model.set_experts_implementation(pair.witness.experts)
+    try:
+        plain = [case for case in short_cases(calls) if not case.training][:1]
+        _compare(fqn, pair, plain, found)
+    finally:
+        model.set_experts_implementation("eager")
+
+
+def _compare(fqn: str, pair: _Pair, cases: Sequence[Case] | Iterator[Case], found: _Found) -> None:
+    """Compare the cases one after another until one differs."""
+    for case in cases:
+        if found.difference:
+            return
+        try:
+            errors_found = _errors(fqn, pair, case)
+        except StockRefuses:
+            continue
+        except Exception as error:  # noqa: BLE001 - the rewritten block raises where the stock block does not
+            words = (str(error).strip().splitlines() or [""])[0][:200]
+            found.difference = f"it raises {type(error).__name__}: {words} at `{fqn}`, {case.name}"
+            found.forward = float("inf")
+            return
+        found.add(fqn, case, errors_found)
+
+
+def _errors(fqn: str, pair: _Pair, case: Case) -> dict[str, float]:
+    """Return the errors in fp32, or in fp64 where rounding may explain those in fp32."""
+    found = errors(*pair.at(fqn), case, SEED)
+    if all(error <= TOLERANCE for error in found.values()) or case.poisoned:
+        return found
+    wide = pair.in_double(fqn)
+    with InDouble():
+        return errors(*wide, case, SEED)
+
+
+def _together(constants: Sequence[Constant]) -> tuple[Constant, ...]:
+    """Return each constant once, with the counts of all sites."""
+    counts: dict[tuple[str, float], tuple[int, int]] = {}
+    for constant in constants:
+        below, above = counts.get((constant.operator, constant.value), (0, 0))
+        counts[constant.operator, constant.value] = below + constant.below, above + constant.above
+    return tuple(Constant(*key, *found) for key, found in counts.items())

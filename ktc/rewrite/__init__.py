@@ -1,10 +1,9 @@
 """Rewriting: torch.fx passes over copies of the block graphs, as the plan says. It chooses nothing."""
 
 from ktc.rewrite.apply import PASSES, RewrittenBlock, rewrite, rewrite_block
-from ktc.rewrite.block_code import block_code
 from ktc.rewrite.expert_rows import stack_rows
-from ktc.rewrite.recipe import block_file, recipe
+from ktc.rewrite.recipe import block_file, block_files, recipe
 
 __all__ = [
-    "PASSES", "RewrittenBlock", "block_code", "block_file", "recipe", "rewrite", "rewrite_block", "stack_rows",
+    "PASSES", "RewrittenBlock", "block_file", "block_files", "recipe", "rewrite", "rewrite_block", "stack_rows",
 ]  # fmt: skip

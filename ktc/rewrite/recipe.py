@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch import fx
 
-from ktc.capture import ExpertList
+from ktc.capture import CapturedModel, ExpertList
 from ktc.graph.typed import nodes_of
 from ktc.host import Host
 from ktc.model.manifest import Rewrite
-from ktc.plan import Plan
 from ktc.rewrite.apply import RewrittenBlock
+from ktc.rewrite.block_code import block_code
 from ktc.targets.module_target import ModuleTarget, carriers, place_of
 from ktc.targets.target import NodeAction
 
 
-def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...]:
+def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
     """Return every rewritten module of the model, in the order of its sites."""
     rows: list[tuple[int, Rewrite]] = []
     for block in blocks:
@@ -24,7 +26,7 @@ def recipe(blocks: tuple[RewrittenBlock, ...], plan: Plan) -> tuple[Rewrite, ...
                 rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
             for action in carriers(block.rewrite.actions):
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
-                rows.append((site.layer, _row(action, action.at(site.fqn), device, nodes[place_of(action)], plan.host)))
+                rows.append((site.layer, _row(action, action.at(site.fqn), device, nodes[place_of(action)], host)))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 
@@ -39,6 +41,19 @@ def _row(action: NodeAction, fqn: str, device: str, node: fx.Node, host: Host) -
 def block_file(block: RewrittenBlock) -> str:
     """Return the file in OUT for the code of a rewritten block."""
     return f"blocks/{block.rewrite.key}.py"
+
+
+def block_files(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> Mapping[str, str]:
+    """Return the code of the blocks whose graphs replace their own code, by its file in OUT."""
+    return {block_file(block): _code(captured, block) for block in blocks if block.experts is not None}
+
+
+def _code(captured: CapturedModel, block: RewrittenBlock) -> str:
+    site = block.rewrite.sites[0].fqn
+    stock = captured.model.get_submodule(site)
+    where = f"`{site}`" if len(block.rewrite.sites) == 1 else f"`{site}` and {len(block.rewrite.sites) - 1} more"
+    title = f"The computation of {where}: `{type(stock).__name__}`, its loop over experts as one call."
+    return block_code(block.graph, stock, title, captured.model.dtype)
 
 
 def _graph_block(block: RewrittenBlock, experts: ExpertList, fqn: str) -> Rewrite:

@@ -41,15 +41,18 @@ class _Column:
     experts: tuple[bool | None, ...]
 
 
-def shrink_layers(small: dict[str, Any], old: Settings) -> None:
-    """Cut the stack of layers that the settings `old` describe; settings without a stack are unchanged."""
+def shrink_layers(small: dict[str, Any], old: Settings, *, whole: bool) -> None:
+    """Cut the stack of layers that the settings `old` describe; settings without a stack are unchanged.
+
+    With `whole` every layer is kept, and only sizes in settings of some layers shrink.
+    """
     depth_name = next((name for name in _DEPTHS if is_size(old.get(name))), None)
     block_list = next((name for name in _BLOCK_LISTS if isinstance(old.get(name), list)), None)
     if depth_name is None and block_list is None:
         return
     depth = old[depth_name] if depth_name is not None else len(old[block_list or ""])
     columns = tuple(_columns(old, depth))
-    kept = _kept(columns, depth)
+    kept = list(range(depth)) if whole else _kept(columns, depth)
     for column in columns:
         _cut(small, old, column, kept)
     if depth_name is not None:

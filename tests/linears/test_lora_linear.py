@@ -205,7 +205,7 @@ def test_an_adapter_and_a_kernel_on_one_layer_are_one_module(tmp_path: Path) -> 
     assert plan.lora is not None
     assert len(plan.lora.targets) == 3
     blocks = rewrite(model, plan)
-    rows = recipe(blocks, plan)
+    rows = recipe(blocks, plan.host)
     assert len(rows) == len({row.fqn for row in rows}) == 12
     assert {(row.module, row.kernel) for row in rows} == {("kt_linear", "Linear_bf16_avx512_bf16")}
     nodes = [n for n in blocks[0].graph.graph.nodes if n.meta.get("op") == "kt_linear"]

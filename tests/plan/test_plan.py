@@ -160,7 +160,7 @@ def test_every_layer_has_the_threads_of_its_own_rule(tmp_path: Path) -> None:
     """
     model = captured("deepseek_v2")
     _, plan = planned(model, rules(text, tmp_path))
-    rows = recipe(rewrite(model, plan), plan)
+    rows = recipe(rewrite(model, plan), plan.host)
     assert [row.args["threads"] for row in rows] == [1, 2]
 
 

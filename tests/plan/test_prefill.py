@@ -27,7 +27,7 @@ def test_calls_with_many_tokens_go_to_the_gpu_and_the_experts_stay(extra: str, t
     plan = plan_of(EXPERTS + MANY + extra, tmp_path)
     assert plan.unavailable == ()
     assert {p.fqn for p in plan.placements} == {""}  # nothing lies elsewhere
-    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan)
+    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
     assert steps
     assert all(
         (step.device, step.args["prefill"], step.args["prefill_tokens"]) == ("cpu", "cuda:0", tokens) for step in steps
@@ -39,7 +39,7 @@ def test_calls_with_many_tokens_go_to_the_gpu_and_the_experts_stay(extra: str, t
 def test_without_a_gpu_everything_stays_with_the_kernel(device: str, tmp_path: Path) -> None:
     plan = plan_of(EXPERTS + MANY.replace("cuda:0", device), tmp_path, CPU)
     assert plan.unavailable == ()
-    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan)
+    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
     assert {step.args["prefill"] for step in steps} == {""}
 
 

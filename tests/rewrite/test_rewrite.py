@@ -90,7 +90,7 @@ def test_the_rewritten_graph_and_the_realised_block_compute_the_same(family: str
     blocks = rewrite(model, plan)
     config = config_of(family, torch.float32)
     stock, real = (twin.build(config, 3, torch.float32, "cpu") for _ in range(2))
-    realise(real, recipe(blocks, plan), None)
+    realise(real, recipe(blocks, plan.host), None)
     for name, module in named_modules(real):
         if isinstance(module, FusedMoe):
             load_experts(module, stock.get_submodule(name))
@@ -107,7 +107,7 @@ def test_the_rewritten_graph_and_the_realised_block_compute_the_same(family: str
 def test_the_recipe_names_every_rewritten_module_of_every_layer() -> None:
     model = captured("deepseek_v2")
     _, plan = planned(model, dsl.load("deepseek-v2-lite-lora", {}))
-    rows = recipe(rewrite(model, plan), plan)
+    rows = recipe(rewrite(model, plan), plan.host)
     assert [r.fqn for r in rows if r.module == "fused_moe"] == [f"model.layers.{i}.mlp.experts" for i in (1, 2)]
     assert sum(r.module == "lora_linear" for r in rows) == 12
     experts = next(r for r in rows if r.module == "fused_moe")
