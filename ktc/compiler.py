@@ -4,6 +4,7 @@
     model --capture--> CapturedModel --match--> Matches --plan--> Plan --rewrite--> graphs --prove--> proofs
                                                      Plan's kernels --render--> source --build--> library --link--> OUT
 
+A block whose proof fails keeps its own code, and the rest is matched and planned again.
 Data flows one way. Every stage is a function from frozen value to frozen value and raises `KtcError` with everything
 that it found. Each finished stage is reported to `observe(stage, value)`.
 """
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ktc import dsl
 from ktc.analysis import Analysis, Report
-from ktc.capture import capture, open_model
+from ktc.capture import CapturedModel, capture, open_model
 from ktc.capture.compilable import require_compilable
 from ktc.capture.weights import WeightMap, map_weights
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, ProofFailed
 from ktc.host import Host, detect
 from ktc.match import match
 from ktc.plan import ANY_SIZE, Point, kernel_origins, make_plan, require_feasible
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ktc.pictures.dump import ModelDump, Stage
+    from ktc.prove import Proof
 
 Observe = Callable[[str, object], None]
 Model: TypeAlias = "str | Path | PreTrainedModel"  # a folder, a hub id, `tiny:NAME`, or a model object
@@ -57,14 +59,12 @@ def compile(
     from ktc.codegen.build import build
     from ktc.codegen.render import render
     from ktc.link import assemble, check_out, link
-    from ktc.prove import prove
 
     check_out(Path(out), force)
     analysis = analyse(model, rules, settings, host, observe, to_compile=True, trust_remote_code=trust_remote_code)
     require_feasible(analysis.plan)
+    analysis, proofs = proven(analysis, observe)
 
-    proofs = prove(analysis.captured, analysis.blocks)
-    observe("prove", proofs)
     kernels = render(analysis.plan.kernels, kernel_origins(analysis.plan))
     observe("render", kernels)
     library = build(kernels, analysis.host) if kernels.specs else None
@@ -104,6 +104,14 @@ def analyse(
     if source.index is not None:
         weights = map_weights(captured.model, source.index)
         observe("weights", weights)
+    return _decide(ruleset, captured, weights, host, observe, asked)
+
+
+def _decide(
+    ruleset: dsl.RuleSet, captured: CapturedModel, weights: WeightMap, host: Host, observe: Observe,
+    asked: Point = ANY_SIZE,
+) -> Analysis:  # fmt: skip
+    """Run the stages from `match` to `rewrite`."""
     matches = match(captured, ruleset, host)
     observe("match", matches)
     plan = make_plan(captured, weights.sources, matches, ruleset, host, asked)
@@ -113,18 +121,33 @@ def analyse(
     return Analysis(ruleset, captured, weights, matches, plan, blocks, host)
 
 
+def proven(analysis: Analysis, observe: Observe = _unobserved) -> tuple[Analysis, tuple[Proof, ...]]:
+    """Prove every rewrite. A block whose rewrite does not hold keeps its own code: the rest is decided again.
+
+    Raises ProofFailed where nothing is left, or less than the rules expect.
+    """
+    from ktc.prove import prove, refuted
+
+    proofs = prove(analysis.captured, analysis.blocks, analysis.host)
+    observe("prove", proofs)
+    if left := refuted(proofs):
+        captured = analysis.captured.leaving(left)
+        try:
+            analysis = _decide(analysis.ruleset, captured, analysis.weights, analysis.host, observe)
+        except InputRefused as error:
+            found = (Diagnostic(code, f"the rewrite of `{block}` {why}") for block, (code, why) in left.items())
+            raise ProofFailed(*found, *error.diagnostics) from error
+    return analysis, proofs
+
+
 def inspect(
     model: Model, rules: str | Path, *,
     settings: Mapping[str, str] | None = None, host: Host | None = None, trust_remote_code: bool = False,
     observe: Observe = _unobserved,
 ) -> Report:  # fmt: skip
     """Run the stages up to the proof; a config.json is enough and nothing is written. Raises as `compile` does."""
-    from ktc.prove import prove
-
     analysis = analyse(model, rules, settings, host, observe, trust_remote_code=trust_remote_code)
-    proofs = prove(analysis.captured, analysis.blocks)
-    observe("prove", proofs)
-    return Report.of(analysis, proofs)
+    return Report.of(*proven(analysis, observe))
 
 
 def check(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,7 +70,11 @@ class ExpertList:
 
 @dataclass(frozen=True, slots=True)
 class BlockGraph:
-    """One distinct block. `graph` is in normal form, with block-relative FQNs; None with a reason if capture failed."""
+    """One distinct block. `graph` is in normal form, with block-relative FQNs.
+
+    It is None, with the reason in `opaque`, if capture failed or, with the code of the finding in `refuted`, if the
+    proof of its rewrite failed: such a block keeps its own code.
+    """
 
     key: str  # "mlp_1": the block's name in its layer and a number
     class_name: str
@@ -78,6 +82,12 @@ class BlockGraph:
     opaque: str = ""
     experts: ExpertList | None = None  # the list whose loop the graph replaces
     reads: Mapping[str, object] = field(default_factory=dict[str, object])  # settings of the config, as its code reads
+    refuted: str = ""
+
+    @property
+    def unchanged(self) -> str:
+        """Why the block keeps its own code, as the end of a sentence."""
+        return f"its rewrite {self.opaque}" if self.refuted else f"could not be captured: {self.opaque}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +118,14 @@ class CapturedModel:
     blocks: tuple[BlockGraph, ...]
     sites: tuple[BlockSite, ...]
     cache: tuple[CacheLayer, ...] | None = None  # by layer; None if the cached forward does not run on meta
+
+    def leaving(self, refuted: Mapping[str, tuple[str, str]]) -> CapturedModel:
+        """Return the model with some blocks to be left as they are: by key, the code of the finding and the reason."""
+        blocks = tuple(
+            replace(b, graph=None, refuted=refuted[b.key][0], opaque=refuted[b.key][1]) if b.key in refuted else b
+            for b in self.blocks
+        )
+        return replace(self, blocks=blocks)
 
     def block(self, key: str) -> BlockGraph:
         """Return the distinct block with this key. The key must exist."""

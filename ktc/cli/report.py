@@ -186,8 +186,11 @@ def _rewrite(value: tuple[RewrittenBlock, ...]) -> str:
 
 
 def _prove(value: tuple[Proof, ...]) -> str:
-    worst = max((max(proof.forward, proof.worst_gradient) for proof in value), default=0.0)
-    return f"{count(len(value), 'rewrite')} proven, worst error {worst:.1e}"
+    holding = [proof for proof in value if proof.holds]
+    worst = max((max(proof.forward, proof.worst_gradient) for proof in holding), default=0.0)
+    left = len(value) - len(holding)
+    told = f"{count(len(holding), 'rewrite')} proven, worst error {worst:.1e}"
+    return told + f"; {count(left, 'block')} left, planned again" * bool(left)
 
 
 def _render(value: KernelSource) -> str:

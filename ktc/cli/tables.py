@@ -135,11 +135,14 @@ def kernels_table(plan: Plan) -> Table:
 
 def proofs_table(proofs: Iterable[Proof]) -> Table:
     """Return one row per distinct rewrite: its worst relative errors of outputs and gradients against the original."""
-    table = _table("proof", "rules", "forward", "gradient", "allowed", "shapes")
+    table = _table("proof", "rules", "forward", "gradient", "allowed", "sites", "cases", "constants met")
     for proof in proofs:
-        shapes = ", ".join("x".join(map(str, shape)) for shape in proof.shapes)
         errors = (f"{error:.1e}" for error in (proof.forward, proof.worst_gradient, proof.tolerance))
-        table.add_row(proof.rewrite, ", ".join(proof.rules), *errors, shapes)
+        met = f"{sum(constant.met for constant in proof.constants)} of {len(proof.constants)}"
+        counts = (str(len(proof.sites)), str(len(proof.cases)), met if proof.constants else "none")
+        table.add_row(
+            proof.rewrite, ", ".join(proof.rules), *errors, *counts, style=None if proof.holds else "bold red"
+        )
     return table
 
 

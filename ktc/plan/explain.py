@@ -121,9 +121,7 @@ def _untouched(
         if not sites:
             continue
         if block.graph is None:
-            yield Reason(
-                collapse(sites), f"stays as it is: `{block.class_name}` could not be captured ({block.opaque})"
-            )
+            yield Reason(collapse(sites), f"stays as it is: `{block.class_name}` {block.unchanged}")
             continue
         nearest = max((m for m in matches.near_misses if m.block == block.key), key=lambda m: m.matched, default=None)
         why = f"closest: {nearest}" if nearest is not None else "no rule names it"

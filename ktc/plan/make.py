@@ -160,14 +160,15 @@ def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> It
     for block in captured.blocks:
         sites = [site.fqn for site in captured.sites_of(block.key) if site.fqn not in rewritten]
         if block.graph is None:
-            why = f"`{block.class_name}` could not be captured: {block.opaque}"
+            why = f"`{block.class_name}`: {block.unchanged}" if block.refuted else f"`{block.class_name}` {block.unchanged}"
         elif any(ops.operator(node) == "experts" for node in nodes_of(block.graph)):
             why = f"no rule rewrites the routed experts of `{block.class_name}`"
         else:
             continue
         if sites:
             message = f"{collapse(sites)} stays as it is: {why}"
-            yield Diagnostic("M073", message, hint="`ktc graph MODEL` shows its blocks", severity="warning")
+            hint = "docs/proofs.md tells what is compared" if block.refuted else "`ktc graph MODEL` shows its blocks"
+            yield Diagnostic(block.refuted or "M073", message, hint=hint, severity="warning")
 
 
 def _nothing_to_rewrite(captured: CapturedModel, matches: Matches) -> Diagnostic:
@@ -179,7 +180,7 @@ def _nothing_to_rewrite(captured: CapturedModel, matches: Matches) -> Diagnostic
     if nearest is not None and has_experts:
         hint = f"closest: {nearest}"
     elif opaque is not None:
-        hint = f"`{opaque.class_name}` could not be captured: {opaque.opaque}"
+        hint = f"`{opaque.class_name}` {opaque.unchanged}"
     else:
         hint = "look at its blocks with `ktc graph MODEL`"
     kind = captured.source.config.model_type

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktc.capture import CapturedModel
-from ktc.diagnostics import Diagnostic, ProofFailed
+from ktc.diagnostics import ProofFailed
 from ktc.host import Host
 from ktc.prove.cases import SCALES, Call, Case, long_cases, record, scaled, short_cases
 from ktc.prove.compare import Constants, InDouble, StockRefuses, errors
@@ -47,16 +47,9 @@ def prove_on(
         return tuple(_proof(captured, small, refused, pair, calls) for small in carried)
 
 
-def failures(proofs: Sequence[Proof], blocks: Sequence[RewrittenBlock]) -> tuple[Diagnostic, ...]:
-    """Return a warning (P300) for every rewrite whose proof does not hold: its block keeps its own code."""
-    found: list[Diagnostic] = []
-    for proof, block in zip(proofs, blocks, strict=True):
-        if not proof.holds:
-            message = f"`{proof.class_name}` keeps its own code: the rewrite {reason(proof)}"
-            hint = "see docs/proofs.md; a block of the usual kind that is refused is a bug, please report its config"
-            span = block.rewrite.actions[0].span
-            found.append(Diagnostic("P300", message, span, hint=hint, severity="warning"))
-    return tuple(found)
+def refuted(proofs: Sequence[Proof]) -> dict[str, tuple[str, str]]:
+    """Return the blocks whose rewrites do not hold, by key: the code of the finding (P300, P301) and the reason."""
+    return {proof.block: ("P300" if proof.compared else "P301", reason(proof)) for proof in proofs if not proof.holds}
 
 
 def reason(proof: Proof) -> str:
