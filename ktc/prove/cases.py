@@ -164,7 +164,8 @@ def long_cases(calls: Sequence[tuple[str, Call]], seed: int) -> Iterator[Case]:
         yield Case(f"{MANY} tokens", call.with_hidden(noise))
         yield Case(f"{MANY} tokens", call.with_hidden(noise)).trained()
     poisoned = hidden.clone()
-    poisoned[0, 3, 0], poisoned[0, 5, 1], poisoned[-1, 7, 2] = torch.nan, torch.inf, -torch.inf
+    rows = poisoned.view(-1, hidden.shape[-1])
+    rows[3, 0], rows[5, 1], rows[-7, 2] = torch.nan, torch.inf, -torch.inf
     yield Case("NaN and infinity", call.with_hidden(poisoned), poisoned=True)
 
 

@@ -112,11 +112,15 @@ def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed:
         lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t,
         (call.args, dict(call.kwargs)),
     )
+    if "" in frozen:  # the block is the experts, and the routing weights are its input
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                tensor.requires_grad_(True)
     before, modes = _kept(block), {module: module.training for module in block.modules()}
     parameters = {
         name: p
         for name, p in block.named_parameters()
-        if p.requires_grad and not any(name.startswith(f + ".") for f in frozen)
+        if p.requires_grad and not any(f == "" or name.startswith(f + ".") for f in frozen)
     }
     block.train(case.training)
     try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bound_graph import bind
 from families import captured, config_of, forward_seen
 
 from ktc import twin
 from ktc.capture import CapturedModel
 from ktc.graph import ops
 from ktc.graph.typed import nodes_by_name, nodes_of
-from ktc.prove.run import bind
 
 
 def operators(model: CapturedModel, key: str) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bound_graph import bind, load_experts
 from families import captured, config_of, forward_seen, planned, rules
 from torch import fx
 
@@ -18,7 +19,6 @@ from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of, tensor_of
 from ktc.model.realise import realise
 from ktc.plan import BlockRewrite
-from ktc.prove.run import bind, load_experts
 from ktc.rewrite import RewrittenBlock, recipe, rewrite, rewrite_block, stack_rows
 
 

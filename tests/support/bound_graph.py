@@ -9,6 +9,7 @@ from ktc.experts.module import FusedMoe
 from ktc.experts.stock_layout import canonical_parts, stock_names
 from ktc.graph.typed import named_modules, owner_of
 from ktc.model.graph_block import ExpertStack, stacked_experts
+from ktc.targets.module_target import replaced
 
 
 def bind(graph: fx.GraphModule, original: nn.Module, experts: ExpertList | None = None) -> None:
@@ -18,7 +19,7 @@ def bind(graph: fx.GraphModule, original: nn.Module, experts: ExpertList | None 
             sizes = (module.num_experts, module.hidden, module.intermediate, module.top_k)
             dtype = next(p.dtype for p in original.parameters() if p.is_floating_point())
             replacement = FusedMoe(*sizes, str(module.form), dtype=dtype)
-            load_experts(replacement, original.get_submodule(name), experts)
+            load_experts(replacement, replaced(original, name), experts)
             graph.set_submodule(name, replacement)
     tensors = {**dict(original.named_parameters()), **dict(original.named_buffers())}
     for name in [n for n, _ in [*graph.named_parameters(), *graph.named_buffers()] if n in tensors]:
