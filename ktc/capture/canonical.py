@@ -26,7 +26,8 @@ _SUMS = frozenset({
     "expert", "index", "index_select", "index_put", "index_add", "index_copy", "gather", "scatter", "scatter_add",
     "scatter_reduce", "slice_scatter", "select_scatter", "select", "slice", "split", "unbind", "cat", "stack", "copy",
     "mul", "add", "sum", "matmul", "where", "masked_fill", "repeat_interleave", "getitem",
-    "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "empty_permuted", "new_empty", "full", "full_like", "scalar_tensor",
+    "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "empty_permuted", "new_empty", "full", "full_like",
+    "scalar_tensor",
 })  # fmt: skip
 _CONSTANTS = "constants."  # where capture keeps tensors that are no weights
 

@@ -7,7 +7,7 @@ an unsupported one is reliably reported. A module whose class does more than cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -61,8 +61,8 @@ def _more_than_experts(module: nn.Module, first: str) -> str:
     if getattr(module, "has_post_expert_norm", False):
         return "a norm after each expert"
     biases = (f"{first}_bias", "down_proj_bias") if getattr(module, "has_bias", False) else ()
-    own = module._parameters
-    if missing := [tensor for tensor in (first, "down_proj", *biases) if not isinstance(own.get(tensor), Tensor)]:
+    own = dict(module.named_parameters(recurse=False))
+    if missing := [tensor for tensor in (first, "down_proj", *biases) if tensor not in own]:
         return f"`{name}` holds no `{missing[0]}`"
     return f"the weights of `{name}` are computed" if parametrize.is_parametrized(module) else ""
 
@@ -79,7 +79,7 @@ def _interface() -> CodeType:
 
 
 @contextmanager
-def _training(module: nn.Module) -> Iterator[None]:
+def _training(module: nn.Module) -> Generator[None]:
     before = module.training
     module.train()
     try:

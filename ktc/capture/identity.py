@@ -29,7 +29,9 @@ LONG = 1021  # tokens of a sequence in the second trace: more than limits on the
 def identity_of(block: nn.Module, call: Call, failure: str | None, layer: int) -> object:
     """Return the key of the block at layer number `layer`. `failure` is the reason why it does not run on meta."""
     tensors = tuple((name, tuple(t.shape), t.dtype) for name, t in [*block.named_parameters(), *block.named_buffers()])
-    behaviour = () if failure is not None else (_behaviour(block, call), _behaviour(block.train(), resized(call, BATCH, LONG)))
+    behaviour = (
+        () if failure is not None else (_behaviour(block, call), _behaviour(block.train(), resized(call, BATCH, LONG)))
+    )
     block.eval()
     return _structure(block, layer), tensors, _signature(call), failure, behaviour
 
@@ -78,7 +80,7 @@ def _traces(block: nn.Module, run: Callable[[], object], call: Call) -> Iterator
         try:
             with routed_anyhow(modules):
                 rows = traced(block, run)
-        except Exception:  # noqa: BLE001, S112 - another list may be the right one, as when the call was recorded
+        except Exception:  # noqa: BLE001 - another list may be the right one, as when the call was recorded
             continue
         yield from rows
         for expert in expert_traces(modules, call):

@@ -1,9 +1,9 @@
 """Capture a block that loops over a list of experts: its graph with one `experts` node, and the list's contents.
 
 Input: a block on meta tensors and its call. Output: the graph in normal form. It returns everything that the block
-returns, since it replaces the block's own code at run time. Refused, with the reason: a loop that is more than routing, a block
-that computes something else in training or on long inputs, one that does more than return a result, experts that
-differ in more than their tensors, and a block called with more than hidden states.
+returns, since it replaces the block's own code at run time. Refused, with the reason: a loop that is more than routing,
+a block that computes something else in training or on long inputs, one that does more than return a result, experts
+that differ in more than their tensors, and a block called with more than hidden states.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def assemble(
     captured, rules, plan, blocks = analysis.captured, analysis.ruleset, analysis.plan, analysis.blocks
     assert captured.source.folder is not None, "only a model with a folder is compiled"
     units = {unit.name.removesuffix(".cpp"): unit for unit in source.units}
-    lora, steps = plan.lora, recipe(blocks, plan)
+    lora, steps = plan.lora, recipe(blocks, plan.host)
     return Package(
         name=captured.source.name,
         checkpoint=captured.source.folder,

@@ -103,7 +103,14 @@ def _notes(rewrite: BlockRewrite) -> tuple[str, ...]:
 def _block(block: BlockGraph, sites: Sequence[BlockSite], notes: tuple[str, ...]) -> BlockDump:
     fqns, layers = tuple(s.fqn for s in sites), tuple(s.layer for s in sites)
     if block.graph is None:
-        return BlockDump(block.key, block.class_name, fqns, layers, (), (f"unchanged: {block.unchanged}" if block.refuted else f"not captured: {block.opaque}", *notes))
+        return BlockDump(
+            block.key,
+            block.class_name,
+            fqns,
+            layers,
+            (),
+            (f"unchanged: {block.unchanged}" if block.refuted else f"not captured: {block.opaque}", *notes),
+        )
     return dump_block(block.graph, block.key, block.class_name, fqns, layers, notes)
 
 

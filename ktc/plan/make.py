@@ -160,7 +160,11 @@ def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> It
     for block in captured.blocks:
         sites = [site.fqn for site in captured.sites_of(block.key) if site.fqn not in rewritten]
         if block.graph is None:
-            why = f"`{block.class_name}`: {block.unchanged}" if block.refuted else f"`{block.class_name}` {block.unchanged}"
+            why = (
+                f"`{block.class_name}`: {block.unchanged}"
+                if block.refuted
+                else f"`{block.class_name}` {block.unchanged}"
+            )
         elif any(ops.operator(node) == "experts" for node in nodes_of(block.graph)):
             why = f"no rule rewrites the routed experts of `{block.class_name}`"
         else:

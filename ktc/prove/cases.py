@@ -43,7 +43,11 @@ class Call:
     def with_hidden(self, hidden: Tensor) -> Call:
         """Return the call with other hidden states."""
         old = self.hidden
-        args, kwargs = pytree.tree_map(lambda leaf: hidden if leaf is old else leaf, (self.args, dict(self.kwargs)))
+
+        def other(leaf: object) -> object:
+            return hidden if leaf is old else leaf
+
+        args, kwargs = pytree.tree_map(other, (self.args, dict(self.kwargs)))
         return Call(args, kwargs)
 
     @property

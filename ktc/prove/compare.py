@@ -1,9 +1,9 @@
 """One block beside its rewritten form on one input: everything it returns and keeps, and every gradient.
 
-Input: two modules with equal weights, and a case. Output: the relative Frobenius error of each value. Both sides get the
-same inputs, the same random state and the same output gradients. Compared are the results, the tensors that the block
-keeps as attributes, its input after the call, and the gradients of the hidden states, of the routing weights (the third
-input of its experts) and of every parameter that the rewrite leaves trainable.
+Input: two modules with equal weights, and a case. Output: the relative Frobenius error of each value. Both sides get
+the same inputs, the same random state and the same output gradients. Compared are the results, the tensors that the
+block keeps as attributes, its input after the call, and the gradients of the hidden states, of the routing weights (the
+third input of its experts) and of every parameter that the rewrite leaves trainable.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dic
     actual = _run(rewritten, frozen, called, case, seed)
     floor = 0.0
     if case.stress:
-        norms = [float(_norm(t.double())) for name, t in expected.items() if name.startswith("gradient") and t is not None]
+        norms = [
+            float(_norm(t.double())) for name, t in expected.items() if name.startswith("gradient") and t is not None
+        ]
         floor = _VANISHING * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     found: dict[str, float] = {}
     for name in expected.keys() | actual.keys():
@@ -108,10 +110,11 @@ def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed:
     # Code may change its input in place, which torch allows for no leaf that needs a gradient.
     leaf = given.clone().requires_grad_(True)
     hidden = leaf * 1
-    args, kwargs = pytree.tree_map(
-        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t,
-        (call.args, dict(call.kwargs)),
-    )
+
+    def as_weights(value: object) -> object:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    args, kwargs = pytree.tree_map(as_weights, (call.args, dict(call.kwargs)))
     if "" in frozen:  # the block is the experts, and the routing weights are its input
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -239,7 +242,8 @@ class Constants(TorchDispatchMode):
         name = str(func.overloadpacket).rpartition(".")[2]
         if name.rstrip("_").startswith(self._COMPARISONS) and args and isinstance(args[0], Tensor):
             schema = (declared.name for declared in func._schema.arguments)
-            for argument, value in {**dict(zip(schema, args, strict=False)), **(kwargs or {})}.items():
+            named: dict[str, object] = {**dict(zip(schema, args, strict=False)), **(kwargs or {})}
+            for argument, value in named.items():
                 if args[0].is_floating_point() and isinstance(value, int | float) and not isinstance(value, bool):
                     self._count(f"{name}.{argument}", float(value), args[0])
         return func(*args, **(kwargs or {}))

@@ -21,7 +21,14 @@ from ktc.prove.cases import SCALES, Call, Case, long_cases, record, scaled, shor
 from ktc.prove.compare import Constants, InDouble, StockRefuses, errors
 from ktc.prove.types import TOLERANCE, Constant, Proof
 from ktc.prove.witness import (
-    SEED, SmallRewrite, Witness, carried_over, does_not_run, one_thread, realised, witness_for,
+    SEED,
+    SmallRewrite,
+    Witness,
+    carried_over,
+    does_not_run,
+    one_thread,
+    realised,
+    witness_for,
 )  # fmt: skip
 from ktc.rewrite import RewrittenBlock
 
@@ -138,9 +145,7 @@ def _sites(small: SmallRewrite) -> Iterator[tuple[str, bool]]:
         yield from ((site.fqn, False) for site in others)
 
 
-def _compare_long(
-    fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], found: _Found
-) -> tuple[Constant, ...]:
+def _compare_long(fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], found: _Found) -> tuple[Constant, ...]:
     """Compare the long cases, then larger and larger hidden states until values are on both sides of every constant."""
     stock, _ = pair.at(fqn)
     with Constants() as met:
@@ -156,7 +161,7 @@ def _compare_long(
         with met:
             _forward_alone(stock, case)
         # Hidden states a few times as large are always compared, others where they meet a constant.
-        if not place or met.found != before and _newly_met(before, met.found):
+        if not place or (met.found != before and _newly_met(before, met.found)):
             _compare(fqn, pair, [case], found)
         before = met.found
     _compare_other_experts(fqn, pair, calls, found)
@@ -174,13 +179,11 @@ def _forward_alone(stock: nn.Module, case: Case) -> None:
     try:
         with torch.no_grad():
             stock(*call.args, **call.kwargs)
-    except Exception:  # noqa: BLE001, S110 - foreign code; `errors` raises the same as StockRefuses
+    except Exception:  # noqa: BLE001 - foreign code; `errors` raises the same as StockRefuses
         pass
 
 
-def _compare_other_experts(
-    fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], found: _Found
-) -> None:
+def _compare_other_experts(fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], found: _Found) -> None:
     """Compare with the implementation of experts that the stock model chooses itself, which is not the eager one."""
     if pair.witness.experts in ("eager", ""):
         return

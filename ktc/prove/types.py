@@ -1,4 +1,4 @@
-"""The results of a proof: errors of a rewrite at every site, the inputs that were tried, the constants that were met."""
+"""The results of a proof: errors at every site, the inputs that were tried, the constants that were met."""
 
 from __future__ import annotations
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import fx
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc import twin
@@ -48,7 +47,7 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class SmallRewrite:
-    """A rewrite carried over to the witness: its blocks there, or why it cannot be. The rewrite is of the full model."""
+    """A rewrite of the model carried over to the witness: its blocks there, or why that cannot be."""
 
     of: RewrittenBlock
     blocks: tuple[RewrittenBlock, ...] = ()
@@ -100,7 +99,7 @@ def does_not_run(error: Exception) -> Diagnostic:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> Generator[None]:
     """Run on one thread inside: on a small witness all threads would wait for the slowest at every operation."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -75,8 +75,9 @@ def test_a_twin_that_was_not_shrunk_is_refused_before_it_gets_weights(monkeypatc
 
 
 def test_a_rewrite_that_differs_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    proof = Proof("mlp_0", "Block", ("known",), 0.5, {"hidden_states": float("inf")}, (), 0)
-    monkeypatch.setattr("ktc.census.run.prove_block", lambda *_: proof)
+    gradients = {"hidden_states": float("inf")}
+    proof = Proof("mlp_0", "mlp_0", "Block", ("known",), ("mlp",), 0.5, gradients, ("one token",), (), 0)
+    monkeypatch.setattr("ktc.census.run.prove_on", lambda *_: (proof,))
     row = examine("llama")
     assert (row.wrong, row.proven) == (True, False)
     assert row.reasons[0].startswith("WRONG: ")

@@ -1,4 +1,4 @@
-"""Proof promises: a right rewrite holds at every site, in forward and all gradients; a wrong one is refuted in words."""
+"""Proof promises: a right rewrite holds at every site, in forward and all gradients; a wrong one is refuted."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_limit_of_the_experts_is_met_on_both_sides() -> None:
     assert all(constant.met for constant in experts.constants)
 
 
-# What is put into the witness is wrong ---------------------------------------------------------------------------------
+# What is put into the witness is wrong --------------------------------------------------------------------------------
 Break = Callable[[PreTrainedModel], None]
 
 
@@ -144,7 +144,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch, family: str, which: str) -> Analysi
     return Analysis(rules, model, WeightMap((), ()), matches, plan, rewrite(model, plan), CPU)
 
 
-# The verdict -----------------------------------------------------------------------------------------------------------
+# The verdict ----------------------------------------------------------------------------------------------------------
 RIGHT = Proof("moe", "mlp_0", "Moe", ("lora",), ("mlp",), 0.0, {"hidden_states": TOLERANCE}, ("one token",), (), 0)
 
 
