@@ -112,7 +112,12 @@ def settings(module: nn.Module) -> dict[str, object]:
 
 
 def spelled(value: object) -> str | None:
-    """Return the spelling of a plain value or function, equal for equal ones; None for modules, tensors and dtypes."""
+    """Return the spelling of a plain value or function, equal for equal ones; None for modules, tensors and dtypes.
+
+    A config is none either: only its values that code reads are facts.
+    """
+    if isinstance(value, PreTrainedConfig):
+        return None
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, FunctionType | BuiltinFunctionType | type):

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, listing, render
 from ktc.experts.module import FusedMoe
@@ -168,7 +168,8 @@ def _of_block(block: nn.Module, fqn: str, called: frozenset[str]) -> Iterator[Sn
         if name in called or name.startswith(skipped):
             continue
         what = f"{fqn}.{name}".rstrip(".")
-        yield Snapshot(module, what, tuple(settings(module)))
+        configs = (attribute for attribute, held in vars(module).items() if isinstance(held, PreTrainedConfig))
+        yield Snapshot(module, what, (*settings(module), *configs))
         children = (child for child, _ in module.named_children())
         uncalled = tuple(child for child in children if f"{name}.{child}".lstrip(".") not in called)
         yield Snapshot(module, what, uncalled, _UNCALLED, "_modules")

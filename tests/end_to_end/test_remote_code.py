@@ -124,6 +124,22 @@ def test_lora_steps_follow_the_stock_model_and_the_router_stays_a_module(model: 
     assert type(block.get_submodule("chooser")) is nn.Linear
 
 
+def test_a_setting_in_the_graph_of_a_block_is_said_and_a_layer_that_it_calls_is_not(
+    out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = ktc.load(out, trust_remote_code=True)
+    ours.add_adapter(read_lora_config(out))
+    for tree in ours.trunk.trees:
+        tree.grove.chooser.register_forward_hook(lambda module, args, output: output * 1.0)
+    before = logits(ours)
+    assert not caplog.records
+    for tree in ours.trunk.trees:
+        tree.grove.per_token = 1
+    assert torch.equal(logits(ours), before)
+    (record,) = caplog.records
+    assert "`trunk.trees.0.grove.per_token` is now 1, and the compiled code has 2" in record.message
+
+
 def test_code_of_a_block_that_was_altered_is_refused(out: Path) -> None:
     path = next((out / "blocks").glob("*.py"))
     text = path.read_text()
