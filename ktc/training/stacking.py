@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 StackMode = Literal["auto", "on", "off"]
 Inputs = Mapping[str, Any]
 TrainingStep = Callable[..., Tensor]
-_ROUTER_LOSS = "the router's auxiliary loss is on"
 CHUNK_TOKENS = 2048  # of attention at a time: enough to fill a GPU, little to recompute
 
 
@@ -73,8 +72,7 @@ class Stacker:
 
     @property
     def decision(self) -> Stacking | None:
-        """`None` before the first step. It changes if the first stack shows that stacking is impossible, or a router
-        loss is turned on."""
+        """`None` before the first step. It changes only if the first stack shows that stacking is impossible."""
         return self._decision
 
     def reset(self) -> None:
@@ -88,10 +86,6 @@ class Stacker:
         if self._decision is not None and not self._decision.on:
             return one(model, inputs, num_items)
         self._waiting.append(inputs)
-        if has_router_loss(self._trainer, model, inputs):  # the config may change between steps, as a call's arguments
-            waiting, self._waiting = self._waiting, []
-            self._give_up(CannotStack(_ROUTER_LOSS))
-            return self._one_by_one(one, model, waiting, num_items)
         if not self._trainer.accelerator.sync_gradients:
             return torch.zeros((), device=self._trainer.args.device)
         waiting, self._waiting = self._waiting, []
@@ -133,13 +127,7 @@ class Stacker:
                 message = f"stacking became impossible in the middle of a step: {why}"
                 raise InputRefused(Diagnostic("T542", message, hint="use `stack_micro_batches='off'`")) from why
             self._give_up(why)
-            return self._one_by_one(one, model, waiting, num_items)
-        return self._summed(losses)
-
-    def _one_by_one(self, one: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
-        return self._summed([one(model, given, num_items) for given in waiting])
-
-    def _summed(self, losses: Sequence[Tensor]) -> Tensor:
+            losses = [one(model, given, num_items) for given in waiting]
         return sum_as_logged(self._trainer, [loss.to(self._trainer.args.device) for loss in losses])
 
     def _loss(self, model: nn.Module, inputs: Inputs, num_items: Any) -> None:
@@ -225,21 +213,16 @@ class _AtNewStep(TrainerCallback):
 def reason_against(trainer: Any, model: nn.Module) -> str:
     """Return why this trainer's micro-batches are computed one by one, "" if they can be stacked."""
     args = trainer.args
+    config = cast("Any", model).config.get_text_config()
     reasons = {
         "a step has one micro-batch": args.gradient_accumulation_steps == 1,
-        _ROUTER_LOSS: has_router_loss(trainer, model, {}),
+        "the router's auxiliary loss is on": getattr(trainer, "aux_loss_enabled", False)
+        or getattr(config, "output_router_logits", False),
         "the model is compiled by torch": bool(args.torch_compile),
         "the trainer makes its inputs itself": prepares_inputs_itself(trainer),
         "activations are offloaded": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def has_router_loss(trainer: Any, model: nn.Module, inputs: Inputs) -> bool:
-    """Return whether this micro-batch's loss has a part that comes from the routers of all layers."""
-    config = cast("Any", model).config.get_text_config()
-    asked = inputs.get("output_router_logits", getattr(config, "output_router_logits", False))
-    return bool(asked or getattr(trainer, "aux_loss_enabled", False))
 
 
 def _tokens(call: ModelCall) -> int:
