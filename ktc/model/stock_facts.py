@@ -73,24 +73,31 @@ def regions(model: nn.Module, recipe: Sequence[Step]) -> tuple[Region, ...]:
 
 def assumptions_of(model: PreTrainedModel, recipe: Sequence[Step]) -> Assumptions:
     """Return the facts about a stock model, as it was built, on which the recipe rests."""
-    config, code = dict[str, str](), dict[str, str]()
+    replaced = regions(model, recipe)
     sites = defaultdict[tuple[Any, ...], list[str]](list)
-    seen = set[int]()
-    for region in regions(model, recipe):
-        modules = _modules(region.module)
-        sites[tuple((m.name, m.class_name, tuple(m.attributes.items())) for m in modules)].append(region.fqn)
-        code |= {class_name(each): digest(each) for each in region.classes if not each.__module__.startswith("torch.")}
-        for path, (held, names) in region.configs.items():
-            if id(held) not in seen:
-                seen.add(id(held))
-                at = config_path(model, held) or path
-                values = {f"{at}.{name}": spelled(vars(held)[name]) for name in sorted(names)}
-                config |= {name: value for name, value in values.items() if value is not None}
-    rows = (
-        AssumedSites(tuple(fqns), tuple(AssumedModule(name, kind, dict(values)) for name, kind, values in modules))
-        for modules, fqns in sites.items()
+    for region in replaced:
+        rows = _modules(region.module)
+        sites[tuple((row.name, row.class_name, tuple(row.attributes.items())) for row in rows)].append(region.fqn)
+    classes = {each for region in replaced for each in region.classes}
+    code = {class_name(each): digest(each) for each in classes if not each.__module__.startswith("torch.")}
+    return Assumptions(
+        _config_values(model, replaced),
+        tuple(
+            AssumedSites(tuple(fqns), tuple(AssumedModule(name, kind, dict(values)) for name, kind, values in rows))
+            for rows, fqns in sites.items()
+        ),
+        dict(sorted(code.items())),
     )
-    return Assumptions(config, tuple(rows), dict(sorted(code.items())))
+
+
+def _config_values(model: PreTrainedModel, replaced: Sequence[Region]) -> dict[str, str]:
+    found = dict[str, str]()
+    for region in replaced:
+        for path, (held, names) in region.configs.items():
+            at = config_path(model, held) or path
+            values = {f"{at}.{name}": spelled(vars(held)[name]) for name in sorted(names)}
+            found |= {name: value for name, value in values.items() if value is not None}
+    return found
 
 
 def config_path(model: PreTrainedModel, held: PreTrainedConfig) -> str:

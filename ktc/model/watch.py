@@ -9,9 +9,11 @@ Tensors are not compared, and nothing is compared under `torch.compile`.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -47,30 +49,37 @@ class Snapshot:
     sentence: str = _SETTING
     where: Literal["__dict__", "_modules"] = "__dict__"
     values: tuple[object, ...] = ()
+    read: Callable[[Any], object] = operator.itemgetter("")  # of `names`
 
     def __post_init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
         """Take the present values."""
-        self.values = tuple(map(_copied, self._read()))
+        held = getattr(self.owner, self.where)
+        names = self.names if len(self.names) > 1 else self.names * 2  # of one name, `itemgetter` makes no tuple
+        there = bool(names) and all(name in held for name in names)
+        self.read = operator.itemgetter(*names) if there else functools.partial(_values_of, names)
+        self.values = tuple(map(_copied, cast("tuple[object, ...]", self.read(held))))
 
     def is_current(self) -> bool:
-        """Return whether all values are as they were."""
+        """Return whether all values are as they were. Each forward of a layer calls this."""
         try:
-            return self._read() == self.values
-        except (RuntimeError, ValueError):  # a tensor has no single answer
+            return self.read(getattr(self.owner, self.where)) == self.values
+        except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or a tensor has no single answer
             return False
 
     def changes(self) -> Iterator[tuple[str, str]]:
         """Yield each change: a name, and the sentence about it."""
-        for name, before, now in zip(self.names, self.values, self._read(), strict=True):
+        present = _values_of(self.names, getattr(self.owner, self.where))
+        for name, before, now in zip(self.names, self.values, present, strict=False):
             if isinstance(now, torch.Tensor) or now != before:
                 facts = {"now": _described(before, now), "before": spelled(before)}
                 yield name, self.sentence.format(what=self.what, name=name, **facts)
 
-    def _read(self) -> tuple[object, ...]:
-        return tuple(map(getattr(self.owner, self.where).get, self.names))
+
+def _values_of(names: tuple[str, ...], held: Mapping[str, object]) -> tuple[object, ...]:
+    return tuple(map(held.get, names))
 
 
 def _described(before: object, now: object) -> str:
@@ -157,12 +166,17 @@ def watch(model: nn.Module, recipe: Sequence[Rewrite], remembered: Sequence[Reme
         elif isinstance(module, FusedMoe):
             vars(module).update({n: value for n, value in region.settings.items() if not hasattr(module, n)})
             names = tuple(name for name in region.settings if name in vars(module))
-            own = Snapshot(module, region.fqn, names), Snapshot(module, region.fqn, _HELD, _GIVEN)
-            module.watch = Watch((*common, *own), said)
+            own = [Snapshot(module, region.fqn, names)] if names else []
+            module.watch = Watch((*common, *own, Snapshot(module, region.fqn, _HELD, _GIVEN)), said)
 
 
 def _of_block(block: nn.Module, fqn: str, called: frozenset[str]) -> Iterator[Snapshot]:
     """Yield snapshots of a block and of the modules in it that its code does not call."""
+    found = _of_modules(block, fqn, called)
+    return (snapshot for snapshot in found if snapshot.names)
+
+
+def _of_modules(block: nn.Module, fqn: str, called: frozenset[str]) -> Iterator[Snapshot]:
     skipped = tuple(f"{name}." for name in called)
     for name, module in cast("Iterator[tuple[str, nn.Module]]", block.named_modules()):
         if name in called or name.startswith(skipped):
