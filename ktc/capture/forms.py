@@ -54,7 +54,7 @@ def form_of(module: nn.Module) -> str:
 def _more_than_experts(module: nn.Module, first: str) -> str:
     """Return why replacing the module would lose something, "" if its call is the experts interface and no more."""
     name = type(module).__name__
-    if type(module).forward.__code__ is not _interface() or "forward" in vars(module):
+    if not is_interface(module):
         return f"`{name}` computes something around its experts"
     if type(module).__call__ is not nn.Module.__call__ or has_hooks(module):
         return f"hooks on `{name}` are called with its experts"
@@ -65,6 +65,12 @@ def _more_than_experts(module: nn.Module, first: str) -> str:
     if missing := [tensor for tensor in (first, "down_proj", *biases) if tensor not in own]:
         return f"`{name}` holds no `{missing[0]}`"
     return f"the weights of `{name}` are computed" if parametrize.is_parametrized(module) else ""
+
+
+def is_interface(module: nn.Module) -> bool:
+    """Return whether `forward` of a module is only the experts interface of transformers."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is _interface() and "forward" not in vars(module)
 
 
 @cache

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktc.capture.forms import form_of
+from ktc.capture.forms import form_of, is_interface
 from ktc.graph import ops
 
 _NAME = "ktc_capture"  # of the operator library, and of our implementations in transformers' registers
@@ -65,10 +65,10 @@ def semantic_function(target: object) -> Any | None:
 
 
 class _CaptureExperts:
-    """The experts marker. A form is read at a module's first call, since later calls may be inside an export."""
+    """The experts marker. Forms are read before the model runs: later a call may be recorded, or inside an export."""
 
-    def __init__(self) -> None:
-        self._forms: dict[nn.Module, str] = {}
+    def __init__(self, model: nn.Module) -> None:
+        self._forms = {module: form_of(module) for module in model.modules() if is_interface(module)}
 
     def __call__(
         self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
@@ -138,7 +138,7 @@ def marked(model: PreTrainedModel) -> Generator[None]:
     from transformers.modeling_utils import AttentionInterface
 
     _library()
-    ExpertsInterface.register(_NAME, _CaptureExperts())
+    ExpertsInterface.register(_NAME, _CaptureExperts(model))
     AttentionInterface.register(_NAME, _capture_attention)
     configs = tuple({id(c): c for c in (model.config, model.config.get_text_config())}.values())
     token = _marked_configs.set(configs)

@@ -1,4 +1,4 @@
-"""What a block does besides returning a result: tensors that it keeps, tensors of others that it changes, settings.
+"""The side effects of a block: tensors that it keeps, tensors of others that it changes, settings.
 
 Input: a block on meta tensors and a function that calls it. Output: the reason in words, "" if there is nothing. A
 block whose graph replaces its code at run time must have no such effect, since a graph has results alone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ class _Produced(TorchDispatchMode):
         super().__init__()
         self.made: list[weakref.ref[Tensor]] = []
         self.changes = False
-        self._inside: set[int] = set()  # storages that were made here
+        # The storages that were made here. Holding them keeps their ids unique, and no tensor alive.
+        self._inside: dict[int, object] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -36,13 +37,13 @@ class _Produced(TorchDispatchMode):
         named = dict(zip((declared.name for declared in func._schema.arguments), args, strict=False)) | given
         for declared in func._schema.arguments:
             if declared.alias_info is not None and declared.alias_info.is_write:
-                self.changes |= not {_storage(t) for t in _tensors(named.get(declared.name))} <= self._inside
+                self.changes |= any(id(_storage(t)) not in self._inside for t in _tensors(named.get(declared.name)))
         result = func(*args, **given)
-        before = {_storage(tensor) for tensor in _tensors((args, given))}
+        before = {id(storage): storage for storage in map(_storage, _tensors((args, given)))}
         for tensor in _tensors(result):
             self.made.append(weakref.ref(tensor))
-            if _storage(tensor) not in before:
-                self._inside.add(_storage(tensor))
+            if id(_storage(tensor)) not in before:
+                self._inside[id(_storage(tensor))] = _storage(tensor)
         return result
 
 
@@ -85,5 +86,6 @@ def _tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(cast("Any", tensor.untyped_storage())._cdata)
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the storage, which is one object for all views of a tensor."""
+    return tensor.untyped_storage()

@@ -171,7 +171,7 @@ def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> It
             continue
         if sites:
             message = f"{collapse(sites)} stays as it is: {why}"
-            hint = "docs/proofs.md tells what is compared" if block.refuted else "`ktc graph MODEL` shows its blocks"
+            hint = "docs/proofs.md lists what is compared" if block.refuted else "`ktc graph MODEL` shows its blocks"
             yield Diagnostic(block.refuted or "M073", message, hint=hint, severity="warning")
 
 

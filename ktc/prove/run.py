@@ -92,7 +92,7 @@ class _Pair:
 
 @dataclass(slots=True)
 class _Found:
-    """What the comparisons of one rewrite have found so far."""
+    """The findings of the comparisons of one rewrite."""
 
     forward: float = 0.0
     gradients: dict[str, float] = field(default_factory=dict[str, float])
@@ -174,7 +174,7 @@ def _newly_met(before: Sequence[Constant], after: Sequence[Constant]) -> bool:
 
 
 def _forward_alone(stock: nn.Module, case: Case) -> None:
-    """Run the stock block for its comparisons with constants; what it cannot compute is told by the comparison."""
+    """Run the stock block for its comparisons with constants. The comparison reports what it cannot compute."""
     call = case.call.fresh()
     try:
         with torch.no_grad():
