@@ -10,9 +10,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.pictures.dump import ModelDump, Stage, read_dump, to_json
+
+if TYPE_CHECKING:
+    from ktc.pictures.measured import Measured
 
 STAGES: tuple[Stage, ...] = ("captured", "matched", "planned", "rewritten")
 
@@ -54,11 +58,12 @@ def render(request: Request) -> str:
         layers = sorted({layer for block in dump.blocks for layer in block.layers})
         found = f"{layers[0]} to {layers[-1]}" if layers else "none"
         raise InputRefused(Diagnostic("U011", f"the model has no layer {request.layer}: its layers are {found}"))
+    measured = _measured(Path(request.model)) if request.stage == "rewritten" else ()
     if request.form == "html":
         from ktc.pictures.html import render_html
 
-        return render_html(dumps, request.layer)
-    return _writer(request.form, request.color)(dump, request.layer)
+        return render_html(dumps, request.layer, measured)
+    return _writer(request.form, request.color, measured)(dump, request.layer)
 
 
 def _difference(request: Request, first: str, second: str) -> str:
@@ -94,6 +99,19 @@ def _dumps(request: Request, model: str, stages: Sequence[Stage]) -> list[ModelD
     return compiler.dumps(model, request.rules, stages, trust_remote_code=request.trust_remote_code)
 
 
+def _measured(out: Path) -> tuple[Measured, ...]:
+    """Return the comparisons that `ktc prove` recorded in a compiled model, none if it recorded none."""
+    from ktc.fidelity.report import read_report
+    from ktc.pictures.measured import Measured
+
+    report = read_report(out)
+    return tuple(
+        Measured(layer.index, f"{layer.fqn}.{row.what}".rstrip("."), row.ktc, row.stock, row.red)
+        for layer in (report.layers if report is not None else ())
+        for row in layer.rows
+    )
+
+
 def _of_layer(dump: ModelDump, layer: int | None) -> ModelDump:
     """Return the dump with only the blocks of `layer` and the matches in them."""
     if layer is None:
@@ -104,18 +122,18 @@ def _of_layer(dump: ModelDump, layer: int | None) -> ModelDump:
     return replace(dump, blocks=blocks, matches=matches)
 
 
-def _writer(form: str, color: bool) -> Callable[[ModelDump, int | None], str]:
+def _writer(form: str, color: bool, measured: Sequence[Measured]) -> Callable[[ModelDump, int | None], str]:
     """Return the renderer of a format: a function of a dump and a layer."""
     if form == "json":
         return lambda dump, layer: to_json(_of_layer(dump, layer))
     if form == "dot":
         from ktc.pictures.dot import render_dot
 
-        return render_dot
+        return lambda dump, layer: render_dot(dump, layer, measured)
     if form == "svg":
         from ktc.pictures.svg import render_svg
 
-        return render_svg
+        return lambda dump, layer: render_svg(dump, layer, measured)
     from ktc.pictures.text import render_text
 
-    return lambda dump, layer: render_text(dump, layer, colour=color)
+    return lambda dump, layer: render_text(dump, layer, colour=color, measured=measured)

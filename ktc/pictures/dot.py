@@ -6,7 +6,7 @@ so that they cannot end a string or be parsed as a record, an escape or HTML.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ktc.pictures.dump import BlockDump, ModelDump
 from ktc.pictures.labels import (
@@ -20,10 +20,11 @@ from ktc.pictures.labels import (
     type_text,
 )
 from ktc.pictures.layout import caption, drawn_edges, drawn_nodes
+from ktc.pictures.measured import Measured, Verdict, of_block
 from ktc.pictures.svg import PALETTE, rule_colours, tooltip
 
 
-def render_dot(dump: ModelDump, layer: int | None = None) -> str:
+def render_dot(dump: ModelDump, layer: int | None = None, measured: Sequence[Measured] = ()) -> str:
     """Return all blocks of the stage, or those of `layer`, as one digraph."""
     colours = rule_colours([dump])
     lines = [
@@ -33,7 +34,8 @@ def render_dot(dump: ModelDump, layer: int | None = None) -> str:
         '  edge [color="#98a2b3", arrowsize=0.6];',
     ]
     for i, block in enumerate(dump.of_layer(layer)):
-        lines += [f"  subgraph cluster_{i} {{", *_cluster(i, block, dump, colours), "  }"]
+        verdict = of_block(block, measured, layer)
+        lines += [f"  subgraph cluster_{i} {{", *_cluster(i, block, dump, colours, verdict), "  }"]
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -43,8 +45,13 @@ def quoted(*lines: str) -> str:
     return '"' + "\\n".join(escaped) + '"'
 
 
-def _cluster(i: int, block: BlockDump, dump: ModelDump, colours: Mapping[str, int]) -> Iterator[str]:
-    yield f"    label={quoted(f'{block.key}: {block.class_name}  {layers_text(block)}'.rstrip())};"
+def _cluster(
+    i: int, block: BlockDump, dump: ModelDump, colours: Mapping[str, int], verdict: Verdict | None
+) -> Iterator[str]:
+    title = f"{block.key}: {block.class_name}  {layers_text(block)}".rstrip()
+    yield f"    label={quoted(title, *(verdict.lines if verdict else ()))};"
+    if verdict and verdict.red:
+        yield '    color="#c01c28"; fontcolor="#c01c28"; penwidth=2;'
     nodes = {node.name: node for node in block.nodes}
     index = {node.name: f"b{i}_{n}" for n, node in enumerate(drawn_nodes(block))}
     bound = captured_nodes(block, dump)

@@ -18,13 +18,17 @@ from ktc import resources
 from ktc.pictures.dump import BlockDump, ModelDump
 from ktc.pictures.labels import captured_nodes, collapse, home_device, layers_text, printable, quantity
 from ktc.pictures.layout import drawn_nodes
+from ktc.pictures.measured import Measured, of_block, of_model
 from ktc.pictures.module_tree import TreeLine, module_tree
 from ktc.pictures.svg import block_svg, rule_colours, style
 from ktc.pictures.text import render_block
 
 
-def render_html(dumps: Sequence[ModelDump], layer: int | None = None) -> str:
-    """Return the page of one model's stages, with `layer` only that layer's blocks. `dumps` must not be empty."""
+def render_html(dumps: Sequence[ModelDump], layer: int | None = None, measured: Sequence[Measured] = ()) -> str:
+    """Return the page of one model's stages, with `layer` only that layer's blocks. `dumps` must not be empty.
+
+    The last stage shows what was `measured`.
+    """
     assert dumps, "a page needs at least one stage"
     colours = rule_colours(dumps)
     environment = Environment(
@@ -36,7 +40,7 @@ def render_html(dumps: Sequence[ModelDump], layer: int | None = None) -> str:
     page = environment.get_template("graph.html.j2").render(
         title=printable(dumps[-1].model_type, 80),
         subtitle=f"{printable(dumps[-1].dtype, 20)}, {_model_size(dumps[-1])}".removesuffix(", "),
-        stages=[_stage(dump, layer, colours) for dump in dumps],
+        stages=[_stage(dump, layer, colours, measured if dump is dumps[-1] else ()) for dump in dumps],
         rules=[{"name": printable(rule, 80), "colour": i, "span": _span(rule, dumps)} for rule, i in colours.items()],
         data=[_data(dump, layer, colours) for dump in dumps],
         picture_style=Markup(style(len(colours))),
@@ -44,11 +48,14 @@ def render_html(dumps: Sequence[ModelDump], layer: int | None = None) -> str:
     return page.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _stage(dump: ModelDump, layer: int | None, colours: Mapping[str, int]) -> dict[str, Any]:
+def _stage(
+    dump: ModelDump, layer: int | None, colours: Mapping[str, int], measured: Sequence[Measured]
+) -> dict[str, Any]:
     blocks = dump.of_layer(layer)
     return {
         "name": dump.stage,
-        "blocks": [_block(block, dump, colours) for block in blocks],
+        "verdict": of_model(measured),
+        "blocks": [{**_block(b, dump, colours), "verdict": of_block(b, measured, layer)} for b in blocks],
         "near_misses": [printable(reason, 400) for reason in dump.near_misses],
         "matches": _matches(dump, colours),
         "tree": [_tree_line(line, blocks, colours) for line in module_tree(dump.modules)],

@@ -22,6 +22,7 @@ from ktc.pictures.labels import (
     type_text,
 )
 from ktc.pictures.layout import Box, Drawing, Edge, place
+from ktc.pictures.measured import Measured, Verdict, of_block, of_model
 
 # Outline and fill on a light ground, then on a dark ground: eight hues that colour-blind readers can distinguish.
 PALETTE = (
@@ -34,31 +35,35 @@ PALETTE = (
     ("#3f51b5", "#e3e7fb", "#93a1f0", "#262f5c"),
     ("#4d6b1e", "#eaf3d8", "#a3c968", "#2b3b13"),
 )
-_MARGIN, _HEADING, _GAP, _CORNER = 24.0, 52.0, 32.0, 7.0
+_MARGIN, _HEADING, _GAP, _CORNER, _LINE = 24.0, 52.0, 32.0, 7.0, 18.0
 _CHARACTER = 9.1
 
 
-def render_svg(dump: ModelDump, layer: int | None = None) -> str:
+def render_svg(dump: ModelDump, layer: int | None = None, measured: Sequence[Measured] = ()) -> str:
     """Return all blocks of the stage side by side, or those of `layer`, as a separate document."""
     blocks = dump.of_layer(layer)
     colours = rule_colours([dump])
     drawings = [place(block) for block in blocks]
-    widths = [_frame_width(block, drawing) for block, drawing in zip(blocks, drawings, strict=True)]
+    verdicts = [of_block(block, measured, layer) for block in blocks]
+    widths = [_frame_width(*each) for each in zip(blocks, drawings, verdicts, strict=True)]
     legend = [rule for rule in colours if any(node.rule == rule for block in blocks for node in block.nodes)]
     legend_width = sum(len(printable(rule, 40)) * _CHARACTER + 40 for rule in legend)
     width = max(sum(widths) + _GAP * (len(blocks) - 1), legend_width, 400.0) + 2 * _MARGIN
-    top = _MARGIN + 28 + (36 if legend else 12)
-    height = top + max((drawing.height for drawing in drawings), default=0.0) + _HEADING + 2 * _MARGIN
+    whole = of_model(measured)
+    top = _MARGIN + 28 + (36 if legend else 12) + (_LINE if whole else 0)
+    heading = _HEADING + (_LINE if any(verdicts) else 0)
+    height = top + max((drawing.height for drawing in drawings), default=0.0) + heading + 2 * _MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" {_extent(0, width, height)}>',
         f"<style>{style(len(colours))}</style>",
         f'<rect class="ground" width="{width:g}" height="{height:g}"/>',
         _text(_MARGIN, _MARGIN + 14, "heading", f"{printable(dump.model_type, 60)}, {dump.stage}"),
-        *_legend(legend, colours, _MARGIN + 40),
+        *([_text(_MARGIN, _MARGIN + 14 + _LINE, _look(whole), whole.lines[0])] if whole else ()),
+        *_legend(legend, colours, _MARGIN + 40 + (_LINE if whole else 0)),
     ]
     x = _MARGIN
-    for block, drawing, frame_width in zip(blocks, drawings, widths, strict=True):
-        parts += _framed(block, drawing, dump, colours, x, top, frame_width)
+    for block, drawing, verdict, frame_width in zip(blocks, drawings, verdicts, widths, strict=True):
+        parts += _framed(block, drawing, dump, colours, (x, top, frame_width), verdict)
         x += frame_width + _GAP
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -96,18 +101,33 @@ def _rule_style(i: int, outline: str, fill: str) -> str:
 
 
 def _framed(
-    block: BlockDump, drawing: Drawing, dump: ModelDump, colours: Mapping[str, int], x: float, y: float, width: float
-) -> list[str]:
-    height = drawing.height + _HEADING + _MARGIN
+    block: BlockDump, drawing: Drawing, dump: ModelDump, colours: Mapping[str, int],
+    place: tuple[float, float, float], verdict: Verdict | None,
+) -> list[str]:  # fmt: skip
+    x, y, width = place
+    heading = _HEADING + (_LINE if verdict else 0)
+    height = drawing.height + heading + _MARGIN
+    look = " failed" if verdict is not None and verdict.red else ""
     title = f"{printable(block.key, 60)}: {printable(block.class_name, 60)}"
     return [
-        f'<g transform="translate({x:g} {y:g})"><rect class="frame" width="{width:g}" height="{height:g}" rx="10"/>',
+        f'<g transform="translate({x:g} {y:g})">',
+        f'<rect class="frame{look}" width="{width:g}" height="{height:g}" rx="10"/>',
         _text(16, 24, "heading", title),
         _text(16, 41, "aside", _where(block)),
-        f'<g transform="translate({(width - drawing.width) / 2:g} {_HEADING:g})">',
+        *([_text(16, 58, _look(verdict), _summary(verdict))] if verdict else ()),
+        f'<g transform="translate({(width - drawing.width) / 2:g} {heading:g})">',
         _drawn(block, drawing, dump, colours, keyboard=False),
         "</g></g>",
     ]
+
+
+def _look(verdict: Verdict) -> str:
+    return "aside failed" if verdict.red else "aside"
+
+
+def _summary(verdict: Verdict) -> str:
+    """Return the last line: why a block fails, or its error."""
+    return printable(verdict.lines[-1], 110)
 
 
 def _where(block: BlockDump) -> str:
@@ -117,9 +137,10 @@ def _where(block: BlockDump) -> str:
     return printable("  ".join(filter(None, parts)), 110)
 
 
-def _frame_width(block: BlockDump, drawing: Drawing) -> float:
+def _frame_width(block: BlockDump, drawing: Drawing, verdict: Verdict | None) -> float:
     title = len(f"{printable(block.key, 60)}: {printable(block.class_name, 60)}") * _CHARACTER
-    return max(drawing.width, title, len(_where(block)) * 7.3) + 2 * 16
+    asides = (_where(block), _summary(verdict) if verdict else "")
+    return max(drawing.width, title, *(len(aside) * 7.3 for aside in asides)) + 2 * 16
 
 
 def _drawn(block: BlockDump, drawing: Drawing, dump: ModelDump, colours: Mapping[str, int], *, keyboard: bool) -> str:

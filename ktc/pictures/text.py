@@ -6,7 +6,7 @@ are printed without control characters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -24,18 +24,22 @@ from ktc.pictures.labels import (
     rule_text,
     type_text,
 )
+from ktc.pictures.measured import Measured, Verdict, of_block, of_model
 from ktc.pictures.module_tree import TreeLine, module_tree
 
-_RULE, _TYPE, _NAME, _HEAD, _NOTE = "bold magenta", "green", "bold", "bold cyan", "yellow"
+_RULE, _TYPE, _NAME, _HEAD, _NOTE, _RED = "bold magenta", "green", "bold", "bold cyan", "yellow", "bold red"
 
 
-def render_text(dump: ModelDump, layer: int | None = None, *, colour: bool = False) -> str:
+def render_text(
+    dump: ModelDump, layer: int | None = None, *, colour: bool = False, measured: Sequence[Measured] = ()
+) -> str:
     """Return the whole stage, or the blocks of `layer`. Ends with a newline."""
-    lines = [Text(f"{printable(dump.model_type)} ({printable(dump.dtype)}), {dump.stage}", _HEAD), Text()]
+    lines = [Text(f"{printable(dump.model_type)} ({printable(dump.dtype)}), {dump.stage}", _HEAD)]
+    lines += [*_verdict(of_model(measured), ""), Text()]
     if layer is None and dump.modules:
         lines += [*_modules(module_tree(dump.modules)), Text()]
     for block in dump.of_layer(layer):
-        lines += [*_block(block), Text()]
+        lines += [*_block(block, of_block(block, measured, layer)), Text()]
     lines += _matches(dump.matches) if layer is None else ()
     lines += _near_misses(dump.near_misses) if layer is None else ()
     return _join(lines, colour)
@@ -64,9 +68,15 @@ def block_title(block: BlockDump) -> str:
     return "  ".join([f"block {printable(block.key, 80)}: {printable(block.class_name, 80)}", *filter(None, parts)])
 
 
-def _block(block: BlockDump) -> Iterator[Text]:
+def _verdict(verdict: Verdict | None, indent: str) -> Iterator[Text]:
+    if verdict is not None:
+        yield from (Text(f"{indent}{line}", _RED if verdict.red else _TYPE) for line in verdict.lines)
+
+
+def _block(block: BlockDump, verdict: Verdict | None = None) -> Iterator[Text]:
     nodes = {node.name: node for node in block.nodes}
     yield Text(block_title(block), _HEAD)
+    yield from _verdict(verdict, "  ")
     for site in collapse(block.sites):
         yield Text(f"  at {site}", "dim")
     for word, ops in (("input", {"input"}), ("weight", WEIGHT)):
