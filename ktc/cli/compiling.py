@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Stage = Literal["captured", "matched", "planned", "rewritten"]
 Format = Literal["text", "json", "dot", "svg", "html"]
+ProvenOn = Literal["witness", "full"]
 
 
 @in_session()
@@ -46,6 +47,9 @@ def compile_command(
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a compiled model.")] = False,
     trust: Trust = False,
     pack: Annotated[bool, typer.Option("--pack", help="Store the packed experts in OUT: it loads faster.")] = False,
+    proven_on: Annotated[
+        ProvenOn, typer.Option("--prove", help="Prove on small weights, or also on the real ones as `ktc prove` does.")
+    ] = "witness",
 ) -> None:
     """Compile MODEL with RULES into an importable package."""
     session.require_versions()
@@ -69,6 +73,11 @@ def compile_command(
         from ktc.cli.pack import pack as pack_experts
 
         pack_experts(session, path, trusted=trust)
+    if proven_on == "full":
+        from ktc.cli.prove import prove as prove_weights
+
+        if prove_weights(session, path, trusted=trust).red:
+            session.show(f"{path} stays in place, so that it can be looked into; do not use it")
 
 
 @in_session()

@@ -28,10 +28,13 @@ def prove_command(
         Path | None,
         typer.Option("--text", metavar="FILE", help="Use this text's first tokens. Default: random tokens."),
     ] = None,
-    count: Annotated[int, typer.Option("--tokens", min=1, max=1 << 17, help="Number of tokens.")] = 256,
+    count: Annotated[int, typer.Option("--tokens", min=1, max=1 << 17, help="Number of tokens.")] = 128,
     layers: Annotated[
         str | None, typer.Option("--layers", metavar="LIST", help="Compare only these layers: 0,3,10-12.")
     ] = None,
+    carry: Annotated[
+        bool, typer.Option("--carry", help="Also run both models as a whole, each layer on its own model's results.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="F.json", help="Also write the report to this file.")
     ] = None,
@@ -41,7 +44,9 @@ def prove_command(
 ) -> None:
     """Compare OUT with the stock model on its real weights, layer by layer in memory for about one layer."""
     session.require_versions()
-    report = prove(session, out, text, count, layers, seed, weights, trust)
+    report = prove(
+        session, out, text=text, count=count, layers=layers, carry=carry, seed=seed, weights=weights, trusted=trust
+    )
     if output is not None:
         session.emit(json.dumps(report.to_json(), indent=1), output)
 
@@ -49,9 +54,11 @@ def prove_command(
 def prove(
     session: Session,
     out: Path,
+    *,
     text: Path | None = None,
-    count: int = 256,
+    count: int = 128,
     layers: str | None = None,
+    carry: bool = False,
     seed: int = 0,
     weights: Path | None = None,
     trusted: bool = False,
@@ -70,6 +77,7 @@ def prove(
             count=count,
             seed=seed,
             layers=layers,
+            carry=carry,
             weights=weights,
             trust_remote_code=trusted,
             progress=bar,

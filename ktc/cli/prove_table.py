@@ -18,23 +18,27 @@ from ktc.cli.amounts import count
 if TYPE_CHECKING:
     from ktc.fidelity.report import LayerReport, Report, Row
 
-_COLUMNS = ("layer", "", "ktc", "stock", "ratio", "same experts", "format costs", "carried", "worst")
+_COLUMNS = ("layer", "", "ktc", "stock", "ratio", "same experts", "format", "carried", "worst")
 
 
 def fidelity_table(report: Report, every: bool = False) -> Table:
     """Return one row per comparison: errors against stock in fp32, of ktc and of stock in its own dtype."""
-    table = Table(*_COLUMNS, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in table.columns[2:-1]:
-        column.justify = "right"
+    rows: list[tuple[Row, tuple[str, ...]]] = []
     for layer in report.layers:
         for row in _shown(layer, every):
-            number = str(layer.index) if row.kind == "layer" else ""
-            carried = _pair(layer.carried.ktc, layer.carried.stock) if layer.carried and number else ""
-            table.add_row(number, *_cells(row, carried), style="bold red" if row.red else "")
+            whole = row.kind == "layer"
+            carried = _pair(layer.carried.ktc, layer.carried.stock) if layer.carried and whole else ""
+            rows.append((row, (str(layer.index) if whole else "", *_cells(row, carried))))
     if report.final is not None:
-        carried = _pair(report.final.carried.ktc, report.final.carried.stock)
-        style = "bold red" if report.final.row.red else ""
-        table.add_row("", *_cells(report.final.row, carried), style=style)
+        whole_pass = report.final.whole
+        carried = _pair(whole_pass.errors.ktc, whole_pass.errors.stock) if whole_pass else ""
+        rows.append((report.final.row, ("", *_cells(report.final.row, carried))))
+    used = [i for i, name in enumerate(_COLUMNS) if i < 5 or any(cells[i] for _, cells in rows)]
+    table = Table(*(_COLUMNS[i] for i in used), box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in table.columns[2:-1]:
+        column.justify, column.no_wrap = "right", True
+    for row, cells in rows:
+        table.add_row(*(Text(cells[i]) for i in used), style="bold red" if row.red else "")
     return table
 
 
@@ -42,20 +46,20 @@ def _shown(layer: LayerReport, every: bool) -> Iterator[Row]:
     return (row for row in layer.rows if every or row.red or row.rewritten or row.kind == "layer")
 
 
-def _cells(row: Row, carried: str) -> tuple[str | Text, ...]:
-    agreement = "" if row.agreement is None else f"{row.agreement:.1%} / {row.stock_agreement or 0:.1%}"
+def _cells(row: Row, carried: str) -> tuple[str, ...]:
+    agreement = "" if row.agreement is None else f"{row.agreement:.1%} {row.stock_agreement or 0:.1%}"
     if row.kind == "logits":
-        agreement = f"{agreement} same token"
-    what = {"layer": "whole", "experts": f"{row.what}, each"}.get(row.kind, row.what)
+        agreement = f"token {agreement}"
+    what = {"layer": "whole", "experts": f"each of {row.what}"}.get(row.kind, row.what)
     return (
-        Text(f"{what} ({row.note})" if row.note and row.kind == "experts" else what),
+        f"{what} ({row.note})" if row.note and row.kind == "experts" else what,
         _error(row.ktc),
         _error(row.stock),
         "" if row.ratio is None else f"{row.ratio:.2f}",
         agreement,
         "" if row.format_error is None else _error(row.format_error),
         carried,
-        Text(_worst(row)),
+        _worst(row),
     )
 
 
@@ -69,7 +73,7 @@ def _worst(row: Row) -> str:
 
 
 def _pair(ktc: float | None, stock: float | None) -> str:
-    return f"{_error(ktc)} / {_error(stock)}"
+    return f"{_error(ktc)} {_error(stock)}"
 
 
 def _error(value: float | None) -> str:
@@ -87,11 +91,10 @@ def verdict(report: Report, path: Path) -> Text:
     compared = count(len(report.layers), "layer")
     if not report.red:
         lines.append(f"{compared}: no error is above twice that of stock {report.dtype}\n", style="green")
-    if report.final is not None:
-        next_token = f"{report.final.next_token:.1%} (stock {report.dtype}: {report.final.stock_next_token:.1%})"
-        lines.append(
-            f"whole forward pass: {next_token} of the tokens are followed by the token that fp32 ranks first\n"
-        )
+    if report.final is not None and report.final.whole is not None:
+        whole = report.final.whole
+        shares = f"{whole.next_token:.1%} (stock {report.dtype}: {whole.stock_next_token:.1%})"
+        lines.append(f"whole forward passes: {shares} of the tokens have the next token of fp32\n")
     notes = dict.fromkeys(row.note for layer in report.layers for row in layer.rows if row.note and row.kind == "layer")
     lines.append("".join(f"{note}\n" for note in notes))
     if report.stock_read == "rows":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ktc.experts.module import FusedMoe
 from ktc.fidelity.watch import Experts
 
-_ROUNDS = 2  # hidden states per expert
+_NUMBERS = 256  # of outputs at least per expert, so that an error is no accident of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class Probe:
 
 def make_probe(experts: Experts, rows: Tensor) -> Probe:
     """Return the inputs that reach every expert; `rows` (any number, H) are taken in turn."""
-    numbers = torch.arange(experts.num_experts).repeat(_ROUNDS)
+    rounds = -(-_NUMBERS // rows.shape[1])
+    numbers = torch.arange(experts.num_experts).repeat(rounds)
     index = (numbers[:, None] + torch.arange(experts.top_k)) % experts.num_experts
     weights = torch.zeros(index.shape)
     weights[:, 0] = 1.0

@@ -93,17 +93,20 @@ class LayerReport:
 
 
 @dataclass(frozen=True, slots=True)
-class FinalReport:
-    """Norm and head after the last layer: on the yardstick's hidden states, and on those that each side carried.
+class Whole:
+    """Logits at the end of whole forward passes: errors, and the shares of tokens with fp32's next token."""
 
-    The last two are the shares of tokens after which the same token comes first as in fp32, at the end of a whole
-    forward pass.
-    """
-
-    row: Row
-    carried: Carried
+    errors: Carried
     next_token: float
     stock_next_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinalReport:
+    """Norm and head on the yardstick's hidden states after the last layer, and whole passes if they were carried."""
+
+    row: Row
+    whole: Whole | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from ktc.fidelity.compiled import CompiledLayers, Opened, open_compiled
 from ktc.fidelity.groups import OUTSIDE
 from ktc.fidelity.layer import LayerInputs, Sides, compare_layer
 from ktc.fidelity.layers import chosen_layers, list_of_layers
-from ktc.fidelity.report import FLOOR, SCHEMA, TWICE, Carried, FinalReport, LayerReport, Report, manifest_digest
+from ktc.fidelity.report import FLOOR, SCHEMA, TWICE, Carried, FinalReport, LayerReport, Report, Whole, manifest_digest
 from ktc.fidelity.stock import StockModel, own_dtypes
 from ktc.fidelity.tokens import COUNT, Tokens, choose_tokens
 from ktc.fidelity.watch import run_layer
@@ -61,6 +61,7 @@ def prove_model(
     count: int = COUNT,
     seed: int = 0,
     layers: str | None = None,
+    carry: bool = False,
     weights: Path | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -70,7 +71,8 @@ def prove_model(
     Args:
         text: A UTF-8 file whose first `count` tokens are used; random tokens of `seed` without one.
         layers: Numbers and ranges such as `0,3,10-12`. Others only run as stock in fp32, up to the last one chosen.
-            Norm and head, and whole forward passes, are compared if all layers are.
+            Norm and head are compared if all layers are.
+        carry: Also run whole forward passes of both sides, each fed its own results, if all layers are compared.
         weights: The checkpoint, if it has moved since the compilation.
         progress: Called with the bytes read and the bytes to read.
 
@@ -82,6 +84,7 @@ def prove_model(
     opened = open_compiled(Path(path), weights, trust_remote_code)
     sides, chosen, tokens = _sides(opened, layers, text, count, seed)
     whole = len(chosen) == len(sides.groups)
+    carry = carry and whole
     tally = Tally(_bytes(sides, chosen, whole), progress)
     calls = _record(sides, tokens, tally)
     streams = _Streams(calls.fp32.hidden, calls.own.hidden, calls.compiled.hidden)
@@ -91,14 +94,14 @@ def prove_model(
             streams = replace(streams, fp32=_run_stock(sides, calls, index, streams.fp32, tally))
             continue
         call = tuple(each.calls[index] for each in (calls.fp32, calls.own, calls.compiled))
-        inputs = LayerInputs(streams.fp32, (streams.own, streams.compiled) if whole else None, *call)
+        inputs = LayerInputs(streams.fp32, (streams.own, streams.compiled) if carry else None, *call)
         found = compare_layer(sides, index, inputs, tokens, tally)
         streams = _Streams(found.fp32, *(found.carried or (streams.own, streams.compiled)))
-        carried = _carried(streams) if whole else None
+        carried = _carried(streams) if carry else None
         group = sides.groups[index]
         class_name = type(sides.stock.layer(group)).__name__
         reports.append(LayerReport(index, group, class_name, found.rows, carried))
-    final = _final(sides, calls, streams, tokens, tally) if whole else None
+    final = _final(sides, calls, streams, tokens, carry, tally) if whole else None
     return Report(
         SCHEMA,
         datetime.now(UTC).isoformat(timespec="seconds"),
@@ -204,28 +207,31 @@ def _carried(streams: _Streams) -> Carried:
     return Carried(root_mean_square(ktc), root_mean_square(own))
 
 
-def _final(sides: Sides, calls: _Calls, streams: _Streams, tokens: Tokens, tally: Tally) -> FinalReport:
-    """Compare norm and head, on the yardstick's hidden states and on those that each side carried."""
+def _final(sides: Sides, calls: _Calls, streams: _Streams, tokens: Tokens, carry: bool, tally: Tally) -> FinalReport:
+    """Compare norm and head on the yardstick's hidden states, and with `carry` on those that each side carried."""
     stock, compiled, ids = sides.stock, sides.compiled, tokens.ids
     stock.load(OUTSIDE)
     wanted = logits(stock.model, sides.stock_layers, ids, streams.fp32, calls.fp32.tuples)
     stock.to_own_dtype(OUTSIDE)
-    of_stock, stock_end = (
-        logits(stock.model, sides.stock_layers, ids, x, calls.own.tuples) for x in (streams.fp32, streams.own)
+    of_stock, *stock_end = (
+        logits(stock.model, sides.stock_layers, ids, x, calls.own.tuples)
+        for x in (streams.fp32, *([streams.own] if carry else ()))
     )
     stock.release(OUTSIDE)
     tally.add(stock.bytes_of(OUTSIDE))
     compiled.load(OUTSIDE)
-    of_ktc, ktc_end = (
+    of_ktc, *ktc_end = (
         logits(compiled.model, sides.compiled_layers, ids, x, calls.compiled.tuples)
-        for x in (streams.fp32, streams.compiled)
+        for x in (streams.fp32, *([streams.compiled] if carry else ()))
     )
     compiled.release(OUTSIDE)
     tally.add(compiled.bytes_of(OUTSIDE))
     row = compare("norm and head", "logits", False, Outputs(Output(of_ktc), Output(of_stock), Output(wanted)), tokens)
     row = replace(row, agreement=_same_first(of_ktc, wanted), stock_agreement=_same_first(of_stock, wanted))
-    carried = Carried(*(root_mean_square(token_errors(each, wanted)) for each in (ktc_end, stock_end)))
-    return FinalReport(row, carried, _same_first(ktc_end, wanted), _same_first(stock_end, wanted))
+    if not carry:
+        return FinalReport(row, None)
+    errors = Carried(*(root_mean_square(token_errors(each[0], wanted)) for each in (ktc_end, stock_end)))
+    return FinalReport(row, Whole(errors, _same_first(ktc_end[0], wanted), _same_first(stock_end[0], wanted)))
 
 
 def _same_first(found: Tensor, wanted: Tensor) -> float:

@@ -17,7 +17,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.hf.tokenizer import read_tokenizer
 from ktc.text_files import read_text
 
-COUNT: Final = 256
+COUNT: Final = 128
 _MOST_BYTES: Final = 64 << 20
 
 

@@ -49,7 +49,7 @@ def out(clean: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def report(clean: Path) -> Report:
-    return prove_model(clean, count=96)
+    return prove_model(clean, count=96, carry=True)
 
 
 def red_rows(report: Report) -> list[tuple[int, str]]:
@@ -120,7 +120,8 @@ def test_experts_and_their_router_have_rows_where_they_are(report: Report) -> No
 def test_whole_passes_and_the_head_are_compared_at_the_end(report: Report) -> None:
     assert report.final is not None
     assert report.final.row.kind == "logits"
-    assert report.final.next_token > 0.8
+    assert report.final.whole is not None
+    assert report.final.whole.next_token > 0.8
     assert all(layer.carried is not None for layer in report.layers)
 
 
@@ -128,7 +129,7 @@ def test_stock_errors_are_those_of_the_stock_model_itself(clean: Path, checkpoin
     """The yardstick and stock's own error, beside transformers alone on whole models."""
     from transformers import AutoModelForCausalLM
 
-    found = prove_model(clean, count=40, seed=3)
+    found = prove_model(clean, count=40, seed=3, carry=True)
     ids = torch.randint(512, (1, 40), generator=torch.Generator().manual_seed(3))
     logits = [
         AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, experts_implementation="eager")(ids).logits[0]
@@ -137,7 +138,8 @@ def test_stock_errors_are_those_of_the_stock_model_itself(clean: Path, checkpoin
     wanted, own = (each.detach().double() for each in logits)
     error = ((own - wanted).norm(dim=1) / wanted.norm(dim=1)).square().mean().sqrt()
     assert found.final is not None
-    assert found.final.carried.stock == pytest.approx(float(error), rel=1e-4)
+    assert found.final.whole is not None
+    assert found.final.whole.errors.stock == pytest.approx(float(error), rel=1e-4)
 
 
 def test_chosen_layers_are_compared_on_the_same_hidden_states(clean: Path, report: Report) -> None:
