@@ -4,7 +4,7 @@ PEFT wraps a module once for each of its parameters that `LoraConfig.target_para
 Stock wrappers add B A to the weights of all experts before every call; these hand their factors to the layer's one
 autograd node.
 Names, shapes and files are those of stock PEFT. Refused: dropout, merging, initialisations that read the weights,
-ranks above `MAX_RANK`, biases, several adapters at once, and adapting the experts as if they were one linear layer.
+ranks above `MAX_RANK` together, biases, and adapting the experts as if they were one linear layer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
+import torch
 from peft.tuners.lora.config import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
@@ -74,20 +75,30 @@ class ExpertsParamWrapper(ParamWrapper):
         return replace(lora, down=own) if self.parameter_name == "down_proj" else replace(lora, gate_up=own)
 
     def _active_lora(self) -> Lora | None:
-        """Return the factors of the active adapter as views of PEFT's own matrices: A (E, r, in), B (E, out, r)."""
-        active = [str(name) for name in self.active_adapters if name in self.lora_A]
-        if not active:
-            return None
-        if len(active) > 1:
-            message = f"adapters {', '.join(f'`{name}`' for name in active)} are active at once on routed experts"
-            raise InputRefused(Diagnostic("L432", message, hint="`set_adapter` with one name"))
-        a, b = (cast("Tensor", each[active[0]].weight) for each in (self.lora_A, self.lora_B))
+        """Return the factors of the active adapters together: A (E, r, in), B (E, out, r).
+
+        A single adapter's are views of PEFT's own matrices. Several are one of the sum of their ranks.
+        """
+        active = [self._lora_of(str(name)) for name in self.active_adapters if name in self.lora_A]
+        if len(active) < 2:
+            return active[0] if active else None
+        rank = sum(lora.rank for lora in active)
+        if rank > MAX_RANK:
+            message = f"the active adapters on routed experts have rank {rank} together"
+            raise InputRefused(
+                Diagnostic("L432", message, hint=f"the kernels take {MAX_RANK}: `set_adapter` with fewer")
+            )
+        b = torch.cat([lora.b * lora.scale for lora in active], 2)
+        return Lora(torch.cat([lora.a for lora in active], 1), b, 1.0)
+
+    def _lora_of(self, name: str) -> Lora:
+        a, b = (cast("Tensor", each[name].weight) for each in (self.lora_A, self.lora_B))
         a, b = a.cpu(), b.cpu()
         rank = a.shape[0] // self.num_experts
         a, b = a.reshape(self.num_experts, rank, -1), b.reshape(-1, rank, self.num_experts).permute(2, 0, 1)
         if _READS_TRANSPOSED and not cast("Any", self.get_base_layer()).form.transposed:
             a, b = b.transpose(1, 2), a.transpose(1, 2)
-        return Lora(a, b, float(cast("Any", self).scaling[active[0]]))
+        return Lora(a, b, float(cast("Any", self).scaling[name]))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Always refused: the weights are packed."""

@@ -7,7 +7,6 @@ use PyTorch's product. Under the rule `kt_linear(gemv)`, the kernel multiplies f
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ktc.linears.gemv import Gemv
 
@@ -34,7 +33,7 @@ class KTLinear(nn.Linear):
         # In training mode reentrant checkpointing runs a forward without gradients and repeats it with them.
         if self.decode is not None and not self.training and self.decode.serves(input, self.weight, self.bias):
             return self.decode(input, self.weight, self.bias)
-        return functional.linear(input, self.weight, self.bias)
+        return super().forward(input)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", decode={self.decode.kernel.entry}" if self.decode is not None else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def _modules_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         modules = str(tmp_path_factory.mktemp("modules"))
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
         patch.syspath_prepend(modules)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+            patch.delitem(sys.modules, name)  # a package that another folder holds
         yield
 
 

@@ -122,6 +122,14 @@ def test_several_adapters_and_one_of_them_active(models: tuple[Any, ...]) -> Non
         model.set_adapter("second")
     second = assert_close(stock, ours)
     assert not torch.allclose(first, second, rtol=1e-3, atol=1e-3)
+    for model in (stock, ours):
+        model.base_model.set_adapter(["default", "second"])
+        model(input_ids=tokens(model), labels=tokens(model)).loss.backward()
+    assert_close(stock, ours)
+    wanted = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[name], wanted[name], rtol=1e-3, atol=1e-5) for name in found)
     with ours.disable_adapter():
         assert torch.equal(logits(ours), bare)
     for model in (stock, ours):

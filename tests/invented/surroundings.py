@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ def code_of_models_below(folder: Path) -> Generator[None]:
         warnings.simplefilter("ignore")
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
         patch.syspath_prepend(folder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+            patch.delitem(sys.modules, name)  # a package that another folder holds
         logging.disable_progress_bar()
         try:
             yield

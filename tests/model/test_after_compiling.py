@@ -79,6 +79,14 @@ def resized(model: Any) -> Any:
     return model
 
 
+def other_layers(model: Any) -> Any:
+    for layer in model.model.layers:
+        old = layer.self_attn.o_proj
+        layer.self_attn.o_proj = nn.Linear(old.in_features, old.out_features, bias=False)
+        layer.self_attn.o_proj.weight.data = old.weight.data * -1
+    return model
+
+
 def pickled(model: Any) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
@@ -109,6 +117,7 @@ SAME: dict[str, tuple[Change, bool | None]] = {
     "other experts": (each_block(lambda block: setattr(block, "experts", Mean())), True),
     "another forward of experts": (each_block(lambda block: setattr(block.experts, "forward", Mean().forward)), True),
     "another forward of the block": (each_block(lambda block: setattr(block, "forward", lambda x: -x)), True),
+    "other linear layers": (other_layers, True),
     "a hook on experts": (each_block(lambda b: b.experts.register_forward_hook(lambda m, a, out: out * 0.5)), True),
     "a hook on the router": (
         each_block(lambda b: b.gate.register_forward_hook(lambda m, a, out: (out[0], out[1] * 0.5, out[2]))), True,
@@ -202,6 +211,17 @@ def test_code_that_was_replaced_is_noticed_at_the_load_and_after_it(
     caplog.clear()
     ktc.load(compiled, reference=True)
     assert "the code of `modeling_deepseek_v2.DeepseekV2Experts` is not the code that was compiled" in caplog.text
+
+
+def test_a_replaced_forward_of_linear_layers_takes_effect(
+    compiled: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = ktc.load(compiled, reference=True), stock(checkpoint)
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * 1.25)
+    wanted = logits(theirs)
+    assert (logits(ours) - wanted).norm() <= 1e-6 * wanted.norm()
+    assert not caplog.records
 
 
 def test_a_config_for_other_experts_is_refused_and_one_for_another_router_is_followed(
