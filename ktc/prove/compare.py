@@ -244,6 +244,8 @@ class Constants(TorchDispatchMode):
             schema = (declared.name for declared in func._schema.arguments)
             named: dict[str, object] = {**dict(zip(schema, args, strict=False)), **(kwargs or {})}
             for argument, value in named.items():
+                if isinstance(value, Tensor) and value is not args[0] and value.numel() == 1:
+                    value = float(value)  # a limit that is a tensor
                 if args[0].is_floating_point() and isinstance(value, int | float) and not isinstance(value, bool):
                     self._count(f"{name}.{argument}", float(value), args[0])
         return func(*args, **(kwargs or {}))

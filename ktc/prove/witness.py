@@ -63,9 +63,12 @@ class _Key:
     config: PreTrainedConfig = field(compare=False, hash=False)
 
 
-def witness_for(captured: CapturedModel) -> Witness:
-    """Return the witness of a model, with all of its layers. Raises ProofFailed (P302), InputRefused."""
-    config = twin.shrink(captured.source.config, whole=True)
+def witness_for(captured: CapturedModel, *, second: bool = False) -> Witness:
+    """Return the witness of a model, with all of its layers, or a second one of other sizes.
+
+    Raises ProofFailed (P302), InputRefused.
+    """
+    config = twin.shrink(captured.source.config, whole=True, second=second)
     config.dtype = torch.float32
     return _witness(_Key(type(config), json.dumps(config.to_dict(), default=str, sort_keys=True), config))
 
@@ -143,9 +146,17 @@ def _mismatch(full: BlockGraph, small: BlockGraph) -> str:
         return f"could not be captured in the shrunk witness: {small.opaque}"
     if signature(full.graph) != signature(small.graph):
         return "is another computation in the shrunk witness"
-    if full.experts is not None and fractions(full.graph) != fractions(small.graph):
-        return "computes with a number that depends on its sizes"
     return ""
+
+
+def depends_on_sizes(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> bool:
+    """Return whether the code of a rewritten block has other fractional numbers in the model than in the witness."""
+    if block.experts is None:
+        return False
+    there = {site.fqn: site.block for site in witness.captured.sites}
+    full = captured.block(block.rewrite.block).graph
+    small = (witness.captured.block(there[site.fqn]).graph for site in block.rewrite.sites)
+    return any(full is None or graph is None or fractions(full) != fractions(graph) for graph in small)
 
 
 def realised(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> tuple[PreTrainedModel, dict[str, str]]:

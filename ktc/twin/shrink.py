@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.twin.layers import shrink_layers
-from ktc.twin.sizes import Settings, parts_of, shrink_sizes
+from ktc.twin.sizes import Settings, parts_of, shrink_sizes, with_other_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,35 +25,37 @@ _PLEASE_REPORT = "please report this model's config: the witness builder does no
 _FIRST_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def shrink(config: Config, *, whole: bool = False) -> Config:
+def shrink(config: Config, *, whole: bool = False, second: bool = False) -> Config:
     """Return a witness-sized copy of `config`: the same class and flags with small dimensions, `whole` in depth.
 
     Flags that select another computation keep their meaning: no groups stay no groups, no query compression stays none,
     equal head counts stay equal, a model that begins with dense layers keeps one, and every kind of layer is kept.
-    With `whole` every layer is kept.
+    With `whole` every layer is kept. `second` gives other small sizes, to find numbers that depend on a size.
     Raises InputRefused (I103) if the config's class does not accept the small sizes.
     """
     settings: dict[str, Any] = config.to_dict()
     try:
-        return type(config).from_dict(_shrunk(settings, {}, whole))
+        return type(config).from_dict(_shrunk(settings, {}, whole, second))
     except Exception as error:  # foreign config classes raise anything on sizes that do not fit together
         words = (str(error.__cause__ or error).strip().splitlines() or [""])[0][:200]
         message = f"no small witness of this `{config.model_type}` config can be made: {words}"
         raise InputRefused(Diagnostic("I103", message, hint=_PLEASE_REPORT)) from error
 
 
-def _shrunk(old: Settings, parent: Settings, whole: bool) -> dict[str, Any]:
+def _shrunk(old: Settings, parent: Settings, whole: bool, second: bool) -> dict[str, Any]:
     """Return the settings of a config, or of a part of one whose widths may be in `parent`."""
     small = copy.deepcopy(dict(old))
     small.pop("quantization_config", None)
     shrink_sizes(small, {**parent, **old})
     shrink_layers(small, old, whole=whole)
+    if second:
+        with_other_sizes(small)
     _shrink_token_ids(small, old)
     for name in _POSITIONS:
         if isinstance(old.get(name), int):
             small[name] = max(MIN_POSITIONS, old[name])
     for name, part in parts_of(old):
-        small[name] = _shrunk(part, old, whole)
+        small[name] = _shrunk(part, old, whole, second)
     return small
 
 

@@ -96,6 +96,15 @@ _SIZES: Mapping[str, int] = {
     "split_ngram_parts": 8,
     "ple_embed_dim": 64,
 }
+# The sizes of a second witness, which shares none of these with the first.
+_OTHERS: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(EXPERT_COUNTS, (NUM_EXPERTS, 12)),
+    **dict.fromkeys(TOP_KS, (TOP_K, 3)),
+    **dict.fromkeys(_HIDDEN, (HIDDEN, 96)),
+    **dict.fromkeys(_DENSE_WIDTHS, (80, 104)),
+    **dict.fromkeys(_EXPERT_WIDTHS, (48, 40)),
+    **dict.fromkeys(_SHARED_WIDTHS, (56, 72)),
+}
 _STATE_SPACE = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
     ("mamba_num_heads", "mamba_head_dim", "expand"),
@@ -129,6 +138,13 @@ def shrink_sizes(small: dict[str, Any], old: Settings) -> None:
     rates = old.get("compress_rates")
     if isinstance(rates, dict):
         small["compress_rates"] = {kind: min(rate, 16) for kind, rate in cast("dict[str, int]", rates).items()}
+
+
+def with_other_sizes(small: dict[str, Any]) -> None:
+    """Give shrunk settings the sizes of a second witness, in place."""
+    for name, (first, second) in _OTHERS.items():
+        if is_size(small.get(name)) and small[name] == first:
+            small[name] = second
 
 
 def scaled(name: str, value: Any, old: Settings) -> Any:

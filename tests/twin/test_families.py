@@ -152,3 +152,11 @@ def test_shrinking_keeps_what_settings_mean(
 def test_a_config_class_that_refuses_its_small_sizes_is_told_about() -> None:
     with pytest.raises(InputRefused, match=r"xlnet.*d_head"):
         twin.shrink(AutoConfig.for_model("xlnet"))
+
+
+def test_a_second_witness_shares_no_width_with_the_first() -> None:
+    first, second = (twin.shrink(AutoConfig.for_model("qwen3_moe"), second=second) for second in (False, True))
+    names = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
+    assert all(getattr(first, name) != getattr(second, name) for name in names)
+    model = twin.build(second, 1)
+    assert model(input_ids=torch.zeros(1, 5, dtype=torch.long)).logits.isfinite().all()
