@@ -19,6 +19,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ktc.capture.markers import semantic_function
+from ktc.capture.size_guards import violated_guard
 from ktc.graph.typed import nodes_in, owner_of
 
 # Two sizes that differ from all model dimensions; their product is the number of tokens.
@@ -56,7 +57,7 @@ def export_block(
     """Export `block` as called with `args` and `kwargs` (meta tensors), inside `around`.
 
     The graph returns the hidden states, or with `whole` the tuple of tensors that the block returns. Raises the
-    exceptions of torch.export.
+    exceptions of torch.export; with `whole` also SizeBranch for a block that computes something else at other sizes.
     """
     names, tensors, rebuild = flatten_call(args, kwargs)
     dynamic = tuple(
@@ -69,10 +70,16 @@ def export_block(
             warnings.simplefilter("ignore")
             wrapped = _TensorsOnly(block, rebuild, around, whole)
             program = torch.export.export(wrapped, tensors, dynamic_shapes=(dynamic,), strict=False)
+            if whole and (guard := violated_guard(program)):
+                raise SizeBranch(f"it computes something else for calls of another length (unless {guard})")
             program = program.run_decompositions(dict(_decompositions()))
     finally:
         logging.getLogger("torch").setLevel(before)
     return _lower(program, block, names)
+
+
+class SizeBranch(Exception):
+    """The block has a branch on the size of its input; the message has the condition."""
 
 
 def main_output(result: Tensor | tuple[Any, ...]) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ktc.capture.canonical import NoExperts, canonicalise, same_computation
 from ktc.capture.expert_list import candidates, expert_list
-from ktc.capture.export import BATCH, SEQUENCE, export_block
+from ktc.capture.export import BATCH, SEQUENCE, SizeBranch, export_block
 from ktc.capture.identity import LONG, expert_traces, resized
 from ktc.capture.normal_form import normalise
 from ktc.capture.record import Call
@@ -106,7 +106,10 @@ def _captured(
 
     if reason := side_effect(block, run):
         raise NoExperts(reason)
-    graph = export_block(block, args, kwargs, lambda: routed_anyhow(modules), whole=True)
+    try:
+        graph = export_block(block, args, kwargs, lambda: routed_anyhow(modules), whole=True)
+    except SizeBranch as error:
+        raise NoExperts(str(error)) from error
     canonicalise(graph, experts)
     if any(str(node.target).startswith("constants.") for node in nodes_of(graph) if node.op == "get_attr"):
         raise NoExperts("it computes with a tensor that it creates itself")

@@ -1,0 +1,41 @@
+"""Branches on the size of a call: the conditions under which an exported graph holds.
+
+Export runs a block at one size. Where its code compares a size, export records the result as a guard over symbols.
+Input: an exported program. Output: the first guard that other sizes violate, "" if the graph holds for all. Sizes of 1
+are outside: export takes every dynamic size to be larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+_SIZES = (2, 3, 4, 8, 100, 1_000_003)
+
+
+def violated_guard(program: ExportedProgram) -> str:
+    """Return a guard of `program` that does not hold for every size, as text."""
+    for guard in _guards(program):
+        symbols = sorted(guard.free_symbols, key=str)
+        numbers = [int(atom) for atom in guard.atoms() if atom.is_Integer and atom > 1]
+        sizes = sorted({*_SIZES, *(n + step for n in numbers for step in (-1, 0, 1) if n + step > 1)})
+        for values in product(sizes, repeat=len(symbols)):
+            if guard.subs(dict(zip(symbols, values, strict=True))) == False:  # noqa: E712 - a sympy truth value
+                return str(guard)
+    return ""
+
+
+def _guards(program: ExportedProgram) -> Iterator[Any]:
+    """Yield the guards as sympy expressions over the sizes of the program's inputs."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, Tensor) else ()
+        symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+        if symbolic is not None:
+            yield from (guard.expr for guard in symbolic.node.shape_env.guards)
+            return
