@@ -12,7 +12,7 @@ import copy
 import mmap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,18 @@ class FusedMoe(nn.Module):
         """Yield the stock tensors by name. A parent module does not list them."""
         yield from ((f"{prefix}.{name}".lstrip("."), tensor) for name, tensor in self.weights.stock.items())
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def __getitem__(self, expert: object) -> NoReturn:
+        """Refuse (L437) a single expert: a list of experts has become one module."""
+        message = f"expert {expert} is not a module of its own: compiled experts are one module"
+        hint = (
+            "`experts.expert(number, part)` returns a copy of its weights; a rule that keeps the experts, the modules"
+        )
+        raise InputRefused(Diagnostic("L437", message, hint=hint))
+
+    def __setitem__(self, expert: object, module: object) -> None:
+        """Refuse (L437) another module for a single expert."""
+        self[expert]
 
     def num_parameters(self) -> int:
         """Count weights and biases, as the stock module has them."""

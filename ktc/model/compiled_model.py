@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.experts.module import FusedMoe
+from ktc.hf import remote_code
 from ktc.model.load_as import load_as
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,27 @@ class CompiledModel:
                 hint=f"save the adapter (`PeftModel.save_pretrained`); its base is `{cast('Any', self).name_or_path}`",
             )
         )
+
+    def __copy__(self) -> CompiledModel:
+        """Copy as any module, past `__reduce_ex__`."""
+        copied = self.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModel:
+        """Copy as any module, past `__reduce_ex__`. The copy shares packed weights."""
+        copied = self.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As other modules. Raise InputRefused (L435) where a pickle could not name the class."""
+        if remote_code.is_own_code(cast("type[PreTrainedModel]", type(self))):
+            message = "a compiled model whose class is code of its checkpoint cannot be pickled"
+            hint = "save the adapter, and load the base from its compiled folder"
+            raise InputRefused(Diagnostic("L435", message, hint=hint))
+        return super().__reduce_ex__(protocol)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As the stock model counts, packed experts included."""

@@ -7,8 +7,10 @@ file that is not such code, a list of other experts.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.abc
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType
@@ -93,12 +95,17 @@ class _Text(importlib.abc.InspectLoader):
 
 
 def read_forward(path: Path) -> Forward:
-    """Return the function `forward` of a block's file. Raise `ValueError` for a file without one."""
-    spec = importlib.util.spec_from_loader(f"ktc_block_{path.stem}", _Text(path))
-    assert spec is not None and spec.loader is not None, "a loader gives a spec"
-    module = importlib.util.module_from_spec(spec)
+    """Return the function `forward` of a block's file. Raise `ValueError` for a file without one.
+
+    The file becomes a module named after its contents, since `torch.compile` imports the modules of functions by name.
+    """
     try:
+        name = f"ktc_block_{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+        spec = importlib.util.spec_from_loader(name, _Text(path))
+        assert spec is not None and spec.loader is not None, "a loader gives a spec"
+        module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        sys.modules[name] = module
         return cast("Forward", module.forward)
     except (OSError, SyntaxError, AttributeError) as error:
         raise ValueError(f"`{path.name}` holds no block: {error}") from error

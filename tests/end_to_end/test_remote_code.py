@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -141,6 +143,26 @@ def test_a_setting_in_the_graph_of_a_block_is_said_and_a_layer_that_it_calls_is_
     assert torch.equal(logits(ours), before)
     (record,) = caplog.records
     assert "`trunk.trees.0.grove.per_token` is now 1, and the compiled code has 2" in record.message
+
+
+def test_single_experts_and_pickles_are_refused_and_copies_made(model: Path, out: Path) -> None:
+    ours = ktc.load(out, reference=True, trust_remote_code=True)
+    wanted = logits(ours)
+    experts = ours.trunk.trees[0].grove.pickers
+    assert "L437" in refusal(lambda: experts[1])
+    assert "L437" in refusal(lambda: experts.__setitem__(1, nn.Identity()))
+    assert "L435" in refusal(lambda: pickle.dumps(ours))
+    assert "L436" in refusal(lambda: ours.load_state_dict(stock(model, torch.float32).state_dict(), strict=False))
+    for copied in (copy.deepcopy(ours), copy.copy(ours)):
+        assert torch.equal(logits(copied), wanted)
+    assert torch.equal(logits(ours.half()), logits(stock(model, torch.float32).half()))
+
+
+@pytest.mark.slow
+def test_torch_compile_traces_the_code_of_a_block(out: Path) -> None:
+    ours = ktc.load(out, reference=True, trust_remote_code=True)
+    wanted = logits(ours)
+    assert (logits(torch.compile(ours, backend="eager")) - wanted).norm() <= 1e-6 * wanted.norm()
 
 
 def test_code_of_a_block_that_was_altered_is_refused(out: Path) -> None:
