@@ -50,7 +50,7 @@ def expert_list(fqn: str, modules: nn.ModuleList, hidden: int) -> ExpertList | N
     if first is None:
         return None
     try:
-        graph = export_block(child, (sample.to(first.dtype),), {})
+        graph = export_block(child, (sample.to(first.dtype),), {}, whole=True)
     except Exception:  # noqa: BLE001 - export raises on other kinds of modules, which are not experts
         return None
     mlp = _mlp(graph)

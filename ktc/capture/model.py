@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ktc.capture.cache import measure_cache
 from ktc.capture.canonical import NoExperts
+from ktc.capture.expert_list import candidates
 from ktc.capture.experts_block import more_than_experts
 from ktc.capture.export import export_block
 from ktc.capture.forms import UNSUPPORTED
@@ -26,7 +27,7 @@ from ktc.capture.length import left_alone
 from ktc.capture.loop import capture_loop
 from ktc.capture.markers import marked, masks_given
 from ktc.capture.normal_form import normalise
-from ktc.capture.record import Call, first_line, record
+from ktc.capture.record import Call, first_line, reason_of, record
 from ktc.capture.trace import recording_reads
 from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo, dtype_name
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -125,19 +126,25 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
         if loop is not None:
             return BlockGraph(key, name, _with_own_linears(loop[0], block), experts=loop[1])
     except Exception as error:  # noqa: BLE001 - as below; a list of modules is not always a loop over experts
-        no_experts = str(error) if isinstance(error, NoExperts) else f"{type(error).__name__}: {first_line(error)}"
+        no_experts = str(error) if isinstance(error, NoExperts) else reason_of(error)
     try:
         if long := left_alone(block, *call):
             return BlockGraph(key, name, None, long)
         graph = _with_own_linears(normalise(export_block(block, *call)), block)
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and keeps the reason
-        return BlockGraph(key, name, None, no_experts or f"{type(error).__name__}: {first_line(error)}")
+        return BlockGraph(key, name, None, no_experts or _not_experts(block) + reason_of(error))
     experts = [node for node in nodes_of(graph) if node.target is ops.experts]
     if any(node.meta.get("fqn") == "" for node in experts) and (more := more_than_experts(graph)):
         return BlockGraph(key, name, None, more)
     forms = [str(node.args[5]) for node in experts]
     unsupported = next((form for form in forms if form.startswith(UNSUPPORTED)), None)
     return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph)
+
+
+def _not_experts(block: nn.Module) -> str:
+    """Return that the lists of a block hold no experts, to begin the reason why it cannot be captured."""
+    named = next((fqn for fqn, _ in candidates(block)), None)
+    return "" if named is None else f"the modules of `{named}` are not MLPs that kernels compute, and "
 
 
 def _with_own_linears(graph: fx.GraphModule, block: nn.Module) -> fx.GraphModule:

@@ -24,7 +24,8 @@ from ktc.diagnostics import Diagnostic, InputRefused
 
 # Messages of torch when code reads the values of a meta tensor.
 _NO_DATA = ("nonzero", "no data", "on meta tensors", "data-dependent")
-_ELSEWHERE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_OURS = str(Path(__file__).parents[1])
+_ELSEWHERE = (str(Path(torch.__file__).parent), _OURS)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -63,13 +64,17 @@ def _never(_: str) -> bool:
     return False
 
 
-def _reason(error: Exception) -> str:
-    """Return why a block does not run on meta: the line of its code that reads data, otherwise the exception."""
+def reason_of(error: Exception) -> str:
+    """Return why code does not run on meta: the line of the model that reads data, or that raises."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_ELSEWHERE)]
-    if own and any(words in str(error) for words in _NO_DATA):
-        return f"its code depends on data: `{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno})"
-    return f"{type(error).__name__}: {first_line(error)}"
+    raised = f"{type(error).__name__}: {first_line(error)}"
+    if not own or frames[-1].filename.startswith(_OURS):
+        return raised
+    line = f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno})"
+    if any(words in str(error) for words in _NO_DATA):
+        return f"its code depends on data: {line}"
+    return f"{line} raises {raised}"
 
 
 def _run(
@@ -95,7 +100,7 @@ def _run(
                     else:
                         calls[fqn] = args, masked
                         return result
-                failed[fqn] = _reason(reason)
+                failed[fqn] = reason_of(reason)
                 hidden = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
                 stand_in = torch.empty_like(hidden)
                 return (stand_in, None) if returns_tuple(fqn) else stand_in

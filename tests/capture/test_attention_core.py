@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from invented.models import Orchid
-from invented.skeleton import HEAD_DIM, HEADS, Separate, attend, invent, turned
+from invented.registered.models import Orchid
+from invented.registered.skeleton import HEAD_DIM, HEADS, Separate, attend, invent, turned
 from torch import Tensor, nn
 
 from ktc import twin
