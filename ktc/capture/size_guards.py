@@ -21,7 +21,7 @@ _SIZES = (2, 3, 4, 8, 100, 1_000_003)
 def violated_guard(program: ExportedProgram) -> str:
     """Return a guard of `program` that does not hold for every size, as text."""
     for guard in _guards(program):
-        symbols = sorted(guard.free_symbols, key=str)
+        symbols: list[Any] = sorted(guard.free_symbols, key=str)
         numbers = [int(atom) for atom in guard.atoms() if atom.is_Integer and atom > 1]
         sizes = sorted({*_SIZES, *(n + step for n in numbers for step in (-1, 0, 1) if n + step > 1)})
         for values in product(sizes, repeat=len(symbols)):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 SCALES = tuple(8.0**power for power in range(1, 7))  # the factors of hidden states beyond constants, in order
 MANY = 2500  # tokens of a call beyond what authors set as capacity or as the length of a branch
@@ -133,13 +133,21 @@ def _forward(model: PreTrainedModel, run: _Run, generator: torch.Generator, curr
             mask[row, : 5 * row] = 0
         given["attention_mask"] = mask if run.masked == "left" else mask.flip(1)
     if run.cached:
-        current[0] = ""
-        cache = DynamicCache(config=model.config)
-        model(input_ids=tokens[:, : run.cached], past_key_values=cache, use_cache=True)
+        cache = _filled_cache(model, tokens[:, : run.cached])
+        if cache is None:
+            return
         given["past_key_values"] = cache
     current[0] = run.name
     model(input_ids=tokens[:, run.cached :], use_cache=bool(run.cached), **given)
     current[0] = ""
+
+
+def _filled_cache(model: PreTrainedModel, tokens: Tensor) -> Any:
+    """Return the cache that the model makes itself, None for a model that does not run with one."""
+    try:
+        return model(input_ids=tokens, use_cache=True).past_key_values
+    except Exception:  # noqa: BLE001 - foreign code; the cases of the proof then have none with a cache
+        return None
 
 
 # Cases ----------------------------------------------------------------------------------------------------------------
