@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,5 +37,6 @@ def _guards(program: ExportedProgram) -> Iterator[Any]:
         sizes = value.shape if isinstance(value, Tensor) else ()
         symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
         if symbolic is not None:
-            yield from (guard.expr for guard in symbolic.node.shape_env.guards)
+            guards = cast("list[Any]", symbolic.node.shape_env.guards)
+            yield from (guard.expr for guard in guards)
             return
