@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,13 @@ ON_LAYERS: dict[str, Operation] = {
     "copied": lambda made: copy.deepcopy(made.model),
     "double": double,
 }
+SLOW = frozenset({"unloaded", "deleted", "copied", "weighted"})
 ON_EXPERTS = ("adapted", "unloaded", "second", "both at once", "deleted", "disabled", "copied", "double")
 REFUSED = ("merged", "merged and unloaded", "one of two merged")
+
+
+def sample(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
 
 
 def assert_equal(operation: Operation, compiled: Path, checkpoint: Path, *, experts: bool) -> None:
@@ -145,14 +150,20 @@ def assert_equal(operation: Operation, compiled: Path, checkpoint: Path, *, expe
     assert (found - wanted).norm() <= 5e-6 * wanted.norm()
 
 
-@pytest.mark.parametrize("name", ON_LAYERS)
-def test_adapters_of_layers_are_those_of_the_stock_model(compiled: Path, checkpoint: Path, name: str) -> None:
+@pytest.mark.parametrize("name", sample(ON_LAYERS))
+def test_adapters_of_layers_are_those_of_the_stock_model(
+    compiled: Path, checkpoint: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert_equal(ON_LAYERS[name], compiled, checkpoint, experts=False)
+    assert "L428" not in caplog.text
 
 
-@pytest.mark.parametrize("name", ON_EXPERTS)
-def test_adapters_of_experts_are_those_of_the_stock_model(compiled: Path, checkpoint: Path, name: str) -> None:
+@pytest.mark.parametrize("name", sample(ON_EXPERTS))
+def test_adapters_of_experts_are_those_of_the_stock_model(
+    compiled: Path, checkpoint: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert_equal(ON_LAYERS[name], compiled, checkpoint, experts=True)
+    assert "L428" not in caplog.text
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -175,6 +186,17 @@ def test_a_refused_merge_changes_no_result(compiled: Path) -> None:
     wanted = logits(Adapted(ktc.load(compiled, reference=True), compiled, experts=True).model)
     found = logits(refused_merge(Adapted(ktc.load(compiled, reference=True), compiled, experts=True)))
     assert (found - wanted).norm() <= 5e-6 * wanted.norm()
+
+
+def test_a_change_below_an_adapter_is_said(compiled: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Adapted(ktc.load(compiled, reference=True), compiled, experts=True).model
+    logits(model)
+    assert not caplog.records
+    for layer in model.base_model.model.model.layers[1:]:
+        layer.mlp.experts.get_base_layer().act_fn = nn.ReLU()
+    logits(model)
+    logits(model)
+    assert [record.message.count("received `act_fn`") for record in caplog.records] == [1]
 
 
 def test_adapters_by_transformers_own_methods(compiled: Path, checkpoint: Path) -> None:

@@ -109,7 +109,14 @@ def trained(out: Path, folder: Path, mode: StackMode, asks: str, from_step: int)
     return trainer
 
 
-@pytest.mark.parametrize(("asks", "from_step"), [("config", 0), ("config", 1), ("inputs", 1)])
+@pytest.mark.parametrize(
+    ("asks", "from_step"),
+    [
+        pytest.param("config", 0, marks=pytest.mark.slow),
+        ("config", 1),
+        pytest.param("inputs", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_micro_batches_with_an_auxiliary_loss_are_computed_one_by_one(
     out: Path, tmp_path: Path, asks: str, from_step: int
 ) -> None:
