@@ -9,16 +9,18 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import date
 
-from ktc.census.types import MATCHED, Census, Family
+from ktc.census.types import MATCHED, Census, Family, TwinProof
 
 COLUMNS = (
-    "family", "experts", "proven", "forward", "gradient", "routing", "activation", "shared experts", "attention",
+    "family", "experts", "proven", "whole twin", "forward", "gradient", "routing", "activation", "shared experts",
+    "attention",
 )  # fmt: skip
+TWIN_COLUMNS = ("logits", "tokens", "LoRA gradients")  # of each program
 
 
 def markdown(census: Census, day: date) -> str:
     """Return the page docs/census.md, which `ktc census --format markdown` prints."""
-    return "\n".join([*_head(census, day), *table(census.families), "", *_reasons(census), ""])
+    return "\n".join([*_head(census, day), *table(census.families), "", *_twins(census), *_reasons(census), ""])
 
 
 _ABOUT = """\
@@ -27,6 +29,8 @@ config with small sizes, captured, matched by the bundled `moe-lora` program, re
 compared in fp32 with the original, block by block.
 
 * *Experts*: whether those of every layer are rewritten.
+* *Whole twin*: the program realised in the whole model by the loader's code, in reference mode,
+  beside stock; see the second table.
 * *Forward*, *gradient*: the worst relative error of outputs and of all gradients over all
   rewrites, attention included.
 * *Routing*: the router's computation; "own code" runs unchanged, before the rewritten experts.
@@ -49,7 +53,7 @@ def _head(census: Census, day: date) -> Iterator[str]:
     yield (
         f"{counts['families']} families: {counts['matched']} with their experts rewritten, {counts['proven']} of them "
         f"proven,\n{counts['routing']} with the routing recognised, {counts['attention']} with all their softmax "
-        f"attention recognised, {counts['wrong']} wrong.\n"
+        f"attention recognised, {counts['equal']} equal as whole twins,\n{counts['wrong']} wrong. "
         f"It took {census.seconds / 60:.0f} minutes, {census.jobs} families at a time."
     )
     yield ""
@@ -72,7 +76,7 @@ def cells(family: Family) -> tuple[str, ...]:
     own = "" if family.routing == MATCHED else "own code: "
     return (
         family.family, "rewritten" if family.matched else family.experts.partition(":")[0],
-        _verdict(family), _error(family.worst_forward), _error(family.worst_gradient),
+        _verdict(family), _twin_verdict(family), _error(family.worst_forward), _error(family.worst_gradient),
         f"{own}{family.router}" if family.router else "", family.activation, family.shared_experts,
         ", ".join(family.attention_kinds),
     )  # fmt: skip
@@ -86,10 +90,54 @@ def _verdict(family: Family) -> str:
     return "no"
 
 
+def _twin_verdict(family: Family) -> str:
+    if any(proof.wrong for proof in family.twins):
+        return "WRONG"
+    if family.equal:
+        return "equal"
+    return "equal where compared" if any(proof.equal for proof in family.twins) else "no"
+
+
 def _error(error: float | None) -> str:
     if error is None:
         return ""
     return f"{error:.0e}" if error else "0"
+
+
+_ABOUT_TWINS = """\
+Each bundled program, realised in the whole twin: logits with and without left padding and with a
+cache, tokens of greedy decoding with left padding, and gradients of all LoRA factors in train mode
+with random factors. Errors are relative, the worst of all; a difference in fp32 is decided in fp64.
+"""
+
+
+def _twins(census: Census) -> Iterator[str]:
+    """Yield the second table: the whole twin in every program."""
+    programs = list(dict.fromkeys(proof.program for family in census.families for proof in family.twins))
+    if not programs:
+        return
+    yield "## Whole twins"
+    yield ""
+    yield _ABOUT_TWINS
+    yield _line(("family", *(f"`{program}`: {name}" for program in programs for name in TWIN_COLUMNS)))
+    yield _line("---" for _ in range(1 + len(programs) * len(TWIN_COLUMNS)))
+    for family in census.families:
+        found = {proof.program: proof for proof in family.twins}
+        yield _line((family.family, *(cell for program in programs for cell in _twin_cells(found.get(program)))))
+    yield ""
+    for family in census.families:
+        for proof in family.twins:
+            if left := "; ".join(_escaped(words) for words in (proof.failure, *proof.notes) if words):
+                yield _wrapped(f"* **{family.family}**, `{proof.program}`: {left}")
+    yield ""
+
+
+def _twin_cells(proof: TwinProof | None) -> tuple[str, ...]:
+    if proof is None or proof.failure:
+        return ("",) * len(TWIN_COLUMNS)
+    wrong = "WRONG " if proof.wrong else ""
+    tokens = "" if proof.tokens is None else "same" if proof.tokens else "other"
+    return f"{wrong}{_error(proof.logits)}", tokens, _error(proof.worst_gradient)
 
 
 def _reasons(census: Census) -> Iterator[str]:

@@ -10,30 +10,22 @@ import gc
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 
 import torch
 
-from ktc import dsl, twin
+from ktc import twin
 from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.capture.length import PLAIN
 from ktc.census import describe
-from ktc.census.types import MATCHED, NONE, BlockProof, Family
+from ktc.census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
+from ktc.census.types import MATCHED, NONE, BlockProof, Family, TwinProof
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
-from ktc.dsl import RuleSet
 from ktc.graph import ops
-from ktc.host import Host
-from ktc.match import Match, Matches, match
-from ktc.plan import BlockRewrite, Plan, make_plan
+from ktc.match import Match, Matches
+from ktc.plan import BlockRewrite
 from ktc.prove import Witness, prove_on, reason, witness_of
-from ktc.rewrite import RewrittenBlock, rewrite
+from ktc.rewrite import RewrittenBlock
 
-RULES, SETTINGS = "moe-lora", {"format": "bf16"}
-# The census tests whether ktc knows the family, not this machine: a plain CPU with every instruction set.
-HOST = Host(
-    isas=("avx512_bf16", "avx512", "avx2", "scalar"), features=frozenset(), cores=2, threads=2, numa=1,
-    memory=1 << 40, gpus=(), python_abi="", compiler=None,
-)  # fmt: skip
 MOE, ATTENTION = ("moe",), ("attention", "mla")  # roles of patterns: what explains a whole block
 NEAREST = "; closest: "
 LARGEST = 100_000_000  # parameters of a twin; more means that a size of this family was not shrunk
@@ -53,30 +45,22 @@ def examine(family: str) -> Family:
 
 
 def _steps(row: Family) -> Iterator[Family]:
-    """Yield the row after each stage: described, matched, proven."""
+    """Yield the row after each stage: described, matched, proven, compared as a whole."""
     config = twin.shrink(twin.default_config(row.family))
     config.dtype = torch.float32
     captured = capture(ModelSource(row.family, None, config, None))
     yield (row := _described(row, captured))
     _refuse_large(captured)
-    matches, plan, blocks = _rewritten(captured)
+    matches, plan, blocks = rewritten(captured, PROGRAMS[0])
     yield (row := _judged(row, captured, matches, plan.rewrites, plan.unavailable))
     witness = witness_of(captured)
     proofs = tuple(_proven(captured, block, witness) for block in blocks)
     failures = [f"`{p.class_name}` cannot be proven: {p.failure}" for p in proofs if p.failure]
     wrong = [_wrong_words(proof) for proof in proofs if proof.wrong]
-    yield replace(row, proofs=proofs, reasons=tuple(dict.fromkeys((*wrong, *row.reasons, *failures))))
-
-
-@cache
-def _rules() -> RuleSet:
-    return dsl.load(RULES, SETTINGS)
-
-
-def _rewritten(captured: CapturedModel) -> tuple[Matches, Plan, Sequence[RewrittenBlock]]:
-    matches = match(captured, _rules(), HOST)
-    plan = make_plan(captured, (), matches, _rules(), HOST)
-    return matches, plan, rewrite(captured, plan)
+    yield (row := replace(row, proofs=proofs, reasons=tuple(dict.fromkeys((*wrong, *row.reasons, *failures)))))
+    twins = twin_proofs(captured, witness.model, (plan, blocks))
+    wrong = [_wrong_twin(proof) for proof in twins if proof.wrong]
+    yield replace(row, twins=twins, reasons=(*wrong, *row.reasons))
 
 
 def _refuse_large(captured: CapturedModel) -> None:
@@ -206,7 +190,7 @@ def _attention_verdict(
 
 
 def _role(pattern: str) -> str:
-    found = _rules().patterns.get(pattern)
+    found = rules(PROGRAMS[0]).patterns.get(pattern)
     return found.declaration.role.text if found and found.declaration.role else ""
 
 
@@ -234,6 +218,15 @@ def _wrong_words(proof: BlockProof) -> str:
     return (
         f"WRONG: the rewrite of `{proof.class_name}` differs from the original: forward {proof.forward:.1e}{gradient}"
     )
+
+
+def _wrong_twin(proof: TwinProof) -> str:
+    what = [f"logits {proof.logits:.1e}"] if proof.logits else []
+    what += ["other greedy tokens"] if proof.tokens is False else []
+    worst = max(proof.gradients, key=lambda name: proof.gradients[name], default="")
+    what += [f"worst LoRA gradient {proof.gradients[worst]:.1e} ({worst})"] if worst else []
+    what += [proof.difference] if proof.difference else []
+    return f"WRONG: the whole twin of `{proof.program}` differs from stock: {', '.join(what)}"
 
 
 def _words(error: BaseException) -> str:

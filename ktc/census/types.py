@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 MATCHED, NONE = "matched", "none"  # verdicts; every other one is `opaque: ` and a reason
 
+TOLERANCE = 2e-5  # of a whole twin, in fp32 or where rounding may explain more, in fp64
 Component = Literal["experts", "attention"]
 
 
@@ -30,6 +31,49 @@ class BlockProof:
 
 
 @dataclass(frozen=True, slots=True)
+class TwinProof:
+    """The whole twin with a program realised, beside stock. Errors are relative Frobenius norms, the worst of a kind.
+
+    `logits` is None if stock itself computes none; `tokens` is whether greedy decoding is the same. `difference` says
+    what one side alone does. `failure` says why nothing was compared; `notes` what was left out.
+    """
+
+    program: str
+    logits: float | None = None
+    tokens: bool | None = None
+    gradients: Mapping[str, float] = field(default_factory=dict[str, float])
+    difference: str = ""
+    failure: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def worst_gradient(self) -> float | None:
+        """The largest error of the gradients of all LoRA factors, None without."""
+        return max(self.gradients.values(), default=None)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the two were compared and differ."""
+        errors = (self.logits or 0.0, self.worst_gradient or 0.0)
+        return bool(self.difference) or self.tokens is False or not all(error <= TOLERANCE for error in errors)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the two were compared and do not differ."""
+        return self.logits is not None and not self.failure and not self.wrong
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        worst = max(self.gradients, key=lambda name: self.gradients[name], default=None)
+        return {
+            "program": self.program, "logits": _finite(self.logits), "same_tokens": self.tokens,
+            "worst_lora_gradient": _finite(self.worst_gradient), "worst_lora_gradient_of": worst,
+            "lora_gradients": len(self.gradients), "wrong": self.wrong, "difference": self.difference or None,
+            "failure": self.failure or None, "notes": list(self.notes),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One family. Each verdict is `matched`, `none` for a missing part, or `opaque: ` and the reason.
 
@@ -46,6 +90,7 @@ class Family:
     shared_experts: str = ""
     attention_kinds: tuple[str, ...] = ()
     proofs: tuple[BlockProof, ...] = ()
+    twins: tuple[TwinProof, ...] = ()
     near_miss: str = ""
     reasons: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -62,8 +107,13 @@ class Family:
 
     @property
     def wrong(self) -> bool:
-        """Whether a rewrite computes something else."""
-        return any(proof.wrong for proof in self.proofs)
+        """Whether a rewrite or a whole twin computes something else."""
+        return any(proof.wrong for proof in (*self.proofs, *self.twins))
+
+    @property
+    def equal(self) -> bool:
+        """Whether the whole twin equals stock in every program."""
+        return bool(self.twins) and all(proof.equal for proof in self.twins)
 
     @property
     def worst_forward(self) -> float | None:
@@ -87,7 +137,8 @@ class Family:
     def to_json(self) -> dict[str, Any]:
         """Return plain values; `proofs` has one row per distinct rewrite."""
         return {
-            "family": self.family, "matched": self.matched, "proven": self.proven, "experts": self.experts,
+            "family": self.family, "matched": self.matched, "proven": self.proven, "equal": self.equal,
+            "experts": self.experts,
             "routing": self.routing, "attention": self.attention, "router": self.router,
             "activation": self.activation, "shared_experts": self.shared_experts,
             "attention_kinds": list(self.attention_kinds), "worst_forward": _finite(self.worst_forward),
@@ -102,6 +153,7 @@ class Family:
                 }
                 for p in self.proofs
             ],
+            "twins": [proof.to_json() for proof in self.twins],
             "seconds": round(self.seconds, 2),
         }  # fmt: skip
 
@@ -121,12 +173,12 @@ class Census:
 
     @property
     def wrong(self) -> tuple[Family, ...]:
-        """The families with a wrong rewrite."""
+        """The families with a wrong rewrite or a twin that differs."""
         return tuple(f for f in self.families if f.wrong)
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of families matched, proven, with recognised routing, with recognised attention, and
-        wrong.
+        """Return the numbers of families matched, proven, with recognised routing, with recognised attention, equal as
+        whole twins, and wrong.
         """
         found = self.families
         return {
@@ -135,6 +187,7 @@ class Census:
             "proven": sum(f.matched and f.proven for f in found),
             "routing": sum(f.matched and f.routing == MATCHED for f in found),
             "attention": sum(f.attention == MATCHED for f in found),
+            "equal": sum(f.equal for f in found),
             "wrong": len(self.wrong),
         }
 

@@ -142,7 +142,9 @@ def _table(census: Census) -> Table:
 
 def _summary(census: Census) -> str:
     counts = census.counts()
-    words = ", ".join(f"{counts[name]} {name}" for name in ("matched", "proven", "routing", "attention", "wrong"))
+    words = ", ".join(
+        f"{counts[name]} {name}" for name in ("matched", "proven", "routing", "attention", "equal", "wrong")
+    )
     missing = census.asked - len(census.families)
     summary = f"{counts['families']} families: {words}" + f"; interrupted, {missing} not examined" * bool(missing)
     return f"{summary}; {census.seconds:.0f} s"

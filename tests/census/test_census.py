@@ -48,6 +48,8 @@ def test_a_known_family_is_matched_proven_and_described(family: str) -> None:
     assert (row.router, row.shared_experts, ", ".join(row.attention_kinds)) == KNOWN[family]
     assert {proof.part for proof in row.proofs} == {"experts", "attention"}
     assert any(name.startswith("routing_weights of ") for name in row.gradients)
+    assert row.equal and [proof.program for proof in row.twins] == ["moe-lora", "moe-experts-lora"], row.twins
+    assert all(proof.tokens and not proof.notes and proof.gradients for proof in row.twins)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -120,7 +122,7 @@ def test_a_row_tells_what_is_recognised_from_what_is_its_own_code() -> None:
     proof = BlockProof("experts", "mlp_0", "Block", 1e-7, {"hidden_states": 2e-7}, holds=True)
     row = Family("x", "matched", "opaque: odd", "matched", "tanh, top 4", "silu", "none", ("gqa",), (proof,))
     _, _, line = table([row])
-    assert line == "| x | rewritten | yes | 1e-07 | 2e-07 | own code: tanh, top 4 | silu | none | gqa |"
+    assert line == "| x | rewritten | yes | no | 1e-07 | 2e-07 | own code: tanh, top 4 | silu | none | gqa |"
 
 
 # the page ------------------------------------------------------------------------------------------------------------
