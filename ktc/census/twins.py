@@ -31,7 +31,7 @@ Values = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What one side computes, by name; an input that it refuses is a reason in `refused`."""
+    """The values of one side, by name; an input that it refuses is a reason in `refused`."""
 
     values: dict[str, Tensor]
     refused: dict[str, str]
@@ -53,7 +53,7 @@ def compare_twins(
 
 
 def _common(adapter: Mapping[str, Any] | None, stock: nn.Module) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return the part of an adapter that both models can have, and what was left out in words."""
+    """Return the part of an adapter that both models can have, and a note on the rest."""
     if adapter is None:
         return None, ("the program has no adapter",)
     names = {name for name, _ in stock.named_parameters()}

@@ -34,8 +34,8 @@ class BlockProof:
 class TwinProof:
     """The whole twin with a program realised, beside stock. Errors are relative Frobenius norms, the worst of a kind.
 
-    `logits` is None if stock itself computes none; `tokens` is whether greedy decoding is the same. `difference` says
-    what one side alone does. `failure` says why nothing was compared; `notes` what was left out.
+    `logits` is None if stock itself computes none; `tokens` is whether greedy decoding is the same. `difference` names
+    the values of one side alone, `failure` the reason why nothing was compared, `notes` the parts that were not.
     """
 
     program: str

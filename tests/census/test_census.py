@@ -13,7 +13,8 @@ from places import DOCS
 
 from ktc import twin
 from ktc.census import BlockProof, Census, Family, examine, markdown
-from ktc.census.markdown import COLUMNS, table
+from ktc.census.markdown import COLUMNS, TWIN_COLUMNS, table
+from ktc.census.programs import PROGRAMS
 from ktc.cli import app as cli
 from ktc.prove import Proof
 
@@ -34,7 +35,7 @@ KNOWN = {
     "ernie4_5_moe": ("softmax, + bias, top 4, renormalised", "plain", "gqa"),
     "jamba": ("softmax, top 2", "none", "linear (`JambaMambaMixer`), gqa"),
 }
-# Latent, windowed and grouped attention; routers with and without groups and biases; a layer that is no attention.
+# Latent, windowed and grouped attention; routers with and without groups and biases; a layer without attention.
 QUICK = ("deepseek_v3", "gpt_oss", "jamba")
 
 
@@ -127,8 +128,12 @@ def test_a_row_tells_what_is_recognised_from_what_is_its_own_code() -> None:
 
 # the page ------------------------------------------------------------------------------------------------------------
 def _rows() -> Iterator[list[str]]:
-    """The cells of the committed table, one family each."""
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    """Yield the cells of the committed table, one family each."""
+    yield from _cells(PAGE.read_text(encoding="utf-8").partition("## Whole twins")[0])
+
+
+def _cells(page: str) -> Iterator[list[str]]:
+    lines = [line for line in page.splitlines() if line.startswith("|")]
     for line in lines[2:]:
         yield [cell.strip() for cell in line.strip("|").split(" | ")]
 
@@ -148,7 +153,14 @@ def test_the_committed_page_is_what_the_command_prints() -> None:
     assert page.startswith(about)
     assert "\n".join(table([])) in page
     assert {len(row) for row in _rows()} == {len(COLUMNS)}
-    assert not [row for row in _rows() if row[2] == "WRONG"]
+    assert not [row for row in _rows() if "WRONG" in (row[2], row[3])]
+
+
+def test_the_committed_page_has_every_whole_twin_in_both_programs() -> None:
+    twins = [*_cells(PAGE.read_text(encoding="utf-8").partition("## Whole twins")[2])]
+    assert [row[0] for row in twins] == [row[0] for row in _rows()]
+    assert {len(row) for row in twins} == {1 + len(PROGRAMS) * len(TWIN_COLUMNS)}
+    assert not [row for row in twins if any("WRONG" in cell or cell == "other" for cell in row)]
 
 
 @pytest.mark.full
@@ -159,6 +171,7 @@ def test_every_family_is_as_the_page_says() -> None:
     assert not census.wrong, [row.reasons for row in census.wrong]
     assert counts["proven"] >= 40
     assert counts["routing"] >= 33
+    assert counts["equal"] >= 50
     found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in [*table(rows)][2:]]
     committed = list(_rows())
     errors = (COLUMNS.index("forward"), COLUMNS.index("gradient"))  # rounding differs from processor to processor

@@ -1,4 +1,4 @@
-"""Stand-ins for the examination of a family, in a module that other processes can import."""
+"""Replacements of the examination of a family, in a module that other processes can import."""
 
 from __future__ import annotations
 
