@@ -44,7 +44,9 @@ def _library() -> torch.library.Library:
         "sdpa(Tensor q, Tensor k, Tensor v, float scale, bool causal, int window, Tensor? sinks, "
         "Tensor? mask, float? softcap, Tensor? bias) -> Tensor"
     )
+    library.define("data_mask(Tensor mask, Tensor[] inputs) -> Tensor")
     library.impl("experts", _experts_on_meta, "Meta")
+    library.impl("data_mask", _data_mask_on_meta, "Meta")
     library.impl("sdpa", _sdpa_on_meta, "Meta")
     return library
 
@@ -57,10 +59,16 @@ def _sdpa_on_meta(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]))
 
 
+def _data_mask_on_meta(mask: Tensor, _: list[Tensor]) -> Tensor:
+    return torch.empty_like(mask, dtype=torch.bool)
+
+
 def semantic_function(target: object) -> Any | None:
     """Return the differentiable function of a marker, None for every other target."""
     if target is torch.ops.ktc_capture.experts.default:
         return ops.experts
+    if target is torch.ops.ktc_capture.data_mask.default:
+        return ops.data_mask
     return ops.sdpa if target is torch.ops.ktc_capture.sdpa.default else None
 
 

@@ -6,8 +6,8 @@ exported once (`identity` says which blocks are equal).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import nullcontext
+from collections.abc import Collection, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ktc.capture.cache import measure_cache
 from ktc.capture.canonical import NoExperts
+from ktc.capture.data_masks import check_masks, masks_from_data
 from ktc.capture.expert_list import candidates
 from ktc.capture.experts_block import more_than_experts
 from ktc.capture.export import export_block
@@ -58,12 +59,22 @@ def capture(source: ModelSource) -> CapturedModel:
             if identity not in graphs:
                 stem = next(part for part in reversed(fqn.split(".")) if not part.isdigit())
                 key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
-                with masks_given() if isinstance(calls[fqn][1].get("attention_mask"), Tensor) else nullcontext():
+                with _own_masks(block, calls[fqn]):
                     captured = _capture_block(key, block, calls[fqn], failed.get(fqn))
                 graphs[identity] = replace(captured, reads=reads)
             sites.append(BlockSite(fqn, layer, graphs[identity].key))
         cache = measure_cache(model)
     return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), tuple(sites), cache)
+
+
+@contextmanager
+def _own_masks(block: nn.Module, call: Call) -> Generator[None]:
+    """Prepare a block that was recorded with an explicit mask, since it computes with one."""
+    if not isinstance(call[1].get("attention_mask"), Tensor):
+        yield
+        return
+    with masks_given(), masks_from_data(block, block, *call):
+        yield
 
 
 def _check_class(source: ModelSource, found: type[PreTrainedModel]) -> None:
@@ -131,6 +142,7 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
         if long := left_alone(block, *call):
             return BlockGraph(key, name, None, long)
         graph = _with_own_linears(normalise(export_block(block, *call)), block)
+        check_masks(graph)
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and keeps the reason
         return BlockGraph(key, name, None, no_experts or _not_experts(block) + reason_of(error))
     experts = [node for node in nodes_of(graph) if node.target is ops.experts]

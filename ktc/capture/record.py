@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ktc.capture.data_masks import NO_DATA, masks_from_data
 from ktc.capture.expert_list import candidates
 from ktc.capture.export import BATCH, SEQUENCE
 from ktc.capture.markers import masks_given
 from ktc.capture.unrolled import routed_anyhow
 from ktc.diagnostics import Diagnostic, InputRefused
 
-# Messages of torch when code reads the values of a meta tensor.
-_NO_DATA = ("nonzero", "no data", "on meta tensors", "data-dependent")
 _OURS = str(Path(__file__).parents[1])
 _ELSEWHERE = (str(Path(torch.__file__).parent), _OURS)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -72,7 +71,7 @@ def reason_of(error: Exception) -> str:
     if not own or frames[-1].filename.startswith(_OURS):
         return raised
     line = f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno})"
-    if any(words in str(error) for words in _NO_DATA):
+    if any(words in str(error) for words in NO_DATA):
         return f"its code depends on data: {line}"
     return f"{line} raises {raised}"
 
@@ -93,7 +92,7 @@ def _run(
                 reason, masked = raised, _with_mask(model, args, kwargs)
                 if masked is not None:
                     try:
-                        with masks_given():
+                        with masks_given(), masks_from_data(block, original, args, masked):
                             result = original(*args, **masked)
                     except Exception as with_mask:  # noqa: BLE001 - as above; stock code always has the mask here
                         reason = with_mask

@@ -57,6 +57,7 @@ _OPERANDS = {
 }  # fmt: skip
 # Optional arguments of `sdpa`; the attributes of these names are whether they are given.
 _SDPA_OPTIONS = ("sinks", "mask", "softcap", "bias")
+SDPA_MASK = 7  # the position of `mask` among its arguments
 
 
 def experts(
@@ -115,6 +116,11 @@ def _weights_of(
     sinks = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks
     sink = sinks.to(scores.dtype).expand(*scores.shape[:3], 1)
     return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+
+
+def data_mask(mask: Tensor, inputs: list[Tensor]) -> Tensor:
+    """Choose keys by a module's own code, which reads data: the graph has its place and not its computation."""
+    raise NotImplementedError("the mask of this block is computed by its own code alone")
 
 
 def transfer(value: Tensor, device: str) -> Tensor:

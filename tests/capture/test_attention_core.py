@@ -1,22 +1,24 @@
 """The attention core promises: its reference computes what transformers' own code does, with every option of the core.
 
-A block that computes a mask of its own is captured; one whose mask depends on data names the line.
+A block that computes a mask of its own is captured, also by code that depends on data.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from invented.registered.models import Orchid
 from invented.registered.skeleton import HEAD_DIM, HEADS, Separate, attend, invent, turned
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ktc import twin
 from ktc.capture import CapturedModel, ModelSource, capture
+from ktc.capture.data_masks import NotMasks, check_masks
 from ktc.graph import ops
 from ktc.graph.typed import nodes_of
 
@@ -109,9 +111,28 @@ def test_a_mask_of_which_a_caller_gives_a_part_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_mask_that_depends_on_data_names_the_line() -> None:
-    block = _captured_family("qwen4_exp_text").block("self_attn_0")
-    assert block.opaque.startswith("its code depends on data: `") and "modeling_qwen4_exp.py" in block.opaque
+def test_a_mask_that_a_child_chooses_by_data_is_one_node() -> None:
+    (core,) = _cores(_captured_family("qwen4_exp_text"), "self_attn_0")
+    assert ops.attributes(core)["mask"]
+    behind, todo = set[fx.Node](), [core.args[ops.SDPA_MASK]]
+    while todo:
+        node = todo.pop()
+        behind.add(node)
+        todo += node.all_input_nodes
+    assert sum(node.target is ops.data_mask for node in behind) == 1
+
+
+@pytest.mark.parametrize("otherwise", [None, "query", "output"])
+def test_what_depends_on_data_must_be_a_mask_alone(otherwise: str | None) -> None:
+    graph = fx.Graph()
+    query, key, mask = (graph.placeholder(name) for name in ("query", "key", "mask"))
+    chosen = graph.call_function(ops.data_mask, (mask, [query]))
+    seen = graph.call_function(torch.logical_and, (mask, chosen))
+    asked = graph.call_function(torch.mul, (query, seen)) if otherwise == "query" else query
+    core = graph.call_function(ops.sdpa, (asked, key, key, 1.0, False, -1, None, seen, None, None))
+    graph.output(graph.call_function(torch.mul, (core, chosen)) if otherwise == "output" else core)
+    with pytest.raises(NotMasks) if otherwise else nullcontext():
+        check_masks(fx.GraphModule(nn.Module(), graph))
 
 
 def _captured_family(family: str) -> CapturedModel:
