@@ -1,17 +1,12 @@
 """Apply the bundled programs to a captured twin: what each one rewrites, and the whole twin with that realised.
 
-Input: a capture of witness size and its stock model. Output: the stages' values, and a `TwinProof` per program.
+Input: a capture of witness size that is its own witness. Output: the stages' values, and a `TwinProof` per program.
 """
 
 from __future__ import annotations
 
-import copy
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
-
-from transformers import PreTrainedModel
 
 from ktc import dsl
 from ktc.capture import CapturedModel
@@ -22,9 +17,9 @@ from ktc.dsl import RuleSet
 from ktc.host import Host
 from ktc.link.adapter import adapter_json
 from ktc.match import Matches, match
-from ktc.model.realise import realise
 from ktc.plan import Plan, make_plan
-from ktc.rewrite import RewrittenBlock, block_code, block_file, recipe, rewrite
+from ktc.prove import Witness, carried_over, realised
+from ktc.rewrite import RewrittenBlock, rewrite
 
 PROGRAMS = ("moe-lora", "moe-experts-lora")
 SETTINGS = {"format": "bf16"}
@@ -49,52 +44,27 @@ def rewritten(captured: CapturedModel, program: str) -> tuple[Matches, Plan, tup
 
 
 def twin_proofs(
-    captured: CapturedModel, stock: PreTrainedModel, first: tuple[Plan, Sequence[RewrittenBlock]]
-) -> tuple[TwinProof, ...]:
-    """Return the whole twin in every program; `first` has the stages' values of the first one."""
-    proofs = [_twin_proof(captured, stock, PROGRAMS[0], *first)]
-    for program in PROGRAMS[1:]:
-        try:
-            _, plan, blocks = rewritten(captured, program)
-        except KtcError as error:
-            proofs.append(TwinProof(program, failure=_refusal(error)))
-        else:
-            proofs.append(_twin_proof(captured, stock, program, plan, blocks))
-    return tuple(proofs)
+    captured: CapturedModel, witness: Witness, left: Mapping[str, tuple[str, str]]
+) -> tuple[TwinProof, ...]:  # fmt: skip
+    """Return the whole twin in every program. The blocks `left` keep their own code, as in a compilation."""
+    return tuple(_twin_proof(captured.leaving(left), witness, program) for program in PROGRAMS)
 
 
-def _twin_proof(
-    captured: CapturedModel, stock: PreTrainedModel, program: str, plan: Plan, blocks: Sequence[RewrittenBlock]
-) -> TwinProof:
-    if not blocks:
-        return TwinProof(program, failure="it rewrites nothing")
-    if plan.unavailable:
-        return TwinProof(program, failure=f"not built: {plan.unavailable[0].message}")
+def _twin_proof(captured: CapturedModel, witness: Witness, program: str) -> TwinProof:
     try:
-        realised = _realised(captured, stock, plan, blocks)
+        _, plan, blocks = rewritten(captured, program)
+        if not blocks or plan.unavailable:
+            why = f"not built: {plan.unavailable[0].message}" if plan.unavailable else "it rewrites nothing"
+            return TwinProof(program, failure=why)
         adapter = plan.lora and adapter_json(
             plan.lora.targets, plan.lora.r, plan.lora.lora_alpha, plan.lora.lora_dropout, plan.lora.rank_pattern,
             plan.lora.alpha_pattern, plan.lora.parameters,
         )  # fmt: skip
     except KtcError as error:
-        return TwinProof(program, failure=_refusal(error))
-    return compare_twins(program, stock, realised, adapter)
-
-
-def _realised(
-    captured: CapturedModel, stock: PreTrainedModel, plan: Plan, blocks: Sequence[RewrittenBlock]
-) -> PreTrainedModel:
-    model = copy.deepcopy(stock)
-    with tempfile.TemporaryDirectory() as folder:
-        for block in blocks:
-            if block.experts is not None:
-                file = Path(folder) / block_file(block)
-                file.parent.mkdir(exist_ok=True)
-                site = captured.model.get_submodule(block.rewrite.sites[0].fqn)
-                file.write_text(block_code(block.graph, site, "The census.", model.dtype), encoding="utf-8")
-        realise(model, recipe(tuple(blocks), plan), None, Path(folder))
-    return model
-
-
-def _refusal(error: KtcError) -> str:
-    return f"{error.diagnostics[0].code}: {error.diagnostics[0].message}"
+        return TwinProof(program, failure=f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
+    carried = [carried_over(captured, block, witness) for block in blocks]
+    model, refused = realised(witness, carried, HOST)
+    failures = [*(small.failure for small in carried if small.failure), *refused.values()]
+    if failures:
+        return TwinProof(program, failure=failures[0])
+    return compare_twins(program, witness.model, model, adapter)

@@ -18,12 +18,12 @@ from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.capture.length import PLAIN
 from ktc.census import describe
 from ktc.census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
-from ktc.census.types import MATCHED, NONE, BlockProof, Family, TwinProof
+from ktc.census.types import MATCHED, NONE, BlockProof, Component, Family, TwinProof
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.graph import ops
 from ktc.match import Match, Matches
 from ktc.plan import BlockRewrite
-from ktc.prove import Witness, prove_on, reason, witness_of
+from ktc.prove import Witness, prove_on, reason, refuted, witness_of
 from ktc.rewrite import RewrittenBlock
 
 MOE, ATTENTION = ("moe",), ("attention", "mla")  # roles of patterns: what explains a whole block
@@ -54,11 +54,11 @@ def _steps(row: Family) -> Iterator[Family]:
     matches, plan, blocks = rewritten(captured, PROGRAMS[0])
     yield (row := _judged(row, captured, matches, plan.rewrites, plan.unavailable))
     witness = witness_of(captured)
-    proofs = tuple(_proven(captured, block, witness) for block in blocks)
+    proofs, left = _proven(captured, blocks, witness)
     failures = [f"`{p.class_name}` cannot be proven: {p.failure}" for p in proofs if p.failure]
     wrong = [_wrong_words(proof) for proof in proofs if proof.wrong]
     yield (row := replace(row, proofs=proofs, reasons=tuple(dict.fromkeys((*wrong, *row.reasons, *failures)))))
-    twins = twin_proofs(captured, witness.model, (plan, blocks))
+    twins = twin_proofs(captured, witness, left)
     wrong = [_wrong_twin(proof) for proof in twins if proof.wrong]
     yield replace(row, twins=twins, reasons=(*wrong, *row.reasons))
 
@@ -200,16 +200,29 @@ def _nearest(block: BlockGraph, matches: Matches, roles: Collection[str]) -> str
 
 
 # proofs --------------------------------------------------------------------------------------------------------------
-def _proven(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> BlockProof:
-    """Return the proof of one rewrite; an exception becomes its failure."""
-    class_name = captured.block(block.rewrite.block).class_name
-    part = "experts" if any(a.target.takes_experts for a in block.rewrite.actions) else "attention"
+def _proven(
+    captured: CapturedModel, blocks: Sequence[RewrittenBlock], witness: Witness
+) -> tuple[tuple[BlockProof, ...], Mapping[str, tuple[str, str]]]:
+    """Return the proof of each rewrite, and the blocks that a compilation leaves as they are.
+
+    An exception becomes the failure of each.
+    """
+    about = [(_part(block), block.rewrite.key, captured.block(block.rewrite.block).class_name) for block in blocks]
     try:
-        (proof,) = prove_on(witness, captured, [block], HOST)
-    except Exception as error:  # noqa: BLE001 - a failing block is a row; the census continues
-        return BlockProof(part, block.rewrite.key, class_name, failure=_words(error))
-    failure = "" if proof.compared else reason(proof)
-    return BlockProof(part, block.rewrite.key, class_name, proof.forward, proof.gradients, proof.holds, failure)
+        proofs = prove_on(witness, captured, blocks, HOST)
+    except Exception as error:  # noqa: BLE001 - a failing proof is a row; the census continues
+        failure = _words(error)
+        left = {block.rewrite.block: ("P301", failure) for block in blocks}
+        return tuple(BlockProof(*names, failure=failure) for names in about), left
+    found = (
+        BlockProof(*names, p.forward, p.gradients, p.holds, "" if p.compared else reason(p))
+        for names, p in zip(about, proofs, strict=True)
+    )
+    return tuple(found), refuted(proofs)
+
+
+def _part(block: RewrittenBlock) -> Component:
+    return "experts" if any(action.target.takes_experts for action in block.rewrite.actions) else "attention"
 
 
 def _wrong_words(proof: BlockProof) -> str:
