@@ -69,6 +69,8 @@ def examine_all(
                     continue
                 if answer is None and time.monotonic() < each.deadline:
                     continue
+                if answer is not None:
+                    each.process.join(5.0)  # a process that is killed leaves its locks to a warning at the exit
                 _end(running.pop(each.family))
                 yield answer or _failed(each, f"not finished after {timeout:g} s (--timeout)")
     finally:

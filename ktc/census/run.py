@@ -207,16 +207,19 @@ def _proven(
 
     An exception becomes the failure of each.
     """
-    about = [(_part(block), block.rewrite.key, captured.block(block.rewrite.block).class_name) for block in blocks]
+    names = [captured.block(block.rewrite.block).class_name for block in blocks]
     try:
         proofs = prove_on(witness, captured, blocks, HOST)
     except Exception as error:  # noqa: BLE001 - a failing proof is a row; the census continues
         failure = _words(error)
         left = {block.rewrite.block: ("P301", failure) for block in blocks}
-        return tuple(BlockProof(*names, failure=failure) for names in about), left
+        return tuple(
+            BlockProof(_part(block), block.rewrite.key, name, failure=failure)
+            for block, name in zip(blocks, names, strict=True)
+        ), left
     found = (
-        BlockProof(*names, p.forward, p.gradients, p.holds, "" if p.compared else reason(p))
-        for names, p in zip(about, proofs, strict=True)
+        BlockProof(_part(b), p.rewrite, p.class_name, p.forward, p.gradients, p.holds, "" if p.compared else reason(p))
+        for b, p in zip(blocks, proofs, strict=True)
     )
     return tuple(found), refuted(proofs)
 
