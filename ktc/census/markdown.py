@@ -26,7 +26,7 @@ def markdown(census: Census, day: date) -> str:
 _ABOUT = """\
 Every family of the installed transformers that has routed experts, as a twin: its own default
 config with small sizes, captured, matched by the bundled `moe-lora` program, rewritten, and
-compared in fp32 with the original, block by block.
+compared in fp32 with the original: every rewritten module at its place, and the whole model.
 
 * *Experts*: whether those of every layer are rewritten.
 * *Whole twin*: the program realised in the whole model by the loader's code, in reference mode,
@@ -50,11 +50,12 @@ def _head(census: Census, day: date) -> Iterator[str]:
     yield _ABOUT
     if len(census.families) < census.asked:
         yield f"**Interrupted: {census.asked} families were requested.** "
-    yield (
+    yield textwrap.fill(
         f"{counts['families']} families: {counts['matched']} with their experts rewritten, {counts['proven']} of them "
-        f"proven,\n{counts['routing']} with the routing recognised, {counts['attention']} with all their softmax "
-        f"attention recognised, {counts['equal']} equal as whole twins,\n{counts['wrong']} wrong. "
-        f"It took {census.seconds / 60:.0f} minutes, {census.jobs} families at a time."
+        f"proven, {counts['routing']} with the routing recognised, {counts['attention']} with all their softmax "
+        f"attention recognised, {counts['equal']} equal as whole twins, {counts['wrong']} wrong. "
+        f"It took {census.seconds / 60:.0f} minutes, {census.jobs} families at a time.",
+        98,
     )
     yield ""
 
