@@ -33,7 +33,7 @@ def fidelity_table(report: Report, every: bool = False) -> Table:
         whole_pass = report.final.whole
         carried = _pair(whole_pass.errors.ktc, whole_pass.errors.stock) if whole_pass else ""
         rows.append((report.final.row, ("", *_cells(report.final.row, carried))))
-    used = [i for i, name in enumerate(_COLUMNS) if i < 5 or any(cells[i] for _, cells in rows)]
+    used = [i for i in range(len(_COLUMNS)) if i < 5 or any(cells[i] for _, cells in rows)]
     table = Table(*(_COLUMNS[i] for i in used), box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for column in table.columns[2:-1]:
         column.justify, column.no_wrap = "right", True

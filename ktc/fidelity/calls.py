@@ -22,14 +22,19 @@ from ktc.fidelity.layers import not_by_layer
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """The arguments of a layer beside its hidden states, which are the first argument or the keyword `named`."""
+    """The arguments of a layer beside its hidden states, which are the first argument or the keyword `named`.
+
+    `device` is where the layer got its hidden states.
+    """
 
     named: str | None
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    device: torch.device
 
     def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Return the layer's hidden states for the input `x` (1, T, H)."""
+        """Return the layer's hidden states for the input `x` (1, T, H), on its own device."""
+        x = x.to(self.device)
         if self.named is None:
             out = layer(x, *self.args, **self.kwargs)
         else:
@@ -38,16 +43,16 @@ class LayerCall:
 
     def to(self, dtype: torch.dtype) -> LayerCall:
         """Return the call with floating tensors in `dtype`; masks keep finite bounds."""
-        return LayerCall(self.named, _cast(self.args, dtype), _cast(dict(self.kwargs), dtype))
+        return LayerCall(self.named, _cast(self.args, dtype), _cast(dict(self.kwargs), dtype), self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The first layer's input (1, T, H), the calls, and whether the model expects a tuple from its layers."""
+    """The first layer's input (1, T, H), the calls, and the length of the tuple that layers return (0: no tuple)."""
 
     hidden: Tensor
     calls: tuple[LayerCall, ...]
-    tuples: bool
+    returned: int
 
 
 def main_output(out: Any) -> Tensor:
@@ -69,6 +74,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+_LONGEST = 3  # hidden states, attention weights, a cache
+
+
 class _LastLayer(BaseException):
     """Ends a run of the model that only records its layers' calls. Not an `Exception`, which the model might catch."""
 
@@ -79,15 +87,23 @@ class _Between(Exception):
 
 def record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor) -> Recorded:
     """Record the calls of all layers. Raises InputRefused (N602)."""
-    for tuples in (False, True):  # older code indexes what its layers return
+    refused = "it computes something between its layers"
+    for returned in range(_LONGEST + 1):  # older code indexes or unpacks the results of its layers
         try:
-            return _record(model, layers, ids, tuples)
+            return _record(model, layers, ids, returned)
         except _Between:
             continue
-    raise InputRefused(not_by_layer("it computes something between its layers"))
+        except (ValueError, IndexError, TypeError, AttributeError) as error:  # raised by the model on this structure
+            refused = f"its layers return more than hidden states ({error})"
+    raise InputRefused(not_by_layer(refused))
 
 
-def _record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, tuples: bool) -> Recorded:
+def _returned(x: Tensor, length: int) -> Any:
+    """Return hidden states in the structure of a layer's result; caches and attention weights are absent."""
+    return (x, *[None] * (length - 1)) if length else x
+
+
+def _record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, returned: int) -> Recorded:
     hidden: list[Tensor] = []
     calls: list[LayerCall] = []
 
@@ -100,7 +116,7 @@ def _record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, tu
             calls.append(call)
             if len(calls) == len(layers):
                 raise _LastLayer
-            return (x,) if tuples else x
+            return _returned(x, returned)
 
         return forward
 
@@ -108,17 +124,16 @@ def _record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, tu
         try:
             _call(model, ids)
         except _LastLayer:
-            return Recorded(hidden[0], tuple(calls), tuples)
+            return Recorded(hidden[0], tuple(calls), returned)
     raise InputRefused(not_by_layer(f"it called {len(calls)} of its {len(layers)} layers"))
 
 
-def logits(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, final: Tensor, tuples: bool) -> Tensor:
+def logits(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, final: Tensor, returned: int) -> Tensor:
     """Return the logits (T, V) fp32 of norm and head on `final` (1, T, H), the last layer's output."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         x = _taken(args, kwargs)[0]
-        given = final.to(x.device, x.dtype)
-        return (given,) if tuples else given
+        return _returned(final.to(x.device, x.dtype), returned)
 
     with _instead(layers, [forward] * len(layers)):
         return cast("Tensor", _call(model, ids).logits)[0].float().cpu()
@@ -138,7 +153,7 @@ def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, La
     shared = [name for name, value in rest.items() if isinstance(value, dict)]
     if shared:
         raise InputRefused(not_by_layer(f"its layers share `{shared[0]}`"))
-    return x, LayerCall(named, args[1:], rest)
+    return x, LayerCall(named, args[1:], rest, x.device)
 
 
 def _same(x: Tensor, previous: Tensor) -> bool:

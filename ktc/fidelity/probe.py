@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ktc.experts.module import FusedMoe
 from ktc.fidelity.watch import Experts
 
-_NUMBERS = 256  # of outputs at least per expert, so that an error is no accident of one
+_NUMBERS = 256  # of outputs at least per expert, so that an error does not depend on a few
 
 
 @dataclass(frozen=True, slots=True)

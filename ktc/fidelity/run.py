@@ -211,17 +211,17 @@ def _final(sides: Sides, calls: _Calls, streams: _Streams, tokens: Tokens, carry
     """Compare norm and head on the yardstick's hidden states, and with `carry` on those that each side carried."""
     stock, compiled, ids = sides.stock, sides.compiled, tokens.ids
     stock.load(OUTSIDE)
-    wanted = logits(stock.model, sides.stock_layers, ids, streams.fp32, calls.fp32.tuples)
+    wanted = logits(stock.model, sides.stock_layers, ids, streams.fp32, calls.fp32.returned)
     stock.to_own_dtype(OUTSIDE)
     of_stock, *stock_end = (
-        logits(stock.model, sides.stock_layers, ids, x, calls.own.tuples)
+        logits(stock.model, sides.stock_layers, ids, x, calls.own.returned)
         for x in (streams.fp32, *([streams.own] if carry else ()))
     )
     stock.release(OUTSIDE)
     tally.add(stock.bytes_of(OUTSIDE))
     compiled.load(OUTSIDE)
     of_ktc, *ktc_end = (
-        logits(compiled.model, sides.compiled_layers, ids, x, calls.compiled.tuples)
+        logits(compiled.model, sides.compiled_layers, ids, x, calls.compiled.returned)
         for x in (streams.fp32, *([streams.compiled] if carry else ()))
     )
     compiled.release(OUTSIDE)

@@ -35,7 +35,7 @@ Damage = Callable[[FusedMoe], None]
 
 @pytest.fixture(scope="module")
 def clean(checkpoint: Path, hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A compiled model with a packed store; tests damage copies of it."""
+    """Return a compiled model with a packed store; tests damage copies of it."""
     folder = tmp_path_factory.mktemp("clean")
     out = link(hand_made.package(checkpoint, hand_made.scalar_kernel()), folder / "clean_twin")
     ktc.pack(out)
@@ -126,7 +126,7 @@ def test_whole_passes_and_the_head_are_compared_at_the_end(report: Report) -> No
 
 
 def test_stock_errors_are_those_of_the_stock_model_itself(clean: Path, checkpoint: Path) -> None:
-    """The yardstick and stock's own error, beside transformers alone on whole models."""
+    """Compare stock's own error with that of transformers alone on whole models."""
     from transformers import AutoModelForCausalLM
 
     found = prove_model(clean, count=40, seed=3, carry=True)
@@ -217,7 +217,7 @@ def test_wrong_packed_experts_are_red_by_number(out: Path, damage: Damage, wrong
     assert found.red
     (experts,) = (row for row in found.layers[0].rows if row.kind == "experts")
     assert {worst.index for worst in experts.worst} == wrong
-    assert {layer for layer, _ in red_rows(found)} == {1}, "the other layers are clean, whatever came before them"
+    assert {layer for layer, _ in red_rows(found)} == {1}, "the layer after the damaged one is clean"
 
 
 def test_an_expert_that_no_token_chooses_is_compared_too(out: Path) -> None:
