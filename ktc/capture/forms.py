@@ -64,6 +64,9 @@ def _more_than_experts(module: nn.Module, first: str) -> str:
     own = dict(module.named_parameters(recurse=False))
     if missing := [tensor for tensor in (first, "down_proj", *biases) if tensor not in own]:
         return f"`{name}` holds no `{missing[0]}`"
+    matrices = {first, "down_proj", *biases}
+    if more := [tensor for tensor in module.state_dict() if tensor not in matrices]:
+        return f"`{name}` holds `{more[0]}` beside its matrices"
     return f"the weights of `{name}` are computed" if parametrize.is_parametrized(module) else ""
 
 

@@ -101,13 +101,18 @@ class _NoData(TorchFunctionMode):
         return func(*args, **given)
 
     def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
-        if tuple(mask.shape) == (self._count,):
+        if self._has_one_per_expert(mask):
             return _ExpertNumbers(self._count)
         rows = self._rows(mask)
         return rows if as_tuple else torch.stack(rows, -1)
 
     def _counts_tokens(self, tensor: Tensor) -> bool:
-        return tuple(tensor.shape) == (self._count,) and not tensor.is_floating_point()
+        return self._has_one_per_expert(tensor) and not tensor.is_floating_point()
+
+    def _has_one_per_expert(self, tensor: Tensor) -> bool:
+        """Test for one element per expert. A number of tokens is symbolic, and comparing it would add a guard."""
+        size = tensor.shape[0] if tensor.dim() == 1 else None
+        return isinstance(size, int) and size == self._count
 
     def _rows(self, mask: Tensor) -> tuple[Tensor, ...]:
         return tuple(markers().picked(mask, dim) for dim in range(mask.dim()))

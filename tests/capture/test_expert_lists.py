@@ -21,7 +21,7 @@ from ktc.graph import ops
 from ktc.graph.typed import nodes_of
 
 HIDDEN, INNER, EXPERTS = 32, 24, 4
-LOOPS = ("range", "hit", "repeat", "sort", "dense", "sum")
+LOOPS = ("range", "hit", "where", "repeat", "sort", "dense", "sum")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -113,6 +113,13 @@ class OrchardGrove(nn.Module):
             result.index_add_(0, token, state.to(flat.dtype))
         return result
 
+    def by_where(self, flat, weights, chosen):
+        result = torch.zeros_like(flat)
+        for number, picker in enumerate(self.pickers):
+            token, slot = torch.where(chosen == number)
+            result.index_add_(0, token, picker(flat[token]) * weights[token, slot, None])
+        return result
+
     def by_repeat(self, flat, weights, chosen):
         numbers = chosen.view(-1)
         repeated = flat.repeat_interleave(self.per_token, dim=0)
