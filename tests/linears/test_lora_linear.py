@@ -232,3 +232,20 @@ def test_the_kernel_is_refused_where_it_cannot_run(tmp_path: Path) -> None:
         planned(captured("qwen3_moe"), rules(ATTENTION % "gemv" + place, tmp_path), host)
     with pytest.raises(InputRefused, match=r"M077.*float64"):
         planned(captured("qwen3_moe", torch.float64), rules(ATTENTION % "gemv", tmp_path))
+
+
+def test_a_replaced_forward_of_linear_layers_runs_instead_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Zeros:
+        """Serves every call, with zeros."""
+
+        def serves(self, *_: object) -> bool:
+            return True
+
+        def __call__(self, x: Tensor, *_: object) -> Tensor:
+            return torch.zeros_like(x)
+
+    layer = KTLinear.from_linear(nn.Linear(3, 3), Zeros()).eval()  # type: ignore[arg-type]
+    x = torch.ones(1, 3)
+    assert torch.equal(layer(x), torch.zeros(1, 3))
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x * 2)
+    assert torch.equal(layer(x), x * 2)
