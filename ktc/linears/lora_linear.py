@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ktc.linears.gemv import Gemv
 
-_STOCK_FORWARD = nn.Linear.forward  # KTLinear runs whatever replaces it
+_STOCK_FORWARD = nn.Linear.forward  # KTLinear runs a replacement of it too
 
 
 class KTLinear(nn.Linear):
