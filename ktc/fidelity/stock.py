@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktc.checkpoint import CheckpointIndex, StoredWeight, WeightSource, stored_weights
-from ktc.checkpoint.reader import TensorReader
+from ktc.checkpoint.reader import TORCH_DTYPE, TensorReader
 from ktc.checkpoint.values import read_weight
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.fidelity.groups import OUTSIDE, group_of, module_of, put, tensors_of
@@ -119,9 +119,20 @@ class StockModel:
                 part.weight.name: files[part.weight.entry.file].get_slice(part.weight.entry.name) for part in plain
             }
             tensors.update(self._decoded([part for part in parts if part.weight.quantised is not None]))
+            targets = _as_stored(parts)
+            for target, dtype in targets.items():
+                self._cast(target, dtype)
             wrong = load_tensors(self.model, tensors)
         if wrong:
             raise InputRefused(*(_unfilled(f"transformers cannot use {each}") for each in wrong[:10]))
+        for target in targets:
+            self._cast(target, torch.float32)
+
+    def _cast(self, target: str, dtype: torch.dtype) -> None:
+        """Give one tensor of the model, on meta or with values, another dtype."""
+        parent, _, leaf = target.rpartition(".")
+        owner = self.model.get_submodule(parent)
+        put(owner, leaf, _of(owner, leaf).detach().to(dtype))
 
     def _decoded(self, parts: Sequence[_Part]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that codes stand for, in fp32, by their names in an unquantised checkpoint."""
@@ -133,6 +144,22 @@ class StockModel:
                     quantised=part.weight.quantised,
                 )  # fmt: skip
                 yield part.weight.name, read_weight(reader, self._index, row, None, torch.float32)
+
+
+def _as_stored(parts: Sequence[_Part]) -> dict[str, torch.dtype]:
+    """Return the dtype of each target that plain tensors of one half dtype fill.
+
+    transformers joins the tensors of many experts, with copies of all of them: in half precision they take half of the
+    memory, and the conversion to fp32 afterwards is exact.
+    """
+    stored: dict[str, set[str]] = {}
+    for part in parts:
+        quantised = part.weight.quantised is not None
+        stored.setdefault(part.target, set()).add("codes" if quantised else part.weight.entry.dtype)
+    halves = {name: TORCH_DTYPE[name] for name in ("bf16", "f16")}
+    return {
+        target: halves[next(iter(found))] for target, found in stored.items() if found <= {*halves} and len(found) == 1
+    }
 
 
 def _grouped(model: PreTrainedModel, layers: str, index: CheckpointIndex) -> dict[str, list[_Part]]:
