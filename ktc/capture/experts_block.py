@@ -15,8 +15,11 @@ from ktc.graph.typed import nodes_in, nodes_of
 _NAMES = (("hidden_states",), ("input_1", "top_k_index"), ("input_2", "top_k_weights"))
 
 
-def more_than_experts(graph: fx.GraphModule) -> str:
-    """Return what a block does besides computing its experts from its three inputs."""
+def more_than_experts(graph: fx.GraphModule, *, named: bool) -> str:
+    """Return what a block does besides computing its experts from its three inputs.
+
+    `named`: the module that replaces it takes the inputs by any name.
+    """
     nodes = nodes_of(graph)
     called = [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
     if [node.target for node in called] != [ops.experts]:
@@ -26,6 +29,6 @@ def more_than_experts(graph: fx.GraphModule) -> str:
         return "it returns more than the result of its experts"
     for place, names in enumerate(_NAMES):
         given = called[0].args[place]
-        if not isinstance(given, fx.Node) or given.op != "placeholder" or str(given.target) not in names:
+        if not isinstance(given, fx.Node) or given.op != "placeholder" or not (named or str(given.target) in names):
             return f"its experts do not get `{names[-1]}` as the layer gives it"
     return ""

@@ -19,6 +19,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ktc.capture.markers import semantic_function
+from ktc.capture.own_markers import STOCK
 from ktc.capture.size_guards import violated_guard
 from ktc.graph.typed import nodes_in, owner_of
 
@@ -128,8 +129,9 @@ def _lower(program: ExportedProgram, block: nn.Module, input_names: Sequence[str
     root, graph, copies, names = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node](), iter(input_names)
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in held:
-            fqn = held[node.name].removeprefix("block.")
-            _attach(root, fqn, getattr(*owner_of(block, fqn)))
+            stored = held[node.name].removeprefix("block.")
+            fqn = stored.replace(f"{STOCK}.", "")  # in the graph, such a module has the tensors of its stock layout
+            _attach(root, fqn, getattr(*owner_of(block, stored)))
             copies[node] = graph.get_attr(fqn)
         elif node.op == "placeholder" and node.name in constants:
             fqn = f"constants.{node.name}"

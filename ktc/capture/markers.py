@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc.capture.forms import form_of, is_interface
+from ktc.capture.own_markers import own_experts_marked
 from ktc.graph import ops
 
 _NAME = "ktc_capture"  # of the operator library, and of our implementations in transformers' registers
@@ -151,10 +152,15 @@ def marked(model: PreTrainedModel) -> Generator[None]:
     configs = tuple({id(c): c for c in (model.config, model.config.get_text_config())}.values())
     token = _marked_configs.set(configs)
     try:
-        with _chosen(configs, dict.fromkeys(_CHOICES, _NAME)):
+        with _chosen(configs, dict.fromkeys(_CHOICES, _NAME)), own_experts_marked(model, _stock_marker):
             yield
     finally:
         _marked_configs.reset(token)
+
+
+def _stock_marker(hidden: Tensor, index: Tensor, weights: Tensor, stock: nn.Module, form: str) -> Tensor:
+    gate_up, down, *biases = stock.parameters()
+    return torch.ops.ktc_capture.experts(hidden, index, weights, gate_up, down, form, *(biases or (None, None)))
 
 
 @contextmanager

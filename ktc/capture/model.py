@@ -28,6 +28,7 @@ from ktc.capture.length import left_alone
 from ktc.capture.loop import capture_loop
 from ktc.capture.markers import marked, masks_given
 from ktc.capture.normal_form import normalise
+from ktc.capture.own_markers import recognised
 from ktc.capture.record import Call, first_line, reason_of, record
 from ktc.capture.trace import recording_reads
 from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo, dtype_name
@@ -146,11 +147,12 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and keeps the reason
         return BlockGraph(key, name, None, no_experts or _not_experts(block) + reason_of(error))
     experts = [node for node in nodes_of(graph) if node.target is ops.experts]
-    if any(node.meta.get("fqn") == "" for node in experts) and (more := more_than_experts(graph)):
+    own = recognised(block)
+    if any(node.meta.get("fqn") == "" for node in experts) and (more := more_than_experts(graph, named=bool(own))):
         return BlockGraph(key, name, None, more)
     forms = [str(node.args[5]) for node in experts]
     unsupported = next((form for form in forms if form.startswith(UNSUPPORTED)), None)
-    return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph)
+    return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph, own=own)
 
 
 def _not_experts(block: nn.Module) -> str:

@@ -25,12 +25,23 @@ _LAST = 1 << 62  # torch represents "to the end" as the largest int64
 
 def normalise(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Bring a captured graph into normal form, in place, and return it."""
-    for to_normal_form in (_cat_from_copies, _fold_rms_norm, fold_rope, _describe):
+    for to_normal_form in (_drop_whole_slices, _cat_from_copies, _fold_rms_norm, fold_rope, _describe):
         to_normal_form(graph_module)
         graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
     graph_module.recompile()
     return graph_module
+
+
+def _drop_whole_slices(graph_module: fx.GraphModule) -> None:
+    """Remove slices that take a whole dimension: `x[:, None]` has one."""
+    for node in nodes_of(graph_module):
+        if ops.name_of(node) == "slice":
+            start, end = ops.argument(node, "start"), ops.argument(node, "end")
+            whole = start in (None, 0) and (end is None or (isinstance(end, int) and end >= _LAST))
+            if whole and ops.argument(node, "step", 1) == 1:
+                node.replace_all_uses_with(input_of(node, 0))
+                graph_module.graph.erase_node(node)
 
 
 # cat -----------------------------------------------------------------------------------------------------------------
@@ -117,7 +128,7 @@ def _rms_norm_region(rsqrt: fx.Node) -> tuple[set[fx.Node], fx.Node, fx.Node, fl
 
 
 def _is_reciprocal_root(node: fx.Node) -> bool:
-    return ops.name_of(node) == "rsqrt" or (ops.name_of(node) == "pow" and node.args[1] == -0.5)
+    return ops.name_of(node) == "rsqrt" or (ops.name_of(node) == "pow" and bool(node.args[1] == -0.5))
 
 
 def _is_square(node: fx.Node) -> bool:

@@ -106,14 +106,18 @@ def _run(
 
         return forward
 
+    before = {fqn: vars(block).get("forward") for fqn, block in blocks.items()}
     for fqn, block in blocks.items():
         block.forward = recording(fqn, block, block.forward)
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device="meta"), use_cache=False)
     finally:
-        for block in blocks.values():
+        for fqn, block in blocks.items():
             del block.forward
+            own = before[fqn]
+            if own is not None:  # an experts module of the model's own, which is a marker
+                block.forward = own
 
 
 def _with_mask(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ktc.experts.own_module import OwnExperts
 from ktc.formats import METHODS
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
@@ -81,6 +82,7 @@ class BlockGraph:
     graph: fx.GraphModule | None
     opaque: str = ""
     experts: ExpertList | None = None  # the list whose loop the graph replaces
+    own: tuple[OwnExperts, ...] = ()  # its experts modules of the model's own code
     reads: Mapping[str, object] = field(default_factory=dict[str, object])  # settings of the config, as its code reads
     refuted: str = ""
 

@@ -125,6 +125,23 @@ class _NoData(TorchFunctionMode):
         return tuple(place for part in parts for place in (self._rows(part) if _is_mask(part) else (part,)))
 
 
+class _EveryNumber(_NoData):
+    """For code that holds its experts in stacked tensors: a mask of a fixed length is one of experts.
+
+    The last `unused` places of such a mask are not experts.
+    """
+
+    def __init__(self, count: int, unused: int) -> None:
+        super().__init__(count)
+        self._unused = unused
+
+    def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
+        sizes: list[object] = list(mask.shape)
+        if len(sizes) == 1 and isinstance(sizes[0], int):
+            return _ExpertNumbers(sizes[0] - self._unused)
+        return super()._nonzero(mask, as_tuple)
+
+
 def _is_mask(part: object) -> bool:
     return isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) and part.dim() > 0
 
@@ -141,6 +158,13 @@ def routed_anyhow(experts: nn.ModuleList) -> Generator[None]:
     finally:
         for child in children:
             del child.forward
+
+
+@contextmanager
+def every_expert(count: int, unused: int) -> Generator[None]:
+    """Run a loop over stacked tensors of `count` experts without data inside the context, once for every expert."""
+    with _EveryNumber(count, unused):
+        yield
 
 
 def _marker(number: int) -> Callable[[Tensor], Tensor]:

@@ -18,10 +18,13 @@ from ktc.decode import Undecodable, decode, read_json
 
 Part = Literal["gate", "up", "down", "gate_up", "gate_bias", "up_bias", "gate_up_bias", "down_bias"]
 Transform = Literal["copy", "per_expert"]
-Operation = Literal["transpose", "deinterleave", "deinterleave_runs", "unsqueeze"]
+Operation = Literal["transpose", "deinterleave", "deinterleave_runs", "unsqueeze", "unflatten"]
 Method = Literal["fp8", "int4", "mxfp4"]
 _MOST_ITEMS, _MOST_EXPERTS = 1 << 62, 1 << 32  # beyond what an offset in a file can reach, and any model
-_ARGUMENTS: dict[Operation, int] = {"transpose": 2, "deinterleave": 1, "deinterleave_runs": 2, "unsqueeze": 1}
+_ARGUMENTS: dict[Operation, int] = {
+    "transpose": 2, "deinterleave": 1, "deinterleave_runs": 2, "unsqueeze": 1, "unflatten": 2,
+}  # fmt: skip
+COUNTED: frozenset[Operation] = frozenset({"deinterleave_runs", "unflatten"})  # the second argument is a number
 _WEIGHTS_PER_ITEM: dict[Method, int] = {"fp8": 1, "int4": 8, "mxfp4": 2}  # of the stored codes
 
 
@@ -31,7 +34,8 @@ class Step:
 
     `transpose` swaps two dimensions. `deinterleave` moves the even elements of a dimension before the odd ones.
     `deinterleave_runs` does so in each of several runs, for example one per head; their number is its second argument.
-    `unsqueeze` inserts a dimension of size 1 before the given one.
+    `unsqueeze` inserts a dimension of size 1 before the given one. `unflatten` cuts a dimension into as many equal
+    ranges as its second argument; as the first step of `per_expert` on dimension 0, each range is one expert.
     """
 
     operation: Operation
@@ -161,6 +165,16 @@ class WeightSource:
         return self.plain_codes or ((blocks, BLOCK_TYPES[blocks].weights) if blocks else None)
 
     @property
+    def num_stacked(self) -> int:
+        """The number of experts in the tensor of a `per_expert` row."""
+        return self.steps[0].dims[1] if self.is_flat else self.shape[0]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the experts of a `per_expert` row are concatenated along its first dimension."""
+        return bool(self.steps) and self.steps[0].operation == "unflatten" and self.steps[0].dims[0] == 0
+
+    @property
     def format(self) -> str:
         """The stored format as text: `bf16`, `fp8 128x128`, `int4 in groups of 32`."""
         return self.dtype if self.quantised is None else str(self.quantised)
@@ -180,11 +194,16 @@ def shape_after(steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[int, ...
 
 
 def _shape_after_step(step: Step, shape: tuple[int, ...]) -> tuple[int, ...]:
-    named = step.dims[:1] if step.operation == "deinterleave_runs" else step.dims
+    named = step.dims[:1] if step.operation in COUNTED else step.dims
     fits = len(step.dims) == _ARGUMENTS[step.operation] and all(0 <= dim < len(shape) for dim in named)
     runs = {"deinterleave": 1, "deinterleave_runs": step.dims[-1] if step.dims else 0}.get(step.operation)
     if not fits or (runs is not None and (runs < 1 or shape[step.dims[0]] % (2 * runs))):
         raise ValueError(f"`{step}` does not fit {list(shape)}")
+    if step.operation == "unflatten":
+        dim, count = step.dims
+        if count < 1 or shape[dim] % count:
+            raise ValueError(f"`{step}` does not fit {list(shape)}")
+        return (*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
     if step.operation == "unsqueeze":
         return (*shape[: step.dims[0]], 1, *shape[step.dims[0] :])
     if runs is not None:
@@ -249,9 +268,12 @@ def _check(source: WeightSource) -> None:
     stacked = source.transform == "per_expert" and source.expert is None and source.part is not None
     whole = source.transform == "copy" and (source.expert is None) == (source.part is None)
     halves = source.span is not None and source.span.dim >= 1 and source.quantised is None
-    if not (stacked and len(source.shape) >= 2 and (source.span is None or halves)) and not whole:
+    enough = len(source.shape) >= (1 if source.is_flat else 2)
+    if not (stacked and enough and (source.span is None or halves)) and not whole:
         raise ValueError("an inconsistent combination of transform, expert and part")
-    if stacked and any(0 in step.dims for step in source.steps):
+    if source.is_flat and (not stacked or source.quantised is not None or source.block is not None):
+        raise ValueError("a step that cuts codes or a single tensor into experts")
+    if stacked and any(0 in step.dims for step in source.steps[source.is_flat :]):
         raise ValueError("a step that mixes experts")
     if source.span is not None and min(source.span.dim, source.span.start, source.span.length) < 0:
         raise ValueError("a negative span")

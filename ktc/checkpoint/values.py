@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ktc.checkpoint import gguf_values
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.index import CheckpointIndex
 from ktc.checkpoint.reader import TensorReader
-from ktc.checkpoint.source import Method, Operation, Quantised, Step, WeightSource
+from ktc.checkpoint.source import COUNTED, Method, Operation, Quantised, Step, WeightSource
 
 _BAND = 1 << 22  # weights dequantised per step: 16 MB as fp32
 Binary = Callable[[Tensor, Tensor], Tensor]
@@ -37,12 +38,18 @@ def read_weight(
         tensor = gguf_values.read_dequantised(reader, entry, expert if stacked else None, dtype)
     elif source.quantised is None:
         entry = index.tensors[source.source_key]
-        tensor = (
-            reader.read(entry, slice(expert, expert + 1))[0] if stacked and expert is not None else reader.read(entry)
-        )
+        tensor = _read_expert(reader, entry, source, expert) if stacked and expert is not None else reader.read(entry)
     else:
         tensor = _dequantised(reader, index, source, source.quantised, expert if stacked else None, dtype)
-    return _laid_out(tensor, source.steps, 1 if stacked else 0)
+    steps = source.steps[1:] if stacked and source.is_flat else source.steps
+    return _laid_out(tensor, steps, 1 if stacked else 0)
+
+
+def _read_expert(reader: TensorReader, entry: TensorEntry, source: WeightSource, expert: int) -> Tensor:
+    if not source.is_flat:
+        return reader.read(entry, slice(expert, expert + 1))[0]
+    rows = entry.shape[0] // source.num_stacked
+    return reader.read(entry, slice(expert * rows, (expert + 1) * rows))
 
 
 def read_codes(
@@ -196,7 +203,7 @@ _METHODS: dict[Method, Callable[..., Tensor]] = {"fp8": _fp8, "int4": _int4, "mx
 def _laid_out(tensor: Tensor, steps: Sequence[Step], taken: int) -> Tensor:
     """Apply `steps` to a tensor from which `taken` leading dimensions were removed."""
     for step in steps:
-        runs = step.dims[1:] if step.operation == "deinterleave_runs" else ()
+        runs = step.dims[1:] if step.operation in COUNTED else ()
         dims = step.dims[: len(step.dims) - len(runs)]
         tensor = _STEPS[step.operation](tensor, *(dim - taken for dim in dims), *runs)
     return tensor
@@ -212,9 +219,14 @@ def _deinterleave_runs(tensor: Tensor, dim: int, runs: int) -> Tensor:
     return tensor.index_select(dim, in_run.transpose(1, 2).reshape(-1))
 
 
+def _unflatten(tensor: Tensor, dim: int, count: int) -> Tensor:
+    return cast("Tensor", tensor.unflatten(dim, (count, -1)))
+
+
 _STEPS: dict[Operation, Callable[..., Tensor]] = {
     "transpose": torch.transpose,
     "deinterleave": _deinterleave,
     "deinterleave_runs": _deinterleave_runs,
     "unsqueeze": torch.unsqueeze,
+    "unflatten": _unflatten,
 }

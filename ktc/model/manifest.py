@@ -35,6 +35,10 @@ _ARGUMENTS: Mapping[str, Mapping[str, type]] = {
         **dict.fromkeys(("num_experts", "hidden", "intermediate"), int),
         **dict.fromkeys(("file", "experts", "form", "parts"), str),
     },
+    "own_experts": {
+        **dict.fromkeys(("num_experts", "hidden", "intermediate"), int),
+        **dict.fromkeys(("form", "parts", "inputs", "called"), str),
+    },
 }
 
 

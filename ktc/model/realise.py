@@ -6,13 +6,16 @@ modules. Refused: a step for a module that is not there or of another kind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.form import parse_form
 from ktc.experts.kernel_library import KernelLibrary
+from ktc.experts.own_module import StockExperts, parse_called, parse_held, parse_inputs, stock_experts
 from ktc.model.graph_block import graph_block
 from ktc.model.manifest import Rewrite
 from ktc.targets import MODULES
@@ -39,12 +42,23 @@ def realise(
                 assert folder is not None, "a recipe with code of blocks comes from a folder"
                 graph_block(old, step.args, folder)
                 continue
-            made = MODULES[step.module].realise(old, step.args, kernel)
+            if step.module == "own_experts":
+                made = own_experts(old, step.args)
+            else:
+                made = MODULES[step.module].realise(old, step.args, kernel)
         except WrongModule as error:
             raise InputRefused(_no_such_module(step, str(error))) from error
         except ValueError as error:  # the sizes of another model, or no activation of ours
             raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}` of another kind ({error})")) from error
         setattr(model.get_submodule(parent), name, made)
+
+
+def own_experts(module: nn.Module, args: Mapping[str, Any]) -> StockExperts:
+    """Return the tensors of an experts module of the model's own, for the step that follows. Raises `ValueError`."""
+    form, parts = parse_form(args["form"]), parse_held(args["parts"])
+    sizes = (args["num_experts"], args["hidden"], args["intermediate"])
+    inputs, called = parse_inputs(args["inputs"]), parse_called(args["called"])
+    return StockExperts(stock_experts(module, form, parts, sizes), inputs, called)
 
 
 def _no_such_module(step: Rewrite, found: str) -> Diagnostic:

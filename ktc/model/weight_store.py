@@ -71,7 +71,7 @@ def stored_bytes(source: WeightSource, index: CheckpointIndex) -> int:
 
 def experts_of(source: WeightSource) -> Iterable[int | None]:
     """Yield the parts to read of a row: its expert, or each expert of a stack."""
-    return range(source.shape[0]) if source.transform == "per_expert" else (source.expert,)
+    return range(source.num_stacked) if source.transform == "per_expert" else (source.expert,)
 
 
 def _dtype(model: nn.Module, source: WeightSource) -> torch.dtype:

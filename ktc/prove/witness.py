@@ -135,7 +135,8 @@ def carried_over(captured: CapturedModel, block: RewrittenBlock, witness: Witnes
         # The witness is on the CPU; the transfers of the plan's placement copy values and change none.
         rewrite = BlockRewrite(f"{block.rewrite.key}_{len(made)}", key, sites, actions, "cpu")
         graph = rewrite_block(small.graph, rewrite)
-        made.append(RewrittenBlock(rewrite, graph, small.experts if block.experts else None))
+        own = tuple(each for each in small.own if each.fqn in {known.fqn for known in block.own})
+        made.append(RewrittenBlock(rewrite, graph, small.experts if block.experts else None, own))
     return SmallRewrite(block, tuple(made))
 
 
@@ -146,6 +147,8 @@ def _mismatch(full: BlockGraph, small: BlockGraph) -> str:
         return f"could not be captured in the shrunk witness: {small.opaque}"
     if signature(full.graph) != signature(small.graph):
         return "is another computation in the shrunk witness"
+    if [own.without_sizes() for own in full.own] != [own.without_sizes() for own in small.own]:
+        return "has experts of another kind in the shrunk witness"
     return ""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ktc.capture import CapturedModel, ExpertList
+from ktc.experts.own_module import OwnExperts
 from ktc.graph.typed import nodes_of
 from ktc.graph.verify import verify
 from ktc.plan import BlockRewrite, Plan
@@ -30,6 +31,7 @@ class RewrittenBlock:
     rewrite: BlockRewrite
     graph: fx.GraphModule
     experts: ExpertList | None = None  # the list that the stock block loops over: the graph then replaces its code
+    own: tuple[OwnExperts, ...] = ()  # the rewritten experts modules of the model's own code
 
 
 def rewrite(captured: CapturedModel, plan: Plan) -> tuple[RewrittenBlock, ...]:
@@ -40,7 +42,9 @@ def rewrite(captured: CapturedModel, plan: Plan) -> tuple[RewrittenBlock, ...]:
         assert block.graph is not None, f"the plan rewrites the opaque block `{block.key}`"
         fused = any(action.target.takes_experts for action in block_rewrite.actions)
         graph = rewrite_block(block.graph, block_rewrite)
-        blocks.append(RewrittenBlock(block_rewrite, graph, block.experts if fused else None))
+        fqns = {action.fqn for action in block_rewrite.actions if action.target.takes_experts}
+        own = tuple(experts for experts in block.own if experts.fqn in fqns)
+        blocks.append(RewrittenBlock(block_rewrite, graph, block.experts if fused else None, own))
     return tuple(blocks)
 
 

@@ -6,7 +6,7 @@ list one module; all others stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -14,16 +14,18 @@ from ktc.capture import ExpertList
 from ktc.checkpoint import Part, WeightSource
 from ktc.experts.form import parse_form
 from ktc.rewrite.apply import RewrittenBlock
+from ktc.rewrite.own_rows import own_rows
 
 
-def stack_rows(rows: Sequence[WeightSource], blocks: Iterable[RewrittenBlock]) -> tuple[WeightSource, ...]:
+def stack_rows(rows: Sequence[WeightSource], blocks: Sequence[RewrittenBlock]) -> tuple[WeightSource, ...]:
     """Return the rows in their order."""
     places: dict[str, tuple[str, int, Part]] = {}
     for block in blocks:
         if block.experts is not None:
             for site in block.rewrite.sites:
                 places |= _places(f"{site.fqn}.{block.experts.fqn}", block.experts)
-    return tuple(_stacked(row, places[row.target]) if row.target in places else row for row in rows)
+    stacked = (_stacked(row, places[row.target]) if row.target in places else row for row in rows)
+    return own_rows(stacked, blocks)
 
 
 def _places(prefix: str, experts: ExpertList) -> dict[str, tuple[str, int, Part]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from ktc.capture import CapturedModel, ExpertList
+from ktc.experts.own_module import OwnExperts
 from ktc.graph.typed import nodes_of
 from ktc.host import Host
 from ktc.model.manifest import Rewrite
@@ -24,6 +25,7 @@ def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
         for site in block.rewrite.sites:
             if block.experts is not None:
                 rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
+            rows += [(site.layer, _own_experts(block, own, site.fqn)) for own in block.own]
             for action in carriers(block.rewrite.actions):
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
                 rows.append((site.layer, _row(action, action.at(site.fqn), device, nodes[place_of(action)], host)))
@@ -36,6 +38,13 @@ def _row(action: NodeAction, fqn: str, device: str, node: fx.Node, host: Host) -
     entry = action.kernel.entry if action.kernel else None
     arguments = action.target.recipe(action, node, host)
     return Rewrite(fqn, action.target.module, entry, device, arguments, action.rule, str(action.span))
+
+
+def _own_experts(block: RewrittenBlock, own: OwnExperts, site: str) -> Rewrite:
+    """Return the step before an experts module of the model's own is replaced: its tensors in the stock layout."""
+    action = next(a for a in block.rewrite.actions if a.target.takes_experts and a.fqn == own.fqn)
+    fqn = action.at(site)
+    return Rewrite(fqn, "own_experts", None, block.rewrite.device, own.words(), action.rule, str(action.span))
 
 
 def block_file(block: RewrittenBlock) -> str:

@@ -5,6 +5,7 @@ LoRA on the experts and their quantisation are carried out in the same node.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, cast
@@ -102,8 +103,10 @@ class CpuMoe(ModuleTarget):
         import torch
 
         from ktc.experts.backend import Offload
+        from ktc.experts.called_module import CalledExperts
         from ktc.experts.form import parse_form
         from ktc.experts.module import FusedMoe
+        from ktc.experts.own_module import StockExperts
         from ktc.experts.stock_layout import stock_names, stock_shape
 
         form = parse_form(arguments["form"])
@@ -118,7 +121,9 @@ class CpuMoe(ModuleTarget):
                 raise WrongModule(f"experts of other sizes: {found}")
             stacked[name] = tensor
         elsewhere = arguments["prefill"]
-        made = FusedMoe(
+        own = isinstance(old, StockExperts)
+        make = functools.partial(CalledExperts, inputs=old.inputs, called=old.called) if own else FusedMoe
+        made = make(
             *sizes,
             arguments["top_k"],
             form,

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ktc.experts.called_module import CalledExperts
 from ktc.experts.module import FusedMoe
 from ktc.experts.staging import to_device
 from ktc.training.private_api import call_stock, called_as, with_attribute
@@ -93,6 +94,8 @@ def _split(layer: nn.Module) -> SplitLayer:
     found = [_outside_wrappers(name) for name, module in modules.items() if isinstance(module, FusedMoe)]
     if len(found) > 1:
         raise CannotStack(f"a `{type(layer).__name__}` has several modules of experts")
+    if any(isinstance(module, CalledExperts) for module in modules.values()):
+        raise CannotStack(f"a `{type(layer).__name__}` does not call its experts with indices and weights of tokens")
     experts = modules[found[0]] if found else None
     mixing = [child for child in layer.children() if "attention_mask" in inspect.signature(child.forward).parameters]
     return SplitLayer(layer, mixing[0] if len(mixing) == 1 else None, experts)
