@@ -162,6 +162,8 @@ def _candidates(constants: frozenset[float], gated: bool) -> Iterator[ExpertsFor
         yield ExpertsForm(Activation("silu", alpha, limit, offset), interleaved=interleaved)
     for function, limit, interleaved in product(get_args(Function), positive, (False, True)):
         yield ExpertsForm(Activation(function, limit=limit), interleaved=interleaved)
+    for gate_cap, up_cap, interleaved in product((None, *positive), (None, *positive), (False, True)):
+        yield ExpertsForm(Activation("silu", gate_cap=gate_cap, up_cap=up_cap), interleaved=interleaved)
 
 
 class _Numbers(TorchDispatchMode):

@@ -57,6 +57,8 @@ def _constants(spec: KernelSpec) -> Iterator[tuple[str, float]]:
     yield "kAlpha", spec.activation.alpha
     yield "kLimit", math.inf if spec.activation.limit is None else spec.activation.limit
     yield "kUpOffset", spec.activation.up_offset
+    yield "kGateCap", math.inf if spec.activation.gate_cap is None else spec.activation.gate_cap
+    yield "kUpCap", math.inf if spec.activation.up_cap is None else spec.activation.up_cap
 
 
 def _constant(value: float) -> str:

@@ -33,20 +33,28 @@ class Activation:
 
     `silu` is `x * sigmoid(alpha * x)`, so that `alpha = 1.702` is the sigmoid form of GELU that GPT-OSS uses; `relu2`
     is the square of ReLU; `gelu_tanh` the tanh form of GELU. `alpha` belongs to `silu` alone.
+
+    A soft cap bounds a value smoothly, `cap * tanh(x / cap)`: `gate_cap` the factor x of `silu`, not the argument of
+    its sigmoid, and `up_cap` up. Soft caps and a limit exclude each other.
     """
 
     function: Function = "silu"
     alpha: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0
+    gate_cap: float | None = None
+    up_cap: float | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.alpha) or not math.isfinite(self.up_offset):
             raise ValueError("`alpha` and `up_offset` must be finite")
         if self.limit is not None and not 0 < self.limit < math.inf:
             raise ValueError(f"`limit` must be positive and finite, found {self.limit!r}")
-        if self.alpha != 1 and self.function != "silu":
-            raise ValueError(f"`alpha` belongs to `silu` alone, found `{self.function}`")
+        for name, cap in (("gate_cap", self.gate_cap), ("up_cap", self.up_cap)):
+            if cap is not None and (not 0 < cap < math.inf or self.limit is not None):
+                raise ValueError(f"`{name}` must be positive and finite, without `limit`; found {cap!r}")
+        if (self.alpha != 1 or self.gate_cap is not None) and self.function != "silu":
+            raise ValueError(f"`alpha` and `gate_cap` belong to `silu` alone, found `{self.function}`")
 
     def __str__(self) -> str:
         changed = [
@@ -71,9 +79,10 @@ class ExpertsForm:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        of_pairs = self.interleaved or self.activation.limit is not None or self.activation.up_offset != 0
-        if of_pairs and not self.gated:
-            raise ValueError("experts without a gate have no `interleaved`, `limit` or `up_offset`")
+        act = self.activation
+        of_pairs = act.up_offset != 0 or any(bound is not None for bound in (act.limit, act.gate_cap, act.up_cap))
+        if (self.interleaved or of_pairs) and not self.gated:
+            raise ValueError("experts without a gate have no `interleaved`, `limit`, `up_offset` or soft cap")
 
     def __str__(self) -> str:
         set_flags = (not self.gated, self.biased, self.transposed, self.interleaved)

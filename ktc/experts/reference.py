@@ -107,14 +107,22 @@ def activated(form: ExpertsForm, gate_up: Tensor) -> Tensor:
     limit = form.activation.limit
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if form.activation.up_cap is not None:
+        up = _soft_capped(up, form.activation.up_cap)
     if form.activation.up_offset:
         up = up + form.activation.up_offset
     return function(gate) * up
 
 
 def _function(activation: Activation) -> Callable[[Tensor], Tensor]:
-    alpha = activation.alpha
+    alpha, cap = activation.alpha, activation.gate_cap
+    if cap is not None:
+        return lambda x: _soft_capped(x, cap) * torch.sigmoid(alpha * x)
     return _FUNCTIONS[activation.function] if alpha == 1 else lambda x: x * torch.sigmoid(alpha * x)
+
+
+def _soft_capped(x: Tensor, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap
 
 
 def _linear(form: ExpertsForm, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None) -> Tensor:

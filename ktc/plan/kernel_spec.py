@@ -89,6 +89,7 @@ def _identifier(spec: KernelSpec) -> str:
     """Return the form as a part of an identifier: `silu`, `silu_alpha1p702_limit7p0_up1p0_biased`."""
     act = spec.activation
     settings = (("alpha", act.alpha, 1.0), ("limit", act.limit or 0.0, 0.0), ("up", act.up_offset, 0.0))
+    settings += (("gate_cap", act.gate_cap or 0.0, 0.0), ("up_cap", act.up_cap or 0.0, 0.0))
     changed = (f"{name}{float(value)!r}".translate(_SPELLED) for name, value, default in settings if value != default)
     flags = (name for name, on in (("ungated", not spec.gated), ("biased", spec.biased)) if on)
     return "_".join((act.function, *changed, *flags))

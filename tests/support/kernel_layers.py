@@ -37,11 +37,12 @@ FORMS = (
     "relu transposed",
     "relu2 ungated",
     "silu ungated biased transposed",
+    "silu(up_offset=0.5, gate_cap=1.5, up_cap=2.5)",
 )
 # What the quick tests build: every form with the host's best instruction set, two forms with every other, and four of
 # the scalar kernels in float64. The slow tests build each form with each instruction set.
 EVERYWHERE = (FORMS[0], FORMS[1])
-EXACT = (FORMS[0], FORMS[1], FORMS[5], FORMS[6])
+EXACT = (FORMS[0], FORMS[1], FORMS[5], FORMS[6], FORMS[7])
 Dtype = Literal["bf16", "fp32", "fp64"]
 
 

@@ -1,5 +1,6 @@
 // The computation of experts between their products, over an ISA's `Lanes`: functions of one value, and their
-// combination with gate and up. The template chooses `Constants`: kAlpha, kLimit (infinite for none) and kUpOffset.
+// combination with gate and up. The template chooses `Constants`: kAlpha, kUpOffset, and kLimit, kGateCap and kUpCap,
+// which are infinite for none.
 //
 // Where PyTorch's derivative is zero, the gradient is zero, even if the other factor is infinite.
 #pragma once
@@ -14,22 +15,60 @@ struct ValueAndGradient {
   Lanes gradient;  // `upstream` times the function's slope
 };
 
-// x sigmoid(alpha x)
+// kCap tanh(x / kCap) and its slope; x and 1 without a cap.
+template <double kCap>
+struct SoftCap {
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes value(Lanes x) {
+    if constexpr (!kCaps) return x;
+    return tanh(x * Lanes(1 / kCap)) * Lanes(kCap);
+  }
+
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes slope(Lanes x) {
+    if constexpr (!kCaps) return Lanes(1);
+    const Lanes t = tanh(x * Lanes(1 / kCap));
+    return Lanes(1) - t * t;
+  }
+
+  static constexpr bool kCaps = kCap < std::numeric_limits<double>::infinity();
+
+ private:
+  // The Taylor series where exp would cancel, to the precision of a double. NaN stays NaN.
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes tanh(Lanes x) {
+    constexpr double kSmallSquare = 0.09;
+    const Lanes square = x * x;
+    Lanes sum(18888466084.0 / 194896477400625.0);
+    for (const double coefficient :
+         {-443861162.0 / 1856156927625.0, 6404582.0 / 10854718875.0, -929569.0 / 638512875.0, 21844.0 / 6081075.0,
+          -1382.0 / 155925.0, 62.0 / 2835.0, -17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0, 1.0}) {
+      sum = sum * square + Lanes(coefficient);
+    }
+    const Lanes large = Lanes(1) - Lanes(2) / (exp(x + x) + Lanes(1));
+    return zero_outside(0, kSmallSquare, square, sum * x) + zero_up_to(kSmallSquare, square, large);
+  }
+};
+
+// x sigmoid(alpha x), where the first x may have a soft cap
 template <class Constants>
 struct Silu {
   template <class Lanes>
   [[gnu::always_inline]] static Lanes value(Lanes x) {
-    return x * sigmoid(x);
+    return Cap::value(x) * sigmoid(x);
   }
 
   template <class Lanes>
   [[gnu::always_inline]] static ValueAndGradient<Lanes> value_and_gradient(Lanes x, Lanes upstream) {
     const Lanes one(1);
     const Lanes s = sigmoid(x);
-    return {x * s, upstream * (s * (one + scaled(x) * (one - s)))};
+    const Lanes factor = Cap::value(x);
+    return {factor * s, upstream * (s * (Cap::slope(x) + scaled(factor) * (one - s)))};
   }
 
  private:
+  using Cap = SoftCap<Constants::kGateCap>;
+
   template <class Lanes>
   [[gnu::always_inline]] static Lanes sigmoid(Lanes x) {
     return Lanes(1) / (Lanes(1) + exp(Lanes(0) - scaled(x)));
@@ -133,7 +172,7 @@ struct GatedGradients {
   Lanes d_up;
 };
 
-// f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
+// f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset); a soft cap of up takes the place of the clamp
 //
 // `gradients` reads gate and up as `kept_gate` and `kept_up` returned them. A value beyond a limit is kept as infinite:
 // rounded to bf16 it might equal the limit and get a gradient.
@@ -166,6 +205,7 @@ struct Gated {
     const Lanes d_weight = d_value * activated * times;
     const Lanes d_factor = weighted * activated;
     const Lanes value = activated * times;
+    if constexpr (UpCap::kCaps) return {value, d_weight, d_bounded, d_factor * UpCap::slope(up)};
     if constexpr (!kLimited) return {value, d_weight, d_bounded, d_factor};
     constexpr auto kLast = std::numeric_limits<typename Lanes::Scalar>::max();
     return {value, d_weight, zero_outside(-kInfinity, kLast, gate, d_bounded),
@@ -176,6 +216,7 @@ struct Gated {
   static constexpr double kInfinity = std::numeric_limits<double>::infinity();
   static constexpr double kLimit = Constants::kLimit;
   static constexpr bool kLimited = kLimit < kInfinity;
+  using UpCap = SoftCap<Constants::kUpCap>;
 
   template <class Lanes>
   [[gnu::always_inline]] static Lanes infinite_beyond_limit(Lanes x) {
@@ -190,7 +231,7 @@ struct Gated {
 
   template <class Lanes>
   [[gnu::always_inline]] static Lanes factor(Lanes up) {
-    const Lanes bounded = kLimited ? clamped(up, -kLimit, kLimit) : up;
+    const Lanes bounded = kLimited ? clamped(up, -kLimit, kLimit) : UpCap::value(up);
     if constexpr (Constants::kUpOffset == 0) return bounded;
     return bounded + Lanes(Constants::kUpOffset);
   }
