@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ktc.capture.canonical import NoExperts
 from ktc.capture.loop_reading import read_batched, read_loop
+from ktc.capture.size_guards import violated_guard
 from ktc.capture.unrolled import every_expert
 from ktc.experts.own_module import OwnExperts, Role
 from ktc.graph.typed import named_modules, tensor_of
 from ktc.linears.plain import has_hooks
 
 Forward = Callable[..., Any]
-_FROM = 2  # from this length on, the code must not branch on the number of tokens
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -142,10 +142,11 @@ def _exported(
             program = torch.export.export(run, tensors, dynamic_shapes=(dynamic,), strict=False)
     finally:
         logging.getLogger("torch").setLevel(before)
-    found = cast("Mapping[object, Any]", program.range_constraints)
-    ranges = [(int(each.lower), str(each.upper)) for each in found.values()]
     fixed = [node for node in _placeholders(program)[1] if isinstance(_shape(node)[0], int)]
-    if fixed or any(lower > _FROM or "oo" not in upper for lower, upper in ranges):
+    # Reading the loop asks whether a tensor has an element for each expert; batched products have rows for each.
+    batched = len(named) == 1
+    guard = violated_guard(program, count, 0) if batched else violated_guard(program, 1, count)
+    if fixed or guard:
         raise NoExperts("its code depends on the number of tokens")
     return program
 

@@ -239,6 +239,12 @@ class Long(Loop):
         return super().forward(hidden_states, top_k_index, weights)
 
 
+class OddLengths(Loop):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        weights = top_k_weights * 2 if hidden_states.shape[0] % 2 else top_k_weights
+        return super().forward(hidden_states, top_k_index, weights)
+
+
 class Capacity(Loop):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden_states)
@@ -313,6 +319,7 @@ TWINS = {
     Dropped: "but `dropout`",
     OneDiffers: "but `relu`", Neighbour: "another expert", Shifted: "the same",
     Below: "a mask is computed by", Noisy: "training mode", Residual: "not a sum over experts",
+    OddLengths: "depends on the number of tokens",
     Long: "depends on the number of tokens", Capacity: "depends on the number of tokens",
     Detached: "scaled by the weights",
     Frozen: "in its own way", Squared: "scaled by the weights", OtherSlot: "those of a mask",

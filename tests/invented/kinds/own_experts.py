@@ -10,7 +10,6 @@ FAMILIES = (
         "y = y + (F.silu",
         "y = (F.silu",
         expected="its code depends on data",
-        near="its code depends on data",
     ),
     Family(
         "stacked_einsum",
