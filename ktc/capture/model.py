@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -55,14 +54,15 @@ def capture(source: ModelSource) -> CapturedModel:
         for fqn, (layer, block) in blocks.items():
             if fqn not in calls:
                 continue
-            with recording_reads(model.config) as reads:
-                identity = identity_of(block, calls[fqn], failed.get(fqn), layer)
+            with recording_reads() as reads:
+                behaviour = identity_of(block, calls[fqn], failed.get(fqn), layer)
+            identity = behaviour, repr(sorted(reads.items()))
             if identity not in graphs:
                 stem = next(part for part in reversed(fqn.split(".")) if not part.isdigit())
                 key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
                 with _own_masks(block, calls[fqn]):
                     captured = _capture_block(key, block, calls[fqn], failed.get(fqn))
-                graphs[identity] = replace(captured, reads=reads)
+                graphs[identity] = captured
             sites.append(BlockSite(fqn, layer, graphs[identity].key))
         cache = measure_cache(model)
     return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), tuple(sites), cache)

@@ -25,9 +25,9 @@ LAYOUT = (
 )  # fmt: skip
 _FRACTION = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?")
 
-Reads = dict[str, object]  # a setting of the model's config by its path -> the value that code read
+Reads = dict[str, str]  # a setting of a config, by class and name -> the value that code read
 
-_reads: ContextVar[tuple[Mapping[int, str], Reads] | None] = ContextVar("reads", default=None)
+_reads: ContextVar[Reads | None] = ContextVar("reads", default=None)
 
 
 class Trace(TorchDispatchMode):
@@ -61,18 +61,20 @@ class Trace(TorchDispatchMode):
 
 
 @contextmanager
-def recording_reads(config: PreTrainedConfig) -> Generator[Reads]:
-    """Collect the public settings of `config`, and of the configs within it, that code reads inside the context."""
+def recording_reads() -> Generator[Reads]:
+    """Collect the public settings of every config that code reads inside the context, by class and name.
+
+    Layers may have configs of their own. A setting of which two values are read has the last one.
+    """
     found: Reads = {}
-    token = _reads.set((_paths(config), found))
+    token = _reads.set(found)
     stock = PreTrainedConfig.__getattribute__
 
     def read(self: PreTrainedConfig, name: str) -> Any:
         value = stock(self, name)
         recording = None if name.startswith("_") else _reads.get()
-        path = recording[0].get(id(self)) if recording is not None else None
-        if recording is not None and path is not None and is_plain(value):
-            recording[1][f"{path}{name}"] = value
+        if recording is not None and is_plain(value):
+            recording[f"{type(self).__name__}.{name}"] = repr(value)
         return value
 
     patched = cast("Any", PreTrainedConfig)
@@ -82,15 +84,6 @@ def recording_reads(config: PreTrainedConfig) -> Generator[Reads]:
     finally:
         patched.__getattribute__ = stock
         _reads.reset(token)
-
-
-def _paths(config: PreTrainedConfig, prefix: str = "") -> dict[int, str]:
-    """Return the path of each config within `config` by its id: "" or `text_config.`."""
-    paths = {id(config): prefix}
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig) and id(value) not in paths:
-            paths |= _paths(value, f"{prefix}{name}.")
-    return paths
 
 
 def is_plain(value: object) -> bool:

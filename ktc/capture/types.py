@@ -83,7 +83,6 @@ class BlockGraph:
     opaque: str = ""
     experts: ExpertList | None = None  # the list whose loop the graph replaces
     own: tuple[OwnExperts, ...] = ()  # its experts modules of the model's own code
-    reads: Mapping[str, object] = field(default_factory=dict[str, object])  # settings of the config, as its code reads
     refuted: str = ""
 
     @property
