@@ -28,3 +28,9 @@ def code_of_models_below(folder: Path) -> Generator[None]:
         finally:
             if shown:
                 logging.enable_progress_bar()
+
+
+def forget_code_of_models() -> None:
+    """Let the next load of a model run its code again, as a new process does."""
+    for name in [name for name in sys.modules if name.startswith("transformers_modules.")]:
+        del sys.modules[name]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from invented.family import Case, Family
-from invented.kinds import derived, own_experts
+from invented.kinds import capacity, derived, layers, left_behind, own_experts, routing, structure, training
 
-_KINDS = (derived, own_experts)
+_KINDS = (derived, own_experts, layers, training, capacity, left_behind, routing, structure)
 FAMILIES: tuple[Family, ...] = tuple(family for kind in _KINDS for family in kind.FAMILIES)
 CASES: tuple[Case, ...] = tuple(Case(family, is_near) for family in FAMILIES for is_near in (False, True))

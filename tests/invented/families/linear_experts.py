@@ -1,4 +1,4 @@
-"""Experts of a list without a gate: the square of what passed a ReLU."""
+"""Experts of a list are single linear layers."""
 
 import torch
 import torch.nn.functional as F
@@ -7,22 +7,14 @@ from torch import nn
 from .skeleton import CausalLM
 
 
-class SquareExpert(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.moe_intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.moe_intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.relu(self.up_proj(x)).square())
-
-
 class Mixture(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = nn.ModuleList([SquareExpert(config) for _ in range(config.num_experts)])
+        self.experts = nn.ModuleList(
+            [nn.Linear(config.hidden_size, config.hidden_size, bias=False) for _ in range(config.num_experts)]
+        )
 
     def forward(self, hidden_states):
         flat = hidden_states.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""All experts of a list share their last matrix with the first one."""
+"""No trap: experts in a list, each added to its tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +13,16 @@ class Mixture(nn.Module):
         self.top_k = config.num_experts_per_tok
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList([Expert(config) for _ in range(config.num_experts)])
-        for expert in self.experts:
-            expert.last = [self.experts[0].down_proj]
 
     def forward(self, hidden_states):
-        flat = hidden_states.flatten(0, 1)
-        weights, chosen = F.softmax(self.gate(flat), -1).topk(self.top_k, -1)
+        flat = hidden_states.view(-1, hidden_states.shape[-1])
+        weights, chosen = F.softmax(self.gate(flat), dim=-1, dtype=torch.float).topk(self.top_k, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(flat.dtype)
         out = torch.zeros_like(flat)
+        mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
         for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
-            inner = F.silu(expert.gate_proj(flat[token])) * expert.up_proj(flat[token])
-            out.index_add_(0, token, expert.last[0](inner) * weights[token, slot, None])
+            slot, token = torch.where(mask[number])
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
         return out.view_as(hidden_states)
 
 

@@ -1,0 +1,28 @@
+"""The gate of the experts class drops values while training."""
+
+import torch.nn.functional as F
+from torch import nn
+
+from .skeleton import CausalLM, Experts
+
+
+class DroppingExperts(Experts):
+    def _apply_gate(self, gate_up):
+        return F.dropout(super()._apply_gate(gate_up), 0.1, self.training)
+
+
+class Mixture(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = DroppingExperts(config)
+
+    def forward(self, hidden_states):
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, chosen = F.softmax(self.gate(flat), dim=-1).topk(self.top_k)
+        return self.experts(flat, chosen, weights).view_as(hidden_states)
+
+
+class InventedForCausalLM(CausalLM):
+    block = Mixture

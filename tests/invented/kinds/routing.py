@@ -1,0 +1,21 @@
+"""Routers, null experts and dispatch."""
+
+from __future__ import annotations
+
+from invented.family import Family
+
+FAMILIES = (
+    Family("plain_list", "weights / weights.sum(-1, keepdim=True)", "weights / weights.amax(-1, keepdim=True)"),
+    Family(
+        "null_experts",
+        "else flat[token]",
+        "else torch.zeros_like(flat[token])",
+        expected="cannot be proven",
+        near="cannot be proven",
+        settings={"null_experts": 2},
+    ),
+    Family("null_experts_stacked", "routed + kept * flat", "routed + flat", settings={"null_experts": 2}),
+    Family("absent_experts", "config.num_experts + 1, bias", "config.num_experts, bias", expected="cannot be proven"),
+    Family("hash_routing", "(first + 3)", "(first + input_ids.reshape(-1) % 2 + 3)"),
+    Family("balanced_routing", "balanced(logits, 3)", "balanced(logits, 0)"),
+)
