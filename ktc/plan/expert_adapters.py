@@ -1,7 +1,7 @@
 """`lora_experts` claims -> the weights of routed experts that PEFT adapts by name, with their ranks.
 
-Refused (M076): experts that no kernel runs, or that the model keeps one by one; gate without up where they are one
-weight; a rank that the kernels do not take; a dropout.
+Refused (M076): experts that no kernel runs, or that the model keeps one by one or in another layout; gate without up
+where they are one weight; a rank that the kernels do not take; a dropout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from typing import Final
 from ktc.capture import CapturedModel
 from ktc.capture.types import ModuleInfo
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.form import parse_form
 from ktc.experts.lora import MAX_RANK
+from ktc.experts.stock_layout import stock_names, stock_shape
+from ktc.graph import ops
+from ktc.graph.typed import nodes_by_name
 from ktc.plan.types import Claim
 from ktc.targets import TARGETS, LoraExperts
 
@@ -45,7 +49,7 @@ def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: f
             continue
         module = modules.get(claim.path)
         why = "" if claim.path in on_kernel else _NO_KERNEL
-        why = why or _unsuited(claim.target, module, dropout)
+        why = why or _unsuited(claim.target, module, dropout) or _other_layout(captured, claim, module)
         if why:
             message = f"`{LoraExperts.name}` on `{claim.path}`: {why}"
             problems.setdefault(why, Diagnostic("M076", message, claim.span, hint=_hint(why)))
@@ -84,6 +88,23 @@ def _unsuited(target: LoraExperts, module: ModuleInfo | None, dropout: float) ->
         return f"rank {rank}, of which the kernels take {MAX_RANK} at most"
     if dropout:
         return f"the adapter has dropout {dropout:g}, and experts can only be adapted without"
+    return ""
+
+
+def _other_layout(captured: CapturedModel, claim: Claim, module: ModuleInfo | None) -> str:
+    """Return why an adapter of the compiled experts is not one of the model's own weights, "" if it is.
+
+    Code of the model's own may keep more rows than experts, or its matrices the other way round.
+    """
+    graph = captured.block(claim.block).graph
+    assert graph is not None and module is not None, "a claimed node is in a captured block"
+    about = ops.attributes(nodes_by_name(graph)[claim.node])
+    form = parse_form(str(about["form"]))
+    sizes = int(about["num_experts"]), int(about["hidden"]), int(about["inter"])
+    shapes = {tensor.name: tuple(tensor.shape) for tensor in module.tensors}
+    for name in stock_names(form):
+        if name in _PARTS and shapes.get(name, ()) != stock_shape(form, name, *sizes):
+            return f"`{name}` is not kept as the kernel's experts, so an adapter would fit only one of the two"
     return ""
 
 
