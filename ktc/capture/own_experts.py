@@ -143,9 +143,8 @@ def _exported(
     finally:
         logging.getLogger("torch").setLevel(before)
     fixed = [node for node in _placeholders(program)[1] if isinstance(_shape(node)[0], int)]
-    # Reading the loop asks whether a tensor has an element for each expert; batched products have rows for each.
-    batched = len(named) == 1
-    guard = violated_guard(program, count, 0) if batched else violated_guard(program, 1, count)
+    batched = len(named) == 1  # then there are equally many rows for each expert
+    guard = violated_guard(program, count if batched else 1)
     if fixed or guard:
         raise NoExperts("its code depends on the number of tokens")
     return program

@@ -18,16 +18,16 @@ from torch.export import ExportedProgram
 _SIZES = (2, 3, 4, 8, 100, 1_000_003)
 
 
-def violated_guard(program: ExportedProgram, step: int = 1, never: int = 0) -> str:
+def violated_guard(program: ExportedProgram, step: int = 1) -> str:
     """Return a guard of `program` that does not hold for every size, as text.
 
-    Sizes are multiples of `step`, from two on, and other than `never`.
+    Sizes are multiples of `step`, from two on.
     """
     for guard in _guards(program):
         symbols: list[Any] = sorted(guard.free_symbols, key=str)
         numbers = [int(atom) for atom in guard.atoms() if atom.is_Integer and atom > 1]
         near = (number // step + more for number in numbers for more in (-1, 0, 1))
-        sizes = sorted({size * step for size in (*_SIZES, *near) if size > 1 and size * step != never})
+        sizes = sorted({size * step for size in (*_SIZES, *near) if size > 1})
         for values in product(sizes, repeat=len(symbols)):
             if guard.subs(dict(zip(symbols, values, strict=True))) == False:  # noqa: E712 - a sympy truth value
                 return str(guard)
