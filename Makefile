@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo learn test test-all zoo versions sanitize census fuzz kt-environment lf-environment check format clean
+.PHONY: setup demo learn test test-all zoo mutants versions sanitize census fuzz kt-environment lf-environment check format clean
 
 setup: $(READY)
 
@@ -60,6 +60,11 @@ test-all: check versions lf-environment
 # The invented models with traps, each compiled and compared with its stock model. CASES="layer_* aux_*" runs some.
 zoo: $(READY)
 	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m invented $(CASES)
+
+# Changes of recipes, recognised parameters, graphs, modules and weights, each of which has to be noticed: nightly, about
+# ten minutes. MUTANTS="gpt_oss graph" runs some and writes no table.
+mutants: $(READY)
+	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m mutants $(or $(MUTANTS),-o tests/mutants/table.md)
 
 # The tests that depend on torch, transformers and peft, with the oldest and the newest supported, each in build/versions.
 versions: $(READY)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 SCALES = tuple(8.0**power for power in range(1, 7))  # the factors of hidden states beyond constants, in order
+ALWAYS = (SCALES[0], SCALES[-1])  # those compared for every block: limits that stock does not have are beyond them
 MANY = 2500  # tokens of a call beyond what authors set as capacity or as the length of a branch
 
 
@@ -62,7 +63,7 @@ class Case:
     """One comparison: a call, the mode, and what of it is compared.
 
     `stress` cases are far from what a model computes: gradients that almost vanish there have no digits to compare.
-    `poisoned` ones contain NaN: only results are compared.
+    `poisoned` ones contain NaN, and those of `inference` run without gradients: only results are compared.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Case:
     training: bool = False
     stress: bool = False
     poisoned: bool = False
+    inference: bool = False
 
     def trained(self) -> Case:
         """Return the case in train mode."""
@@ -152,10 +154,11 @@ def _filled_cache(model: PreTrainedModel, tokens: Tensor) -> Any:
 
 # Cases ----------------------------------------------------------------------------------------------------------------
 def short_cases(calls: Sequence[tuple[str, Call]]) -> Iterator[Case]:
-    """Yield the cases of every site: as the model calls it, in both modes, and with a cache."""
+    """Yield the cases of every site: as the model calls it, in both modes, with a cache, and without gradients."""
     for name, call in calls:
         if name in SHORT:
             yield Case(name, _finite(call))
+            yield Case(f"{name}, without gradients", _finite(call), inference=True)
         if name == SHORT[0]:
             yield Case(name, _finite(call)).trained()
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, set_grad_enabled
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,7 +51,7 @@ def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dic
         ]
         floor = _VANISHING * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     found: dict[str, float] = {}
-    for name in expected.keys() | actual.keys():
+    for name in dict.fromkeys((*expected, *actual)):
         of_gradient = name.startswith("gradient")
         found[name] = relative_error(actual.get(name), expected.get(name), floor if of_gradient else 0.0)
     return found
@@ -108,7 +108,7 @@ def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed:
     call = case.call.fresh()
     given = call.hidden.detach().to(dtype)
     # Code may change its input in place, which torch allows for no leaf that needs a gradient.
-    leaf = given.clone().requires_grad_(True)
+    leaf = given.clone().requires_grad_(not case.inference)
     hidden = leaf * 1
 
     def as_weights(value: object) -> object:
@@ -127,7 +127,8 @@ def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed:
     }
     block.train(case.training)
     try:
-        with torch.random.fork_rng(devices=[]), _routing_weights(block, called) as routing:
+        graded = not case.inference
+        with torch.random.fork_rng(devices=[]), _routing_weights(block, called) as routing, set_grad_enabled(graded):
             torch.manual_seed(seed)
             ready = _with(call, hidden, args, kwargs)
             result = block(*ready[0], **ready[1])
@@ -135,7 +136,7 @@ def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed:
     finally:
         for module, training in modes.items():
             module.training = training
-    if case.poisoned:
+    if case.poisoned or case.inference:
         return {name: value.detach() for name, value in values.items()}
     wanted = {"hidden_states": leaf, **{f"routing_weights of {n}": w for n, w in routing.items()}, **parameters}
     return {name: value.detach() for name, value in values.items()} | _gradients(values, wanted, seed)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ktc.capture import CapturedModel
 from ktc.diagnostics import ProofFailed
 from ktc.host import Host
-from ktc.prove.cases import SCALES, Call, Case, long_cases, record, scaled, short_cases
+from ktc.prove.cases import ALWAYS, SCALES, Call, Case, long_cases, record, scaled, short_cases
 from ktc.prove.compare import Constants, InDouble, StockRefuses, errors
 from ktc.prove.types import TOLERANCE, Constant, Proof
 from ktc.prove.witness import (
@@ -137,11 +137,14 @@ def _proof(
     failure = small.failure or refused.get(rewrite.key, "")
     found, constants = _Found(), list[Constant]()
     if not failure:
+        factor = SCALES[0]
         for fqn, leading in _sites(small):
             if leading:
-                constants += _compare_long(fqn, pair, calls[fqn], found)
+                met, factor = _compare_long(fqn, pair, calls[fqn], found)
+                constants += met
             else:
-                _compare(fqn, pair, short_cases(calls[fqn]), found)
+                larger = scaled(calls[fqn], factor)
+                _compare(fqn, pair, [*short_cases(calls[fqn]), *([larger] if larger else [])], found)
             if found.difference:
                 break
         if not found.cases:
@@ -161,27 +164,35 @@ def _sites(small: SmallRewrite) -> Iterator[tuple[str, bool]]:
         yield from ((site.fqn, False) for site in others)
 
 
-def _compare_long(fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], found: _Found) -> tuple[Constant, ...]:
-    """Compare the long cases, then larger and larger hidden states until values are on both sides of every constant."""
+def _compare_long(
+    fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], found: _Found
+) -> tuple[tuple[Constant, ...], float]:
+    """Compare the long cases, then larger and larger hidden states until values are on both sides of every constant.
+
+    Returns the constants, and the largest factor of hidden states that was needed to meet one.
+    """
     stock, _ = pair.at(fqn)
     with Constants() as met:
         for case in long_cases(calls, SEED):
             if not case.poisoned:
                 _forward_alone(stock, case)
     _compare(fqn, pair, long_cases(calls, SEED), found)
-    before = met.found
-    for place, factor in enumerate(SCALES):
+    before, needed = met.found, SCALES[0]
+    for factor in SCALES:
+        if factor not in ALWAYS and all(constant.met for constant in before):
+            continue
         case = scaled(calls, factor)
-        if case is None or (place and all(constant.met for constant in before)):
+        if case is None:
             break
         with met:
             _forward_alone(stock, case)
-        # Hidden states a few times as large are always compared, others where they meet a constant.
-        if not place or (met.found != before and _newly_met(before, met.found)):
+        newly = met.found != before and _newly_met(before, met.found)
+        needed = factor if newly else needed
+        if newly or factor in ALWAYS:
             _compare(fqn, pair, [case], found)
         before = met.found
     _compare_other_experts(fqn, pair, calls, found)
-    return before
+    return before, needed
 
 
 def _newly_met(before: Sequence[Constant], after: Sequence[Constant]) -> bool:

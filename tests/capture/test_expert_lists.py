@@ -68,6 +68,34 @@ def test_every_spelling_of_the_loop_is_the_same_graph(loop: str, by_range: fx.Gr
     assert experts.parts == {"gate": "w1.weight", "up": "w3.weight", "down": "w2.weight"}
 
 
+class Compared(nn.Module):
+    """A loop over `where(chosen == number)`, with as many experts as a number of tokens might be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, 16, bias=False)
+        modeling = importlib.import_module("orchard.modeling_orchard")
+        config = importlib.import_module("orchard.configuration_orchard").OrchardConfig(
+            hidden_size=HIDDEN, picker_width=INNER
+        )
+        self.pickers = nn.ModuleList(modeling.OrchardPicker(config) for _ in range(16))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        flat = hidden_states.reshape(-1, HIDDEN)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(flat)
+        for number, picker in enumerate(self.pickers):
+            token, slot = torch.where(chosen == number)
+            out.index_add_(0, token, picker(flat[token]) * weights[token, slot, None])
+        return out.view_as(hidden_states)
+
+
+def test_a_call_with_as_many_tokens_as_experts_is_no_special_case() -> None:
+    with torch.device("meta"):
+        block = Compared().eval()
+    assert captured(block)[1].count == 16
+
+
 def operators(graph: fx.GraphModule) -> list[str]:
     return sorted(n.meta["op"] for n in nodes_of(graph) if n.meta["op"] not in ops.TRANSPARENT)
 

@@ -1,10 +1,10 @@
 """Thirty seeded bugs, over all rooms: which of them do the quick tests catch?
 
 Each mutant is applied to a copy of the tracked files, and the quick tests of the rooms that it names run there until
-one fails. `tests/mutants.md` has the last table. A mutant whose text is not in its file exactly once is an error: the
-code has moved, and the mutant has to follow it.
+one fails. `source.md` has the last table. A mutant whose text is not in its file exactly once is an error: the code has
+moved, and the mutant has to follow it.
 
-    python tests/mutants.py [--check] [--folder build/mutants] [NUMBER ...]
+    python tests/mutants/source.py [--check] [--folder build/mutants] [NUMBER ...]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ MUTANTS = (
     Mutant("ktc/plan/memory.py", "total - _idle(captured)", "total", "tests/plan"),
     Mutant("ktc/plan/claims.py", "if a.rule in by_rule[b.rule].overrides:", "if False:", "tests/plan tests/match"),
     Mutant(
-        "ktc/prove/compare.py",
-        "return all(error <= self.tolerance for error in (self.forward, *self.gradients.values()))",
-        "return self.forward <= self.tolerance",
+        "ktc/prove/types.py",
+        "within = all(error <= self.tolerance for error in (self.forward, *self.gradients.values()))",
+        "within = self.forward <= self.tolerance",
         "tests/prove tests/census",
     ),
     Mutant(
