@@ -33,8 +33,8 @@ class Mutant:
     """`change` by kind:
 
     `recipe` takes and returns the rows; `recognised` returns a context inside of which the model is captured and
-    planned; `graph` changes a rewritten graph in place; `module` changes the modules that the loader made, and returns
-    whether there are any; `weights` damages a copy of OUT. `equivalent` is why the change alters no result, or why that
+    planned; `graph` changes a rewritten graph in place. `module` changes the modules that the loader made, and returns
+    whether there are any. `weights` damages a copy of OUT. `equivalent` is why the change alters no result, or why that
     is not proven; "" for one that has to be noticed.
     """
 
