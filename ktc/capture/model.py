@@ -56,7 +56,7 @@ def capture(source: ModelSource) -> CapturedModel:
                 continue
             with recording_reads() as reads:
                 behaviour = identity_of(block, calls[fqn], failed.get(fqn), layer)
-            identity = behaviour, repr(sorted(reads.items()))
+            identity = behaviour, repr(sorted((name, sorted(values)) for name, values in reads.items()))
             if identity not in graphs:
                 stem = next(part for part in reversed(fqn.split(".")) if not part.isdigit())
                 key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"

@@ -7,7 +7,6 @@ their own code.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -15,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ktc.capture.own_experts import is_candidate, own_experts
-from ktc.capture.trace import Reads, recording_reads
+from ktc.capture.trace import Reads, note_reads, recording_reads
 from ktc.experts.own_module import OwnExperts, StockExperts, call_routed, stock_experts
 from ktc.graph.typed import named_modules
 
@@ -41,8 +40,7 @@ class _Known:
     While one is read, those inside it run their own code.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._by_code: dict[object, tuple[OwnExperts | None, Reads]] = {}
         self.reading = False
 
@@ -51,16 +49,15 @@ class _Known:
         if code not in self._by_code:
             self.reading = True
             try:
-                with recording_reads(self._config) as reads:
+                with recording_reads() as reads:
                     self._by_code[code] = read(), reads
             finally:
                 self.reading = False
         return self._by_code[code][0]
 
-    def read_settings(self, code: object) -> None:
-        """Read the settings again that the module's own code reads, which the marker does not run."""
-        for path in self._by_code[code][1]:
-            functools.reduce(getattr, path.split("."), self._config)
+    def note_settings(self, code: object) -> None:
+        """Count the settings that the module's own code reads as read, since the marker does not run it."""
+        note_reads(self._by_code[code][1])
 
 
 class _Call:
@@ -79,7 +76,7 @@ class _Call:
         view = getattr(self._module, STOCK, None)
         if not isinstance(view, View):
             return self._forward(*args, **kwargs)
-        self._known.read_settings(self._code)
+        self._known.note_settings(self._code)
         given = inspect.signature(self._forward).bind(*args, **kwargs).arguments
         roles = {role: given[name] for name, role in view.own.inputs.items()}
 
@@ -116,7 +113,7 @@ def _plain(value: object) -> str:
 def own_experts_marked(model: PreTrainedModel, marker: Marker) -> Generator[None]:
     """Run the experts modules of the model's own as calls of `marker` inside the context."""
     candidates = [module for _, module in named_modules(model) if is_candidate(module)]
-    known = _Known(model.config)
+    known = _Known()
     for module in candidates:
         module.forward = _Call(module, module.forward, known, marker)
     try:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ LAYOUT = (
 )  # fmt: skip
 _FRACTION = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?")
 
-Reads = dict[str, str]  # a setting of a config, by class and name -> the value that code read
+Reads = dict[str, set[str]]  # a setting of a config, by class and name -> the values that code read
 
 _reads: ContextVar[Reads | None] = ContextVar("reads", default=None)
 
@@ -62,28 +63,39 @@ class Trace(TorchDispatchMode):
 
 @contextmanager
 def recording_reads() -> Generator[Reads]:
-    """Collect the public settings of every config that code reads inside the context, by class and name.
+    """Collect the public settings of every config that code reads inside the context, with all values that it reads.
 
-    Layers may have configs of their own. A setting of which two values are read has the last one.
+    Layers may have configs of their own, of one class.
     """
+    _record_reads()
     found: Reads = {}
     token = _reads.set(found)
+    try:
+        yield found
+    finally:
+        _reads.reset(token)
+
+
+def note_reads(reads: Reads) -> None:
+    """Add what other code read to the settings that are being collected."""
+    recording = _reads.get()
+    for name, values in reads.items() if recording is not None else ():
+        recording.setdefault(name, set()).update(values)
+
+
+@cache
+def _record_reads() -> None:
+    """Let configs report reads, once per process: only a context that collects them sees any."""
     stock = PreTrainedConfig.__getattribute__
 
     def read(self: PreTrainedConfig, name: str) -> Any:
         value = stock(self, name)
         recording = None if name.startswith("_") else _reads.get()
         if recording is not None and is_plain(value):
-            recording[f"{type(self).__name__}.{name}"] = repr(value)
+            recording.setdefault(f"{type(self).__name__}.{name}", set()).add(repr(value))
         return value
 
-    patched = cast("Any", PreTrainedConfig)
-    patched.__getattribute__ = read
-    try:
-        yield found
-    finally:
-        patched.__getattribute__ = stock
-        _reads.reset(token)
+    cast("Any", PreTrainedConfig).__getattribute__ = read
 
 
 def is_plain(value: object) -> bool:

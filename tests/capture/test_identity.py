@@ -75,6 +75,6 @@ def test_the_settings_that_code_reads_are_recorded_while_it_runs() -> None:
     block = Block(1, by_list)
     with recording_reads() as reads:
         block(HIDDEN)
-    assert reads == {"Config.scales": "(1.0, 2.0)"}
+    assert reads == {"Config.scales": {"(1.0, 2.0)"}}
     assert block.config.equal == (1.0, 1.0)
     assert "Config.equal" not in reads
