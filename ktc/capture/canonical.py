@@ -55,6 +55,11 @@ def canonicalise(graph_module: fx.GraphModule, experts: ExpertList) -> None:
         result = _shaped_as(graph, _cast(graph, called, _tensor(region.result).dtype), region.result)
     region.result.replace_all_uses_with(result)
     graph.eliminate_dead_code()
+    left = next((node for node in nodes_of(root) if "ktc_unrolled" in str(node.target)), None)
+    if left is not None:
+        raise NoExperts(
+            f"it computes with `{ops.name_of(left)}`, which depends on data, outside of its loop over experts"
+        )
     graph_module.delete_all_unused_submodules()
     graph.lint()
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import use_experts_implementation
 
-from ktc.capture.trace import LAYOUT
+from ktc.capture.trace import LAYOUT, traced, without_sizes
 from ktc.experts.form import Activation, ExpertsForm, Function
 from ktc.experts.reference import activated
 from ktc.linears.plain import has_hooks
@@ -45,7 +45,7 @@ def form_of(module: nn.Module) -> str:
         found = form_of_code(cast("Callable[[Tensor], Tensor]", code), gated, trained=lambda: _training(module))
     except Exception as error:  # noqa: BLE001 - foreign code on a sample raises anything; the reason quotes it
         return f"{UNSUPPORTED}the activation of `{name}` does not run alone ({type(error).__name__})"
-    if found is None:
+    if found is None or _differs_by_dtype(cast("Callable[[Tensor], Tensor]", code), module):
         return f"{UNSUPPORTED}`{name}` has an activation that no kernel computes"
     biased, transposed = bool(getattr(module, "has_bias", False)), bool(getattr(module, "is_transposed", False))
     return str(replace(found, biased=biased, transposed=transposed))
@@ -68,6 +68,17 @@ def _more_than_experts(module: nn.Module, first: str) -> str:
     if more := [tensor for tensor in module.state_dict() if tensor not in matrices]:
         return f"`{name}` holds `{more[0]}` beside its matrices"
     return f"the weights of `{name}` are computed" if parametrize.is_parametrized(module) else ""
+
+
+def _differs_by_dtype(code: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
+    """Return whether code computes something else in the module's own dtype than in fp32, casts aside."""
+    own = next(module.parameters()).dtype
+    samples = (torch.zeros(2, 2 * _SAMPLES, dtype=dtype) for dtype in (own, torch.float32))
+    try:
+        one, other = (without_sizes(traced(module, lambda x=sample: code(x))) for sample in samples)
+    except Exception:  # noqa: BLE001 - foreign code that runs in one dtype alone differs by it
+        return True
+    return one != other
 
 
 def is_interface(module: nn.Module) -> bool:
@@ -107,6 +118,8 @@ def form_of_code(
     """
     with torch.no_grad(), _Numbers() as numbers:
         code(_samples(_SPREAD, width)[: _SAMPLES // 2])
+    if numbers.reads_values:
+        return None  # a branch on values, of which a sample takes one side
     constants = frozenset(numbers.found)
     sample = _samples(max([_SPREAD, *(1.5 * abs(number) for number in constants)]), width)  # exceeds every limit
     with torch.no_grad():
@@ -172,10 +185,12 @@ class _Numbers(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: set[float] = set()
+        self.reads_values = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self.reads_values |= "_local_scalar_dense" in str(func)
         if not any(layout in str(func) for layout in LAYOUT):
             leaves = pytree.tree_leaves((args, dict(kwargs or {})))
             self.found |= {float(leaf) for leaf in leaves if type(leaf) in (int, float)}

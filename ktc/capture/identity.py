@@ -33,7 +33,26 @@ def identity_of(block: nn.Module, call: Call, failure: str | None, layer: int) -
         () if failure is not None else (_behaviour(block, call), _behaviour(block.train(), resized(call, BATCH, LONG)))
     )
     block.eval()
-    return _structure(block, layer), tensors, _signature(call), failure, behaviour
+    number = layer if failure is None and _reads_its_number(block, call, layer) else None
+    return _structure(block, layer), tensors, _signature(call), failure, behaviour, number
+
+
+def _reads_its_number(block: nn.Module, call: Call, layer: int) -> bool:
+    """Return whether a block that loops over a list of experts reads the number of its layer.
+
+    Its graph replaces its code, so a branch on the number must not be shared, even one that no trace reaches.
+    """
+    numbers = [(m, n, v) for m in block.modules() for n, v in vars(m).items() if _is_number(n, v, layer)]
+    if not numbers or not candidates(block):
+        return False
+    for module, name, _ in numbers:
+        delattr(module, name)
+    try:
+        without = _behaviour(block, call)
+    finally:
+        for module, name, value in numbers:
+            setattr(module, name, value)
+    return without != _behaviour(block, call)
 
 
 def _structure(block: nn.Module, layer: int) -> tuple[object, ...]:
@@ -43,14 +62,17 @@ def _structure(block: nn.Module, layer: int) -> tuple[object, ...]:
 def _settings(module: nn.Module, layer: int) -> Iterator[tuple[str, str]]:
     """Yield the plain attributes and the code that was put on the instance. The layer's own number shows in a trace."""
     for name, value in sorted(plain_settings(module).items()):
-        if not (type(value) is int and value in (layer, layer + 1) and _is_number_of_layer(name)):
+        if not _is_number(name, value, layer):
             yield name, repr(value)
     for name, value in sorted(vars(module).items()):
         if callable(value) and hasattr(value, "__code__"):
             yield name, repr(value.__code__)
 
 
-def _is_number_of_layer(name: str) -> bool:
+def _is_number(name: str, value: object, layer: int) -> bool:
+    """Return whether an attribute is the number of its layer, counted from 0 or 1."""
+    if type(value) is not int or value not in (layer, layer + 1):
+        return False
     return "layer" in name and name.rstrip("_").endswith(("idx", "id", "index", "number", "num"))
 
 

@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.function import BackwardCFunction
 from torch.export import Dim, ExportedProgram
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ktc.capture.canonical import NoExperts
 from ktc.capture.loop_reading import read_batched, read_loop
+from ktc.capture.side_effects import has_own_backward
 from ktc.capture.size_guards import violated_guard
 from ktc.capture.unrolled import every_expert
 from ktc.experts.own_module import OwnExperts, Role
@@ -200,20 +200,6 @@ def _operations(module: nn.Module, forward: Forward, named: Mapping[str, Any], c
     given = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     with torch.enable_grad(), _Recorder() as recorder, every_expert(count, unused):
         result = cast("Tensor", forward(**given))
-    if recorder.blocked or _has_own_backward(result):
+    if recorder.blocked or has_own_backward(result):
         raise NoExperts("it computes gradients in its own way")
     return recorder.seen
-
-
-def _has_own_backward(result: Tensor) -> bool:
-    """Return whether Python code of the model takes part in the backward pass."""
-    todo, seen = [result.grad_fn], set[object]()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            return True
-        todo += [source for source, _ in node.next_functions]
-    return False

@@ -9,10 +9,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,12 +50,34 @@ class _Produced(TorchDispatchMode):
         return result
 
 
+class _Hooks(TorchFunctionMode):
+    """Sees code that puts hooks on the gradients of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set = False
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.set |= getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook")
+        return func(*args, **(kwargs or {}))
+
+
 def side_effect(block: nn.Module, run: Callable[[], object]) -> str:
-    """Return what `run()`, a call of `block` on meta tensors, leaves behind. Raises what `run` raises."""
+    """Return what `run()`, a call of `block` on meta tensors, leaves behind. With and without gradients.
+
+    Raises what `run` raises."""
+    return _left_behind(block, run, torch.no_grad()) or _left_behind(block, run, torch.enable_grad())
+
+
+def _left_behind(block: nn.Module, run: Callable[[], object], mode: AbstractContextManager[None]) -> str:
     settings = _settings(block)
     held = _tensor_attributes(block)
-    with torch.no_grad(), _Produced() as produced:
-        run()
+    with mode, _Hooks() as hooks, _Produced() as produced:
+        own_backward = any(map(has_own_backward, _tensors(run())))
+    if hooks.set or own_backward:
+        return "it computes gradients in its own way"
     if produced.changes:
         return "it changes a tensor that it is given"
     if changed := [name for name, value in _settings(block).items() if settings.get(name) != value]:
@@ -62,6 +87,20 @@ def side_effect(block: nn.Module, run: Callable[[], object]) -> str:
         return f"it keeps a result as its attribute `{kept[0]}`"
     gc.collect()  # frames of the run may still hold tensors in circles
     return "a tensor that it computes outlives its call" if any(ref() is not None for ref in produced.made) else ""
+
+
+def has_own_backward(result: Tensor) -> bool:
+    """Return whether Python code of the model takes part in the backward pass."""
+    todo, seen = [result.grad_fn], set[object]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            return True
+        todo += [source for source, _ in node.next_functions]
+    return False
 
 
 def _settings(block: nn.Module) -> dict[str, str]:

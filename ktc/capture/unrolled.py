@@ -26,12 +26,16 @@ _SELF = frozenset({"item", "squeeze", "view", "reshape", "flatten", "long", "int
 
 @cache
 def markers() -> Any:
-    """Return the operators `picked(mask, dim)`, the rows of a mask, and `expert(x, number)`, an expert's result."""
+    """Return the operators `picked(mask, dim)`, the rows of a mask, `expert(x, number)`, an expert's result, and
+    `counted(numbers, count)`, the tokens of each expert.
+    """
     library = torch.library.Library(_NAME, "DEF")
     library.define("picked(Tensor mask, int dim) -> Tensor")
     library.define("expert(Tensor x, int number) -> Tensor")
+    library.define("counted(Tensor numbers, int count) -> Tensor")
     library.impl("picked", _picked_on_meta, "Meta")
     library.impl("expert", _expert_on_meta, "Meta")
+    library.impl("counted", _counted_on_meta, "Meta")
     operators = getattr(torch.ops, _NAME)
     operators.library = library  # keeps the library alive as long as its operators
     return operators
@@ -43,6 +47,10 @@ def _picked_on_meta(mask: Tensor, dim: int) -> Tensor:
 
 def _expert_on_meta(x: Tensor, number: int) -> Tensor:
     return torch.empty_like(x)
+
+
+def _counted_on_meta(numbers: Tensor, count: int) -> Tensor:
+    return numbers.new_empty((count,), dtype=torch.long)
 
 
 class _Number(int):
@@ -90,7 +98,7 @@ class _NoData(TorchFunctionMode):
             if name == "__bool__":
                 return True
             if name == "bincount":
-                return first.new_zeros(self._count)
+                return markers().counted(first, self._count)
             if name in ("tolist", "numpy", "unbind", "__iter__") and self._counts_tokens(first):
                 counts = [_Number(sys.maxsize), *[_Number(0)] * (self._count - 1)]  # the first expert gets all tokens
                 return iter(counts) if name == "__iter__" else counts

@@ -26,6 +26,7 @@ _NO_KERNEL: Final = (
     f"no rule with `{'` or `'.join(_HOSTS)}` runs these experts, "
     "and without its kernel they would be copied to be adapted"
 )
+_OWN_CODE: Final = "they are a module of the model's own code, whose adapters are not compared with stock PEFT's"
 _PARTS: Final = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
 
 
@@ -96,7 +97,10 @@ def _other_layout(captured: CapturedModel, claim: Claim, module: ModuleInfo | No
 
     Code of the model's own may keep more rows than experts, or its matrices the other way round.
     """
-    graph = captured.block(claim.block).graph
+    block = captured.block(claim.block)
+    if block.own:
+        return _OWN_CODE
+    graph = block.graph
     assert graph is not None and module is not None, "a claimed node is in a captured block"
     about = ops.attributes(nodes_by_name(graph)[claim.node])
     form = parse_form(str(about["form"]))

@@ -9,6 +9,7 @@ third input of its experts) and of every parameter that the rewrite leaves train
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -202,7 +203,11 @@ def _changes(before: Mapping[str, tuple[object, ...]], after: Mapping[str, tuple
         if before.get(name) != values:
             for place, value in enumerate(values):
                 key = f"attribute {name.lstrip('.')}" + f" {place}" * bool(place)
-                changed[key] = value.tensor if isinstance(value, Held) else torch.tensor(float(hash(value) % 2**31 + 1))
+                changed[key] = (
+                    value.tensor
+                    if isinstance(value, Held)
+                    else torch.tensor(zlib.crc32(str(value).encode()) + 1.0, dtype=torch.float64)
+                )
     return changed
 
 

@@ -177,8 +177,9 @@ def realised(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> 
                 realise(model, recipe(small.blocks, host), None, Path(folder))
             except KtcError as error:
                 refused[small.of.rewrite.key] = error.diagnostics[0].message
-            except AssertionError as error:  # a graph that cannot be written as code
-                refused[small.of.rewrite.key] = str(error)
+            except Exception as error:  # noqa: BLE001 - foreign code; the reason is part of the proof
+                words = (str(error).strip().splitlines() or [""])[0][:200]
+                refused[small.of.rewrite.key] = f"it cannot be put in place: {type(error).__name__}: {words}"
     return model, refused
 
 

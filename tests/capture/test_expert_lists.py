@@ -123,6 +123,20 @@ def test_a_block_that_computes_something_else_while_it_is_trained_is_left_alone(
         captured(block)
 
 
+def test_a_block_that_computes_with_counts_of_tokens_outside_of_its_loop_is_left_alone() -> None:
+    block = grove("range")
+    code = block.forward
+
+    def limited(hidden_states: Tensor) -> object:
+        result, logits = code(hidden_states)
+        over = torch.bincount(logits.argmax(-1).flatten(), minlength=EXPERTS) > 4096
+        return result * (1.0 - over.any().to(result.dtype)), logits
+
+    block.forward = limited
+    with pytest.raises(NoExperts, match="which depends on data, outside of its loop"):
+        captured(block)
+
+
 def test_two_lists_of_experts_are_told_apart_from_one() -> None:
     block = grove("range")
     with torch.device("meta"):

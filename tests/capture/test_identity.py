@@ -71,6 +71,19 @@ def test_a_number_that_changes_nothing_keeps_layers_equal(compute: Callable[[Blo
     assert first == second
 
 
+def test_a_loop_over_experts_that_reads_its_number_is_shared_with_no_other_layer() -> None:
+    def far_branch(block: Block, x: Tensor) -> Tensor:
+        x = sum((expert(x) for expert in block.experts), torch.zeros_like(x))
+        return x * 0.5 if block.layer_idx > 0 and x.shape[1] > 4096 else x
+
+    blocks = [Block(layer, far_branch).eval() for layer in (0, 1)]
+    for block in blocks:
+        with torch.device("meta"):
+            block.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    first, second = (identity_of(block, ((HIDDEN,), {}), None, layer) for layer, block in enumerate(blocks))
+    assert first != second
+
+
 def test_the_settings_that_code_reads_are_recorded_while_it_runs() -> None:
     block = Block(1, by_list)
     with recording_reads() as reads:

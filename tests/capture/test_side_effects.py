@@ -64,6 +64,33 @@ def writing_its_input(block: Block, x: Tensor) -> Tensor:
     return x
 
 
+def keeping_while_gradients_are_on(block: Block, x: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        KEPT.append((x @ block.weight).mean())
+    return x
+
+
+def clipping_its_gradient(block: Block, x: Tensor) -> Tensor:
+    out = x @ block.weight
+    if out.requires_grad:
+        out.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return out
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-1, 1)
+
+
+def own_backward(block: Block, x: Tensor) -> Tensor:
+    return Clipped.apply(x @ block.weight)
+
+
 @pytest.mark.parametrize(
     ("compute", "reason"),
     [
@@ -72,6 +99,9 @@ def writing_its_input(block: Block, x: Tensor) -> Tensor:
         (keeping, "it keeps a result as its attribute `loss`"),
         (appending, "it keeps a result as its attribute `losses`"),
         (keeping_elsewhere, "a tensor that it computes outlives its call"),
+        (keeping_while_gradients_are_on, "a tensor that it computes outlives its call"),
+        (clipping_its_gradient, "it computes gradients in its own way"),
+        (own_backward, "it computes gradients in its own way"),
         (writing_a_buffer, "it changes a tensor that it is given"),
         (writing_its_input, "it changes a tensor that it is given"),
     ],
