@@ -57,9 +57,8 @@ def canonicalise(graph_module: fx.GraphModule, experts: ExpertList) -> None:
     graph.eliminate_dead_code()
     left = next((node for node in nodes_of(root) if "ktc_unrolled" in str(node.target)), None)
     if left is not None:
-        raise NoExperts(
-            f"it computes with `{ops.name_of(left)}`, which depends on data, outside of its loop over experts"
-        )
+        found = f"`{ops.name_of(left)}`, which depends on data"
+        raise NoExperts(f"it computes with {found}, outside of its loop over experts")
     graph_module.delete_all_unused_submodules()
     graph.lint()
 

@@ -79,8 +79,9 @@ def recording_reads() -> Generator[Reads]:
 def note_reads(reads: Reads) -> None:
     """Add what other code read to the settings that are being collected."""
     recording = _reads.get()
-    for name, values in reads.items() if recording is not None else ():
-        recording.setdefault(name, set()).update(values)
+    if recording is not None:
+        for name, values in reads.items():
+            recording.setdefault(name, set()).update(values)
 
 
 @cache

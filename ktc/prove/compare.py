@@ -203,12 +203,13 @@ def _changes(before: Mapping[str, tuple[object, ...]], after: Mapping[str, tuple
         if before.get(name) != values:
             for place, value in enumerate(values):
                 key = f"attribute {name.lstrip('.')}" + f" {place}" * bool(place)
-                changed[key] = (
-                    value.tensor
-                    if isinstance(value, Held)
-                    else torch.tensor(zlib.crc32(str(value).encode()) + 1.0, dtype=torch.float64)
-                )
+                changed[key] = value.tensor if isinstance(value, Held) else _as_number(value)
     return changed
+
+
+def _as_number(setting: object) -> Tensor:
+    """Return a number that differs where the text of a setting does."""
+    return torch.tensor(zlib.crc32(str(setting).encode()) + 1.0, dtype=torch.float64)
 
 
 @contextmanager
