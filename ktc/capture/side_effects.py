@@ -7,6 +7,7 @@ block whose graph replaces its code at run time must have no such effect, since 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ktc.capture.trace import plain_settings
+from ktc.capture.trace import is_plain, plain_settings
 from ktc.graph.typed import named_modules
 
 
@@ -72,7 +73,7 @@ def side_effect(block: nn.Module, run: Callable[[], object]) -> str:
 
 
 def _left_behind(block: nn.Module, run: Callable[[], object], mode: AbstractContextManager[None]) -> str:
-    settings = _settings(block)
+    settings = _settings(block) | _globals(block)
     held = _tensor_attributes(block)
     with mode, _Hooks() as hooks, _Produced() as produced:
         own_backward = any(map(has_own_backward, _tensors(run())))
@@ -80,8 +81,9 @@ def _left_behind(block: nn.Module, run: Callable[[], object], mode: AbstractCont
         return "it computes gradients in its own way"
     if produced.changes:
         return "it changes a tensor that it is given"
-    if changed := [name for name, value in _settings(block).items() if settings.get(name) != value]:
-        return f"it changes its attribute `{changed[0]}`"
+    after_run = _settings(block) | _globals(block)
+    if changed := [name for name, value in after_run.items() if settings.get(name) != value]:
+        return f"it changes `{changed[0]}`"
     after = _tensor_attributes(block)
     if kept := [name for name, identity in after.items() if held.get(name) != identity]:
         return f"it keeps a result as its attribute `{kept[0]}`"
@@ -108,6 +110,18 @@ def _settings(block: nn.Module) -> dict[str, str]:
         f"{path}.{name}".lstrip("."): repr(value)
         for path, module in named_modules(block)
         for name, value in plain_settings(module).items()
+    }
+
+
+def _globals(block: nn.Module) -> dict[str, str]:
+    """Return the plain values that the files of the block's classes keep."""
+    files = {type(module).__module__ for _, module in named_modules(block)}
+    own = sorted(name for name in files if name in sys.modules and not name.startswith(("torch.", "ktc.")))
+    return {
+        f"{file.rpartition('.')[2]}.{name}": repr(value)
+        for file in own
+        for name, value in list(vars(sys.modules[file]).items())
+        if not name.startswith("__") and isinstance(value, int | float | str | list | dict | set) and is_plain(value)
     }
 
 

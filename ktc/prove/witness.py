@@ -147,9 +147,17 @@ def _mismatch(full: BlockGraph, small: BlockGraph) -> str:
         return f"could not be captured in the shrunk witness: {small.opaque}"
     if signature(full.graph) != signature(small.graph):
         return "is another computation in the shrunk witness"
+    if full.experts is not None and _rounds(small.graph):
+        return "rounds to half precision itself, which its code in OUT would not do in fp32"
     if [own.without_sizes() for own in full.own] != [own.without_sizes() for own in small.own]:
         return "has experts of another kind in the shrunk witness"
     return ""
+
+
+def _rounds(graph: fx.GraphModule) -> bool:
+    """Return whether a graph of an fp32 model names a dtype of half precision: then its author did."""
+    arguments = (a for node in nodes_of(graph) for a in (*node.args, *node.kwargs.values()))
+    return any(a in (torch.bfloat16, torch.float16) for a in arguments if isinstance(a, torch.dtype))
 
 
 def depends_on_sizes(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ktc.capture.side_effects import side_effect
 
 KEPT: list[Tensor] = []
+CALLS = {"all": 0}
 
 
 class Block(nn.Module):
@@ -36,6 +37,11 @@ def nothing(block: Block, x: Tensor) -> Tensor:
 
 def counting(block: Block, x: Tensor) -> Tensor:
     block.calls += 1
+    return x
+
+
+def counting_elsewhere(block: Block, x: Tensor) -> Tensor:
+    CALLS["all"] += 1
     return x
 
 
@@ -95,7 +101,8 @@ def own_backward(block: Block, x: Tensor) -> Tensor:
     ("compute", "reason"),
     [
         (nothing, ""),
-        (counting, "it changes its attribute `calls`"),
+        (counting, "it changes `calls`"),
+        (counting_elsewhere, "it changes `test_side_effects.CALLS`"),
         (keeping, "it keeps a result as its attribute `loss`"),
         (appending, "it keeps a result as its attribute `losses`"),
         (keeping_elsewhere, "a tensor that it computes outlives its call"),
