@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ktc.capture.trace import is_plain, plain_settings
 from ktc.graph.typed import named_modules
+
+_PLAIN = (int, float, str, list, dict, set)
 
 
 class _Produced(TorchDispatchMode):
@@ -117,12 +119,13 @@ def _globals(block: nn.Module) -> dict[str, str]:
     """Return the plain values that the files of the block's classes keep."""
     files = {type(module).__module__ for _, module in named_modules(block)}
     own = sorted(name for name in files if name in sys.modules and not name.startswith(("torch.", "ktc.")))
-    return {
-        f"{file.rpartition('.')[2]}.{name}": repr(value)
-        for file in own
-        for name, value in list(vars(sys.modules[file]).items())
-        if not name.startswith("__") and isinstance(value, int | float | str | list | dict | set) and is_plain(value)
-    }
+    kept: dict[str, str] = {}
+    for file in own:
+        values: dict[str, Any] = dict(vars(sys.modules[file]))
+        for name, value in values.items():
+            if not name.startswith("__") and isinstance(value, _PLAIN) and is_plain(cast("object", value)):
+                kept[f"{file.rpartition('.')[2]}.{name}"] = repr(cast("object", value))
+    return kept
 
 
 def _tensor_attributes(block: nn.Module) -> dict[str, tuple[int, ...]]:

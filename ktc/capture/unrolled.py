@@ -92,7 +92,7 @@ class _NoData(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is not None and first.is_meta:
             if name in _PICKERS or (name == "where" and len(args) == 1 and not given):
-                return self._nonzero(first, name == "where" or bool(given.get("as_tuple", False)))
+                return self.rows_picked_by(first, name == "where" or bool(given.get("as_tuple", False)))
             if name in _NUMBERS:
                 return _ExpertNumbers(self._count)
             if name == "__bool__":
@@ -108,7 +108,7 @@ class _NoData(TorchFunctionMode):
                 args = tuple(self._places(value) if place == 1 else value for place, value in enumerate(args))
         return func(*args, **given)
 
-    def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
+    def rows_picked_by(self, mask: Tensor, as_tuple: bool) -> Any:
         if self._has_one_per_expert(mask):
             return _ExpertNumbers(self._count)
         rows = self._rows(mask)
@@ -143,11 +143,11 @@ class _EveryNumber(_NoData):
         super().__init__(count)
         self._unused = unused
 
-    def _nonzero(self, mask: Tensor, as_tuple: bool) -> Any:
+    def rows_picked_by(self, mask: Tensor, as_tuple: bool) -> Any:
         sizes: list[object] = list(mask.shape)
         if len(sizes) == 1 and isinstance(sizes[0], int):
             return _ExpertNumbers(sizes[0] - self._unused)
-        return super()._nonzero(mask, as_tuple)
+        return super().rows_picked_by(mask, as_tuple)
 
 
 def _is_mask(part: object) -> bool:
