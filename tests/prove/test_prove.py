@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from ktc.capture.weights import WeightMap
 from ktc.diagnostics import ProofFailed
 from ktc.experts.module import FusedMoe
 from ktc.model.manifest import Rewrite
-from ktc.prove import Proof, prove
+from ktc.prove import Proof, prove, run
 from ktc.prove import witness as witness_module
-from ktc.prove.compare import InDouble, relative_error
+from ktc.prove.compare import InDouble, StockRefuses, relative_error
 from ktc.prove.types import TOLERANCE, Constant
 from ktc.prove.witness import signature
 from ktc.rewrite import rewrite
@@ -108,6 +109,18 @@ def test_wrong_experts_in_the_last_layer_alone_are_refuted(what: str, monkeypatc
     refuted = [proof for proof in proofs_of(captured("qwen3_moe")) if not proof.holds]
     assert [proof.class_name for proof in refuted] == ["Qwen3MoeSparseMoeBlock"]
     assert refuted[0].sites[-1] in refuted[0].difference
+
+
+def test_a_difference_stands_where_stock_code_does_not_run_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = run.errors
+
+    def in_single_alone(*args: Any) -> dict[str, float]:
+        if next(args[0].parameters()).dtype == torch.float64:
+            raise StockRefuses("expected Float but found Double")
+        return {**stock(*args), "output": 0.5}
+
+    monkeypatch.setattr(run, "errors", in_single_alone)
+    assert not any(proof.holds for proof in proofs_of(captured("qwen3_moe")))
 
 
 def test_a_block_whose_rewrite_is_refuted_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
