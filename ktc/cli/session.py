@@ -59,6 +59,7 @@ class Session:
         os.dup2(2, 1)
         self._redirect = redirect_stdout(sys.stderr)
         self._redirect.__enter__()
+        sys.unraisablehook = self._unraisable
         try:
             self._open_log()
         except OSError as error:
@@ -86,11 +87,17 @@ class Session:
             self._log.removeHandler(handler)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._before)
+        sys.unraisablehook = sys.__unraisablehook__
         raise typer.Exit(self.exit_code) from None
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._interrupted = True
         raise KeyboardInterrupt
+
+    def _unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Stay silent about an interrupt that fell into a `__del__`: `go_on` raises it again."""
+        if not (self._interrupted and issubclass(unraisable.exc_type, KeyboardInterrupt)):
+            sys.__unraisablehook__(unraisable)
 
     def go_on(self) -> None:
         """Raise KeyboardInterrupt again if there was one: an import that it interrupted may have swallowed it."""

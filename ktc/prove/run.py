@@ -262,7 +262,7 @@ def _errors(fqn: str, pair: _Pair, case: Case) -> dict[str, float]:
     try:
         with InDouble():
             return errors(*wide, case, SEED)
-    except StockRefuses:  # stock code that does not run in fp64: the difference in fp32 stands
+    except StockRefuses:  # stock code that does not run in fp64: the errors in fp32 are kept
         return found
 
 
