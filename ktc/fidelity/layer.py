@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from ktc.checkpoint import WeightSource
 from ktc.fidelity.calls import LayerCall
 from ktc.fidelity.compiled import CompiledLayers
+from ktc.fidelity.experts import Experts, experts_of
 from ktc.fidelity.probe import Probe, answers, make_probe, unprobed
 from ktc.fidelity.report import Row
 from ktc.fidelity.rows import AskedExperts, Seen, inside, rows_of
 from ktc.fidelity.stock import StockModel
 from ktc.fidelity.tokens import Tokens
-from ktc.fidelity.watch import Experts, LayerRun, run_layer
+from ktc.fidelity.watch import LayerRun, run_layer
 from ktc.fidelity.yardstick import ExpertsFormat, format_of, through_format
 from ktc.model.manifest import Manifest
 from ktc.model.progress import Tally
@@ -121,7 +122,7 @@ def _formats(sides: Sides, group: str) -> dict[Experts, ExpertsFormat]:
     found: dict[Experts, ExpertsFormat] = {}
     for step in sides.manifest.rewrites:
         if step.module == "fused_moe" and inside(step.fqn, group):
-            experts = Experts(step.fqn[len(group) + 1 :], step.args["num_experts"], step.args["top_k"])
+            experts = experts_of(step, sides.manifest, step.fqn[len(group) + 1 :])
             found[experts] = format_of(step, sides.manifest, sides.rows)
     return found
 

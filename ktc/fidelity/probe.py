@@ -14,15 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from ktc.experts.module import FusedMoe
-from ktc.fidelity.watch import Experts
+from ktc.fidelity.experts import Experts, call_alone
 
 _NUMBERS = 256  # of outputs at least per expert, so that an error does not depend on a few
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Hidden states (N, H) in fp32, choices and weights (N, K), and the expert (N,) with weight 1; others have 0."""
+    """Hidden states (..., N, H) in fp32, choices and weights (N, K), and the expert (N,) with weight 1; others have 0.
 
+    The hidden states have as many dimensions as those that the layer gives its experts.
+    """
+
+    experts: Experts
     rows: Tensor
     index: Tensor
     weights: Tensor
@@ -30,13 +34,13 @@ class Probe:
 
 
 def make_probe(experts: Experts, rows: Tensor) -> Probe:
-    """Return the inputs that reach every expert; `rows` (any number, H) are taken in turn."""
-    rounds = -(-_NUMBERS // rows.shape[1])
+    """Return the inputs that reach every expert; `rows` (..., any number, H) are taken in turn."""
+    rounds = -(-_NUMBERS // rows.shape[-1])
     numbers = torch.arange(experts.num_experts).repeat(rounds)
     index = (numbers[:, None] + torch.arange(experts.top_k)) % experts.num_experts
     weights = torch.zeros(index.shape)
     weights[:, 0] = 1.0
-    return Probe(rows[torch.arange(len(numbers)) % len(rows)], index, weights, numbers)
+    return Probe(experts, rows[..., torch.arange(len(numbers)) % rows.shape[-2], :], index, weights, numbers)
 
 
 def unprobed(experts: nn.Module) -> str:
@@ -61,5 +65,5 @@ def answers(module: nn.Module, probe: Probe, dtype: torch.dtype) -> Tensor:
                 out[probe.expert == number] = expert(rows[probe.expert == number])
         else:
             weights = probe.weights if isinstance(module, FusedMoe) else probe.weights.to(dtype)
-            out = module(rows, probe.index, weights)
+            out = call_alone(probe.experts, module, rows, probe.index, weights, probe.expert)
     return out.float().cpu()

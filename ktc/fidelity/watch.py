@@ -8,7 +8,6 @@ error of one block is not hidden by, or blamed on, another.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,15 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ktc.fidelity.calls import LayerCall
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """Where a layer's routed experts are: the module's path in the layer, its number of experts, and top k."""
-
-    path: str
-    num_experts: int
-    top_k: int
+from ktc.fidelity.experts import Experts, chosen, roles_of, routed_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +33,7 @@ class BlockRun:
 class LayerRun:
     """The layer's output (1, T, H) as it was, its blocks, and by experts' path the choices (T, K), sorted by number.
 
-    `rows` are hidden states (N, H) that the experts were given, in fp32.
+    `rows` are hidden states (..., N, H) that the experts were given, in fp32.
     """
 
     output: Tensor
@@ -96,7 +87,7 @@ class _Watch:
             if isinstance(module, nn.ModuleList):
                 handles += [one.register_forward_pre_hook(self._rows_of(each.path)) for one in module]
             else:
-                handles.append(module.register_forward_pre_hook(self._routed(each.path, module), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(self._routed(each), with_kwargs=True))
         try:
             yield
         finally:
@@ -138,15 +129,17 @@ class _Watch:
     def _is_hidden(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (self._hidden,)
 
-    def _routed(self, path: str, module: nn.Module) -> Callable[..., None]:
-        signature = inspect.signature(type(module).forward)  # the module's own may be wrapped
-
+    def _routed(self, experts: Experts) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            _, x, index, *_ = signature.bind(module, *args, **kwargs).arguments.values()
-            if isinstance(index, Tensor) and not index.is_floating_point():
-                self._chosen[path] = index.detach().reshape(-1, index.shape[-1]).cpu()
-            if isinstance(x, Tensor):
-                self.rows[path] = x.detach().reshape(-1, x.shape[-1]).float().cpu()
+            roles = roles_of(experts, module, args, kwargs)
+            if not isinstance(roles["hidden"], Tensor):
+                return
+            index = chosen(experts, roles)
+            if index is not None:
+                self._chosen[experts.path] = index
+            rows = routed_rows(experts, roles)
+            if rows.numel():
+                self.rows[experts.path] = rows
 
         return hook
 

@@ -23,11 +23,14 @@ from torch.overrides import TorchFunctionMode
 from ktc.checkpoint import WeightSource
 from ktc.experts.block_reference import dequantise_blocks, quantise_blocks
 from ktc.experts.form import parse_form
+from ktc.experts.own_module import Held, parse_held
 from ktc.experts.quantised_reference import dequantise, int8_product, quantise
+from ktc.fidelity.experts import own_step
 from ktc.formats import CODES, FORMATS
 from ktc.model.graph_block import parse_parts
 from ktc.model.manifest import Manifest, Rewrite
 
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -35,12 +38,12 @@ _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.floa
 class ExpertsFormat:
     """How a kernel holds one layer's experts. A format of `None` keeps the stock values.
 
-    `matrices` maps the name of each stock tensor, in the experts module or in each expert of a list, to its format
-    and group size. `transposed`: stacked tensors are (E, inputs, outputs).
+    `matrices` maps each stock tensor, in the experts module or in each expert of a list, to its format and group size.
+    `num_experts` are those with matrices.
     """
 
-    matrices: Mapping[str, tuple[str, int]]
-    transposed: bool
+    matrices: Mapping[Held, tuple[str, int]]
+    num_experts: int
     integer_products: bool
     computes: torch.dtype | None
 
@@ -58,33 +61,39 @@ class ExpertsFormat:
 def format_of(step: Rewrite, manifest: Manifest, rows: Sequence[WeightSource]) -> ExpertsFormat:
     """Return the format of the experts that `step` puts in place; `rows` are all of `weights.json`."""
     kernel = next((kernel for kernel in manifest.kernels if kernel.entry == step.kernel), None)
-    form = parse_form(str(step.args["form"]))
+    num_experts = int(step.args["num_experts"])
     if kernel is None:
-        return ExpertsFormat({}, form.transposed, False, None)
+        return ExpertsFormat({}, num_experts, False, None)
     down, gate_up = str(kernel.spec["format_down"]), str(kernel.spec["format_gate_up"])
     group = int(kernel.spec.get("group_size") or 0)
-    names = _tensors_of(step, manifest, form.gated)
-    formats = {tensor: down if part == "down" else gate_up for tensor, part in names.items()}
+    tensors = _tensors_of(step, manifest)
+    formats = {tensor: down if part == "down" else gate_up for tensor, part in tensors.items()}
     own = [row for row in rows if row.target.startswith(f"{step.fqn}.")]
     return ExpertsFormat(
         {
             tensor: (name, _group(name, group))
             for tensor, name in formats.items()
-            if FORMATS[name].coded and not _kept(own, names[tensor], name)  # pyright: ignore[reportArgumentType]
+            if FORMATS[name].coded and not _kept(own, tensors[tensor], name)  # pyright: ignore[reportArgumentType]
         },
-        form.transposed,
+        num_experts,
         FORMATS[down].integer_products,  # pyright: ignore[reportArgumentType]
         _DTYPES[str(kernel.spec["dtype"])],
     )
 
 
-def _tensors_of(step: Rewrite, manifest: Manifest, gated: bool) -> dict[str, str]:
-    """Return the stock tensors of weights by name, with the part that each is: `down`, or gate and up."""
+def _tensors_of(step: Rewrite, manifest: Manifest) -> dict[Held, str]:
+    """Return the stock tensors of weights, with the part that each is: `down`, or gate and up."""
     block = next((s for s in manifest.rewrites if s.module == "graph_block" and _holds(s, step.fqn)), None)
-    if block is None:
-        return {"gate_up_proj" if gated else "up_proj": "gate_up", "down_proj": "down"}
-    parts = parse_parts(str(block.args["parts"]))
-    return {name: "down" if part == "down" else "gate_up" for part, name in parts.items() if "bias" not in part}
+    own = own_step(step, manifest)
+    if own is not None:
+        parts = parse_held(str(own.args["parts"]))
+    elif block is not None:
+        parts = {part: Held(name) for part, name in parse_parts(str(block.args["parts"])).items()}
+    else:
+        form = parse_form(str(step.args["form"]))
+        gate_up = "gate_up_proj" if form.gated else "up_proj"
+        parts = {"gate_up": Held(gate_up, turned=form.transposed), "down": Held("down_proj", turned=form.transposed)}
+    return {held: "down" if part == "down" else "gate_up" for part, held in parts.items() if "bias" not in part}
 
 
 def _holds(step: Rewrite, fqn: str) -> bool:
@@ -109,20 +118,22 @@ def through_format(experts: nn.Module, form: ExpertsFormat) -> None:
     """Replace the weights of stock experts by what the format makes of them, in place and in their dtype."""
     with torch.no_grad():
         for tensor, (name, group) in form.matrices.items():
-            for matrix in _matrices(experts, tensor, form.transposed):
+            for matrix in _matrices(experts, tensor, form.num_experts):
                 matrix.copy_(_decoded(matrix.float().contiguous(), name, group))
     if form.integer_products:
         _multiply_integers(experts)
 
 
-def _matrices(experts: nn.Module, tensor: str, transposed: bool) -> Iterator[Tensor]:
+def _matrices(experts: nn.Module, tensor: Held, num_experts: int) -> Iterator[Tensor]:
     """Yield each expert's matrix (outputs, inputs), as a view."""
+    owner, _, leaf = tensor.name.rpartition(".")
     if isinstance(experts, nn.ModuleList):
-        owner, _, leaf = tensor.rpartition(".")
         yield from (cast("Tensor", getattr(expert.get_submodule(owner), leaf)).data for expert in experts)
         return
-    for matrix in cast("Tensor", getattr(experts, tensor)).data:
-        yield matrix.t() if transposed else matrix
+    whole = cast("Tensor", getattr(experts.get_submodule(owner), leaf)).data
+    whole = whole.view(num_experts, -1, *whole.shape[1:]) if tensor.flat else whole[:num_experts]
+    for matrix in whole:
+        yield matrix.t() if tensor.turned else matrix
 
 
 def _decoded(matrix: Tensor, name: str, group: int) -> Tensor:
@@ -140,8 +151,10 @@ class _IntegerProducts(TorchFunctionMode):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             out = int8_product(args[0], args[1])
             return out if bias is None else out + bias
-        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm) and args[0].dim() == args[1].dim() == 2:
+        if func in _PRODUCTS and args[0].dim() == args[1].dim() == 2:
             return int8_product(args[0], args[1].t())
+        if func in (torch.bmm, Tensor.bmm) or (func in _PRODUCTS and args[0].dim() == args[1].dim() == 3):
+            return torch.stack([int8_product(rows, matrix.t()) for rows, matrix in zip(args[0], args[1], strict=True)])
         return func(*args, **kwargs)
 
 
