@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ktc.capture.data_masks import NO_DATA, masks_from_data
+from ktc.capture.expert_hits import DependsOnData
 from ktc.capture.expert_list import candidates
 from ktc.capture.export import BATCH, SEQUENCE
 from ktc.capture.markers import masks_given
@@ -68,9 +69,13 @@ def reason_of(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_ELSEWHERE)]
     raised = f"{type(error).__name__}: {first_line(error)}"
-    if not own or frames[-1].filename.startswith(_OURS):
+    if not own:
         return raised
     line = f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno})"
+    if isinstance(error, DependsOnData):
+        return f"its code depends on data: {line} reads more than which experts have tokens"
+    if frames[-1].filename.startswith(_OURS):
+        return raised
     if any(words in str(error) for words in NO_DATA):
         return f"its code depends on data: {line}"
     return f"{line} raises {raised}"
@@ -138,10 +143,15 @@ def _run_block(block: nn.Module, original: Callable[..., Any], args: tuple[Any, 
     try:
         return original(*args, **kwargs)
     except Exception:
+        branch: DependsOnData | None = None
         for _, modules in candidates(block):
             try:
                 with routed_anyhow(modules):
                     return original(*args, **kwargs)
+            except DependsOnData as error:
+                branch = error
             except Exception:  # noqa: BLE001 - another list may be the right one; the first error is reported
                 continue
+        if branch is not None:
+            raise branch from None
         raise

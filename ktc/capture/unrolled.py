@@ -2,8 +2,8 @@
 
 The tokens of an expert are data, and a Python loop over the experts reads them. Here each such read has a result that
 is independent of data: a mask picks as many rows as it has elements, every expert index occurs, and an expert of a list
-is one marker. The run has the dataflow of the loop but not its values; `canonical` reads the dataflow. All other reads
-of data raise as they do on meta tensors.
+is one marker. The run has the dataflow of the loop but not its values; `canonical` reads the dataflow. A branch is
+followed only where it asks whether an expert has tokens (`expert_hits`). All other reads of data raise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from ktc.capture.expert_hits import DependsOnData, Hits
 
 _NAME = "ktc_unrolled"  # of the operator library
 _PICKERS = frozenset({"nonzero", "argwhere"})
@@ -65,6 +67,35 @@ class _Number(int):
         return lambda *_, **__: self
 
 
+class _Count(_Number):
+    """The tokens of an expert. It is compared with zero alone: with any other number the answer would be data."""
+
+    def _compare(self, other: object, answer: bool, zero: int = 0) -> bool:
+        if other != zero:
+            raise DependsOnData("it compares a number of tokens")
+        return answer
+
+    def __eq__(self, other: object) -> bool:
+        return self._compare(other, int(self) == 0)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compare(other, int(self) != 0)
+
+    def __gt__(self, other: object) -> bool:
+        return self._compare(other, int(self) > 0)
+
+    def __le__(self, other: object) -> bool:
+        return self._compare(other, int(self) <= 0)
+
+    def __ge__(self, other: object) -> bool:
+        return self._compare(other, int(self) > 0, zero=1)
+
+    def __lt__(self, other: object) -> bool:
+        return self._compare(other, int(self) <= 0, zero=1)
+
+    __hash__ = int.__hash__
+
+
 class _ExpertNumbers(list[_Number]):
     """Every expert's index, in order, instead of a tensor of those that occur."""
 
@@ -83,6 +114,7 @@ class _NoData(TorchFunctionMode):
     def __init__(self, count: int) -> None:
         super().__init__()
         self._count = count
+        self._hits = Hits()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
@@ -94,25 +126,39 @@ class _NoData(TorchFunctionMode):
             if name in _PICKERS or (name == "where" and len(args) == 1 and not given):
                 return self.rows_picked_by(first, name == "where" or bool(given.get("as_tuple", False)))
             if name in _NUMBERS:
+                self._hits.require_chosen(first, self._count)
                 return _ExpertNumbers(self._count)
             if name == "__bool__":
-                return True
-            if name == "bincount":
-                return markers().counted(first, self._count)
+                return self._hits.says_whether_hit(first, self._count)
             if name in ("tolist", "numpy", "unbind", "__iter__") and self._counts_tokens(first):
-                counts = [_Number(sys.maxsize), *[_Number(0)] * (self._count - 1)]  # the first expert gets all tokens
+                self._hits.require_counts(first, self._count)
+                counts = [_Count(sys.maxsize), *[_Count(0)] * (self._count - 1)]  # the first expert gets all tokens
                 return iter(counts) if name == "__iter__" else counts
             if name == "cpu":
                 return first
+        result = self._called(func, args, given)
+        self._hits.record(func, args, given, result)
+        return result
+
+    def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if name == "bincount":
+                return markers().counted(args[0], self._count)
             if name in ("__getitem__", "__setitem__"):
                 args = tuple(self._places(value) if place == 1 else value for place, value in enumerate(args))
-        return func(*args, **given)
+        return func(*args, **kwargs)
 
     def rows_picked_by(self, mask: Tensor, as_tuple: bool) -> Any:
         if self._has_one_per_expert(mask):
-            return _ExpertNumbers(self._count)
+            return self.hit(mask, self._count)
         rows = self._rows(mask)
         return rows if as_tuple else torch.stack(rows, -1)
+
+    def hit(self, mask: Tensor, count: int) -> _ExpertNumbers:
+        """Return all experts for a mask of those that have tokens."""
+        self._hits.require_hits(mask, count)
+        return _ExpertNumbers(count)
 
     def _counts_tokens(self, tensor: Tensor) -> bool:
         return self._has_one_per_expert(tensor) and not tensor.is_floating_point()
@@ -123,7 +169,10 @@ class _NoData(TorchFunctionMode):
         return isinstance(size, int) and size == self._count
 
     def _rows(self, mask: Tensor) -> tuple[Tensor, ...]:
-        return tuple(markers().picked(mask, dim) for dim in range(mask.dim()))
+        rows = tuple(markers().picked(mask, dim) for dim in range(mask.dim()))
+        for row in rows:
+            self._hits.forget(row)
+        return rows
 
     def _places(self, index: Any) -> Any:
         """Return an index without masks: each becomes the positions that it picks."""
@@ -146,7 +195,7 @@ class _EveryNumber(_NoData):
     def rows_picked_by(self, mask: Tensor, as_tuple: bool) -> Any:
         sizes: list[object] = list(mask.shape)
         if len(sizes) == 1 and isinstance(sizes[0], int):
-            return _ExpertNumbers(sizes[0] - self._unused)
+            return self.hit(mask, sizes[0] - self._unused)
         return super().rows_picked_by(mask, as_tuple)
 
 

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from ktc.capture import BlockGraph, CapturedModel, ExpertList, ModelSource, capture, markers
 from ktc.capture.canonical import NoExperts, same_computation
+from ktc.capture.expert_hits import DependsOnData
 from ktc.capture.expert_list import candidates, expert_list
 from ktc.capture.loop import capture_loop
+from ktc.capture.record import _run_block, reason_of
 from ktc.graph import ops
 from ktc.graph.typed import nodes_of
 
@@ -94,6 +96,36 @@ def test_a_call_with_as_many_tokens_as_experts_is_no_special_case() -> None:
     with torch.device("meta"):
         block = Compared().eval()
     assert captured(block)[1].count == 16
+
+
+class Limited(Compared):
+    """An expert with as many tokens as `limit` computes nothing."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        flat = hidden_states.reshape(-1, HIDDEN)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(flat)
+        for number, picker in enumerate(self.pickers):
+            mine = chosen == number
+            if mine.any() if self.limit == 0 else mine.sum() < self.limit:
+                token, slot = torch.where(mine)
+                out.index_add_(0, token, picker(flat[token]) * weights[token, slot, None])
+        return out.view_as(hidden_states)
+
+
+@pytest.mark.parametrize("limit", [0, 5000])
+def test_a_loop_may_skip_experts_without_tokens_and_no_others(limit: int) -> None:
+    with torch.device("meta"):
+        block = Limited(limit).eval()
+    if limit == 0:
+        assert captured(block)[1].count == 16
+    else:
+        with pytest.raises(DependsOnData):
+            captured(block)
 
 
 def operators(graph: fx.GraphModule) -> list[str]:
@@ -241,6 +273,21 @@ def test_a_block_that_depends_on_data_is_named_with_its_line_and_the_rest_is_cap
     assert seen.block("attn_0").graph is not None
     assert seen.block("grove_0").graph is None
     assert "its code depends on data: `if hidden_states.sum().item() > 0:`" in seen.block("grove_0").opaque
+
+
+def test_a_branch_on_data_is_named_with_its_line() -> None:
+    block = grove("range")
+    code = block.forward
+
+    def halved(hidden_states: Tensor) -> Tensor:
+        if (hidden_states > 1e9).any():
+            hidden_states = hidden_states * 0.5
+        return code(hidden_states)
+
+    with pytest.raises(DependsOnData) as raised:
+        _run_block(block, halved, (torch.empty(3, 7, HIDDEN, device="meta"),), {})
+    assert "`if (hidden_states > 1e9).any():` (test_expert_lists.py" in reason_of(raised.value)
+    assert "reads more than which experts have tokens" in reason_of(raised.value)
 
 
 def _asks_for_data(_: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:
