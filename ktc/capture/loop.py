@@ -3,7 +3,7 @@
 Input: a block on meta tensors and its call. Output: the graph in normal form. It returns everything that the block
 returns, since it replaces the block's own code at run time. Refused, with the reason: a loop that is more than routing,
 a block that computes something else in training or on long inputs, one that does more than return a result, experts
-that differ in more than their tensors, and a block called with more than hidden states.
+that differ in more than their tensors or hold more than their matrices, a block called with more than hidden states.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def capture_loop(
     if len(leaves) > 1 or "hidden_states" not in {"hidden_states" if args else "", *kwargs}:
         raise NoExperts("it is called with more than hidden states")
     modules = lists[experts[0].fqn]
+    _require_no_more(modules, experts[0])
     _require_equal(modules, (args, kwargs))
     _require_any_length(block, (args, kwargs), modules)
     graph = _captured(block, args, kwargs, modules, experts[0])
@@ -59,6 +60,14 @@ def capture_loop(
     if not same_computation(graph, trained):
         raise NoExperts("it computes something else in training mode")
     return graph, experts[0]
+
+
+def _require_no_more(modules: nn.ModuleList, experts: ExpertList) -> None:
+    """Require that the list holds no tensor but the matrices: the stack that replaces it has no place for others."""
+    taken = {f"{number}.{name}" for number in range(experts.count) for name in experts.parts.values()}
+    more = next((name for name in modules.state_dict() if name not in taken), "")
+    if more:
+        raise NoExperts(f"`{experts.fqn}` holds `{more}` beside the matrices of its experts")
 
 
 def _require_equal(modules: nn.ModuleList, call: Call) -> None:

@@ -74,6 +74,9 @@ def own_experts(
     places = dict(zip(inputs.values(), given, strict=True))
     loop = (read_loop if "index" in places else read_batched)(program.graph, places, names)
     _require_same_shape(program, places["hidden"])
+    more = set(module.state_dict()) - {held.name for held in loop.parts.values()}
+    if more:  # the module that replaces it has no place for other tensors
+        raise NoExperts(f"it holds `{min(more)}` beside its matrices")
     states = {inner: inner.training for _, inner in named_modules(module)}
     try:
         modes = [_operations(module.train(mode), forward, named, count, unused) for mode in (False, True)]

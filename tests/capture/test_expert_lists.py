@@ -169,6 +169,31 @@ def test_a_block_that_computes_with_counts_of_tokens_outside_of_its_loop_is_left
         captured(block)
 
 
+@pytest.mark.parametrize(
+    ("kind", "found"), [("parameter", "0.extra"), ("buffer", "0.extra"), ("list", "extra"), ("layer", "0.extra.weight")]
+)
+def test_a_list_that_holds_more_than_the_matrices_of_its_experts_is_left_alone(kind: str, found: str) -> None:
+    block = grove("range")
+    experts = block.get_submodule("pickers")
+    for module in [experts] if kind == "list" else list(experts.children()):
+        with torch.device("meta"):
+            if kind == "buffer":
+                module.register_buffer("extra", torch.empty(3))
+            elif kind == "layer":
+                module.add_module("extra", nn.Linear(3, 4, bias=False))
+            else:
+                module.register_parameter("extra", nn.Parameter(torch.empty(3)))
+    with pytest.raises(NoExperts, match=f"`pickers` holds `{found}` beside the matrices of its experts"):
+        captured(block)
+
+
+def test_a_buffer_that_no_checkpoint_has_may_stay_unused() -> None:
+    block = grove("range")
+    for module in block.get_submodule("pickers").children():
+        module.register_buffer("seen", torch.empty(3, device="meta"), persistent=False)
+    captured(block)
+
+
 def test_two_lists_of_experts_are_told_apart_from_one() -> None:
     block = grove("range")
     with torch.device("meta"):

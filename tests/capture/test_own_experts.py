@@ -314,6 +314,18 @@ class Turned(Batched):
         return torch.bmm(up * functional.silu(gate), self.last).view(-1, HIDDEN)
 
 
+class More(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.empty(3))
+
+
+class Counter(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.empty(EXPERTS))
+
+
 TWINS = {
     Scaled: "not that of a linear layer", Cleaned: "not that of a linear layer", OwnScale: "but `mul`",
     Dropped: "but `dropout`",
@@ -325,6 +337,7 @@ TWINS = {
     Frozen: "in its own way", Squared: "scaled by the weights", OtherSlot: "those of a mask",
     Whole: "scaled by the weights", OwnGradient: "in its own way", Activation: "an activation that no kernel",
     InTheWay: "in place", Turned: "but `permute`",
+    More: "holds `unused` beside its matrices", Counter: "holds `seen` beside its matrices",
 }  # fmt: skip
 
 

@@ -60,4 +60,18 @@ FAMILIES = (
         expected="are not MLPs that kernels compute",
         near="are not MLPs that kernels compute",
     ),
+    Family(
+        "deep_experts",
+        "x = self.mid_proj(x)",
+        "x = x.clone()",
+        expected="its code depends on data",
+        near="`experts` holds `0.mid_proj.weight` beside the matrices of its experts",
+    ),
+    Family(
+        "normed_experts",
+        "x = self.norm(x)",
+        "x = x.clone()",
+        expected="its code depends on data",
+        near="`experts` holds `0.norm.weight` beside the matrices of its experts",
+    ),
 )
