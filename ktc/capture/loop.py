@@ -2,8 +2,9 @@
 
 Input: a block on meta tensors and its call. Output: the graph in normal form. It returns everything that the block
 returns, since it replaces the block's own code at run time. Refused, with the reason: a loop that is more than routing,
-a block that computes something else in training or on long inputs, one that does more than return a result, experts
-that differ in more than their tensors or hold more than their matrices, a block called with more than hidden states.
+a block that computes something else in training or on long inputs, one that does more than return a result, a block
+called with more than hidden states. Experts that differ in more than their tensors, or hold more than their matrices,
+are refused too.
 """
 
 from __future__ import annotations

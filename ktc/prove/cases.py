@@ -184,6 +184,16 @@ def long_cases(calls: Sequence[tuple[str, Call]], seed: int) -> Iterator[Case]:
     yield Case("NaN and infinity", call.with_hidden(poisoned), poisoned=True)
 
 
+def other_experts_cases(calls: Sequence[tuple[str, Call]], implementation: str) -> Iterator[Case]:
+    """Yield the cases for another implementation of stock experts: those of every site, and the model's other lengths.
+
+    Cases that look for trouble compare the block's code, which is the same.
+    """
+    plain = (Case(name, _finite(call)) for name, call in calls if name not in SHORT)
+    for case in (*short_cases(calls), *plain):
+        yield replace(case, name=f"{case.name}, experts by {implementation}")
+
+
 def scaled(calls: Sequence[tuple[str, Call]], factor: float) -> Case | None:
     """Return the case of hidden states `factor` times as large, None for a block that the run does not call."""
     call = next((_finite(call) for name, call in calls if name == "two sequences"), None)

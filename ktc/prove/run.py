@@ -7,7 +7,8 @@ that run the same code with the same settings and constants share the long list 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from ktc.capture import CapturedModel
 from ktc.diagnostics import KtcError, ProofFailed
 from ktc.host import Host
-from ktc.prove.cases import ALWAYS, SCALES, Call, Case, long_cases, record, scaled, short_cases
+from ktc.prove.cases import ALWAYS, SCALES, Call, Case, long_cases, other_experts_cases, record, scaled, short_cases
 from ktc.prove.compare import Constants, InDouble, StockRefuses, errors
 from ktc.prove.types import TOLERANCE, Constant, Proof
 from ktc.prove.witness import (
@@ -103,16 +104,32 @@ class _Pair:
     realised: PreTrainedModel
     rewrites: Sequence[SmallRewrite]
     host: Host
-    _double: tuple[nn.Module, nn.Module] | None = field(default=None)
+    _double: tuple[PreTrainedModel, PreTrainedModel] | None = field(default=None)
+    _implementation: str = "eager"
 
     def at(self, fqn: str) -> tuple[nn.Module, nn.Module]:
         return self.witness.model.get_submodule(fqn), self.realised.get_submodule(fqn)
+
+    @contextmanager
+    def implemented_by(self, experts: str) -> Generator[None]:
+        """Run the stock experts in both precisions by another implementation than the eager one."""
+        try:
+            self._set(experts)
+            yield
+        finally:
+            self._set("eager")
+
+    def _set(self, experts: str) -> None:
+        self._implementation = experts
+        for model in (self.witness.model, *(() if self._double is None else self._double[:1])):
+            model.set_experts_implementation(experts)
 
     def in_double(self, fqn: str) -> tuple[nn.Module, nn.Module]:
         if self._double is None:
             stock = copy.deepcopy(self.witness.model).double()
             wide = Witness(self.witness.captured, stock, self.witness.experts)
             self._double = stock, realised(wide, [r for r in self.rewrites if not r.failure], self.host)[0]
+            stock.set_experts_implementation(self._implementation)
         return self._double[0].get_submodule(fqn), self._double[1].get_submodule(fqn)
 
 
@@ -227,13 +244,8 @@ def _compare_other_experts(fqn: str, pair: _Pair, calls: Sequence[tuple[str, Cal
     """Compare with the implementation of experts that the stock model chooses itself, which is not the eager one."""
     if pair.witness.experts in ("eager", ""):
         return
-    model = pair.witness.model
-    model.set_experts_implementation(pair.witness.experts)
-    try:
-        plain = [case for case in short_cases(calls) if not case.training][:1]
-        _compare(fqn, pair, plain, found)
-    finally:
-        model.set_experts_implementation("eager")
+    with pair.implemented_by(pair.witness.experts):
+        _compare(fqn, pair, other_experts_cases(calls, pair.witness.experts), found)
 
 
 def _compare(fqn: str, pair: _Pair, cases: Sequence[Case] | Iterator[Case], found: _Found) -> None:

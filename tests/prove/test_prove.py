@@ -111,6 +111,48 @@ def test_wrong_experts_in_the_last_layer_alone_are_refuted(what: str, monkeypatc
     assert refuted[0].sites[-1] in refuted[0].difference
 
 
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [("training", "left padding, training"), ("long", "two sequences"), ("rounding", "left padding")],
+)
+def test_experts_whose_other_implementation_differs_are_refuted(
+    what: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rounding`: fp64 decides an earlier case, and the model in fp64 then exists with eager experts."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    stock, compare = ALL_EXPERTS_FUNCTIONS["grouped_mm"], run.errors
+
+    def other(module: nn.Module, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        wrong = {"training": module.training, "long": len(x) == 128, "rounding": True}[what]
+        return stock(module, x, *args, **kwargs) * (2 if wrong else 1)
+
+    def rounded(block: nn.Module, *args: Any) -> dict[str, float]:
+        single = next(block.parameters()).dtype == torch.float32
+        found = compare(block, *args)
+        return {**found, "output": 1e-4} if what == "rounding" and single and not args[1].poisoned else found
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "grouped_mm", other)
+    monkeypatch.setattr(run, "errors", rounded)
+    (proof,) = (proof for proof in proofs_of(captured("qwen3_moe")) if not proof.holds)
+    assert proof.class_name == "Qwen3MoeSparseMoeBlock"
+    assert f"{where}, experts by grouped_mm" in proof.difference
+
+
+def test_grouped_products_are_decided_in_double_precision() -> None:
+    x, weight = torch.randn(9, 8), torch.randn(3, 8, 8)
+    ends = torch.tensor([2, 2, 9], dtype=torch.int32)
+    one, other = x.double().requires_grad_(), weight.double().requires_grad_()
+    with InDouble():
+        found = nn.functional.grouped_mm(one, other, offs=ends)
+        gradients = torch.autograd.grad(found.square().sum(), (one, other))
+    copies = x.double().requires_grad_(), weight.double().requires_grad_()
+    wanted = torch.cat([copies[0][:2] @ copies[1][0], copies[0][2:] @ copies[1][2]])
+    assert torch.allclose(found, wanted, rtol=1e-12)
+    for of_ours, of_loop in zip(gradients, torch.autograd.grad(wanted.square().sum(), copies), strict=True):
+        assert torch.allclose(of_ours, of_loop, rtol=1e-12)
+
+
 def test_a_difference_stands_where_stock_code_does_not_run_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = run.errors
 
