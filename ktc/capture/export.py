@@ -29,7 +29,7 @@ BATCH, SEQUENCE = 3, 7
 _KEEP = frozenset({
     "linear", "silu", "gelu", "softmax", "sigmoid", "rms_norm", "scaled_dot_product_attention", "topk", "split",
     "split_with_sizes", "chunk", "clamp", "clamp_min", "clamp_max", "one_hot", "embedding", "layer_norm", "masked_fill",
-    "conv1d", "softplus",
+    "conv1d", "softplus", "detach",
 })  # fmt: skip
 _DROP = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"})
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -19,11 +21,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
 
 from ktc.capture.trace import is_plain, plain_settings
 from ktc.graph.typed import named_modules
 
-_PLAIN = (int, float, str, list, dict, set)
+_NOT_OF_MODELS = ("torch.", "ktc.", "builtins")  # files that keep values of their own
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Produced(TorchDispatchMode):
@@ -83,12 +87,12 @@ def _left_behind(block: nn.Module, run: Callable[[], object], mode: AbstractCont
         return "it computes gradients in its own way"
     if produced.changes:
         return "it changes a tensor that it is given"
-    after_run = _settings(block) | _globals(block)
-    if changed := [name for name, value in after_run.items() if settings.get(name) != value]:
-        return f"it changes `{changed[0]}`"
     after = _tensor_attributes(block)
     if kept := [name for name, identity in after.items() if held.get(name) != identity]:
         return f"it keeps a result as its attribute `{kept[0]}`"
+    after_run = _settings(block) | _globals(block)
+    if changed := [name for name, value in after_run.items() if settings.get(name) != value]:
+        return f"it changes `{changed[0]}`"
     gc.collect()  # frames of the run may still hold tensors in circles
     return "a tensor that it computes outlives its call" if any(ref() is not None for ref in produced.made) else ""
 
@@ -108,24 +112,88 @@ def has_own_backward(result: Tensor) -> bool:
 
 
 def _settings(block: nn.Module) -> dict[str, str]:
-    return {
-        f"{path}.{name}".lstrip("."): repr(value)
-        for path, module in named_modules(block)
-        for name, value in plain_settings(module).items()
-    }
+    found = _Held(block)
+    for path, module in named_modules(block):
+        found.add(path, module)
+    return found.values
 
 
 def _globals(block: nn.Module) -> dict[str, str]:
-    """Return the plain values that the files of the block's classes keep."""
-    files = {type(module).__module__ for _, module in named_modules(block)}
-    own = sorted(name for name in files if name in sys.modules and not name.startswith(("torch.", "ktc.")))
-    kept: dict[str, str] = {}
-    for file in own:
-        values: dict[str, Any] = dict(vars(sys.modules[file]))
+    """Return the plain values that the files of the block's classes keep, and the classes themselves."""
+    found = _Held(block)
+    for file in sorted(found.files):
+        if file in sys.modules:
+            found.add_names(file.rpartition(".")[2], vars(sys.modules[file]))
+    return found.values
+
+
+class _Held:
+    """The plain values within reach of modules or files: in containers, and in what the same package has made.
+
+    An object that counts calls, a class or a function with a counter, is often the only trace of a side effect.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        bases = {base for _, module in named_modules(block) for base in type(module).__mro__}
+        self.files = {base.__module__ for base in bases if not base.__module__.startswith(_NOT_OF_MODELS)}
+        packages = {file.rpartition(".")[0] for file in self.files} - {"", "transformers"}
+        self._packages = tuple(f"{package}." for package in sorted(packages))
+        self.values: dict[str, str] = {}
+        self._seen: dict[int, object] = {}
+
+    def add(self, path: str, held: object) -> None:
+        """Record `held` under `path`, with everything that it holds."""
+        if is_plain(held):
+            self.values[path] = repr(held)
+            return
+        if id(held) in self._seen or isinstance(held, Tensor):
+            return
+        self._seen[id(held)] = held
+        if isinstance(held, nn.Module):
+            self.add_names(path, plain_settings(held) | _objects_of(held))
+        elif isinstance(held, Mapping):
+            self._add_parts(path, {str(key): v for key, v in cast("Mapping[object, object]", held).items()})
+        elif isinstance(held, list | tuple | set | frozenset | deque):
+            self._add_parts(path, {str(place): v for place, v in enumerate(cast("Iterable[object]", held))})
+        elif isinstance(held, PreTrainedConfig | SimpleNamespace):
+            self.add_names(path, {name: v for name, v in vars(held).items() if not name.startswith("_")})
+        elif isinstance(held, MethodType):
+            self.add(path, held.__self__)
+        elif self._is_own(held):
+            self.add_names(path, getattr(held, "__dict__", {}))
+            self._add_parts(f"{path}()", _enclosed(held))
+
+    def add_names(self, path: str, values: Mapping[str, object]) -> None:
+        """Record values by their names below `path`."""
         for name, value in values.items():
-            if not name.startswith("__") and isinstance(value, _PLAIN) and is_plain(cast("object", value)):
-                kept[f"{file.rpartition('.')[2]}.{name}"] = repr(cast("object", value))
-    return kept
+            if not name.startswith("__"):
+                self.add(f"{path}.{name}".lstrip("."), value)
+
+    def _add_parts(self, path: str, values: Mapping[str, object]) -> None:
+        self.values[path] = f"{len(values)} values"
+        self.add_names(path, values)
+
+    def _is_own(self, held: object) -> bool:
+        """Return whether an object, class, function or file is of the files of the block or of their package."""
+        name = getattr(held, "__name__" if isinstance(held, ModuleType) else "__module__", None)
+        return isinstance(name, str) and (name in self.files or name.startswith(self._packages))
+
+
+def _enclosed(held: object) -> dict[str, object]:
+    """Return the values that a function holds from around its definition."""
+    if not isinstance(held, FunctionType) or held.__closure__ is None:
+        return {}
+    found: dict[str, object] = {}
+    for name, cell in zip(held.__code__.co_freevars, held.__closure__, strict=True):
+        with suppress(ValueError):  # a cell that is empty yet
+            found[name] = cell.cell_contents
+    return found
+
+
+def _objects_of(module: nn.Module) -> dict[str, object]:
+    """Return the attributes of a module that are objects: no plain values, tensors or modules."""
+    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return {name: value for name, value in own.items() if not isinstance(value, nn.Module | Tensor)}
 
 
 def _tensor_attributes(block: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -55,7 +55,7 @@ class Call:
     def any_length(self) -> bool:
         """Whether hidden states are the only tensor, so that a call of another length can be made."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        return sum(isinstance(leaf, Tensor) for leaf in leaves) == 1 and self.hidden.dim() == 3
+        return sum(isinstance(leaf, Tensor) for leaf in leaves) == 1 and self.hidden.dim() in (2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,10 @@ def long_cases(calls: Sequence[tuple[str, Call]], seed: int) -> Iterator[Case]:
     hidden, generator = call.hidden, torch.Generator().manual_seed(seed)
     yield Case("equal scores everywhere", call.with_hidden(torch.zeros_like(hidden)), stress=True)
     if call.any_length:
+        sizes = (*[1] * (hidden.dim() - 2), MANY, hidden.shape[-1])  # a layer may call its block on rows
         row = hidden.flatten(0, -2)[0]
-        yield Case("all tokens to one expert", call.with_hidden(row.expand(1, MANY, -1).clone()), stress=True)
-        noise = torch.randn(1, MANY, hidden.shape[-1], generator=generator) * hidden.std()
+        yield Case("all tokens to one expert", call.with_hidden(row.expand(sizes).clone()), stress=True)
+        noise = torch.randn(sizes, generator=generator) * hidden.std()
         yield Case(f"{MANY} tokens", call.with_hidden(noise))
         yield Case(f"{MANY} tokens", call.with_hidden(noise)).trained()
     poisoned = hidden.clone()

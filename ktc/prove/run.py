@@ -21,6 +21,7 @@ from ktc.host import Host
 from ktc.prove.cases import ALWAYS, SCALES, Call, Case, long_cases, other_experts_cases, record, scaled, short_cases
 from ktc.prove.compare import Constants, InDouble, StockRefuses, errors
 from ktc.prove.types import TOLERANCE, Constant, Proof
+from ktc.prove.whole import whole_difference
 from ktc.prove.witness import (
     SEED,
     SmallRewrite,
@@ -68,7 +69,7 @@ def prove_on(
     witness: Witness, captured: CapturedModel, blocks: Sequence[RewrittenBlock], host: Host
 ) -> tuple[Proof, ...]:
     """`prove` on a witness that exists already, which does not change."""
-    witness = replace(witness, model=copy.deepcopy(witness.model))  # blocks may count their calls
+    before, witness = witness, replace(witness, model=copy.deepcopy(witness.model))  # blocks may count their calls
     carried = [carried_over(captured, block, witness) for block in blocks]
     with one_thread():
         sites = {site.fqn for small in carried for block in small.blocks for site in block.rewrite.sites}
@@ -78,7 +79,35 @@ def prove_on(
             raise ProofFailed(does_not_run(error)) from error
         model, refused = realised(witness, [small for small in carried if not small.failure], host)
         pair = _Pair(witness, model, carried, host)
-        return tuple(_proof(captured, small, refused, pair, calls) for small in carried)
+        proofs = tuple(_proof(captured, small, refused, pair, calls) for small in carried)
+        return _as_a_whole(before, carried, proofs, host)
+
+
+def _as_a_whole(
+    witness: Witness, carried: Sequence[SmallRewrite], proofs: Sequence[Proof], host: Host
+) -> tuple[Proof, ...]:
+    """Return the proofs, refuted where the whole model differs with that rewrite alone, or with all that hold."""
+    holding = [small for small, proof in zip(carried, proofs, strict=True) if proof.holds]
+    error, difference = _whole(witness, holding, host) if holding else (0.0, "")
+    if not difference:
+        return tuple(proofs)
+    alone = {small.of.rewrite.key: _whole(witness, [small], host) for small in holding}
+    if not any(told for _, told in alone.values()):
+        alone = dict.fromkeys(alone, (error, difference))
+    found = ((proof, *alone.get(proof.rewrite, (0.0, ""))) for proof in proofs)
+    return tuple(
+        replace(proof, forward=max(proof.forward, error), difference=told) if told else proof
+        for proof, error, told in found
+    )
+
+
+def _whole(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> tuple[float, str]:
+    def in_double() -> tuple[PreTrainedModel, PreTrainedModel]:
+        wide = replace(witness, model=copy.deepcopy(witness.model).double())
+        return wide.model, realised(wide, rewrites, host)[0]
+
+    stock = replace(witness, model=copy.deepcopy(witness.model))
+    return whole_difference(stock.model, realised(stock, rewrites, host)[0], SEED, in_double)
 
 
 def refuted(proofs: Sequence[Proof]) -> dict[str, tuple[str, str]]:
@@ -174,7 +203,7 @@ def _proof(
                 _compare(fqn, pair, [*short_cases(calls[fqn]), *([larger] if larger else [])], found)
             if found.difference:
                 break
-        if not found.cases:
+        if not found.cases and not found.difference:
             failure = "the witness never calls the block"
     return Proof(
         rewrite.key, rewrite.block, captured.block(rewrite.block).class_name, rules, sites, found.forward,

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ktc.capture.side_effects import side_effect
 
 KEPT: list[Tensor] = []
+LOCAL = threading.local()
+NAMES = SimpleNamespace(calls=0)
 CALLS = {"all": 0}
+
+
+class Tally:
+    """Statistics that are no module."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        self.lengths: deque[int] = deque(maxlen=100)
+
+    def note(self, x: Tensor) -> None:
+        self.lengths.append(x.shape[0])
+
+
+HEARD = Tally()
 
 
 class Block(nn.Module):
@@ -23,6 +44,8 @@ class Block(nn.Module):
         self.counts: Tensor
         self.calls = 0
         self.losses: list[Tensor] = []
+        self.tally, self.heard = Tally(), [HEARD.note]
+        self.config = PreTrainedConfig()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(self, x)
@@ -45,6 +68,37 @@ def counting_elsewhere(block: Block, x: Tensor) -> Tensor:
     return x
 
 
+def counting_in_an_object(block: Block, x: Tensor) -> Tensor:
+    block.tally.lengths.append(3)
+    return x
+
+
+def counting_in_a_namespace(block: Block, x: Tensor) -> Tensor:
+    NAMES.calls += 1
+    return x
+
+
+def counting_in_a_class(block: Block, x: Tensor) -> Tensor:
+    Tally.total += 1
+    return x
+
+
+def counting_in_a_config(block: Block, x: Tensor) -> Tensor:
+    block.config.calls = getattr(block.config, "calls", 0) + 1
+    return x
+
+
+def counting_in_a_function(block: Block, x: Tensor) -> Tensor:
+    vars(counting_in_a_function)["calls"] = vars(counting_in_a_function).get("calls", 0) + 1
+    return x
+
+
+def calling_back(block: Block, x: Tensor) -> Tensor:
+    for listener in block.heard:
+        listener(x)
+    return x
+
+
 def keeping(block: Block, x: Tensor) -> Tensor:
     block.loss = x.mean()
     return x
@@ -57,6 +111,11 @@ def appending(block: Block, x: Tensor) -> Tensor:
 
 def keeping_elsewhere(block: Block, x: Tensor) -> Tensor:
     KEPT.append(x.mean())
+    return x
+
+
+def keeping_in_a_thread(block: Block, x: Tensor) -> Tensor:
+    LOCAL.loss = x.mean()
     return x
 
 
@@ -103,10 +162,17 @@ def own_backward(block: Block, x: Tensor) -> Tensor:
         (nothing, ""),
         (counting, "it changes `calls`"),
         (counting_elsewhere, "it changes `test_side_effects.CALLS`"),
+        (counting_in_an_object, "it changes `tally.lengths`"),
+        (counting_in_a_namespace, "it changes `test_side_effects.NAMES.calls`"),
+        (counting_in_a_class, "it changes `test_side_effects.Tally.total`"),
+        (counting_in_a_config, "it changes `config.calls`"),
+        (counting_in_a_function, "it changes `compute.calls`"),
+        (calling_back, "it changes `heard.0.lengths`"),
         (keeping, "it keeps a result as its attribute `loss`"),
         (appending, "it keeps a result as its attribute `losses`"),
-        (keeping_elsewhere, "a tensor that it computes outlives its call"),
-        (keeping_while_gradients_are_on, "a tensor that it computes outlives its call"),
+        (keeping_elsewhere, "it changes `test_side_effects.KEPT`"),
+        (keeping_while_gradients_are_on, "it changes `test_side_effects.KEPT`"),
+        (keeping_in_a_thread, "a tensor that it computes outlives its call"),
         (clipping_its_gradient, "it computes gradients in its own way"),
         (own_backward, "it computes gradients in its own way"),
         (writing_a_buffer, "it changes a tensor that it is given"),

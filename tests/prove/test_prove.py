@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -197,6 +197,39 @@ def _broken(monkeypatch: pytest.MonkeyPatch, family: str, which: str) -> Analysi
     model, rules = captured(family), dsl.load("moe-lora", {})
     matches, plan = planned(model, rules)
     return Analysis(rules, model, WeightMap((), ()), matches, plan, rewrite(model, plan), CPU)
+
+
+def test_code_around_the_blocks_takes_part_in_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = witness_module.realise
+
+    def realise(model: nn.Module, steps: Sequence[Rewrite], *rest: object) -> None:
+        stock(model, steps, *rest)  # type: ignore[arg-type]
+        if any(step.fqn.endswith("experts") for step in steps):  # as code that reads the class of these modules
+            cast("PreTrainedModel", model).lm_head.register_forward_hook(lambda m, args, logits: 2 * logits)
+
+    monkeypatch.setattr(witness_module, "realise", realise)
+    proofs = proofs_of(captured("deepseek_v2"))
+    assert [proof.holds for proof in proofs] == [proof.class_name == "DeepseekV2Attention" for proof in proofs]
+    assert all(
+        "of the whole model" in p.difference or "the whole model," in p.difference for p in proofs if not p.holds
+    )
+
+
+def test_a_rewrite_that_raises_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def experts_raise(experts: FusedMoe) -> None:
+        experts.forward = lambda *_: experts.act_fn  # type: ignore[method-assign]
+
+    stock = witness_module.realise
+
+    def realise(model: nn.Module, steps: Sequence[Rewrite], *rest: object) -> None:
+        stock(model, steps, *rest)  # type: ignore[arg-type]
+        for module in [m for m in model.modules() if isinstance(m, FusedMoe)]:
+            experts_raise(module)
+
+    monkeypatch.setattr(witness_module, "realise", realise)
+    told = [proof.difference for proof in proofs_of(captured("qwen3_moe")) if not proof.holds]
+    assert len(told) == 1
+    assert "no attribute 'act_fn'" in told[0]
 
 
 # The verdict ----------------------------------------------------------------------------------------------------------

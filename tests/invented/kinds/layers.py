@@ -20,4 +20,5 @@ FAMILIES = (
         near="computes something around its experts",
         settings={"num_hidden_layers": 4, "levels": [1.0, 0.5, 1.0, 2.0]},
     ),
+    Family("top_k_by_layer_list", "2 + layer_idx % 2", "2"),
 )

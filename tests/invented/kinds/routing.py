@@ -18,4 +18,12 @@ FAMILIES = (
     Family("absent_experts", "config.num_experts + 1, bias", "config.num_experts, bias", expected="cannot be proven"),
     Family("hash_routing", "(first + 3)", "(first + input_ids.reshape(-1) % 2 + 3)"),
     Family("balanced_routing", "balanced(logits, 3)", "balanced(logits, 0)"),
+    Family("straight_through", "(torch.ones_like(weights) - weights.detach() + weights)", "weights"),
+    Family("duplicates_class", "(self.gate, self.second)", "(self.gate, self.gate)"),
+    Family(
+        "two_routers",
+        "out[token] += expert(flat[token]) * weights[token, slot, None]",
+        "out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])",
+        expected="computes something else than stock",
+    ),
 )

@@ -14,4 +14,25 @@ FAMILIES = (
         expected="no routed experts",
         near="no routed experts",
     ),
+    Family(
+        "outside_expert",
+        "self.mlp.experts[0](x)",
+        "x",
+        expected="expert 0 is not a module of its own",
+    ),
+    Family(
+        "type_asked",
+        "0.5 * self.mlp(x) if type(self.mlp) is Mixture else",
+        "0.25 * self.mlp(x) if isinstance(self.mlp, Mixture) else",
+        expected="code around it reads its class",
+    ),
+    Family("asks_experts", "self.experts.act_fn(", "F.relu(", expected="no attribute 'act_fn'"),
+    Family("halves", "weights[:half]", "2 * weights[:half]"),
+    Family(
+        "decode_flag",
+        "0.5 if decoding",
+        "1.0 if decoding",
+        expected="called with more than hidden states",
+        near="called with more than hidden states",
+    ),
 )

@@ -21,4 +21,5 @@ FAMILIES = (
     Family("noisy_top_k", "F.softplus(self.spread(x))", "0.0 * F.softplus(self.spread(x))"),
     Family("train_bias_update", "self.bias += 0.01", "self.bias += 0.0"),
     Family("aux_scaler", "0.01 * torch.ones_like(loss)", "torch.zeros_like(loss)"),
+    Family("train_override", "3 if mode else 2", "2 if mode else 2", expected="computes something else than stock"),
 )

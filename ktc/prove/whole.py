@@ -1,0 +1,107 @@
+"""The witness as a whole, stock beside rewritten: code around a block may read its class, its children or tensors.
+
+Input: both models. Output: in which forward they differ. Blocks are compared one by one elsewhere; here the code
+between them is run, which a rewrite does not change and which may still notice it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from ktc.prove.compare import InDouble, StockRefuses, relative_error
+from ktc.prove.types import TOLERANCE
+
+BATCH, LENGTH, CACHED = 2, 24, 9
+Results = list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    name: str
+    run: Callable[[PreTrainedModel, Tensor], Any]
+    training: bool = False
+
+
+def _decoded(model: PreTrainedModel, tokens: Tensor) -> Any:
+    with torch.no_grad():
+        cache = model(input_ids=tokens[:, :CACHED], use_cache=True).past_key_values
+        return model(input_ids=tokens[:, CACHED : CACHED + 1], past_key_values=cache, use_cache=True).logits
+
+
+def _loss(model: PreTrainedModel, tokens: Tensor) -> Any:
+    return model(input_ids=tokens, labels=tokens, use_cache=False)
+
+
+FORWARDS = (
+    _Forward("a loss", _loss),
+    _Forward("a loss in training", _loss, training=True),
+    _Forward("decoding with a cache", _decoded),
+)
+
+
+def whole_difference(
+    stock: PreTrainedModel, rewritten: PreTrainedModel, seed: int,
+    in_double: Callable[[], tuple[PreTrainedModel, PreTrainedModel]],
+) -> tuple[float, str]:  # fmt: skip
+    """Return the largest error of all results, and in words the first forward that differs, "" if none does.
+
+    Errors in fp32 add up over layers, and a choice of experts may tip over. Those above the tolerance are decided in
+    fp64, on the models that `in_double` returns.
+    """
+    worst = 0.0
+    for forward in FORWARDS:
+        try:
+            found = _error(stock, rewritten, forward, seed)
+            if not found <= TOLERANCE:
+                found = _error_in_double(found, in_double(), forward, seed)
+        except StockRefuses:
+            continue
+        except Exception as error:  # noqa: BLE001 - the rewritten model raises where the stock model does not
+            words = (str(error).strip().splitlines() or [""])[0][:200]
+            return float("inf"), f"it raises {type(error).__name__}: {words} in {forward.name} of the whole model"
+        worst = max(worst, found)
+        if not found <= TOLERANCE:
+            return worst, f"results of the whole model, {forward.name}: code around it reads its class or parts"
+    return worst, ""
+
+
+def _error_in_double(
+    found: float, wide: tuple[PreTrainedModel, PreTrainedModel], forward: _Forward, seed: int
+) -> float:
+    try:
+        with InDouble():
+            return _error(*wide, forward, seed)
+    except StockRefuses:  # stock code that does not run in fp64: the error in fp32 is kept
+        return found
+
+
+def _error(stock: PreTrainedModel, rewritten: PreTrainedModel, forward: _Forward, seed: int) -> float:
+    try:
+        wanted = list(_results(stock, forward, seed))
+    except Exception as error:  # foreign code raises anything
+        raise StockRefuses(str(error)) from error
+    found = list(_results(rewritten, forward, seed))
+    if len(found) != len(wanted):
+        return float("inf")
+    return max((relative_error(f, w) for f, w in zip(found, wanted, strict=True)), default=0.0)
+
+
+def _results(model: PreTrainedModel, forward: _Forward, seed: int) -> Iterator[Tensor]:
+    tokens = torch.randint(
+        0, model.config.get_text_config().vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed)
+    )
+    model.train(forward.training)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            result = forward.run(model, tokens)
+    finally:
+        model.eval()
+    yield from (leaf.detach() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))

@@ -1,0 +1,26 @@
+"""The experts class is called for each half of the tokens, the first of which may be empty."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .skeleton import CausalLM, Experts
+
+
+class Mixture(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.top_k, self.layer_idx = config.num_experts_per_tok, layer_idx
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, hidden_states):
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, chosen = F.softmax(self.gate(flat), dim=-1).topk(self.top_k)
+        half = flat.shape[0] // 2
+        first = self.experts(flat[:half], chosen[:half], weights[:half])
+        return torch.cat((first, self.experts(flat[half:], chosen[half:], weights[half:]))).view_as(hidden_states)
+
+
+class InventedForCausalLM(CausalLM):
+    block = Mixture

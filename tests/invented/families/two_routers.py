@@ -1,0 +1,32 @@
+"""Two routers choose one expert each, at times the same one, and its result is then added once."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .skeleton import CausalLM, Expert
+
+
+class Mixture(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.second = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList([Expert(config) for _ in range(config.num_experts)])
+
+    def forward(self, hidden_states):
+        flat = hidden_states.view(-1, hidden_states.shape[-1])
+        pairs = [F.softmax(gate(flat), dim=-1, dtype=torch.float).max(-1) for gate in (self.gate, self.second)]
+        weights, chosen = (torch.stack(values, -1) for values in zip(*pairs, strict=True))
+        weights = (weights / weights.sum(-1, keepdim=True)).to(flat.dtype)
+        out = torch.zeros_like(flat)
+        mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
+        for number, expert in enumerate(self.experts):
+            slot, token = torch.where(mask[number])
+            out[token] += expert(flat[token]) * weights[token, slot, None]
+        return out.view_as(hidden_states)
+
+
+class InventedForCausalLM(CausalLM):
+    block = Mixture
