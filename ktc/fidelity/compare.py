@@ -4,8 +4,8 @@ In: outputs of the compiled model, of stock in its own dtype, and of the yardsti
 error of a token is the norm of the difference over the norm of the yardstick's output; the error of a row is the root
 mean square over tokens, so that a few tokens with huge activations do not hide the others. Tokens for which a side
 chose other experts are left out of its error and counted in its agreement: a near tie that rounding decides otherwise
-is not a wrong weight. A row is red if ktc's error is above twice stock's own plus `FLOOR`, is not finite, or if more
-tokens chose other experts than twice stock's own count and an allowance.
+is not a wrong weight. A row is red if ktc's error is above twice stock's own plus `FLOOR`, if either is not finite, or
+if more tokens chose other experts than twice stock's own count and an allowance.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from ktc.fidelity.report import FLOOR, TWICE, Kind, Row, Worst
 from ktc.fidelity.tokens import Tokens
 
+UNSEEN = "choices of experts were not compared"
 _SHOWN = 3  # worst tokens or experts of a row
 _SMALL = 1e-3  # of the median norm: a token whose output is about zero has no relative error of its own
 _OTHER_CHOICES = {"layer": 0.05, "block": 0.01}  # of the tokens; a block is given equal input, a layer is not
@@ -55,12 +56,15 @@ def root_mean_square(errors: Tensor) -> float | None:
 
 
 def same_choices(found: Output, wanted: Output) -> Tensor | None:
-    """Return for each token whether it has the same experts everywhere; `None` where a choice was not seen."""
+    """Return for each token whether it has the same experts everywhere; `None` where a choice was not seen.
+
+    Another number of experts is another choice.
+    """
     if not wanted.choices or len(found.choices) != len(wanted.choices):
         return None
     same = torch.ones(len(wanted.choices[0]), dtype=torch.bool)
     for one, other in zip(found.choices, wanted.choices, strict=True):
-        same &= (one == other).all(1)
+        same &= (one == other).all(1) if one.shape == other.shape else torch.zeros_like(same)
     return same
 
 
@@ -80,8 +84,10 @@ def compare(what: str, kind: Kind, rewritten: bool, outputs: Outputs, tokens: To
         _share(same),
         _share(own_same),
         worst=_worst(errors.masked_fill(~kept, -1.0), tokens),
+        note=UNSEEN if same is None and (wanted.choices or ktc.choices) else "",
     )
-    return replace(row, red=_too_large(row) or _other_experts(row, len(errors), kind))
+    lost = "its choices of experts were not seen, those of stock were" if same is None and wanted.choices else ""
+    return replace(row, red=_too_large(row) or lost or _other_experts(row, len(errors), kind))
 
 
 def compare_experts(what: str, ktc: Tensor, stock: Tensor, wanted: Tensor, expert: Tensor) -> Row:
@@ -94,9 +100,9 @@ def compare_experts(what: str, ktc: Tensor, stock: Tensor, wanted: Tensor, exper
     of_ktc = [root_mean_square(errors[expert == number]) for number in range(count)]
     of_stock = [root_mean_square(own[expert == number]) for number in range(count)]
     order = sorted(range(count), key=lambda number: -_ratio(of_ktc[number], of_stock[number]))
-    first = order[0]
-    row = Row(what, "experts", True, of_ktc[first], of_stock[first])
-    wrong = [n for n in order if _too_large(replace(row, ktc=of_ktc[n], stock=of_stock[n]))]
+    rows = [Row(what, "experts", True, of_ktc[number], of_stock[number]) for number in range(count)]
+    wrong = [number for number in order if _too_large(rows[number])]
+    row = rows[(wrong or order)[0]]
     worst = tuple(Worst(number, "", of_ktc[number]) for number in (wrong or order)[:_SHOWN])
     if not wrong:
         return replace(row, worst=worst)
@@ -126,8 +132,10 @@ def _worst(errors: Tensor, tokens: Tokens) -> tuple[Worst, ...]:
 
 def _too_large(row: Row) -> str:
     if row.ktc is None:
-        return "the result is not finite" if row.stock is not None else ""
-    if row.stock is None or row.ktc <= TWICE * row.stock + FLOOR:
+        return "the result is not finite" + (", nor is stock's own" if row.stock is None else "")
+    if row.stock is None:
+        return f"error {row.ktc:.1e} has no bound: stock's own result is not finite"
+    if row.ktc <= TWICE * row.stock + FLOOR:
         return ""
     times = f"{row.ktc / row.stock:.1f} times stock's own error" if row.stock else "stock's own error is 0"
     return f"error {row.ktc:.1e} is {times}" if row.stock else f"error {row.ktc:.1e}, {times}"

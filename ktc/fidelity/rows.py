@@ -65,7 +65,7 @@ def rows_of(
             )
             rows.append(replace(row, note=each.format))
         else:
-            rows[0] = replace(rows[0], note=each.why_not)
+            rows[0] = replace(rows[0], note="; ".join(filter(None, (rows[0].note, each.why_not))))
     return tuple(rows)
 
 
