@@ -1,13 +1,13 @@
 """How a model calls its layers, recorded without running them, and its head on hidden states from elsewhere.
 
 In: a model whose tensors outside of the layers have values, and tokens. Out: the first layer's input and each layer's
-other arguments (masks, positions), or logits. Refused (N602): models that compute between their layers, share a cache
-between them, or pass on more than hidden states.
+other arguments (masks, positions), or logits. Refused (N602): models that compute between their layers, hand state
+from layer to layer, or pass on more than hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -33,13 +33,22 @@ class LayerCall:
     device: torch.device
 
     def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Return the layer's hidden states for the input `x` (1, T, H), on its own device."""
+        """Return the layer's hidden states for the input `x` (1, T, H), on its own device.
+
+        Raises InputRefused (N602) for a layer that fills a mapping which later layers read.
+        """
         x = x.to(self.device)
         if self.named is None:
             out = layer(x, *self.args, **self.kwargs)
         else:
             out = layer(*self.args, **{**self.kwargs, self.named: x})
+        _require_unshared(name for name, value in self._mappings() if value)
         return main_output(out)
+
+    def _mappings(self) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+        """Yield the mappings among the arguments; a position counts from the first of `args`."""
+        places: dict[int | str, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        yield from ((str(place), value) for place, value in places.items() if isinstance(value, Mapping))
 
     def to(self, dtype: torch.dtype) -> LayerCall:
         """Return the call with floating tensors in `dtype`; masks keep finite bounds."""
@@ -150,10 +159,16 @@ def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, La
     if not isinstance(x, Tensor):
         raise InputRefused(not_by_layer("its layers take no hidden states"))
     rest = {name: value for name, value in kwargs.items() if name != named}
-    shared = [name for name, value in rest.items() if isinstance(value, dict)]
-    if shared:
-        raise InputRefused(not_by_layer(f"its layers share `{shared[0]}`"))
+    # An empty mapping that is not a `dict`, such as that for keys and values of gemma4, may stay empty.
+    _require_unshared(name for name, value in rest.items() if isinstance(value, dict))
     return x, LayerCall(named, args[1:], rest, x.device)
+
+
+def _require_unshared(names: Iterable[str]) -> None:
+    """Raise N602 with the first argument in which layers hand state to later ones."""
+    name = next(iter(names), None)
+    if name is not None:
+        raise InputRefused(not_by_layer(f"its layers hand state to later layers in the argument `{name}`"))
 
 
 def _same(x: Tensor, previous: Tensor) -> bool:

@@ -132,7 +132,7 @@ def _worst(errors: Tensor, tokens: Tokens) -> tuple[Worst, ...]:
 
 def _too_large(row: Row) -> str:
     if row.ktc is None:
-        return "the result is not finite" + (", nor is stock's own" if row.stock is None else "")
+        return "the result is not finite" + (" on either side" if row.stock is None else "")
     if row.stock is None:
         return f"error {row.ktc:.1e} has no bound: stock's own result is not finite"
     if row.ktc <= TWICE * row.stock + FLOOR:

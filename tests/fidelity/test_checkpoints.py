@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf_twins
@@ -14,14 +14,12 @@ from gguf import GGMLQuantizationType as Type
 from places import REMOTE_CODE
 from quantised_twins import twin_of
 from safetensors.torch import save_file
-from torch import nn
 
 import ktc
 from ktc import twin
 from ktc.capture import open_model
 from ktc.diagnostics import InputRefused
 from ktc.experts.module import FusedMoe
-from ktc.fidelity.calls import record
 from ktc.fidelity.report import Report
 from ktc.fidelity.run import prove_model
 from ktc.host import find_compiler
@@ -117,28 +115,3 @@ def test_experts_in_a_list_of_a_models_own_code_are_compared(tmp_path: Path, loo
     layer = next(layer.index for layer in report.layers if any(row.kind == "experts" for row in layer.rows))
     found = prove_model(damaged(out, layer, trusted=True), count=64, trust_remote_code=True)
     assert wrong_experts(found) == {1, 2}
-
-
-class _Between(nn.Module):
-    """A model that computes between its layers, or shares a dictionary among them."""
-
-    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor], shared: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self._between, self._shared = between, shared
-
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
-        x = torch.ones(1, input_ids.shape[1], 4)
-        for layer in self.layers:
-            x = self._between(layer(x, cache={}) if self._shared else layer(x))
-        return x
-
-
-@pytest.mark.parametrize(("between", "shared"), [(lambda x: x * 2, False), (lambda x: x, True)])
-def test_models_that_are_not_a_plain_list_of_layers_are_refused(
-    between: Callable[[torch.Tensor], torch.Tensor], shared: bool
-) -> None:
-    model = _Between(between, shared)
-    with pytest.raises(InputRefused) as refusal:
-        record(model, list(model.layers), torch.zeros(1, 3, dtype=torch.int64))  # pyright: ignore[reportArgumentType]
-    assert refusal.value.diagnostics[0].code == "N602"

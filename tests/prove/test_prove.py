@@ -118,7 +118,7 @@ def test_wrong_experts_in_the_last_layer_alone_are_refuted(what: str, monkeypatc
 def test_experts_whose_other_implementation_differs_are_refuted(
     what: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rounding`: fp64 decides an earlier case, and the model in fp64 then exists with eager experts."""
+    """Compare, with `rounding`, after fp64 has decided an earlier case: the model in fp64 then has eager experts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     stock, compare = ALL_EXPERTS_FUNCTIONS["grouped_mm"], run.errors
