@@ -29,6 +29,7 @@ _SUMS = frozenset({
     "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "empty_permuted", "new_empty", "full", "full_like",
     "scalar_tensor",
 })  # fmt: skip
+_OF_DATA = {"picked": "the rows that a mask picks", "counted": "the number of tokens of each expert"}
 _CONSTANTS = "constants."  # where capture keeps tensors that are no weights
 
 
@@ -57,8 +58,8 @@ def canonicalise(graph_module: fx.GraphModule, experts: ExpertList) -> None:
     graph.eliminate_dead_code()
     left = next((node for node in nodes_of(root) if "ktc_unrolled" in str(node.target)), None)
     if left is not None:
-        found = f"`{ops.name_of(left)}`, which depends on data"
-        raise NoExperts(f"it computes with {found}, outside of its loop over experts")
+        found = _OF_DATA.get(ops.name_of(left), f"`{ops.name_of(left)}`")
+        raise NoExperts(f"it computes with {found}, which depends on data, outside of its loop over experts")
     graph_module.delete_all_unused_submodules()
     graph.lint()
 

@@ -7,7 +7,7 @@ see that it makes the mask. Refused by `check_masks`: a result that is used as a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ktc.capture.forwards import replaced_forwards
+from ktc.capture.reasons import NO_DATA
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
-
-# Messages of torch when code reads the values of a meta tensor.
-NO_DATA = ("nonzero", "no data", "on meta tensors", "data-dependent")
 
 
 class NotMasks(Exception):
@@ -36,10 +35,10 @@ def masks_from_data(
     """
     makers = _makers(block, run, args, kwargs)
 
-    def marking(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given, **named: _data_mask(given, named, makers[name])
+    def marking(place: int) -> Callable[..., Any]:
+        return lambda *given, **named: _data_mask(given, named, place)
 
-    with _replaced(block, makers, marking):
+    with replaced_forwards([(block.get_submodule(name), marking(place)) for name, place in makers.items()]):
         yield
 
 
@@ -57,7 +56,7 @@ def _makers(
         def forward(*given: Any, **named: Any) -> Any:
             try:
                 return original(*given, **named)
-            except Exception as error:
+            except Exception as error:  # torch has several classes for it; other errors are raised again
                 place = next((i for i, leaf in enumerate(_tensors(given, named)) if leaf is mask), None)
                 if place is None or not any(words in str(error) for words in NO_DATA):
                     raise
@@ -68,26 +67,12 @@ def _makers(
 
     if not isinstance(mask, Tensor):
         return {}
-    with _replaced(block, [name for name, _ in named_modules(block) if name], trying):
+    with replaced_forwards([(m, trying(name, m.forward)) for name, m in named_modules(block) if name]):
         try:
             run(*args, **kwargs)
-        except Exception:  # noqa: BLE001 - it fails for another reason too, which the caller reports
+        except Exception:  # noqa: BLE001 - it fails for another reason too, which `record` meets again and reports
             return {}
     return found
-
-
-@contextmanager
-def _replaced(
-    block: nn.Module, names: Iterable[str], replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Generator[None]:
-    modules = {name: block.get_submodule(name) for name in names}
-    for name, module in modules.items():
-        module.forward = replacement(name, module.forward)
-    try:
-        yield
-    finally:
-        for module in modules.values():
-            del module.forward
 
 
 def _tensors(given: tuple[Any, ...], named: Mapping[str, Any]) -> list[Tensor]:

@@ -51,8 +51,8 @@ def expert_list(fqn: str, modules: nn.ModuleList, hidden: int) -> ExpertList | N
         return None
     try:
         graph = export_block(child, (sample.to(first.dtype),), {}, whole=True)
-    except Exception:  # noqa: BLE001 - export raises on other kinds of modules, which are not experts
-        return None
+    except Exception:  # noqa: BLE001 - a list may be of any modules (norms, convolutions), on which export raises
+        return None  # not MLPs on hidden states: `model` reports the list if its block cannot be captured
     mlp = _mlp(graph)
     return None if mlp is None else _read(fqn, len(modules), mlp)
 

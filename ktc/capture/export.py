@@ -48,7 +48,8 @@ class _TensorsOnly(nn.Module):
         args, kwargs = self._rebuild(tensors)
         with self._around():
             result = self.block(*args, **kwargs)
-        return result if self._whole else main_output(result)
+        hidden = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        return result if self._whole else main_output(result, hidden)
 
 
 def export_block(
@@ -83,9 +84,22 @@ class SizeBranch(Exception):
     """The block has a branch on the size of its input; the message has the condition."""
 
 
-def main_output(result: Tensor | tuple[Any, ...]) -> Tensor:
-    """Return the hidden states of a block's result: the result itself, or the first element of a tuple."""
-    return result[0] if isinstance(result, tuple) else result
+def main_output(result: Tensor | tuple[Any, ...], given: Tensor | None = None) -> Tensor:
+    """Return the hidden states of a block's result: the result itself, or an element of a tuple.
+
+    It is the first element, unless that has another rank or width than the hidden states `given` and a later one has
+    the same: some blocks return their router's logits first.
+    """
+    if not isinstance(result, tuple):
+        return result
+    if given is None:
+        return result[0]
+    alike = (each for each in result if isinstance(each, Tensor) and _ranked(each) == _ranked(given))
+    return next(alike, result[0])
+
+
+def _ranked(tensor: Tensor) -> tuple[int, Any]:
+    return tensor.dim(), tensor.shape[-1] if tensor.dim() else 0
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[str], tuple[Tensor, ...], Rebuild]:

@@ -8,7 +8,7 @@ an unsupported one is reliably reported. A module whose class does more than cal
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import use_experts_implementation
 
+from ktc.capture.side_effects import side_effect
 from ktc.capture.trace import LAYOUT, traced, without_sizes
 from ktc.experts.form import Activation, ExpertsForm, Function
 from ktc.experts.reference import activated
@@ -42,6 +43,8 @@ def form_of(module: nn.Module) -> str:
     if not callable(code):
         return f"{UNSUPPORTED}`{name}` does not name its activation"
     try:
+        if reason := _effect(module, cast("Callable[[Tensor], Tensor]", code)):
+            return f"{UNSUPPORTED}the activation of `{name}` does more than compute: {reason}"
         found = form_of_code(cast("Callable[[Tensor], Tensor]", code), gated, trained=lambda: _training(module))
     except Exception as error:  # noqa: BLE001 - foreign code on a sample raises anything; the reason quotes it
         return f"{UNSUPPORTED}the activation of `{name}` does not run alone ({type(error).__name__})"
@@ -68,6 +71,17 @@ def _more_than_experts(module: nn.Module, first: str) -> str:
     if more := [tensor for tensor in module.state_dict() if tensor not in matrices]:
         return f"`{name}` holds `{more[0]}` beside its matrices"
     return f"the weights of `{name}` are computed" if parametrize.is_parametrized(module) else ""
+
+
+def _effect(module: nn.Module, code: Callable[[Tensor], Tensor]) -> str:
+    """Return what gate code leaves behind in either mode, "" if only its result."""
+    own = next(module.parameters())
+    sample = torch.empty(2, 2 * _SAMPLES, dtype=own.dtype, device=own.device)
+    for mode in (nullcontext, lambda: _training(module)):
+        with mode():
+            if reason := side_effect(module, lambda: code(sample)):
+                return reason
+    return ""
 
 
 def _differs_by_dtype(code: Callable[[Tensor], Tensor], module: nn.Module) -> bool:

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from ktc.capture.expert_list import candidates
 from ktc.capture.export import BATCH, SEQUENCE
 from ktc.capture.markers import masks_given
-from ktc.capture.record import Call, first_line
+from ktc.capture.reasons import first_line
+from ktc.capture.record import Call
 from ktc.capture.trace import plain_settings, traced
 from ktc.capture.unrolled import routed_anyhow
 from ktc.graph.typed import named_modules

@@ -27,8 +27,9 @@ from ktc.capture.length import left_alone
 from ktc.capture.loop import capture_loop
 from ktc.capture.markers import marked, masks_given
 from ktc.capture.normal_form import normalise
-from ktc.capture.own_markers import recognised
-from ktc.capture.record import Call, first_line, reason_of, record
+from ktc.capture.own_markers import not_recognised, recognised
+from ktc.capture.reasons import first_line, reason_of
+from ktc.capture.record import Call, record
 from ktc.capture.trace import recording_reads
 from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo, dtype_name
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -131,7 +132,7 @@ def _blocks(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) -> BlockGraph:
     name = type(block).__name__
     if failure is not None:
-        return BlockGraph(key, name, None, failure)
+        return BlockGraph(key, name, None, "; ".join(filter(None, (failure, not_recognised(block)))))
     no_experts = ""
     try:
         loop = capture_loop(block, *call)

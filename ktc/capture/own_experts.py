@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ktc.capture.canonical import NoExperts
 from ktc.capture.loop_reading import read_batched, read_loop
-from ktc.capture.side_effects import has_own_backward
+from ktc.capture.side_effects import has_own_backward, side_effect
 from ktc.capture.size_guards import violated_guard
+from ktc.capture.trace import Trace
 from ktc.capture.unrolled import every_expert
 from ktc.experts.own_module import OwnExperts, Role
 from ktc.graph.typed import named_modules, tensor_of
@@ -85,6 +85,8 @@ def own_experts(
             inner.training = training
     if modes[0] != modes[1]:
         raise NoExperts("it computes something else in training mode")
+    if reason := side_effect(module, lambda: _run(forward, named, count, unused)):
+        raise NoExperts(reason)
     return OwnExperts("", loop.sizes, loop.form, loop.parts, inputs, loop.called)
 
 
@@ -112,6 +114,11 @@ def _roles(named: Mapping[str, Any]) -> dict[str, Role]:
     if len(weights) != 1:
         return {}
     return {n: "index" if n in indices else "weights" if n in weights else "hidden" for n in tensors}
+
+
+def _run(forward: Forward, named: Mapping[str, Any], count: int, unused: int) -> object:
+    with every_expert(count, unused):
+        return forward(**named)
 
 
 class _Run(nn.Module):
@@ -180,19 +187,13 @@ def _hint(size: Any) -> int:
     return int(cast("Any", size.node).hint) if isinstance(size, torch.SymInt) else int(size)
 
 
-class _Recorder(TorchDispatchMode):
-    """Record the operators and their plain arguments, and whether numbers were computed without gradients."""
+class _Recorder(Trace):
+    """A trace that also records whether numbers were computed without gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self.blocked = False
+    blocked = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: list[object] = [*args, *(kwargs or {}).values()]
-        plain = [a for a in given if isinstance(a, int | float | str | torch.dtype)]
-        self.seen.append(f"{func.name()} {plain}")
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         self.blocked |= not torch.is_grad_enabled() and isinstance(result, Tensor) and result.is_floating_point()
         return result
 
@@ -201,8 +202,8 @@ def _operations(module: nn.Module, forward: Forward, named: Mapping[str, Any], c
     """Return the operators of a call. Raises NoExperts where gradients are not those of the operators."""
     tensors = cast("Mapping[str, Tensor]", named)
     given = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
-    with torch.enable_grad(), _Recorder() as recorder, every_expert(count, unused):
+    with torch.enable_grad(), _Recorder(module) as recorder, every_expert(count, unused):
         result = cast("Tensor", forward(**given))
     if recorder.blocked or has_own_backward(result):
         raise NoExperts("it computes gradients in its own way")
-    return recorder.seen
+    return recorder.rows

@@ -16,13 +16,15 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ktc.capture.canonical import NoExperts
+from ktc.capture.forwards import Forward, replaced_forwards
 from ktc.capture.own_experts import is_candidate, own_experts
+from ktc.capture.reasons import reason_of
 from ktc.capture.trace import Reads, note_reads, recording_reads
 from ktc.experts.own_module import OwnExperts, StockExperts, call_routed, stock_experts
 from ktc.graph.typed import named_modules
 
 STOCK = "ktc_stock"  # child of a recognised module, with its tensors in the stock layout, on meta
-Forward = Callable[..., Any]
 Marker = Callable[[Tensor, Tensor, Tensor, StockExperts, str], Tensor]
 
 
@@ -37,11 +39,12 @@ class View(StockExperts):
 class _Known:
     """The modules of a model that were read, by their code, and the settings of the config that their code reads.
 
-    While one is read, those inside it run their own code.
+    `reasons` says of code that was not recognised why. While one is read, those inside it run their own code.
     """
 
     def __init__(self) -> None:
         self._by_code: dict[object, tuple[OwnExperts | None, Reads]] = {}
+        self.reasons: dict[object, str] = {}
         self.reading = False
 
     def of(self, code: object, read: Callable[[], OwnExperts | None]) -> OwnExperts | None:
@@ -89,8 +92,16 @@ class _Call:
     def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OwnExperts | None:
         try:
             return own_experts(self._module, self._forward, args, kwargs)
-        except Exception:  # noqa: BLE001 - export raises anything, and so does foreign code; it then runs as it is
-            return None
+        except NoExperts as error:
+            self._known.reasons[self._code] = str(error)
+        except Exception as error:  # noqa: BLE001 - export raises anything, and so does foreign code
+            self._known.reasons[self._code] = reason_of(error)
+        return None
+
+    @property
+    def reason(self) -> str:
+        """Why the module runs its own code, "" if nothing is known."""
+        return self._known.reasons.get(self._code, "")
 
 
 def _code_of(module: nn.Module) -> object:
@@ -114,13 +125,11 @@ def own_experts_marked(model: PreTrainedModel, marker: Marker) -> Generator[None
     """Run the experts modules of the model's own as calls of `marker` inside the context."""
     candidates = [module for _, module in named_modules(model) if is_candidate(module)]
     known = _Known()
-    for module in candidates:
-        module.forward = _Call(module, module.forward, known, marker)
     try:
-        yield
+        with replaced_forwards([(m, _Call(m, m.forward, known, marker)) for m in candidates]):
+            yield
     finally:
         for module in candidates:
-            del module.forward
             if hasattr(module, STOCK):
                 delattr(module, STOCK)
 
@@ -129,3 +138,10 @@ def recognised(block: nn.Module) -> tuple[OwnExperts, ...]:
     """Return the recognised modules in a block, with their FQNs there."""
     views = [(name, module) for name, module in named_modules(block) if isinstance(module, View)]
     return tuple(replace(view.own, fqn=name.rpartition(STOCK)[0].rstrip(".")) for name, view in views)
+
+
+def not_recognised(block: nn.Module) -> str:
+    """Return in words which module of a block was read and not recognised as experts, and why; "" if none was."""
+    calls = ((name, vars(module).get("forward")) for name, module in named_modules(block))
+    found = ((name, call.reason) for name, call in calls if isinstance(call, _Call))
+    return next((f"`{name or type(block).__name__}` is not read as experts: {why}" for name, why in found if why), "")

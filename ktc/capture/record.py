@@ -6,9 +6,7 @@ a list of experts runs as if all were chosen. Refused: a model whose code around
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from ktc.capture.data_masks import NO_DATA, masks_from_data
+from ktc.capture.data_masks import masks_from_data
 from ktc.capture.expert_hits import DependsOnData
 from ktc.capture.expert_list import candidates
 from ktc.capture.export import BATCH, SEQUENCE
+from ktc.capture.forwards import replaced_forwards
 from ktc.capture.markers import masks_given
+from ktc.capture.reasons import first_line, reason_of
 from ktc.capture.unrolled import routed_anyhow
 from ktc.diagnostics import Diagnostic, InputRefused
 
-_OURS = str(Path(__file__).parents[1])
-_ELSEWHERE = (str(Path(torch.__file__).parent), _OURS)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -47,11 +45,6 @@ def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dic
     raise InputRefused(Diagnostic("I107", message, hint="check the sizes in config.json")) from error
 
 
-def first_line(error: BaseException | None) -> str:
-    """Return the first line of a foreign exception's message."""
-    return (str(error).strip().splitlines() or [""])[0][:200]
-
-
 def _like_attention(fqn: str) -> bool:
     return "attn" in fqn.rpartition(".")[2]
 
@@ -62,23 +55,6 @@ def _always(_: str) -> bool:
 
 def _never(_: str) -> bool:
     return False
-
-
-def reason_of(error: Exception) -> str:
-    """Return why code does not run on meta: the line of the model that reads data, or that raises."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_ELSEWHERE)]
-    raised = f"{type(error).__name__}: {first_line(error)}"
-    if not own:
-        return raised
-    line = f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno})"
-    if isinstance(error, DependsOnData):
-        return f"its code depends on data: {line} reads more than which experts have tokens"
-    if frames[-1].filename.startswith(_OURS):
-        return raised
-    if any(words in str(error) for words in NO_DATA):
-        return f"its code depends on data: {line}"
-    return f"{line} raises {raised}"
 
 
 def _run(
@@ -111,18 +87,10 @@ def _run(
 
         return forward
 
-    before = {fqn: vars(block).get("forward") for fqn, block in blocks.items()}
-    for fqn, block in blocks.items():
-        block.forward = recording(fqn, block, block.forward)
-    try:
-        with torch.no_grad():
-            model(input_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device="meta"), use_cache=False)
-    finally:
-        for fqn, block in blocks.items():
-            del block.forward
-            own = before[fqn]
-            if own is not None:  # an experts module of the model's own, which is a marker
-                block.forward = own
+    # A `forward` of the instance may be that of an experts module of the model's own, which is a marker.
+    watched = [(block, recording(fqn, block, block.forward)) for fqn, block in blocks.items()]
+    with replaced_forwards(watched), torch.no_grad():
+        model(input_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device="meta"), use_cache=False)
 
 
 def _with_mask(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:

@@ -40,6 +40,10 @@ class _Produced(TorchDispatchMode):
         # The storages that were made here. Holding them keeps their ids unique, and no tensor alive.
         self._inside: dict[int, object] = {}
 
+    def some_live(self) -> bool:
+        """Return whether a tensor that was made still exists."""
+        return any(ref() is not None for ref in self.made)
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -93,8 +97,9 @@ def _left_behind(block: nn.Module, run: Callable[[], object], mode: AbstractCont
     after_run = _settings(block) | _globals(block)
     if changed := [name for name, value in after_run.items() if settings.get(name) != value]:
         return f"it changes `{changed[0]}`"
-    gc.collect()  # frames of the run may still hold tensors in circles
-    return "a tensor that it computes outlives its call" if any(ref() is not None for ref in produced.made) else ""
+    if produced.some_live():
+        gc.collect()  # frames of the run may still hold tensors in circles
+    return "a tensor that it computes outlives its call" if produced.some_live() else ""
 
 
 def has_own_backward(result: Tensor) -> bool:

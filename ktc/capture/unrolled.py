@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ktc.capture.expert_hits import DependsOnData, Hits
+from ktc.capture.forwards import replaced_forwards
 
 _NAME = "ktc_unrolled"  # of the operator library
 _PICKERS = frozenset({"nonzero", "argwhere"})
@@ -207,14 +208,8 @@ def _is_mask(part: object) -> bool:
 def routed_anyhow(experts: nn.ModuleList) -> Generator[None]:
     """Run a loop over `experts` without data inside the context; each expert is one marker."""
     children = list(experts)
-    for number, child in enumerate(children):
-        child.forward = _marker(number)
-    try:
-        with _NoData(len(children)):
-            yield
-    finally:
-        for child in children:
-            del child.forward
+    with replaced_forwards([(child, _marker(number)) for number, child in enumerate(children)]), _NoData(len(children)):
+        yield
 
 
 @contextmanager

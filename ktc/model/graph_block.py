@@ -11,7 +11,8 @@ import hashlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
 from typing import Any, cast
@@ -23,6 +24,7 @@ from ktc.experts.form import ExpertsForm, parse_form
 from ktc.experts.stock_layout import StockTensor, stock_names, stock_shape
 
 Forward = Callable[..., Any]
+_PREFIX = "ktc_block_"  # of the names of blocks' modules
 
 
 class ExpertStack(nn.Module):
@@ -82,16 +84,30 @@ def stacked_experts(experts: nn.ModuleList, form: ExpertsForm, names: Mapping[st
 
 
 class _Text(importlib.abc.InspectLoader):
-    """A module from its text, without the cache of compiled code that nothing seals."""
+    """A module from its text, without the cache of compiled code that nothing seals.
+
+    The text stays readable for tracebacks and `torch.compile` where the file is gone.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._text = path, path.read_text(encoding="utf-8")
 
     def get_source(self, fullname: str) -> str:
-        return self._path.read_text(encoding="utf-8")
+        return self._text
 
     def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_source(fullname), str(self._path))
+        return self.source_to_code(self._text, str(self._path))
+
+
+@contextmanager
+def modules_forgotten() -> Generator[None]:
+    """Take the modules that `read_forward` makes inside the context out of the interpreter's list at its end."""
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.startswith(_PREFIX) and name not in before]:
+            del sys.modules[name]
 
 
 def read_forward(path: Path) -> Forward:
@@ -100,7 +116,7 @@ def read_forward(path: Path) -> Forward:
     The file becomes a module named after its contents, since `torch.compile` imports the modules of functions by name.
     """
     try:
-        name = f"ktc_block_{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+        name = f"{_PREFIX}{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
         spec = importlib.util.spec_from_loader(name, _Text(path))
         assert spec is not None and spec.loader is not None, "a loader gives a spec"
         module = importlib.util.module_from_spec(spec)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ktc.capture import CapturedModel
 from ktc.diagnostics import KtcError, ProofFailed
 from ktc.host import Host
+from ktc.model.graph_block import modules_forgotten
 from ktc.prove.cases import ALWAYS, SCALES, Call, Case, long_cases, other_experts_cases, record, scaled, short_cases
 from ktc.prove.compare import Constants, InDouble, StockRefuses, errors
 from ktc.prove.types import TOLERANCE, Constant, Proof
@@ -71,7 +72,7 @@ def prove_on(
     """`prove` on a witness that exists already, which does not change."""
     before, witness = witness, replace(witness, model=copy.deepcopy(witness.model))  # blocks may count their calls
     carried = [carried_over(captured, block, witness) for block in blocks]
-    with one_thread():
+    with one_thread(), modules_forgotten():
         sites = {site.fqn for small in carried for block in small.blocks for site in block.rewrite.sites}
         try:
             calls = record(witness.model, sorted(sites), SEED)
@@ -204,7 +205,8 @@ def _proof(
             if found.difference:
                 break
         if not found.cases and not found.difference:
-            failure = "the witness never calls the block"
+            called = any(calls[fqn] for fqn in sites)
+            failure = "stock code raises on every input" if called else "the witness never calls the block"
     return Proof(
         rewrite.key, rewrite.block, captured.block(rewrite.block).class_name, rules, sites, found.forward,
         found.gradients, tuple(found.cases), _together(constants), SEED, TOLERANCE, failure or found.difference,

@@ -18,7 +18,8 @@ from ktc.capture.canonical import NoExperts, same_computation
 from ktc.capture.expert_hits import DependsOnData
 from ktc.capture.expert_list import candidates, expert_list
 from ktc.capture.loop import capture_loop
-from ktc.capture.record import _run_block, reason_of
+from ktc.capture.reasons import reason_of
+from ktc.capture.record import _run_block
 from ktc.graph import ops
 from ktc.graph.typed import nodes_of
 
@@ -192,6 +193,16 @@ def test_a_buffer_that_no_checkpoint_has_may_stay_unused() -> None:
     for module in block.get_submodule("pickers").children():
         module.register_buffer("seen", torch.empty(3, device="meta"), persistent=False)
     captured(block)
+
+
+def test_code_of_one_instance_comes_back_after_capture() -> None:
+    block = grove("range")
+    picker = block.get_submodule("pickers.0")
+    own = picker.forward
+    picker.forward = own
+    captured(block)
+    assert vars(picker)["forward"] is own
+    assert "forward" not in vars(block.get_submodule("pickers.1"))
 
 
 def test_two_lists_of_experts_are_told_apart_from_one() -> None:

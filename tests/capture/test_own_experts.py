@@ -308,6 +308,14 @@ class InTheWay(Loop):
         return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
+class Counting(Loop):
+    calls = 0
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
 class Turned(Batched):
     def forward(self, rows: Tensor) -> Tensor:
         gate, up = torch.bmm(rows.view(-1, EXPERTS, HIDDEN).transpose(0, 1), self.first).chunk(2, dim=2)
@@ -336,7 +344,7 @@ TWINS = {
     Detached: "scaled by the weights",
     Frozen: "in its own way", Squared: "scaled by the weights", OtherSlot: "those of a mask",
     Whole: "scaled by the weights", OwnGradient: "in its own way", Activation: "an activation that no kernel",
-    InTheWay: "in place", Turned: "but `permute`",
+    InTheWay: "in place", Counting: "changes `calls`", Turned: "but `permute`",
     More: "holds `unused` beside its matrices", Counter: "holds `seen` beside its matrices",
 }  # fmt: skip
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.integrations.moe import use_experts_implementation
 
+from ktc.capture.forms import UNSUPPORTED, form_of
 from ktc.capture.side_effects import side_effect
 
 KEPT: list[Tensor] = []
@@ -183,3 +185,55 @@ def own_backward(block: Block, x: Tensor) -> Tensor:
 def test_a_side_effect_is_named(compute: Callable[[Block, Tensor], Tensor], reason: str) -> None:
     block, x = Block(compute), torch.empty(3, 8, device="meta")
     assert side_effect(block, lambda: block(x)) == reason
+
+
+# Gate code of an experts module of transformers -----------------------------------------------------------------------
+@use_experts_implementation
+class Experts(nn.Module):
+    def __init__(self, note: Callable[[Experts, Tensor], None]) -> None:
+        super().__init__()
+        self.note = note
+        self.gate_up_proj = nn.Parameter(torch.empty(4, 12, 8, device="meta"))
+        self.down_proj = nn.Parameter(torch.empty(4, 8, 6, device="meta"))
+        self.calls, self.losses = 0, list[Tensor]()
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        self.note(self, gate)
+        return nn.functional.silu(gate) * up
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return hidden_states
+
+
+def counts_calls(experts: Experts, _: Tensor) -> None:
+    experts.calls += 1
+
+
+def keeps_a_loss(experts: Experts, gate: Tensor) -> None:
+    experts.loss = gate.square().mean()
+
+
+def appends_a_loss(_: Experts, gate: Tensor) -> None:
+    KEPT.append(gate.mean())
+
+
+def counts_in_training(experts: Experts, _: Tensor) -> None:
+    experts.calls += experts.training
+
+
+@pytest.mark.parametrize(
+    ("note", "reason"),
+    [
+        (counts_calls, "it changes `calls`"),
+        (keeps_a_loss, "it keeps a result as its attribute `loss`"),
+        (appends_a_loss, "it changes `test_side_effects.KEPT`"),
+        (counts_in_training, "it changes `calls`"),
+    ],
+)
+def test_gate_code_with_a_side_effect_has_no_form(note: Callable[[Experts, Tensor], None], reason: str) -> None:
+    assert form_of(Experts(note)) == f"{UNSUPPORTED}the activation of `Experts` does more than compute: {reason}"
+
+
+def test_gate_code_without_a_side_effect_has_a_form() -> None:
+    assert form_of(Experts(lambda *_: None)) == "silu"

@@ -15,8 +15,8 @@ FAMILIES = (
         "stacked_einsum",
         "combine = (F.one_hot(chosen, self.count).to(best.dtype) * best[..., None]).sum(-2)",
         "combine = probabilities",
-        expected="no routed experts",
-        near="no routed experts",
+        expected="in each of `w1`, `w3`, `w2`, whose code is neither a loop over experts nor batched products",
+        near="in each of `w1`, `w3`, `w2`, whose code is neither a loop over experts nor batched products",
     ),
     Family(
         "stacked_gathered",

@@ -1,0 +1,37 @@
+"""The reasons why foreign code is not captured, in words: the line of the model that reads data, or that raises."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from ktc.capture.expert_hits import DependsOnData
+
+# Messages of torch when code reads the values of a meta tensor.
+NO_DATA = ("nonzero", "no data", "on meta tensors", "data-dependent")
+_OURS = str(Path(__file__).parents[1])
+_ELSEWHERE = (str(Path(torch.__file__).parent), _OURS)
+
+
+def first_line(error: BaseException | None) -> str:
+    """Return the first line of a foreign exception's message."""
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def reason_of(error: Exception) -> str:
+    """Return why code does not run on meta: the line of the model that reads data, or that raises."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_ELSEWHERE)]
+    raised = f"{type(error).__name__}: {first_line(error)}"
+    if not own:
+        return raised
+    line = f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno})"
+    if isinstance(error, DependsOnData):
+        return f"its code depends on data: {line} reads more than which experts have tokens"
+    if frames[-1].filename.startswith(_OURS):
+        return raised
+    if any(words in str(error) for words in NO_DATA):
+        return f"its code depends on data: {line}"
+    return f"{line} raises {raised}"
