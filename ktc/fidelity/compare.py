@@ -19,6 +19,7 @@ from torch import Tensor
 from ktc.fidelity.report import FLOOR, TWICE, Kind, Row, Worst
 from ktc.fidelity.tokens import Tokens
 
+TIMES_LARGEST = 4.0  # of stock's largest error of one output: a maximum varies more than a mean
 UNSEEN = "choices of experts were not compared"
 _SHOWN = 3  # worst tokens or experts of a row
 _SMALL = 1e-3  # of the median norm: a token whose output is about zero has no relative error of its own
@@ -93,7 +94,8 @@ def compare(what: str, kind: Kind, rewritten: bool, outputs: Outputs, tokens: To
 def compare_experts(what: str, ktc: Tensor, stock: Tensor, wanted: Tensor, expert: Tensor) -> Row:
     """Return the row of experts that were each asked alone: the errors of the one with the worst ratio.
 
-    Tensors are (N, H), `expert` (N,) has the expert of each row.
+    Tensors are (N, H), `expert` (N,) has the expert of each row. An expert is wrong too if one output of it is: the
+    mean over thousands of outputs hides a wrong scale in one row of a matrix.
     """
     errors, own = token_errors(ktc, wanted), token_errors(stock, wanted)
     count = int(expert.max()) + 1
@@ -101,13 +103,25 @@ def compare_experts(what: str, ktc: Tensor, stock: Tensor, wanted: Tensor, exper
     of_stock = [root_mean_square(own[expert == number]) for number in range(count)]
     order = sorted(range(count), key=lambda number: -_ratio(of_ktc[number], of_stock[number]))
     rows = [Row(what, "experts", True, of_ktc[number], of_stock[number]) for number in range(count)]
-    wrong = [number for number in order if _too_large(rows[number])]
+    largest = _largest(ktc, wanted, expert, count) / (
+        TIMES_LARGEST * _largest(stock, wanted, expert, count) + TIMES_LARGEST * FLOOR
+    )
+    wrong = [number for number in order if _too_large(rows[number]) or float(largest[number]) > 1]
     row = rows[(wrong or order)[0]]
     worst = tuple(Worst(number, "", of_ktc[number]) for number in (wrong or order)[:_SHOWN])
     if not wrong:
         return replace(row, worst=worst)
     shown = ", ".join(map(str, sorted(wrong)[:8])) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
-    return replace(row, worst=worst, red=f"{_too_large(row)}: expert{'s' * (len(wrong) > 1)} {shown} of {count}")
+    why = _too_large(row) or "an output is wrong by more than any of stock"
+    return replace(row, worst=worst, red=f"{why}: expert{'s' * (len(wrong) > 1)} {shown} of {count}")
+
+
+def _largest(found: Tensor, wanted: Tensor, expert: Tensor, count: int) -> Tensor:
+    """Return for each expert the largest error of one output, relative to the root mean square of all its outputs."""
+    found, wanted = found.double(), wanted.double()
+    sizes = wanted.new_zeros(count).index_add(0, expert, wanted.square().mean(1)) / expert.bincount(minlength=count)
+    errors = (found - wanted).abs().amax(1)
+    return wanted.new_zeros(count).scatter_reduce(0, expert, errors, "amax") / sizes.sqrt().clamp_min(1e-300)
 
 
 def _ratio(ktc: float | None, stock: float | None) -> float:

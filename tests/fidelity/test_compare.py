@@ -56,6 +56,18 @@ def test_the_reason_is_that_of_a_wrong_expert() -> None:
     assert found.red.endswith("expert 1 of 2")
 
 
+def test_one_wrong_output_of_thousands_is_red() -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers, wanted = torch.arange(3), torch.randn(3, 4096, generator=generator)
+    stock, ktc = (wanted * (1 + 3e-3 * torch.randn(3, 4096, generator=generator)) for _ in range(2))
+    assert not compare_experts("experts", ktc, stock, wanted, numbers).red
+    ktc[2, 77] += 0.2
+    found = compare_experts("experts", ktc, stock, wanted, numbers)
+    assert found.ktc is not None
+    assert found.ktc < 2 * (found.stock or 0)
+    assert found.red == "an output is wrong by more than any of stock: expert 2 of 3"
+
+
 def test_choices_that_were_not_seen_do_not_pass() -> None:
     assert routed((), CHOICES, CHOICES).red == "its choices of experts were not seen, those of stock were"
     assert routed(CHOICES, (), CHOICES).red == ""
