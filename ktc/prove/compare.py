@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn, set_grad_enabled
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from ktc.capture.trace import plain_settings
 from ktc.experts.module import FusedMoe
 from ktc.graph.typed import named_modules
-from ktc.prove.cases import Case
+from ktc.prove.cases import MANY, Case
 from ktc.prove.types import Constant
 
 # Far from what a model computes, a gradient may vanish next to the others, and its last digits are rounding.
@@ -261,13 +262,39 @@ def _routing_weights(module: nn.Module, experts: set[str]) -> Generator[dict[str
 
 
 class Constants(TorchDispatchMode):
-    """Counts, for each constant with which operators inside compare values, the values on both sides of it."""
+    """Counts, for each constant with which operators inside compare values, the values on both sides of it.
+
+    Integers are compared with places and counts: only limits beyond `MANY` tokens are counted, which no input reaches.
+    """
 
     _COMPARISONS = ("clamp", "hardtanh", "threshold", "gt", "ge", "lt", "le", "minimum", "maximum")
 
     def __init__(self) -> None:
         super().__init__()
-        self._counts: dict[tuple[str, float], tuple[int, int]] = {}
+        self._counts: dict[tuple[str, float, bool], tuple[int, int]] = {}
+        self._replaced = 0  # depth of calls
+
+    @contextmanager
+    def replacing(self, modules: Iterable[nn.Module]) -> Generator[None]:
+        """Count inside of calls of `modules` as code that the rewrite replaces."""
+
+        def entered(*_: object) -> None:
+            self._replaced += 1
+
+        def left(*_: object) -> None:
+            self._replaced -= 1
+
+        handles = list[RemovableHandle]()
+        for module in modules:
+            handles += [
+                module.register_forward_pre_hook(entered), module.register_forward_hook(left, always_call=True),
+            ]  # fmt: skip
+        try:
+            yield
+        finally:
+            self._replaced = 0
+            for handle in handles:
+                handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket).rpartition(".")[2]
@@ -277,16 +304,33 @@ class Constants(TorchDispatchMode):
             for argument, value in named.items():
                 if isinstance(value, Tensor) and value is not args[0] and value.numel() == 1:
                     value = float(value)  # a limit that is a tensor
-                if args[0].is_floating_point() and isinstance(value, int | float) and not isinstance(value, bool):
+                if isinstance(value, int | float) and not isinstance(value, bool) and _counts(args[0], value):
                     self._count(f"{name}.{argument}", float(value), args[0])
         return func(*args, **(kwargs or {}))
 
     def _count(self, operator: str, value: float, tensor: Tensor) -> None:
-        below, above = self._counts.get((operator, value), (0, 0))
+        key = operator, value, self._replaced > 0
+        below, above = self._counts.get(key, (0, 0))
         less, more = int((tensor < value).sum()), int((tensor > value).sum())
-        self._counts[operator, value] = below + less, above + more
+        self._counts[key] = below + less, above + more
 
     @property
     def found(self) -> tuple[Constant, ...]:
         """The constants so far, in the order in which they were met first."""
-        return tuple(Constant(operator, value, *counts) for (operator, value), counts in self._counts.items())
+        return tuple(
+            Constant(operator, value, *counts, replaced) for (operator, value, replaced), counts in self._counts.items()
+        )
+
+
+def _counts(values: Tensor, constant: float) -> bool:
+    return values.is_floating_point() or (values.dtype != torch.bool and abs(constant) >= MANY)
+
+
+def replaced_code(stock: nn.Module, rewritten: nn.Module) -> list[str]:
+    """Return the names of the modules in `stock` whose code does not run in `rewritten`.
+
+    A block that calls a list of experts is replaced as a whole.
+    """
+    names = [name for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)]
+    lists = any(isinstance(stock.get_submodule(name), nn.ModuleList) for name in names)
+    return [""] if lists else names

@@ -20,7 +20,7 @@ from ktc.diagnostics import KtcError, ProofFailed
 from ktc.host import Host
 from ktc.model.graph_block import modules_forgotten
 from ktc.prove.cases import ALWAYS, SCALES, Call, Case, long_cases, other_experts_cases, record, scaled, short_cases
-from ktc.prove.compare import Constants, InDouble, StockRefuses, errors
+from ktc.prove.compare import Constants, InDouble, StockRefuses, errors, replaced_code
 from ktc.prove.types import TOLERANCE, Constant, Proof
 from ktc.prove.whole import whole_difference
 from ktc.prove.witness import (
@@ -207,9 +207,12 @@ def _proof(
         if not found.cases and not found.difference:
             called = any(calls[fqn] for fqn in sites)
             failure = "stock code raises on every input" if called else "the witness never calls the block"
+    together = _together(constants)
+    if not failure and not found.difference:
+        failure = _unproven(together)
     return Proof(
         rewrite.key, rewrite.block, captured.block(rewrite.block).class_name, rules, sites, found.forward,
-        found.gradients, tuple(found.cases), _together(constants), SEED, TOLERANCE, failure or found.difference,
+        found.gradients, tuple(found.cases), together, SEED, TOLERANCE, failure or found.difference,
         compared=not failure,
     )  # fmt: skip
 
@@ -229,11 +232,12 @@ def _compare_long(
 
     Returns the constants, and the largest factor of hidden states that was needed to meet one.
     """
-    stock, _ = pair.at(fqn)
+    stock, rewritten = pair.at(fqn)
+    replaced = replaced_code(stock, rewritten)
     with Constants() as met:
         for case in long_cases(calls, SEED):
             if not case.poisoned:
-                _forward_alone(stock, case)
+                _forward_alone(stock, case, met, replaced)
     _compare(fqn, pair, long_cases(calls, SEED), found)
     before, needed = met.found, SCALES[0]
     for factor in SCALES:
@@ -243,7 +247,7 @@ def _compare_long(
         if case is None:
             break
         with met:
-            _forward_alone(stock, case)
+            _forward_alone(stock, case, met, replaced)
         newly = met.found != before and _newly_met(before, met.found)
         needed = factor if newly else needed
         if newly or factor in ALWAYS:
@@ -254,18 +258,22 @@ def _compare_long(
 
 
 def _newly_met(before: Sequence[Constant], after: Sequence[Constant]) -> bool:
-    known = {(constant.operator, constant.value) for constant in before if constant.met}
-    return any(constant.met and (constant.operator, constant.value) not in known for constant in after)
+    known = {_key(constant) for constant in before if constant.met}
+    return any(constant.met and _key(constant) not in known for constant in after)
 
 
-def _forward_alone(stock: nn.Module, case: Case) -> None:
+def _key(constant: Constant) -> tuple[str, float, bool]:
+    return constant.operator, constant.value, constant.replaced
+
+
+def _forward_alone(stock: nn.Module, case: Case, constants: Constants, replaced: Sequence[str]) -> None:
     """Run a copy of the stock block for its comparisons with constants.
 
     The comparison reports what it cannot compute.
     """
     call, stock = case.call.fresh(), copy.deepcopy(stock)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), constants.replacing(map(stock.get_submodule, replaced)):
             stock(*call.args, **call.kwargs)
     except Exception:  # noqa: BLE001 - foreign code; `errors` raises the same as StockRefuses
         pass
@@ -311,8 +319,20 @@ def _errors(fqn: str, pair: _Pair, case: Case) -> dict[str, float]:
 
 def _together(constants: Sequence[Constant]) -> tuple[Constant, ...]:
     """Return each constant once, with the counts of all sites."""
-    counts: dict[tuple[str, float], tuple[int, int]] = {}
+    counts: dict[tuple[str, float, bool], tuple[int, int]] = {}
     for constant in constants:
-        below, above = counts.get((constant.operator, constant.value), (0, 0))
-        counts[constant.operator, constant.value] = below + constant.below, above + constant.above
-    return tuple(Constant(*key, *found) for key, found in counts.items())
+        below, above = counts.get(_key(constant), (0, 0))
+        counts[_key(constant)] = below + constant.below, above + constant.above
+    return tuple(Constant(name, value, *found, replaced) for (name, value, replaced), found in counts.items())
+
+
+def _unproven(constants: Sequence[Constant]) -> str:
+    """Return in words a constant of replaced code that no input was beyond, "" if there is none."""
+    return next(
+        (
+            f"its code compares with {each.value:g} (`{each.operator}`), and no input is on both sides of it"
+            for each in constants
+            if each.unproven
+        ),
+        "",
+    )

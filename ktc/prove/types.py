@@ -9,21 +9,38 @@ from typing import Any
 # Witnesses run in fp32 and routers cast to fp32 themselves; measured errors of correct rewrites stay below 1e-6, those
 # of wrong ones (tests/prove, tests/mutants) above 1e-3. Above the tolerance, fp64 decides.
 TOLERANCE = 2e-5
+_GUARD = 1e-5  # what authors add to a denominator, or clamp it to, is smaller
+_UNLIMITED = 1e30  # infinity, or the largest number of bf16 and fp32
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A constant with which the stock code compares values, and how many values were on each side of it."""
+    """A constant with which the stock code compares values, and how many values were on each side of it.
+
+    `replaced`: the code is not part of the rewritten block, so that only values on both sides show what it does.
+    """
 
     operator: str  # clamp_min, gt, ...
     value: float
     below: int
     above: int
+    replaced: bool = False
 
     @property
     def met(self) -> bool:
         """Whether values on both sides were tried."""
         return self.below > 0 and self.above > 0
+
+    @property
+    def unproven(self) -> bool:
+        """Whether the rewrite may differ beyond this constant.
+
+        Excluded are guards against a division by zero, and limits beyond all numbers, and
+        zero with no value below it: those are of sums of weights, of squares and of counts.
+        """
+        size = abs(self.value)
+        harmless = 0 < size < _GUARD or size >= _UNLIMITED or (self.value == 0 and self.below == 0)
+        return self.replaced and not self.met and not harmless
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,8 @@ class Proof:
             "rewrite": self.rewrite, "block": self.class_name, "rules": list(self.rules), "sites": list(self.sites),
             "forward": self.forward, "gradients": dict(self.gradients), "cases": list(self.cases),
             "constants": [
-                {"operator": c.operator, "value": c.value, "below": c.below, "above": c.above} for c in self.constants
+                {"operator": c.operator, "value": c.value, "below": c.below, "above": c.above, "replaced": c.replaced}
+                for c in self.constants
             ],
             "seed": self.seed, "tolerance": self.tolerance, "holds": self.holds, "difference": self.difference,
         }  # fmt: skip

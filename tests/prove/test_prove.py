@@ -22,7 +22,7 @@ from ktc.experts.module import FusedMoe
 from ktc.model.manifest import Rewrite
 from ktc.prove import Proof, prove, run
 from ktc.prove import witness as witness_module
-from ktc.prove.compare import InDouble, StockRefuses, relative_error
+from ktc.prove.compare import Constants, InDouble, StockRefuses, relative_error
 from ktc.prove.types import TOLERANCE, Constant
 from ktc.prove.witness import signature
 from ktc.rewrite import rewrite
@@ -255,6 +255,45 @@ def test_errors_of_nothing_and_of_not_a_number_do_not_pass() -> None:
 def test_a_constant_is_met_with_values_on_both_sides() -> None:
     assert Constant("clamp.max", 7.0, 3, 1).met
     assert not Constant("clamp.max", 7.0, 3, 0).met
+
+
+@pytest.mark.parametrize(
+    ("value", "below", "replaced", "unproven"),
+    [
+        (7.0, 9, True, True), (5000.0, 9, True, True), (7.0, 9, False, False), (0.0, 9, True, True),
+        (0.0, 0, True, False), (1e-12, 0, True, False), (-math.inf, 0, True, False), (3.4e38, 9, True, False),
+    ],
+)  # fmt: skip
+def test_a_constant_of_replaced_code_that_no_input_is_beyond_is_unproven(
+    value: float, below: int, replaced: bool, unproven: bool
+) -> None:
+    assert Constant("clamp.max", value, below, 0, replaced).unproven is unproven
+    assert not Constant("clamp.max", value, 3, 1, replaced).unproven
+
+
+def test_a_rewrite_with_an_unproven_constant_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "SCALES", (8.0,))
+    monkeypatch.setattr(run, "ALWAYS", ())
+    monkeypatch.setattr(Constant, "met", property(lambda constant: constant.value < 7.0))
+    experts = next(p for p in proofs_of(captured("gpt_oss")) if p.constants)
+    assert (experts.holds, experts.compared) == (False, False)
+    assert experts.difference == "its code compares with 7 (`clamp.max`), and no input is on both sides of it"
+
+
+def test_constants_are_told_apart_by_the_code_that_compares() -> None:
+    class Clamped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.clamp(max=3.0)
+
+    inner, x = Clamped(), torch.tensor([1.0, 5.0])
+    with Constants() as constants, constants.replacing([inner]):
+        inner(x)
+        x.clamp(max=3.0)
+        assert bool((torch.arange(3) < 5000).all())
+        assert bool((torch.arange(3) < 2).any())
+    assert constants.found == (
+        Constant("clamp.max", 3.0, 1, 1, True), Constant("clamp.max", 3.0, 1, 1), Constant("lt.other", 5000.0, 3, 0),
+    )  # fmt: skip
 
 
 def test_a_witness_that_does_not_run_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,13 @@ FAMILIES = (
         expected="something else for calls of another length",
         near="something else for calls of another length",
     ),
+    Family(
+        "capacity_far",
+        "config.num_experts_per_tok, 5000",
+        "config.num_experts_per_tok, 3",
+        expected="compares with 5000",
+        near="computes something else than stock",
+    ),
     Family("capacity_by_rank", "self.factor = 1.25", "self.factor = 1000.0"),
     Family("one_token", "if flat.shape[0] == 1:", "if flat.shape[0] == 0:"),
     Family("batch_branch", "0.5 if batch > 2 else 1.0", "0.5 if batch > 200 else 1.0"),
