@@ -49,8 +49,9 @@ def canonicalise(graph_module: fx.GraphModule, experts: ExpertList) -> None:
         for node, tensor in zip(weights, stacked.values(), strict=True):
             node.meta["val"] = tensor
         hidden = _as_rows(graph, region.hidden)
-        indices = _cast(graph, region.indices, torch.long)
-        operands = (hidden, indices, region.weights, *weights[:2], experts.form, *(weights[2:] or (None, None)))
+        indices = _as_columns(graph, _cast(graph, region.indices, torch.long))
+        scales = _as_columns(graph, region.weights)
+        operands = (hidden, indices, scales, *weights[:2], experts.form, *(weights[2:] or (None, None)))
         called = graph.call_function(ops.experts, operands)
         called.meta["val"] = hidden.meta["val"]
         result = _shaped_as(graph, _cast(graph, called, _tensor(region.result).dtype), region.result)
@@ -184,11 +185,11 @@ def _is_hidden(node: fx.Node, tokens: Sequence[Any], width: int) -> bool:
 
 
 def _is_choice(node: fx.Node, tokens: Sequence[Any], count: int, *, floating: bool) -> bool:
-    """Test for routing: (T, K) with K at most the number of experts, of indices or of weights."""
+    """Test for routing: (T, K) with K at most the number of experts, of indices or of weights; (T,) for one expert."""
     held = tensor_of(node)
-    if held is None or held.dim() != 2 or held.is_floating_point() != floating or held.dtype == torch.bool:
+    if held is None or held.dim() not in (1, 2) or held.is_floating_point() != floating or held.dtype == torch.bool:
         return False
-    columns: Any = held.shape[1]
+    columns: Any = held.shape[1] if held.dim() == 2 else 1
     return isinstance(columns, int) and columns <= count and _same(held.shape[:1], [_product(tokens)])
 
 
@@ -212,6 +213,12 @@ def _spelled(size: Any) -> str:
 def _as_rows(graph: fx.Graph, node: fx.Node) -> fx.Node:
     held = _tensor(node)
     return node if held.dim() == 2 else _reshaped(graph, node, [-1, held.shape[-1]], held.reshape(-1, held.shape[-1]))
+
+
+def _as_columns(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return (T, 1) of the index or the weight of one expert for each token."""
+    held = _tensor(node)
+    return node if held.dim() == 2 else _reshaped(graph, node, [-1, 1], held.reshape(-1, 1))
 
 
 def _shaped_as(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:

@@ -163,9 +163,16 @@ def _lower(program: ExportedProgram, block: nn.Module, input_names: Sequence[str
             continue
         else:
             copies[node] = _copy_call(graph, node, copies)
-        copies[node].meta = {"val": node.meta.get("val")}
+        copies[node].meta = {"val": node.meta.get("val"), **_called_in(node)}
     graph.eliminate_dead_code()
     return fx.GraphModule(root, graph, class_name=type(block).__name__)
+
+
+def _called_in(node: fx.Node) -> dict[str, str]:
+    """Return the module inside the block whose code runs a node, as `called`; empty if export does not report it."""
+    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return {"called": paths[-1].removeprefix("block").removeprefix(".")} if paths else {}
 
 
 def _copy_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:

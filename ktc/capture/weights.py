@@ -74,7 +74,7 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
         taken[spot] = source
     taken, gaps = _joined(taken, targets)
     demanded = {name: tensor for name, tensor in targets.items() if name not in tied}
-    problems += (*gaps, *_missing(demanded, taken.values()))
+    problems += (*gaps, *_missing(demanded, taken.values(), _shared(model)))
     if problems:
         raise InputRefused(*_shortened(problems))
     return WeightMap(tuple(taken.values()), (*warnings, *_unexpected(model, unused), *_unread(index)))
@@ -204,7 +204,16 @@ def _joined(
     return placed, problems
 
 
-def _missing(targets: Mapping[str, Tensor], taken: Iterable[WeightSource]) -> Iterable[Diagnostic]:
+def _shared(model: PreTrainedModel) -> dict[str, str]:
+    """Return the first name of each parameter by its other names: a module at two places has two."""
+    first: dict[int, str] = {}
+    named = ((name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: original for name, original in named if name != original}
+
+
+def _missing(
+    targets: Mapping[str, Tensor], taken: Iterable[WeightSource], shared: Mapping[str, str]
+) -> Iterable[Diagnostic]:
     whole: set[str] = set()
     stacked: dict[str, set[tuple[int | None, Part | None]]] = {}
     for source in taken:
@@ -217,6 +226,10 @@ def _missing(targets: Mapping[str, Tensor], taken: Iterable[WeightSource]) -> It
         yield Diagnostic("I119", message, hint="keep one of the two in the checkpoint")
     for name, tensor in targets.items():
         if name in whole:
+            continue
+        if name not in stacked and shared.get(name) in whole | stacked.keys():
+            message = f"`{name}` is the tensor `{shared[name]}` under a second name, and the checkpoint has the first"
+            yield Diagnostic("I119", message, hint="ktc compiles layers that have tensors of their own")
             continue
         if name not in stacked:
             yield Diagnostic(

@@ -85,11 +85,16 @@ class _Copy:
         return _Copy(self._graph, inner, self._block, self._half, given, self._hidden).result()
 
     def _layer(self, node: fx.Node) -> str | None:
-        """Return the linear layer of the stock block that a node computes, if calling the layer is equivalent."""
+        """Return the linear layer of the stock block that a node computes, if stock code calls the layer.
+
+        Code that uses the weight of a layer without a call runs no hook and no adapter of it.
+        """
         weight = node.args[1] if ops.name_of(node) == "linear" else None
         if not isinstance(weight, fx.Node) or weight.op != "get_attr":
             return None
         owner, _, leaf = str(weight.target).rpartition(".")
+        if node.meta.get("called", owner) != owner:
+            return None
         layer = self._block.get_submodule(owner)
         with_bias = ops.argument(node, "bias") is not None
         plain = type(layer).forward is nn.Linear.forward and leaf == "weight"

@@ -99,6 +99,35 @@ def test_a_call_with_as_many_tokens_as_experts_is_no_special_case() -> None:
     assert captured(block)[1].count == 16
 
 
+class One(Compared):
+    """One expert for each token: its number and its weight are vectors, and the router's weight is used directly."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        flat = hidden_states.reshape(-1, HIDDEN)
+        weights, chosen = F.linear(flat, self.gate.weight).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number, picker in enumerate(self.pickers):
+            token = torch.where(chosen == number)[0]
+            out.index_add_(0, token, picker(flat[token]) * weights[token, None])
+        return out.view_as(hidden_states)
+
+
+def test_one_expert_for_each_token_may_be_a_vector() -> None:
+    with torch.device("meta"):
+        block = One().eval()
+    graph, experts = captured(block)
+    assert experts.count == 16
+    (node,) = (node for node in graph.graph.nodes if node.target is ops.experts)
+    assert [ops.shape_of(value)[1] for value in node.args[1:3]] == [1, 1]
+
+
+def test_a_layer_whose_weight_is_used_without_a_call_is_not_called() -> None:
+    with torch.device("meta"):
+        blocks = Compared().eval(), One().eval()
+    routers = [next(n for n in captured(block)[0].graph.nodes if n.name == "linear") for block in blocks]
+    assert [router.meta["called"] for router in routers] == ["gate", ""]
+
+
 class Limited(Compared):
     """An expert with as many tokens as `limit` computes nothing."""
 

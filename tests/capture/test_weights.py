@@ -146,6 +146,20 @@ def test_many_problems_are_counted_and_not_all_listed(written: Path, tmp_path: P
     assert "lacks the down projection of expert 15" in problems[15]
 
 
+def test_experts_that_layers_share_are_named_and_not_called_missing(tmp_path: Path) -> None:
+    folder = twin.write("qwen3_moe", tmp_path / "whole")
+    config, tensors = AutoConfig.from_pretrained(folder), tensors_of(folder)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.1.mlp.experts")}
+    save_file(kept, tmp_path / "model.safetensors")
+    model = on_meta(config)
+    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    with pytest.raises(InputRefused) as error:
+        map_weights(model, open_index(tmp_path))
+    found = [problem for problem in error.value.diagnostics if problem.code == "I119"]
+    assert len(found) == len(error.value.diagnostics) == 2
+    assert "`model.layers.0.mlp.experts.gate_up_proj` under a second name" in found[0].message
+
+
 def test_tensors_without_a_place_are_a_warning(written: Path, tmp_path: Path) -> None:
     tensors = {**tensors_of(written), "model.extra.weight": torch.zeros(2)}
     weights = mapped(AutoConfig.from_pretrained(written), tensors, tmp_path)

@@ -26,4 +26,13 @@ FAMILIES = (
         "out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])",
         expected="computes something else than stock",
     ),
+    Family("top_one", ".max(dim=-1)", ".min(dim=-1)"),
+    Family("sparse_mixer", "> 0.02", "> 0.2"),
+    Family(
+        "expert_choice",
+        "flat.shape[0] // 4",
+        "flat.shape[0] // 2",
+        expected="no routed experts in a form that ktc reads: ",
+        near="no routed experts in a form that ktc reads: ",
+    ),
 )

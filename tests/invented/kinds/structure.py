@@ -33,4 +33,17 @@ FAMILIES = (
         expected="called with more than hidden states",
         near="called with more than hidden states",
     ),
+    Family(
+        "functional_linear",
+        "F.linear(flat, self.gate.weight)",
+        "self.gate(flat)",
+        near="computes something else than stock",
+    ),
+    Family(
+        "tied_experts",
+        "= self.model.layers[0].mlp.experts",
+        "= layer.mlp.experts",
+        expected="under a second name",
+    ),
+    Family("two_classes", "flat = flat + self.experts(", "flat = self.experts("),
 )

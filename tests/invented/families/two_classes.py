@@ -1,0 +1,27 @@
+"""A block has coarse and fine experts in two experts classes, one after another."""
+
+import torch.nn.functional as F
+from torch import nn
+
+from .skeleton import CausalLM, Experts
+
+
+class Mixture(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.top_k, self.layer_idx = config.num_experts_per_tok, layer_idx
+        self.second_gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.second = Experts(config)
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, hidden_states):
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, chosen = F.softmax(self.gate(flat), dim=-1).topk(self.top_k)
+        flat = flat + self.experts(flat, chosen, weights)
+        values, chosen = self.second_gate(flat).topk(self.top_k)
+        return self.second(flat, chosen, values.softmax(-1)).view_as(hidden_states)
+
+
+class InventedForCausalLM(CausalLM):
+    block = Mixture
