@@ -23,5 +23,7 @@ FAMILIES = (
     Family("one_token", "if flat.shape[0] == 1:", "if flat.shape[0] == 0:"),
     Family("batch_branch", "0.5 if batch > 2 else 1.0", "0.5 if batch > 200 else 1.0"),
     Family("value_branch", "torch.where(largest > 8.0,", "torch.where(largest > 8e30,"),
-    Family("flat_capacity", "<= 200", "<= 100_000", expected="all tokens to one expert"),
+    Family(
+        "flat_capacity", "<= 200", "<= 100_000", expected="all tokens to one expert", near="no input is on both sides"
+    ),
 )
