@@ -22,10 +22,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from ktc.model.watch import HOOKS
 
 KNOWN = {
-    "_apply", "_apply_gate", "_attn_implementation_internal", "_base", "_build_generation_config", "_experts_implementation",
-    "_from_config", "_init_weights", "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
-    "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_non_persistent_buffers_set", "_python_dispatch",
-    "_pytree", "_register_custom_module", "_schema", "_supports_sdpa", "_validate_request",
+    "_apply", "_apply_gate", "_attn_implementation_internal", "_base", "_build_generation_config",
+    "_experts_implementation", "_from_config", "_init_weights", "_is_hf_initialized", "_keep_in_fp32_modules",
+    "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict",
+    "_non_persistent_buffers_set", "_python_dispatch", "_pytree", "_register_custom_module", "_schema",
+    "_supports_sdpa", "_validate_request",
 }  # fmt: skip
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
 
