@@ -30,7 +30,6 @@ FAMILIES = (
         "48 if number % 2 else 24",
         "48",
         expected="its code depends on data",
-        near="something else for calls of another length",
     ),
     Family(
         "weights_given",
