@@ -86,8 +86,15 @@ def _require_equal(modules: nn.ModuleList, call: Call) -> None:
 
 
 def _require_any_length(block: nn.Module, call: Call, modules: nn.ModuleList) -> None:
-    """Require the same operators for one token, for some and for many: export keeps one branch on a length."""
+    """Require the same operators for one token, for some and for many, and with frozen parameters.
+
+    Export keeps one branch on each of them.
+    """
     for module in (block, modules):
+        plain = _operators(block, modules, call, module is block)
+        with _frozen(block):
+            if _operators(block, modules, call, module is block) != plain:
+                raise NoExperts("its code depends on which of its parameters are trained")
         for mode in (nullcontext, _training):
             with mode(block):
                 found = [_operators(block, modules, resized(call, *sizes), module is block) for sizes in _SIZES]
@@ -124,6 +131,17 @@ def _captured(
     if any(str(node.target).startswith("constants.") for node in nodes_of(graph) if node.op == "get_attr"):
         raise NoExperts("it computes with a tensor that it creates itself")
     return normalise(graph)
+
+
+@contextmanager
+def _frozen(module: nn.Module) -> Generator[None]:
+    before = {parameter: parameter.requires_grad for parameter in module.parameters()}
+    module.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, trained in before.items():
+            parameter.requires_grad_(trained)
 
 
 @contextmanager

@@ -7,14 +7,17 @@ block whose graph replaces its code at run time must have no such effect, since 
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -25,9 +28,17 @@ from transformers import PreTrainedConfig
 
 from ktc.capture.trace import is_plain, plain_settings
 from ktc.graph.typed import named_modules
+from ktc.linears.plain import hooks_of
 
 _NOT_OF_MODELS = ("torch.", "ktc.", "builtins")  # files that keep values of their own
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_CONFIG = frozenset(name for name in vars(PreTrainedConfig()) if name.startswith("_"))
+_CONTAINERS = frozenset({"array", "itertools", "queue", "_queue", "_thread"})
+# Random numbers that a graph does not draw: each run has others, and capture would see one branch.
+_RANDOM: Mapping[str, Callable[[], object]] = {
+    "random.getstate()": random.getstate,
+    "numpy.random.get_state()": lambda: str(np.random.get_state()),
+}
 
 
 class _Produced(TorchDispatchMode):
@@ -86,9 +97,14 @@ def _left_behind(block: nn.Module, run: Callable[[], object], mode: AbstractCont
     settings = _settings(block) | _globals(block)
     held = _tensor_attributes(block)
     with mode, _Hooks() as hooks, _Produced() as produced:
-        own_backward = any(map(has_own_backward, _tensors(run())))
+        results = _tensors(run())
+        own_backward = any(map(has_own_backward, results))
+        attached = next((name for tensor in results for name in vars(tensor)), "")
+        del results
     if hooks.set or own_backward:
         return "it computes gradients in its own way"
+    if attached:
+        return f"it puts `{attached}` on its result"
     if produced.changes:
         return "it changes a tensor that it is given"
     after = _tensor_attributes(block)
@@ -118,6 +134,7 @@ def has_own_backward(result: Tensor) -> bool:
 
 def _settings(block: nn.Module) -> dict[str, str]:
     found = _Held(block)
+    found.values |= {name: repr(state()) for name, state in _RANDOM.items()}
     for path, module in named_modules(block):
         found.add(path, module)
     return found.values
@@ -156,17 +173,27 @@ class _Held:
         self._seen[id(held)] = held
         if isinstance(held, nn.Module):
             self.add_names(path, plain_settings(held) | _objects_of(held))
+            self._add_parts(f"{path}.hooks", {str(place): hook for place, hook in enumerate(hooks_of(held))})
         elif isinstance(held, Mapping):
             self._add_parts(path, {str(key): v for key, v in cast("Mapping[object, object]", held).items()})
         elif isinstance(held, list | tuple | set | frozenset | deque):
             self._add_parts(path, {str(place): v for place, v in enumerate(cast("Iterable[object]", held))})
-        elif isinstance(held, PreTrainedConfig | SimpleNamespace):
-            self.add_names(path, {name: v for name, v in vars(held).items() if not name.startswith("_")})
+        elif isinstance(held, PreTrainedConfig):
+            self.add_names(path, {name: v for name, v in vars(held).items() if name not in _OF_EVERY_CONFIG})
+        elif isinstance(held, SimpleNamespace):
+            self.add_names(path, vars(held))
+        elif isinstance(held, np.ndarray):
+            self.values[path] = repr(held.tolist())
         elif isinstance(held, MethodType):
             self.add(path, held.__self__)
+        elif isinstance(held, partial):
+            self._add_parts(path, {"func": held.func, "args": held.args, "keywords": held.keywords})
         elif self._is_own(held):
-            self.add_names(path, getattr(held, "__dict__", {}))
+            self.add_names(path, getattr(held, "__dict__", {}) | _slots_of(held))
             self._add_parts(f"{path}()", _enclosed(held))
+        elif type(held).__module__ in _CONTAINERS:
+            self.add_names(path, getattr(held, "__dict__", {}))
+            self.values[path] = repr(held)  # such as `count(3)`
 
     def add_names(self, path: str, values: Mapping[str, object]) -> None:
         """Record values by their names below `path`."""
@@ -182,6 +209,16 @@ class _Held:
         """Return whether an object, class, function or file is of the files of the block or of their package."""
         name = getattr(held, "__name__" if isinstance(held, ModuleType) else "__module__", None)
         return isinstance(name, str) and (name in self.files or name.startswith(self._packages))
+
+
+def _slots_of(held: object) -> dict[str, object]:
+    """Return the attributes that an object has without a dictionary."""
+    names = [name for base in type(held).__mro__ for name in _names_in(vars(base).get("__slots__", ()))]
+    return {name: getattr(held, name) for name in names if hasattr(held, name)}
+
+
+def _names_in(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def _enclosed(held: object) -> dict[str, object]:

@@ -22,4 +22,9 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether calling the module calls other code too."""
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+    return bool(hooks_of(module))
+
+
+def hooks_of(module: nn.Module) -> list[object]:
+    """Return the functions that are called with the module."""
+    return [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]

@@ -9,11 +9,13 @@ third input of its experts) and of every parameter that the rewrite leaves train
 from __future__ import annotations
 
 import math
+import random
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn, set_grad_enabled
 from torch.utils import _pytree as pytree
@@ -57,6 +59,21 @@ def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dic
         of_gradient = name.startswith("gradient")
         found[name] = relative_error(actual.get(name), expected.get(name), floor if of_gradient else 0.0)
     return found
+
+
+@contextmanager
+def same_random_numbers(seed: int) -> Generator[None]:
+    """Draw the random numbers of `seed` inside, from PyTorch, Python and NumPy; those after it are as without it."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 class StockRefuses(Exception):
@@ -154,8 +171,7 @@ def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed:
     block.train(case.training)
     try:
         graded = not case.inference
-        with torch.random.fork_rng(devices=[]), _routing_weights(block, called) as routing, set_grad_enabled(graded):
-            torch.manual_seed(seed)
+        with same_random_numbers(seed), _routing_weights(block, called) as routing, set_grad_enabled(graded):
             ready = _with(call, hidden, args, kwargs)
             result = block(*ready[0], **ready[1])
         values = _results(result) | _changes(before, _kept(block)) | {"hidden states after the call": hidden}

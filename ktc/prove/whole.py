@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from ktc.prove.compare import InDouble, StockRefuses, relative_error
+from ktc.prove.compare import InDouble, StockRefuses, relative_error, same_random_numbers
 from ktc.prove.types import TOLERANCE
 
 BATCH, LENGTH, CACHED = 2, 24, 9
@@ -99,8 +99,7 @@ def _results(model: PreTrainedModel, forward: _Forward, seed: int) -> Iterator[T
     )
     model.train(forward.training)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with same_random_numbers(seed):
             result = forward.run(model, tokens)
     finally:
         model.eval()

@@ -185,6 +185,19 @@ def test_a_block_that_computes_something_else_while_it_is_trained_is_left_alone(
         captured(block)
 
 
+def test_a_block_that_asks_which_of_its_parameters_are_trained_is_left_alone() -> None:
+    block = grove("range")
+    code, weight = block.forward, next(block.parameters())
+
+    def halved(hidden_states: Tensor) -> Tensor:
+        return code(hidden_states if weight.requires_grad else 0.5 * hidden_states)
+
+    block.forward = halved
+    with pytest.raises(NoExperts, match="which of its parameters are trained"):
+        captured(block)
+    assert weight.requires_grad
+
+
 def test_a_block_that_computes_with_counts_of_tokens_outside_of_its_loop_is_left_alone() -> None:
     block = grove("range")
     code = block.forward

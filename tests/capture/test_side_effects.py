@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,7 +28,7 @@ CALLS = {"all": 0}
 
 
 class Tally:
-    """Statistics that are no module."""
+    """Statistics outside of a module."""
 
     total = 0
 
@@ -35,6 +40,15 @@ class Tally:
 
 
 HEARD = Tally()
+COUNTER = itertools.count()
+QUEUE: queue.Queue[int] = queue.Queue()
+
+
+@dataclass(slots=True)
+class Slots:
+    """Statistics without a dictionary."""
+
+    calls: int = 0
 
 
 class Block(nn.Module):
@@ -48,6 +62,13 @@ class Block(nn.Module):
         self.losses: list[Tensor] = []
         self.tally, self.heard = Tally(), [HEARD.note]
         self.config = PreTrainedConfig()
+        self.slots, self.array = Slots(), np.zeros(3)
+        self.heard_layer, calls = nn.Identity(), [0]
+
+        def count(*_: object) -> None:
+            calls[0] += 1
+
+        self.heard_layer.register_forward_hook(count)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(self, x)
@@ -93,6 +114,49 @@ def counting_in_a_config(block: Block, x: Tensor) -> Tensor:
 def counting_in_a_function(block: Block, x: Tensor) -> Tensor:
     vars(counting_in_a_function)["calls"] = vars(counting_in_a_function).get("calls", 0) + 1
     return x
+
+
+def counting_in_a_setting_of_its_own(block: Block, x: Tensor) -> Tensor:
+    vars(block.config)["_calls"] = vars(block.config).get("_calls", 0) + 1
+    return x
+
+
+def counting_in_slots(block: Block, x: Tensor) -> Tensor:
+    block.slots.calls += 1
+    return x
+
+
+def counting_in_an_array(block: Block, x: Tensor) -> Tensor:
+    block.array[1] += 1
+    return x
+
+
+def counting_by_an_iterator(block: Block, x: Tensor) -> Tensor:
+    next(COUNTER)
+    return x
+
+
+def putting_in_a_queue(block: Block, x: Tensor) -> Tensor:
+    QUEUE.put(1)
+    return x
+
+
+def calling_a_layer_with_a_hook(block: Block, x: Tensor) -> Tensor:
+    return block.heard_layer(x)
+
+
+def drawing_from_python(block: Block, x: Tensor) -> Tensor:
+    return x if random.random() < 0.98 else 0 * x
+
+
+def drawing_from_numpy(block: Block, x: Tensor) -> Tensor:
+    return x if np.random.rand() < 0.98 else 0 * x
+
+
+def putting_it_on_its_result(block: Block, x: Tensor) -> Tensor:
+    out = x @ block.weight
+    vars(out)["loss"] = x.mean()
+    return out
 
 
 def calling_back(block: Block, x: Tensor) -> Tensor:
@@ -169,6 +233,15 @@ def own_backward(block: Block, x: Tensor) -> Tensor:
         (counting_in_a_class, "it changes `test_side_effects.Tally.total`"),
         (counting_in_a_config, "it changes `config.calls`"),
         (counting_in_a_function, "it changes `compute.calls`"),
+        (counting_in_a_setting_of_its_own, "it changes `config._calls`"),
+        (counting_in_slots, "it changes `slots.calls`"),
+        (counting_in_an_array, "it changes `array`"),
+        (counting_by_an_iterator, "it changes `test_side_effects.COUNTER`"),
+        (putting_in_a_queue, "it changes `test_side_effects.QUEUE.queue`"),
+        (calling_a_layer_with_a_hook, "it changes `heard_layer.hooks.0().calls`"),
+        (drawing_from_python, "it changes `random.getstate()`"),
+        (drawing_from_numpy, "it changes `numpy.random.get_state()`"),
+        (putting_it_on_its_result, "it puts `loss` on its result"),
         (calling_back, "it changes `heard.0.lengths`"),
         (keeping, "it keeps a result as its attribute `loss`"),
         (appending, "it keeps a result as its attribute `losses`"),

@@ -16,6 +16,8 @@ markers._library()
 BRANCHES: dict[str, Callable[[Tensor], Tensor]] = {
     "more than 300 tokens": lambda x: x * 2 if x.shape[0] * x.shape[1] > 300 else x,
     "a batch of 5": lambda x: x * 2 if x.shape[0] == 5 else x,
+    "55 tokens": lambda x: x * 2 if x.shape[0] * x.shape[1] == 55 else x,
+    "53 tokens, each for two experts": lambda x: x * 2 if 2 * x.shape[0] * x.shape[1] == 106 else x,
     "multiples of 4": lambda x: x * 2 if x.shape[1] % 4 == 0 else x,
     "a capacity": lambda x: x * int(1.25 * x.shape[1] / 4),
 }

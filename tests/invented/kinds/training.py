@@ -18,6 +18,12 @@ FAMILIES = (
         "nn.Dropout(0.0)",
         expected="its experts compute something else in training mode",
     ),
+    Family(
+        "frozen_router",
+        "not self.gate.weight.requires_grad",
+        "self.gate.bias is not None",
+        expected="depends on which of its parameters are trained",
+    ),
     Family("noisy_top_k", "F.softplus(self.spread(x))", "0.0 * F.softplus(self.spread(x))"),
     Family("train_bias_update", "self.bias += 0.01", "self.bias += 0.0"),
     Family("aux_scaler", "0.01 * torch.ones_like(loss)", "torch.zeros_like(loss)"),
