@@ -23,7 +23,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ktc import twin
 from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
-from ktc.experts.module import FusedMoe
 from ktc.graph import ops
 from ktc.graph.typed import input_of, nodes_of
 from ktc.host import Host
@@ -183,26 +182,13 @@ def realised(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> 
                 for file, text in block_files(witness.captured, small.blocks).items():
                     (Path(folder) / file).parent.mkdir(exist_ok=True)
                     (Path(folder) / file).write_text(text, encoding="utf-8")
-                steps = recipe(small.blocks, host)
-                realise(model, steps, None, Path(folder))
-                if lost := next(filter(None, (_lost(witness.model, model, step.fqn) for step in steps)), ""):
-                    refused[small.of.rewrite.key] = lost
+                realise(model, recipe(small.blocks, host), None, Path(folder))
             except KtcError as error:
                 refused[small.of.rewrite.key] = error.diagnostics[0].message
             except Exception as error:  # noqa: BLE001 - foreign code; the reason is part of the proof
                 words = (str(error).strip().splitlines() or [""])[0][:200]
                 refused[small.of.rewrite.key] = f"it cannot be put in place: {type(error).__name__}: {words}"
     return model, refused
-
-
-def _lost(stock: PreTrainedModel, model: PreTrainedModel, fqn: str) -> str:
-    """Return which experts would lose tensors: the loader could not place those of a checkpoint. "" if none would."""
-    experts = model.get_submodule(fqn)
-    if not isinstance(experts, FusedMoe):
-        return ""
-    held = sum(tensor.numel() for tensor in stock.get_submodule(fqn).state_dict().values())
-    carried = experts.num_parameters()
-    return "" if held == carried else f"`{fqn}` holds {held:,} values, and the experts that replace it {carried:,}"
 
 
 # Graphs without sizes -------------------------------------------------------------------------------------------------

@@ -232,13 +232,6 @@ def test_a_rewrite_that_raises_is_told_in_its_own_words(monkeypatch: pytest.Monk
     assert "no attribute 'act_fn'" in told[0]
 
 
-def test_experts_that_would_lose_a_tensor_are_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FusedMoe, "num_parameters", lambda experts: 64)  # fewer than the stock module holds
-    told = [proof.difference for proof in proofs_of(captured("qwen3_moe")) if not proof.compared]
-    assert len(told) == 1
-    assert "and the experts that replace it 64" in told[0]
-
-
 # The verdict ----------------------------------------------------------------------------------------------------------
 RIGHT = Proof("moe", "mlp_0", "Moe", ("lora",), ("mlp",), 0.0, {"hidden_states": TOLERANCE}, ("one token",), (), 0)
 
