@@ -19,6 +19,7 @@ from ktc.prove.compare import InDouble, StockRefuses, relative_error, same_rando
 from ktc.prove.types import TOLERANCE
 
 BATCH, LENGTH, CACHED = 2, 24, 9
+LONG = 1100  # tokens beyond what authors take as long
 Results = list[Tensor]
 
 
@@ -27,6 +28,7 @@ class _Forward:
     name: str
     run: Callable[[PreTrainedModel, Tensor], Any]
     training: bool = False
+    shape: tuple[int, int] = (BATCH, LENGTH)
 
 
 def _decoded(model: PreTrainedModel, tokens: Tensor) -> Any:
@@ -39,10 +41,16 @@ def _loss(model: PreTrainedModel, tokens: Tensor) -> Any:
     return model(input_ids=tokens, labels=tokens, use_cache=False)
 
 
+def _alone(model: PreTrainedModel, tokens: Tensor) -> Any:
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=False)
+
+
 FORWARDS = (
     _Forward("a loss", _loss),
     _Forward("a loss in training", _loss, training=True),
     _Forward("decoding with a cache", _decoded),
+    _Forward(f"{LONG:,} tokens", _alone, shape=(1, LONG)),
 )
 
 
@@ -94,9 +102,8 @@ def _error(stock: PreTrainedModel, rewritten: PreTrainedModel, forward: _Forward
 
 
 def _results(model: PreTrainedModel, forward: _Forward, seed: int) -> Iterator[Tensor]:
-    tokens = torch.randint(
-        0, model.config.get_text_config().vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed)
-    )
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.randint(0, vocabulary, forward.shape, generator=torch.Generator().manual_seed(seed))
     model.train(forward.training)
     try:
         with same_random_numbers(seed):

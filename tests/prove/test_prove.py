@@ -199,20 +199,24 @@ def _broken(monkeypatch: pytest.MonkeyPatch, family: str, which: str) -> Analysi
     return Analysis(rules, model, WeightMap((), ()), matches, plan, rewrite(model, plan), CPU)
 
 
-def test_code_around_the_blocks_takes_part_in_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("longer_than", "where"), [(0, "a loss"), (1000, "1,100 tokens")])
+def test_code_around_the_blocks_takes_part_in_the_proof(
+    longer_than: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock = witness_module.realise
+
+    def doubled(module: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        return 2 * logits if logits.shape[1] > longer_than else logits
 
     def realise(model: nn.Module, steps: Sequence[Rewrite], *rest: object) -> None:
         stock(model, steps, *rest)  # type: ignore[arg-type]
         if any(step.fqn.endswith("experts") for step in steps):  # as code that reads the class of these modules
-            cast("PreTrainedModel", model).lm_head.register_forward_hook(lambda m, args, logits: 2 * logits)
+            cast("PreTrainedModel", model).lm_head.register_forward_hook(doubled)
 
     monkeypatch.setattr(witness_module, "realise", realise)
     proofs = proofs_of(captured("deepseek_v2"))
     assert [proof.holds for proof in proofs] == [proof.class_name == "DeepseekV2Attention" for proof in proofs]
-    assert all(
-        "of the whole model" in p.difference or "the whole model," in p.difference for p in proofs if not p.holds
-    )
+    assert all(f"the whole model, {where}" in proof.difference for proof in proofs if not proof.holds)
 
 
 def test_a_rewrite_that_raises_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
