@@ -19,14 +19,15 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from ktc.capture.forms import reads_rows
 from ktc.model.watch import HOOKS
 
 KNOWN = {
-    "_apply", "_apply_gate", "_attn_implementation_internal", "_base", "_build_generation_config",
+    "_apply", "_apply_gate", "_attn_implementation_internal", "_base", "_build_generation_config", "_dynamo",
     "_experts_implementation", "_from_config", "_init_weights", "_is_hf_initialized", "_keep_in_fp32_modules",
     "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict",
     "_non_persistent_buffers_set", "_python_dispatch", "_pytree", "_register_custom_module", "_schema",
-    "_supports_sdpa", "_validate_request",
+    "_subclasses", "_supports_sdpa", "_validate_request",
 }  # fmt: skip
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
 
@@ -197,3 +198,9 @@ def test_handlers_of_requests_check_and_configure_where_ours_do() -> None:
 def test_foreign_names_are_found(tmp_path: Path) -> None:
     text = "from torch.utils import _pytree\nx._secret\ngetattr(x, '_hidden')\nsuper()._own()\nself._own\nx._own"
     assert sorted(foreign(ast.parse(text), {"_own"})) == ["_hidden", "_own", "_pytree", "_secret"]
+
+
+def test_a_tensor_of_any_number_of_rows_leaves_a_guard_where_code_asks_for_it() -> None:
+    sample = torch.zeros(2, 8)
+    assert not reads_rows(lambda x: x * 2, sample)
+    assert reads_rows(lambda x: x * (2 if x.shape[0] == 55 else 1), sample)

@@ -17,13 +17,15 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import use_experts_implementation
 
 from ktc.capture.side_effects import side_effect
-from ktc.capture.trace import LAYOUT, traced, without_sizes
+from ktc.capture.trace import LAYOUT, MODES, traced, without_sizes
 from ktc.experts.form import Activation, ExpertsForm, Function
 from ktc.experts.reference import activated
 from ktc.linears.plain import has_hooks
@@ -48,7 +50,7 @@ def form_of(module: nn.Module) -> str:
         found = form_of_code(cast("Callable[[Tensor], Tensor]", code), gated, trained=lambda: _training(module))
     except Exception as error:  # noqa: BLE001 - foreign code on a sample raises anything; the reason quotes it
         return f"{UNSUPPORTED}the activation of `{name}` does not run alone ({type(error).__name__})"
-    if found is None or _differs_by_dtype(cast("Callable[[Tensor], Tensor]", code), module):
+    if found is None or _differs_by_call(cast("Callable[[Tensor], Tensor]", code), module):
         return f"{UNSUPPORTED}`{name}` has an activation that no kernel computes"
     biased, transposed = bool(getattr(module, "has_bias", False)), bool(getattr(module, "is_transposed", False))
     return str(replace(found, biased=biased, transposed=transposed))
@@ -84,15 +86,35 @@ def _effect(module: nn.Module, code: Callable[[Tensor], Tensor]) -> str:
     return ""
 
 
-def _differs_by_dtype(code: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
-    """Return whether code computes something else in the module's own dtype than in fp32, casts aside."""
+def _differs_by_call(code: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
+    """Return whether code computes something else in the module's own dtype than in fp32, casts aside.
+
+    The same is asked of the modes of torch, and of the number of rows.
+    """
     own = next(module.parameters()).dtype
-    samples = (torch.zeros(2, 2 * _SAMPLES, dtype=dtype) for dtype in (own, torch.float32))
+    samples = [torch.zeros(2, 2 * _SAMPLES, dtype=dtype) for dtype in (own, torch.float32)]
     try:
         one, other = (without_sizes(traced(module, lambda x=sample: code(x))) for sample in samples)
+        if one != other or reads_rows(code, samples[1]):
+            return True
+        for mode in MODES:
+            with mode():
+                if without_sizes(traced(module, lambda: code(samples[1]))) != one:
+                    return True
     except Exception:  # noqa: BLE001 - foreign code that runs in one dtype alone differs by it
         return True
-    return one != other
+    return False
+
+
+def reads_rows(code: Callable[[Tensor], Tensor], sample: Tensor) -> bool:
+    """Return whether code branches on the number of its rows."""
+    from torch._dynamo.source import ConstantSource  # imports a compiler, which no command needs before
+
+    shapes, many = ShapeEnv(), sample.repeat(8, 1)
+    with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode, torch.no_grad():
+        rows = cast("Any", StatelessSymbolicContext)(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        code(mode.from_tensor(many, symbolic_context=rows, source=ConstantSource("rows")))
+    return bool(shapes.guards)
 
 
 def is_interface(module: nn.Module) -> bool:

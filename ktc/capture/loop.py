@@ -23,7 +23,7 @@ from ktc.capture.identity import LONG, expert_traces, resized
 from ktc.capture.normal_form import normalise
 from ktc.capture.record import Call
 from ktc.capture.side_effects import side_effect
-from ktc.capture.trace import traced, without_sizes
+from ktc.capture.trace import MODES, traced, without_sizes
 from ktc.capture.types import ExpertList
 from ktc.capture.unrolled import routed_anyhow
 from ktc.graph.typed import nodes_of
@@ -95,12 +95,17 @@ def _require_any_length(block: nn.Module, call: Call, modules: nn.ModuleList) ->
         with _frozen(block):
             if _operators(block, modules, call, module is block) != plain:
                 raise NoExperts("its code depends on which of its parameters are trained")
+        what = "it computes" if module is block else "its experts compute"
         for mode in (nullcontext, _training):
             with mode(block):
                 found = [_operators(block, modules, resized(call, *sizes), module is block) for sizes in _SIZES]
-            if any(other != found[0] for other in found):
-                what = "it computes" if module is block else "its experts compute"
-                raise NoExperts(f"{what} something else for calls of another length")
+                if any(other != found[0] for other in found):
+                    raise NoExperts(f"{what} something else for calls of another length")
+                for of_torch in MODES:
+                    with of_torch():
+                        again = _operators(block, modules, resized(call, *_SIZES[0]), module is block)
+                    if again != found[0]:
+                        raise NoExperts(f"{what} something else in inference mode or with autocast")
 
 
 def _operators(block: nn.Module, modules: nn.ModuleList, call: Call, whole: bool) -> list[list[str]]:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktc.capture.forms import form_of, is_interface
-from ktc.capture.own_markers import own_experts_marked
+from ktc.capture.forms import UNSUPPORTED, form_of, is_interface
+from ktc.capture.own_experts import more_than_interface
+from ktc.capture.own_markers import code_of, own_experts_marked
 from ktc.graph import ops
 
 _NAME = "ktc_capture"  # of the operator library, and of our implementations in transformers' registers
@@ -77,13 +78,26 @@ class _CaptureExperts:
     """The experts marker. Forms are read before the model runs: later a call may be recorded, or inside an export."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._forms = {module: form_of(module) for module in model.modules() if is_interface(module)}
+        self._loops: dict[object, str] = {}
+        self._forms = {module: self._form(module) for module in model.modules() if is_interface(module)}
+
+    def _form(self, module: nn.Module) -> str:
+        """Return the form. Modules of equal code and settings share what was found of their loop."""
+        form, code = form_of(module), code_of(module)
+        if form.startswith(UNSUPPORTED):
+            return form
+        if code not in self._loops:
+            self._loops[code] = more_than_interface(module)
+        reason = self._loops[code]
+        return (
+            f"{UNSUPPORTED}`{type(module).__name__}` does more than compute its experts: {reason}" if reason else form
+        )
 
     def __call__(
         self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
     ) -> Tensor:
         if module not in self._forms:
-            self._forms[module] = form_of(module)
+            self._forms[module] = self._form(module)
         first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
         weights = getattr(module, first), module.down_proj
         biased = getattr(module, "has_bias", False)

@@ -80,12 +80,18 @@ def _own_masks(block: nn.Module, call: Call) -> Generator[None]:
 
 
 def _check_class(source: ModelSource, found: type[PreTrainedModel]) -> None:
-    """Check that transformers has no other class of that name, since a compiled model finds its class by name."""
+    """Check that transformers has no other class of that name, since a compiled model finds its class by name.
+
+    Code that a class runs after its weights are read is not run for a compiled model, so it is refused.
+    """
     named = getattr(transformers, found.__name__, found)
     if source.folder is not None and not source.own_code and named is not found:
         message = f"`{found.__name__}` is of `{found.__module__}`, and transformers has another class of that name"
         hint = "give the folder that its code came from, with `--trust-remote-code`"
         raise InputRefused(Diagnostic("I109", message, hint=hint))
+    if not found.from_pretrained.__module__.startswith("transformers."):
+        message = f"`{found.__name__}` has a `from_pretrained` of its own, which a compiled model would not run"
+        raise InputRefused(Diagnostic("I109", message, hint="move what it does to `__init__`"))
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:

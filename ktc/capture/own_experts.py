@@ -11,6 +11,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -22,13 +23,14 @@ from ktc.capture.canonical import NoExperts
 from ktc.capture.loop_reading import read_batched, read_loop
 from ktc.capture.side_effects import has_own_backward, side_effect
 from ktc.capture.size_guards import violated_guard
-from ktc.capture.trace import Trace
+from ktc.capture.trace import MODES, Trace, without_sizes
 from ktc.capture.unrolled import every_expert
 from ktc.experts.own_module import OwnExperts, Role
 from ktc.graph.typed import named_modules, tensor_of
 from ktc.linears.plain import has_hooks
 
 Forward = Callable[..., Any]
+_TOKENS = 61  # of a call that is made up
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -80,14 +82,50 @@ def own_experts(
     states = {inner: inner.training for _, inner in named_modules(module)}
     try:
         modes = [_operations(module.train(mode), forward, named, count, unused) for mode in (False, True)]
+        effects = [
+            side_effect(module.train(mode), lambda: _run(forward, named, count, unused)) for mode in (False, True)
+        ]
+        plain = [_traced(module, forward, named, count, unused, mode) for mode in MODES]
     finally:
         for inner, training in states.items():
             inner.training = training
     if modes[0] != modes[1]:
         raise NoExperts("it computes something else in training mode")
-    if reason := side_effect(module, lambda: _run(forward, named, count, unused)):
+    if any(other != plain[0] for other in plain):
+        raise NoExperts("it computes something else in inference mode or with autocast")
+    if reason := next(filter(None, effects), ""):
         raise NoExperts(reason)
     return OwnExperts("", loop.sizes, loop.form, loop.parts, inputs, loop.called)
+
+
+def more_than_interface(module: nn.Module) -> str:
+    """Return why the loop that a model gave its decorated experts is more than what transformers runs in its place.
+
+    "" for experts of transformers itself, whose files are known, and for a loop that does not run without data: the
+    proof compares its results.
+    """
+    code = getattr(type(module).forward, "__wrapped__", None)
+    if code is None or code.__module__.startswith("transformers."):
+        return ""
+    down, states = cast("Tensor", module.down_proj), {inner: inner.training for inner in module.modules()}
+    hidden = down.new_empty(_TOKENS, down.shape[-1 if getattr(module, "is_transposed", False) else -2])
+    index = torch.zeros(_TOKENS, 2, dtype=torch.long, device=down.device)
+    forward, count = code.__get__(module), int(down.shape[0])
+    named = _named(forward, (hidden, index, down.new_empty(_TOKENS, 2)), {})
+    try:
+        for training in (False, True):
+            if reason := side_effect(module.train(training), lambda: _run(forward, named, count, 0)):
+                return reason
+        trained = _traced(module, forward, named, count, 0, MODES[0])
+        plain = [_traced(module.eval(), forward, named, count, 0, mode) for mode in MODES]
+    except Exception:  # noqa: BLE001 - foreign code without data raises anything
+        return ""
+    finally:
+        for inner, training in states.items():
+            inner.training = training
+    if trained != plain[0]:
+        return "it computes something else in training mode"
+    return "it computes something else in inference mode or with autocast" if plain[1:] != plain[:1] * 2 else ""
 
 
 def _named(forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,6 +234,16 @@ class _Recorder(Trace):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.blocked |= not torch.is_grad_enabled() and isinstance(result, Tensor) and result.is_floating_point()
         return result
+
+
+def _traced(
+    module: nn.Module, forward: Forward, named: Mapping[str, Any], count: int, unused: int,
+    mode: Callable[[], AbstractContextManager[object]],
+) -> list[str]:  # fmt: skip
+    """Return the operators of a call without gradients in a mode of torch."""
+    with mode(), torch.no_grad(), Trace(module) as trace:
+        _run(forward, named, count, unused)
+    return without_sizes(trace.rows)
 
 
 def _operations(module: nn.Module, forward: Forward, named: Mapping[str, Any], count: int, unused: int) -> list[str]:

@@ -68,7 +68,7 @@ class _Call:
 
     def __init__(self, module: nn.Module, forward: Forward, known: _Known, marker: Marker) -> None:
         self._module, self._forward, self._known, self._marker = module, forward, known, marker
-        self._asked, self._code = False, _code_of(module)
+        self._asked, self._code = False, code_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._asked and not self._known.reading:
@@ -104,7 +104,7 @@ class _Call:
         return self._known.reasons.get(self._code, "")
 
 
-def _code_of(module: nn.Module) -> object:
+def code_of(module: nn.Module) -> object:
     """Return a key that is equal for modules with the same code, settings and shapes, in layers of the same number."""
     settings = tuple(
         (name, type(inner), tuple(sorted((k, _plain(v)) for k, v in vars(inner).items() if k not in _OF_EVERY_MODULE)))

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from contextvars import ContextVar
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -184,6 +185,8 @@ class _Held:
             self.add_names(path, vars(held))
         elif isinstance(held, np.ndarray):
             self.values[path] = repr(held.tolist())
+        elif isinstance(held, ContextVar):
+            self.add(path, cast("ContextVar[object]", held).get(None))
         elif isinstance(held, MethodType):
             self.add(path, held.__self__)
         elif isinstance(held, partial):
@@ -223,10 +226,10 @@ def _names_in(slots: str | Iterable[str]) -> Iterable[str]:
 
 def _enclosed(held: object) -> dict[str, object]:
     """Return the values that a function holds from around its definition."""
-    if not isinstance(held, FunctionType) or held.__closure__ is None:
+    if not isinstance(held, FunctionType):
         return {}
-    found: dict[str, object] = {}
-    for name, cell in zip(held.__code__.co_freevars, held.__closure__, strict=True):
+    found: dict[str, object] = {"defaults": held.__defaults__, "keywords": held.__kwdefaults__}
+    for name, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=True):
         with suppress(ValueError):  # a cell that is empty yet
             found[name] = cell.cell_contents
     return found

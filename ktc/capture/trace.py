@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, cast
@@ -127,3 +127,34 @@ def traced(module: nn.Module, run: Callable[[], object]) -> list[str]:
     with torch.no_grad(), Trace(module) as trace:
         run()
     return trace.rows
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+@contextmanager
+def autocast() -> Generator[None]:
+    """Let code see that autocast is enabled inside the context. Meta tensors are not cast."""
+    before = [torch.is_autocast_enabled(device) for device in _DEVICES]
+    try:
+        for device in _DEVICES:
+            torch.set_autocast_enabled(device, True)
+        yield
+    finally:
+        for device, enabled in zip(_DEVICES, before, strict=True):
+            torch.set_autocast_enabled(device, enabled)
+
+
+@contextmanager
+def inference() -> Generator[None]:
+    """Let code see that inference mode is on inside the context. The mode itself would name other operators."""
+    before = torch.is_inference_mode_enabled
+    try:
+        torch.is_inference_mode_enabled = lambda: True
+        yield
+    finally:
+        torch.is_inference_mode_enabled = before
+
+
+# The modes of torch in which code of a model may be called, beside evaluation and training.
+MODES: tuple[Callable[[], AbstractContextManager[object]], ...] = (nullcontext, inference, autocast)

@@ -6,7 +6,6 @@ that run the same code with the same settings and constants share the long list 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from ktc.host import Host
 from ktc.model.graph_block import modules_forgotten
 from ktc.prove.cases import ALWAYS, SCALES, Call, Case, long_cases, other_experts_cases, record, scaled, short_cases
 from ktc.prove.compare import Constants, InDouble, StockRefuses, errors, replaced_code
+from ktc.prove.copies import copied
 from ktc.prove.types import TOLERANCE, Constant, Proof
 from ktc.prove.whole import whole_difference
 from ktc.prove.witness import (
@@ -70,7 +70,7 @@ def prove_on(
     witness: Witness, captured: CapturedModel, blocks: Sequence[RewrittenBlock], host: Host
 ) -> tuple[Proof, ...]:
     """`prove` on a witness that exists already, which does not change."""
-    before, witness = witness, replace(witness, model=copy.deepcopy(witness.model))  # blocks may count their calls
+    before, witness = witness, replace(witness, model=copied(witness.model))  # blocks may count their calls
     carried = [carried_over(captured, block, witness) for block in blocks]
     with one_thread(), modules_forgotten():
         sites = {site.fqn for small in carried for block in small.blocks for site in block.rewrite.sites}
@@ -104,10 +104,10 @@ def _as_a_whole(
 
 def _whole(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> tuple[float, str]:
     def in_double() -> tuple[PreTrainedModel, PreTrainedModel]:
-        wide = replace(witness, model=copy.deepcopy(witness.model).double())
+        wide = replace(witness, model=copied(witness.model).double())
         return wide.model, realised(wide, rewrites, host)[0]
 
-    stock = replace(witness, model=copy.deepcopy(witness.model))
+    stock = replace(witness, model=copied(witness.model))
     return whole_difference(stock.model, realised(stock, rewrites, host)[0], SEED, in_double)
 
 
@@ -156,7 +156,7 @@ class _Pair:
 
     def in_double(self, fqn: str) -> tuple[nn.Module, nn.Module]:
         if self._double is None:
-            stock = copy.deepcopy(self.witness.model).double()
+            stock = copied(self.witness.model).double()
             wide = Witness(self.witness.captured, stock, self.witness.experts)
             self._double = stock, realised(wide, [r for r in self.rewrites if not r.failure], self.host)[0]
             stock.set_experts_implementation(self._implementation)
@@ -271,7 +271,7 @@ def _forward_alone(stock: nn.Module, case: Case, constants: Constants, replaced:
 
     The comparison reports what it cannot compute.
     """
-    call, stock = case.call.fresh(), copy.deepcopy(stock)
+    call, stock = case.call.fresh(), copied(stock)
     try:
         with torch.no_grad(), constants.replacing(map(stock.get_submodule, replaced)):
             stock(*call.args, **call.kwargs)

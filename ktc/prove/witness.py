@@ -7,7 +7,6 @@ with the reason: a rewrite whose block computes something else in the witness th
 
 from __future__ import annotations
 
-import copy
 import json
 import tempfile
 from collections.abc import Generator, Sequence
@@ -28,6 +27,7 @@ from ktc.graph.typed import input_of, nodes_of
 from ktc.host import Host
 from ktc.model.realise import realise
 from ktc.plan import BlockRewrite
+from ktc.prove.copies import copied
 from ktc.rewrite import RewrittenBlock, block_files, recipe, rewrite_block
 
 SEED = 20260
@@ -175,7 +175,7 @@ def realised(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> 
 
     The second value has the reason for each rewrite, by its key, that the loader refuses. Weights have equal values.
     """
-    model, refused = copy.deepcopy(witness.model), dict[str, str]()
+    model, refused = copied(witness.model), dict[str, str]()
     with tempfile.TemporaryDirectory() as folder:
         for small in rewrites:
             try:

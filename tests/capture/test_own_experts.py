@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.integrations.moe import use_experts_implementation
 
 from ktc.capture.canonical import NoExperts
-from ktc.capture.own_experts import is_candidate, own_experts
+from ktc.capture.own_experts import is_candidate, more_than_interface, own_experts
 from ktc.experts.own_module import OwnExperts, call_routed, parse_held, parse_inputs, stock_experts
 from ktc.experts.reference import fused_moe_reference
 
@@ -353,3 +355,60 @@ TWINS = {
 def test_a_near_twin_is_left_alone(make: type[nn.Module]) -> None:
     with pytest.raises(NoExperts, match=TWINS[make]):
         read(make)
+
+
+# The loop of decorated experts ----------------------------------------------------------------------------------------
+CALLS = [0]
+
+
+@use_experts_implementation
+class Decorated(nn.Module):
+    """Experts in the interface of transformers, whose own loop ends with code of a variant."""
+
+    def __init__(self, _config: object, end: Callable[[Decorated, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.end, self.act_fn = end, nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 2 * WIDTH, HIDDEN))
+        self.down_proj = nn.Parameter(torch.empty(EXPERTS, HIDDEN, WIDTH))
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
+        for expert in range(EXPERTS):
+            token, slot = torch.where(top_k_index == expert)
+            y = self._apply_gate(functional.linear(hidden_states[token], self.gate_up_proj[expert]))
+            y = functional.linear(y, self.down_proj[expert]) * top_k_weights[token, slot, None]
+            out.index_add_(0, token, y)
+        return self.end(self, out)
+
+
+def counts(_: Decorated, out: Tensor) -> Tensor:
+    CALLS[0] += 1
+    return out
+
+
+def halves_with_autocast(_: Decorated, out: Tensor) -> Tensor:
+    return out * 0.5 if torch.is_autocast_enabled("cpu") else out
+
+
+def rarely_drops_in_training(experts: Decorated, out: Tensor) -> Tensor:
+    return out * 0 if experts.training and random.random() < 1e-9 else out
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda _, out: out, ""),
+        (counts, "it changes"),
+        (halves_with_autocast, "it computes something else in inference mode or with autocast"),
+        (rarely_drops_in_training, "it changes `random.getstate()`"),
+    ],
+)
+def test_the_loop_of_decorated_experts_is_read_too(end: Callable[[Decorated, Tensor], Tensor], reason: str) -> None:
+    with torch.device("meta"):
+        found = more_than_interface(Decorated(None, end))
+    assert found.startswith(reason)
+    assert bool(found) is bool(reason)

@@ -8,6 +8,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ KEPT: list[Tensor] = []
 LOCAL = threading.local()
 NAMES = SimpleNamespace(calls=0)
 CALLS = {"all": 0}
+STEP = ContextVar("STEP", default=0)
 
 
 class Tally:
@@ -159,6 +161,16 @@ def putting_it_on_its_result(block: Block, x: Tensor) -> Tensor:
     return out
 
 
+def counting_in_a_default(block: Block, x: Tensor, seen: list[int] = [0]) -> Tensor:  # noqa: B006 - the trap
+    seen[0] += 1
+    return x
+
+
+def counting_in_a_context(block: Block, x: Tensor) -> Tensor:
+    STEP.set(STEP.get() + 1)
+    return x
+
+
 def calling_back(block: Block, x: Tensor) -> Tensor:
     for listener in block.heard:
         listener(x)
@@ -242,6 +254,8 @@ def own_backward(block: Block, x: Tensor) -> Tensor:
         (drawing_from_python, "it changes `random.getstate()`"),
         (drawing_from_numpy, "it changes `numpy.random.get_state()`"),
         (putting_it_on_its_result, "it puts `loss` on its result"),
+        (counting_in_a_default, "it changes `compute().defaults`"),
+        (counting_in_a_context, "it changes `test_side_effects.STEP`"),
         (calling_back, "it changes `heard.0.lengths`"),
         (keeping, "it keeps a result as its attribute `loss`"),
         (appending, "it keeps a result as its attribute `losses`"),

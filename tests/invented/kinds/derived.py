@@ -95,4 +95,11 @@ FAMILIES = (
         expected="computes something around its experts",
         near="computes something around its experts",
     ),
+    Family(
+        "changed_after_load",
+        "layer.mlp.level = 0.5",
+        "layer.mlp.level = 1.0",
+        expected="`from_pretrained` of its own",
+        near="`from_pretrained` of its own",
+    ),
 )
