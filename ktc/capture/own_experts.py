@@ -99,7 +99,7 @@ def own_experts(
 
 
 def more_than_interface(module: nn.Module) -> str:
-    """Return why the loop that a model gave its decorated experts is more than what transformers runs in its place.
+    """Return why the loop that a model gave its decorated experts is more than what transformers runs instead.
 
     "" for experts of transformers itself, whose files are known, and for a loop that does not run without data: the
     proof compares its results.
