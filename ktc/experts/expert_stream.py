@@ -1,8 +1,9 @@
 """A layer's packed experts sent to a GPU in chunks, the next on its way while the last is multiplied.
 
-In: packed bytes of a format without codes, on one NUMA node. Out: the matrices of one expert after the other, on the
-device. No expert stays there: a layer takes no more GPU memory than two chunks.
-Refused (`ValueError`): formats with codes or blocks, weights that are cut for several NUMA nodes.
+In: packed bytes of any format, on one NUMA node. Out: the matrices of neighbouring experts, chunk after chunk, decoded
+on the device. The bus carries the stored bytes. No expert stays on the device: a layer takes no more memory there than
+two chunks as they are stored and one decoded.
+Refused (`ValueError`): weights that are cut for several NUMA nodes.
 """
 
 from __future__ import annotations
@@ -17,56 +18,66 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from ktc.experts.dense_layout import DenseLayout, Matrices
+from ktc.experts.compiled_functions import compiled_on
 from ktc.experts.form import ExpertsForm
 from ktc.experts.packed import PackedExperts
+from ktc.experts.packed_layout import Matrices, PackedLayout
+from ktc.experts.panels import panels_of
 
 log = logging.getLogger(__name__)
 
-_CHUNK_BYTES: Final = 32 << 20  # that one copy sends: enough to fill the bus, little beside a model
+_CHUNK_BYTES: Final = 128 << 20  # of decoded matrices: enough rows for a grouped product, little beside a model
 _PORTABLE: Final = 1  # of cudaHostRegister: for all contexts of the process
 
 
 class ExpertStream:
-    """The experts of one layer, sent to `device`.
-
-    Raises `ValueError` for weights that have no plain layout.
-    """
+    """The experts of one layer, sent to `device`. Raises `ValueError` for weights that cannot be sent."""
 
     def __init__(self, experts: PackedExperts, form: ExpertsForm, device: torch.device) -> None:
         if experts.num_nodes > 1:
             raise ValueError("experts that are cut for several NUMA nodes cannot be sent: compile with `numa = none`")
         self.num_experts, hidden, intermediate, _ = experts.sizes
         self.form, self.device = replace(form, transposed=False), device
-        self._layout = DenseLayout(self.form, hidden, intermediate, experts.dtype, experts.weight_dtype)
+        first, down = (panels_of(*experts.stored(part)) for part in ("up", "down"))
+        self._layout = PackedLayout(self.form, hidden, intermediate, first, down, experts.weight_dtype)
         self._experts = experts
-        self._bytes = experts.nbytes // self.num_experts
-        if self._bytes != self._layout.nbytes:
-            raise ValueError("experts stored as codes or blocks are multiplied by their kernel alone")
+        self._bytes = self._layout.nbytes
+        assert self._bytes * self.num_experts == experts.nbytes, "the layout is not the kernel's"
+        self._most = max(1, _CHUNK_BYTES // (experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate))
 
-    def each(self, numbers: Sequence[int]) -> Iterator[tuple[int, Matrices]]:
-        """Yield the experts of `numbers` in ascending order, with their matrices on the device."""
-        packed, runs = self._experts.packed, _runs(numbers, max(1, _CHUNK_BYTES // self._bytes))
+    def chunks(self, numbers: Sequence[int]) -> Iterator[tuple[range, Matrices]]:
+        """Yield runs of neighbours among the experts of `numbers`, in ascending order, with their matrices."""
+        packed, runs = self._experts.packed, _runs(numbers, self._most)
         if self.device.type != "cuda":
             for run in runs:
-                yield from self._matrices(run, self._slice(packed, run))
+                yield run, self._matrices(run, self._slice(packed, run))
             return
         _page_lock(self._experts, self.device)
-        lane = _lane(self.device, max(_CHUNK_BYTES, self._bytes))
+        lane = _lane(self.device, self._most * self._bytes)
         following = lane.send(self._slice(packed, runs[0])) if runs else None
         for number, run in enumerate(runs):
             sent = following
             assert sent is not None
             following = lane.send(self._slice(packed, runs[number + 1])) if number + 1 < len(runs) else None
-            yield from self._matrices(run, sent.received())
+            matrices = self._matrices(run, sent.received())
             sent.release()
+            yield run, matrices
 
     def _slice(self, packed: Tensor, run: range) -> Tensor:
         return packed[run.start * self._bytes : run.stop * self._bytes]
 
-    def _matrices(self, run: range, packed: Tensor) -> Iterator[tuple[int, Matrices]]:
-        for offset, expert in enumerate(run):
-            yield expert, self._layout.matrices(packed[offset * self._bytes : (offset + 1) * self._bytes])
+    def _matrices(self, run: range, packed: Tensor) -> Matrices:
+        return compiled_on(self.device, _decoder(self._layout))(packed.view(len(run), self._bytes))
+
+
+@functools.cache
+def _decoder(layout: PackedLayout) -> Any:
+    """Return the layout's `matrices`, the same function for layers of equal layouts."""
+
+    def decode(packed: Tensor) -> Matrices:
+        return layout.matrices(packed)
+
+    return decode
 
 
 def _runs(numbers: Sequence[int], most: int) -> list[range]:

@@ -24,6 +24,7 @@ from ktc.experts.form import ExpertPart, ExpertsSizes
 from ktc.experts.kernel_library import TURNS, Engine, Kernel, KernelLibrary, nodes_for, permitted_threads
 from ktc.experts.lora import NO_LORA, ExpertsLora, native_argument
 from ktc.experts.saved_buffers import SavedBuffers
+from ktc.formats import STORED, WeightFormat
 from ktc.host import NumaNode
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -116,6 +117,11 @@ class PackedExperts:
     def coding(self, part: ExpertPart) -> tuple[str, int] | None:
         """Return the format of a part's codes and the size of their groups, `None` if it is stored as values."""
         return self._native.coding(part)
+
+    def stored(self, part: ExpertPart) -> tuple[WeightFormat, int]:
+        """Return the format that gate and up, or down, are stored in, and the size of its groups."""
+        blocks = self.blocks(part)
+        return self.coding(part) or (STORED[blocks].name if blocks else self._kernel.dtype, 0)
 
     def whole(self) -> Tensor:
         """Return the packed bytes in order of expert, as on one node: a copy if they are cut for several."""

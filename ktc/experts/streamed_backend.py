@@ -1,7 +1,10 @@
 """The streamed backend: a layer's experts on a GPU for many tokens, from the packed weights in host memory.
 
-With thousands of tokens a GPU saves more time than sending it all experts of a layer takes.
-Forward saves its input alone, in host memory. Backward sends the weights again and computes gate and up again.
+With thousands of tokens a GPU saves more time than sending it all experts of a layer takes. Experts come in chunks, and
+each matrix of a chunk is multiplied in one grouped product: two forward, three backward, those of LoRA beside them.
+Forward saves its input alone, in host memory. Backward sends the weights again and computes gate and up again. The
+gradient of a routing weight is <h, dh>, with h the input of down and dh its gradient before the weight, so that the
+outputs of down are not computed again.
 Out: what the kernel computes, in the GPU's rounding. Refused: what `ExpertStream` refuses.
 """
 
@@ -13,11 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ktc.experts.chunk_products import ChunkProducts
 from ktc.experts.expert_stream import ExpertStream
 from ktc.experts.form import ExpertsForm
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.packed import PackedExperts
-from ktc.experts.reference import check_routing, expert_output
+from ktc.experts.reference import check_routing
+from ktc.experts.slots import Slots
 from ktc.experts.tracing import never_traced
 
 
@@ -53,28 +58,6 @@ def compute(stream: ExpertStream, x_TH: Tensor, index_TK: Tensor, weights_TK: Te
         return cast("Tensor", _StreamedExperts.apply(stream, lora.scales, index, x, weights, *moved))
 
 
-@dataclass(frozen=True, slots=True)
-class _Slots:
-    """The pairs (token, k) sorted by expert: `tokens` and `pairs` (S,) int64, and where each expert's begin and end."""
-
-    tokens: Tensor
-    pairs: Tensor
-    spans: dict[int, slice]
-
-    @classmethod
-    def of(cls, index_TK: Tensor, num_experts: int) -> _Slots:
-        flat = index_TK.flatten()
-        pairs = torch.argsort(flat, stable=True)
-        spans: dict[int, slice] = {}
-        end = 0
-        counts = cast("list[int]", torch.bincount(flat, minlength=num_experts).tolist())
-        for expert, count in enumerate(counts):
-            if count:
-                spans[expert] = slice(end, end + count)
-            end += count
-        return cls(pairs // index_TK.shape[1], pairs, spans)
-
-
 class _StreamedExperts(torch.autograd.Function):
     """Forward keeps hidden states (in host memory), routing and factors; nothing of what it computed."""
 
@@ -83,14 +66,14 @@ class _StreamedExperts(torch.autograd.Function):
         ctx: Any, stream: ExpertStream, scales: tuple[float, float], index: Tensor, x: Tensor, weights: Tensor,
         *factors: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        slots = _Slots.of(index, stream.num_experts)
-        lora, flat = ExpertsLora.of(factors, scales), weights.flatten().to(_accumulator(x.dtype))
-        out = torch.zeros(x.shape, dtype=flat.dtype, device=x.device)
-        for expert, matrices in stream.each(tuple(slots.spans)):
-            span = slots.spans[expert]
-            tokens = slots.tokens[span]
-            y = expert_output(stream.form, x.index_select(0, tokens), *matrices, expert, lora)
-            out.index_add_(0, tokens, y.to(flat.dtype) * flat[slots.pairs[span], None])
+        slots = Slots.of(index, stream.num_experts)
+        products = ChunkProducts(stream.form, ExpertsLora.of(factors, scales), x.dtype)
+        sums = _accumulator(x.dtype)
+        out, routing = torch.zeros(x.shape, dtype=sums, device=x.device), weights.to(sums)
+        for run, matrices in stream.chunks(slots.chosen):
+            rows = slots.of_experts(run)
+            y = products.forward(x.index_select(0, rows.tokens), rows, run, matrices)
+            out = slots.add(out, y, rows.first, routing)
         ctx.stream, ctx.scales, ctx.slots = stream, scales, slots
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(_on_host(x), weights, *factors)
@@ -98,29 +81,23 @@ class _StreamedExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stream, slots = cast("ExpertStream", ctx.stream), cast("_Slots", ctx.slots)
+        stream, slots = cast("ExpertStream", ctx.stream), cast("Slots", ctx.slots)
         host_x, weights, *factors = ctx.saved_tensors
         x, (grad,) = host_x.to(stream.device, non_blocking=True), grads
-        flat = weights.flatten().to(_accumulator(x.dtype))
-        d_x = torch.zeros(x.shape, dtype=flat.dtype, device=x.device)
-        d_flat = torch.zeros_like(flat)
-        d_factors = [None if factor is None else torch.zeros_like(factor) for factor in factors]
-        for expert, matrices in stream.each(tuple(slots.spans)):
-            span = slots.spans[expert]
-            tokens, pairs = slots.tokens[span], slots.pairs[span]
-            with torch.enable_grad():
-                rows = x.index_select(0, tokens).requires_grad_()
-                own = [None if factor is None else factor[expert, None].requires_grad_() for factor in factors]
-                y = expert_output(stream.form, rows, *matrices, 0, ExpertsLora.of(own, ctx.scales))
-            d_out = grad.index_select(0, tokens)
-            d_flat[pairs] = (y.detach().to(flat.dtype) * d_out).sum(-1)
-            wanted = [rows, *(factor for factor in own if factor is not None)]
-            d_y = (d_out * flat[pairs, None]).to(y.dtype)
-            d_rows, *found = torch.autograd.grad(y, wanted, d_y)
-            d_x.index_add_(0, tokens, d_rows.to(flat.dtype))
-            for total, part in zip((each for each in d_factors if each is not None), found, strict=True):
-                total[expert] = part[0]
-        return None, None, None, d_x.to(x.dtype), d_flat.view_as(weights).to(weights.dtype), *d_factors
+        products = ChunkProducts(stream.form, ExpertsLora.of(factors, ctx.scales), x.dtype)
+        sums = _accumulator(x.dtype)
+        flat = weights.flatten().to(sums)
+        d_x, d_flat = torch.zeros(x.shape, dtype=sums, device=x.device), torch.zeros_like(flat)
+        for run, matrices in stream.chunks(slots.chosen):
+            rows = slots.of_experts(run)
+            d_rows, d_weights = products.backward(
+                x.index_select(0, rows.tokens), grad.index_select(0, rows.tokens).to(x.dtype), flat[rows.pairs], rows,
+                run, matrices,
+            )  # fmt: skip
+            d_flat[rows.pairs] = d_weights  # each pair once
+            d_x = slots.add(d_x, d_rows, rows.first)
+        d_weights = d_flat.view_as(weights).to(weights.dtype)
+        return None, None, None, d_x.to(x.dtype), d_weights, *products.gradients
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

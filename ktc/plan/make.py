@@ -46,7 +46,7 @@ def make_plan(
     devices = {p.fqn: p.device for p in placements}
     chosen = _choose(captured, weights, claims, devices, host)
     specs = {claim.path: spec for claim, spec in chosen.items() if isinstance(spec, KernelSpec)}
-    rewrites = _group(captured, claims, chosen, devices, plan_prefill(claims, specs, rules, host))
+    rewrites = _group(captured, claims, chosen, devices, plan_prefill(claims, rules, host))
     unavailable = not_built(claims, chosen, rules)
     lora = plan_lora(captured, claims, rules)
     if not rewrites and not unavailable:

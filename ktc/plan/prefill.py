@@ -1,19 +1,17 @@
 """Where calls of routed experts with many tokens are computed: `place(cpu, prefill = D)` on experts of `cpu_moe`.
 
-In: the claims, the kernels that were chosen, the program and the host. Out: for each experts module its device and from
-how many tokens on. Refused: a GPU that the host has not, weights that only their kernel can read.
+In: the claims, the program and the host. Out: for each experts module its device and from how many tokens on.
+Refused: a GPU that the host has not, weights that are cut for several NUMA nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.dsl.ruleset import RuleSet
-from ktc.formats import FORMATS, Dense
 from ktc.host import Host
-from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.placement import require_gpu, resolve_device
 from ktc.plan.types import Claim
 from ktc.targets import CpuMoe, Place
@@ -30,9 +28,7 @@ def asks_for_experts(claim: Claim, claims: Sequence[Claim]) -> bool:
     return asked and any(isinstance(other.target, CpuMoe) and other.path == claim.path for other in claims)
 
 
-def plan_prefill(
-    claims: Sequence[Claim], specs: Mapping[str, KernelSpec], rules: RuleSet, host: Host
-) -> dict[str, Prefill]:
+def plan_prefill(claims: Sequence[Claim], rules: RuleSet, host: Host) -> dict[str, Prefill]:
     """By the experts' FQN. Raises HostLacks (M069) and InputRefused (M078)."""
     found: dict[str, Prefill] = {}
     problems: dict[str, Diagnostic] = {}
@@ -43,7 +39,7 @@ def plan_prefill(
         if device == "cpu":
             continue
         require_gpu(device, "prefill", claim, host)
-        if why := _unsuited(claim, claims, specs[claim.path], host):
+        if why := _unsuited(claim, claims, host):
             message = f"`place(prefill = {device})`: {why}"
             problems[why] = Diagnostic("M078", message, claim.span, hint="see `ktc explain M078`")
         tokens = rules.plan.get("layerwise_prefill")
@@ -53,10 +49,8 @@ def plan_prefill(
     return found
 
 
-def _unsuited(claim: Claim, claims: Sequence[Claim], spec: KernelSpec, host: Host) -> str:
+def _unsuited(claim: Claim, claims: Sequence[Claim], host: Host) -> str:
     """Return why the weights cannot be multiplied on another device, "" if they can."""
-    if not all(isinstance(FORMATS[name], Dense) for name in spec.formats):
-        return f"experts in `{' and '.join(spec.formats)}` are multiplied by their kernel alone"
     experts = next(c.target for c in claims if isinstance(c.target, CpuMoe) and c.path == claim.path)
     if host.numa > 1 and experts.numa == "shard":
         return f"weights that are cut for several NUMA nodes cannot be sent; write `{CpuMoe.name}(numa = none)`"

@@ -2,38 +2,85 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kernel_layers import EXACT_FORMS, FORMS, ISAS, Load, error, random_layer, run, spec_of
+from kernel_layers import EXACT_FORMS, FORMS, ISAS, Load, built, error, quick_or_slow, random_layer, run, spec_of
 from lora_layers import adapt, run_adapted
 
 from ktc.experts import expert_stream
 from ktc.experts.backend import Offload
+from ktc.experts.block_reference import random_blocks
 from ktc.experts.expert_stream import ExpertStream
 from ktc.experts.form import parse_form
 from ktc.experts.lora import ExpertsLora
+from ktc.experts.module import FusedMoe
+from ktc.experts.packed_layout import Matrices
+from ktc.experts.stock_layout import canonical_parts
 from ktc.experts.streamed_backend import compute
+from ktc.formats import BLOCKS, FORMATS, Codes
+from ktc.plan.kernel_spec import KernelSpec
 
 CPU = Offload(torch.device("cpu"), min_tokens=1)
 
 
+def in_blocks(gate_up: str, down: str) -> KernelSpec:
+    return replace(spec_of(ISAS[0]), format_gate_up=gate_up, format_down=down)
+
+
+# Kernels that other quick tests build too: codes of 4 and 8 bits, blocks with nibbles and with upper bits.
+QUICK = [spec_of(ISAS[0], codes=("int4", 32)), spec_of(ISAS[0], codes=("int8", 0)), in_blocks("q4_k", "q6_k")]
+OTHERS = [spec_of(ISAS[0], codes=("int4", 128)), spec_of(ISAS[0], codes=("fp8", 128)), in_blocks("q8_0", "q4_0"),
+          in_blocks("q4_1", "q5_k"), in_blocks("mxfp4", "fp16")]  # fmt: skip
+STORED = [quick_or_slow(spec, spec in QUICK) for spec in (*QUICK, *OTHERS)]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_matrices_are_those_that_the_kernel_unpacks(load: Load, form: str) -> None:
-    layer = random_layer(70, 37, 5, 2, 3, form=form)
-    module = load(layer, spec_of(ISAS[0], form=form))
+    module = load(random_layer(70, 37, 5, 2, 3, form=form), spec_of(ISAS[0], form=form))
+    assert_matrices_are_the_kernels(module)
+
+
+@pytest.mark.parametrize("spec", STORED, ids=lambda spec: f"{spec.format_gate_up} {spec.format_down} {spec.group_size}")
+def test_every_format_is_decoded_to_the_kernels_bits(spec: KernelSpec) -> None:
+    sizes = {"hidden": 70, "intermediate": 45}
+    for name, stored in zip(sizes, spec.formats * 2, strict=False):
+        row = FORMATS[stored]
+        whole = spec.group_size if isinstance(row, Codes) and row.even else row.whole
+        sizes[name] = -(-max(sizes[name], 300 if isinstance(row, Codes) else 160) // whole) * whole
+    layer = random_layer(**sizes, num_experts=3, top_k=2, tokens=1)
+    kernel = built((spec,)).kernel(spec.entry)
+    module = FusedMoe(3, layer.hidden, layer.intermediate, 2, layer.form, kernel=kernel)
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in layer.stock.items():
+        for expert in range(3):
+            for part, values in canonical_parts(layer.form, name, tensor[expert]):
+                stored = spec.format_of(part)
+                if stored in BLOCKS:
+                    module.load_blocks(expert, part, random_blocks(*values.shape, stored, 0.1, generator))
+                else:
+                    module.load_expert(expert, part, values)
+    assert_matrices_are_the_kernels(module)
+
+
+def assert_matrices_are_the_kernels(module: FusedMoe) -> None:
     assert module.weights.packed is not None
     stream = ExpertStream(module.weights.packed, module.form, torch.device("cpu"))
-    for expert, (gate_up, down, gate_up_bias, down_bias) in stream.each(range(5)):
-        assert torch.equal(down, module.expert(expert, "down"))
-        alternating = module.form.interleaved
-        rows = gate_up.unflatten(0, (-1, 2)).transpose(0, 1) if alternating else gate_up.unflatten(0, (-1, 37))
-        parts = ("gate", "up") if module.form.gated else ("up",)
-        for part, found in zip(parts, rows, strict=True):
-            assert torch.equal(found, module.expert(expert, part))
-        assert (gate_up_bias is None) == (down_bias is None) == (not module.form.biased)
+    for chunk, matrices in stream.chunks(range(module.num_experts)):
+        for place, expert in enumerate(chunk):
+            assert torch.equal(matrices.down[place], module.expert(expert, "down"))
+            gate_up = matrices.gate_up[place]
+            alternating = module.form.interleaved
+            shape = (-1, 2) if alternating else (-1, module.intermediate)
+            rows = gate_up.unflatten(0, shape).transpose(0, 1) if alternating else gate_up.unflatten(0, shape)
+            for part, found in zip(("gate", "up") if module.form.gated else ("up",), rows, strict=True):
+                assert torch.equal(found, module.expert(expert, part))
+            assert (matrices.gate_up_bias is None) == (matrices.down_bias is None) == (not module.form.biased)
+            if matrices.down_bias is not None:
+                assert torch.equal(matrices.down_bias[place], module.expert(expert, "down_bias"))
 
 
 @pytest.mark.parametrize("form", EXACT_FORMS)
@@ -53,6 +100,39 @@ def test_factors_of_lora_have_their_gradients(load: Load) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert error(ours, theirs) <= 1e-12
     assert not found[3][4].any()  # no token went to expert 4
+
+
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[5]])
+def test_factors_of_lora_on_every_form(load: Load, form: str) -> None:
+    adapted = adapt(random_layer(70, 37, 5, 2, 41, form=form), (3, 5))
+    module = load(adapted.layer, spec_of("scalar", "fp64", form))
+    module.offload = CPU
+    for ours, theirs in zip(run_adapted(module, adapted, torch.float64), adapted.reference(), strict=True):
+        assert error(ours, theirs) <= 1e-12
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped_mm", "a loop"])
+def test_products_in_bf16_with_and_without_the_grouped_kernel(
+    load: Load, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not grouped:
+        monkeypatch.setattr("ktc.experts.grouped_products._has_kernel", lambda device, dtype: False)
+    adapted = adapt(random_layer(256, 96, 8, 2, 64, experts_used=6), (3, 8))
+    module = load(adapted.layer, spec_of(ISAS[0]))
+    module.offload = CPU
+    found = run_adapted(module, adapted)
+    for ours, theirs in zip(found, adapted.reference(), strict=True):
+        assert error(ours, theirs) <= 1.2e-2
+    assert all(map(torch.equal, run_adapted(module, adapted), found))
+
+
+def test_chunks_do_not_change_the_results(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = random_layer(70, 37, 5, 2, 41)
+    module = load(layer, spec_of("scalar", "fp64"), offload=CPU)
+    whole = run(module, layer, torch.float64)
+    monkeypatch.setattr("ktc.experts.expert_stream._CHUNK_BYTES", 1)
+    for ours, theirs in zip(run(module, layer, torch.float64), whole, strict=True):
+        assert error(ours, theirs) <= 1e-14
 
 
 def test_bf16_rounds_as_the_kernel_does(load: Load) -> None:
@@ -83,9 +163,9 @@ def test_no_tokens_and_no_such_expert(load: Load) -> None:
 def test_autocasting_does_not_change_the_dtype_of_the_experts() -> None:
     layer = random_layer(64, 32, 1, 1, 9)
     gate_up, down = torch.randn(64, 64), torch.randn(64, 32)
-    matrices = gate_up, down, None, None
+    matrices = Matrices(gate_up[None], down[None], None, None)
     stream: Any = SimpleNamespace(
-        num_experts=1, form=parse_form("silu"), device=CPU.device, each=lambda wanted: [(0, matrices)]
+        num_experts=1, form=parse_form("silu"), device=CPU.device, chunks=lambda wanted: [(range(1), matrices)]
     )
     arguments = stream, layer.x.float(), layer.index, layer.weights.float(), ExpertsLora()
     expected = compute(*arguments)

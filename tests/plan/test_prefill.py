@@ -48,19 +48,18 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
         plan_of(EXPERTS + MANY, tmp_path, CPU)
 
 
-@pytest.mark.parametrize(
-    ("experts", "host", "why"),
-    [
-        ("cpu_moe(format = int8)", GPU, "`int8` are multiplied by their kernel alone"),
-        ("cpu_moe()", replace(GPU, numa=2), "several NUMA nodes"),
-    ],
-)
-def test_weights_that_cannot_be_sent_are_refused_once(experts: str, host: Host, why: str, tmp_path: Path) -> None:
+def test_weights_that_are_cut_for_numa_nodes_are_refused_once(tmp_path: Path) -> None:
     with pytest.raises(InputRefused) as refusal:
-        plan_of(EXPERTS.replace("cpu_moe()", experts) + MANY, tmp_path, host)
+        plan_of(EXPERTS + MANY, tmp_path, replace(GPU, numa=2))
     (problem,) = refusal.value.diagnostics
     assert problem.code == "M078"
-    assert why in problem.message
+    assert "several NUMA nodes" in problem.message
+
+
+def test_weights_in_codes_are_sent_as_they_are_stored(tmp_path: Path) -> None:
+    plan = plan_of(EXPERTS.replace("cpu_moe()", "cpu_moe(format = int8)") + MANY, tmp_path)
+    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
+    assert {step.args["prefill"] for step in steps} == {"cuda:0"}
 
 
 def test_a_number_of_tokens_without_experts_that_go_elsewhere_is_told(tmp_path: Path) -> None:

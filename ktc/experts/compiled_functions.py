@@ -1,0 +1,38 @@
+"""Element-wise functions as one kernel of a GPU each, by `torch.compile`, where the GPU has a compiler for them.
+
+In: a device and a function of tensors. Out: a function of the same results. Without Triton it is the function itself,
+step by step, which a message says once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def compiled_on(device: torch.device, function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return `function` compiled for a GPU, for inputs of any length; on the CPU, as it is."""
+    return _compiled(function) if device.type == "cuda" and has_compiler() else function
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """Return whether `torch.compile` makes kernels for GPUs here."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    log.warning("Triton is not installed: experts on a GPU are decoded and activated step by step, which is slower")
+    return False
+
+
+@functools.cache
+def _compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    return torch.compile(function, dynamic=True)

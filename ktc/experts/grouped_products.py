@@ -1,0 +1,62 @@
+"""Grouped products: rows sorted by expert, each times the matrix of its expert, in one call for all experts.
+
+In: rows (S, K), matrices (G, N, K), and `ends` (G,) int32, where the rows of each group end. Out: rows (S, N).
+`torch.nn.functional.grouped_mm` computes them where it serves the device, the dtype and the sizes; a loop over the
+groups computes the others. `serves` returns which.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_ALIGNMENT: Final = 16  # bytes of every row that `grouped_mm` reads or writes
+_OLDEST: Final = (8, 0)  # compute capability of the GPUs that it has kernels for
+
+
+def serves(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
+    """Return whether `grouped_mm` multiplies matrices of these sizes on a device."""
+    return _has_kernel(device, dtype) and all(size * dtype.itemsize % _ALIGNMENT == 0 for size in sizes)
+
+
+@functools.cache
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    if not hasattr(F, "grouped_mm") or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    if device.type != "cuda":
+        return device.type == "cpu"
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= _OLDEST
+
+
+def times_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows with the transpose of their matrix: `(S, K), (G, N, K), (G,) -> (S, N)`."""
+    return _product(rows, matrices.transpose(1, 2), ends)
+
+
+def times_columns(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows with their matrix: `(S, N), (G, N, K), (G,) -> (S, K)`."""
+    return _product(rows, matrices, ends)
+
+
+def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Sum the outer products of the rows of each group: `(S, M), (S, N), (G,) -> (G, M, N)`, zero for no rows."""
+    if serves(left.device, left.dtype, left.shape[1], right.shape[1]):
+        return F.grouped_mm(left.t(), right, offs=ends)
+    spans = _spans(ends)
+    return torch.stack([left[span].T @ right[span] for span in spans])
+
+
+def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    if serves(rows.device, rows.dtype, *matrices.shape[1:]):
+        return F.grouped_mm(rows, matrices, offs=ends)
+    return torch.cat([rows[span] @ matrix for span, matrix in zip(_spans(ends), matrices, strict=True)])
+
+
+def _spans(ends: Tensor) -> list[slice]:
+    bounds = [0, *cast("list[int]", ends.tolist())]
+    return [slice(first, end) for first, end in itertools.pairwise(bounds)]
