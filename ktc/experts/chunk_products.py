@@ -144,7 +144,7 @@ def _activation_backward(form: ExpertsForm) -> Callable[..., tuple[Tensor, Tenso
         inner = _sum(gate_up, added, bias, experts)
         h, derivative = cast("_WithDerivative", torch.func.vjp(functools.partial(activated, form), inner))
         d_h = d_h.to(inner.dtype)
-        d_weights = (h.to(gate_up.dtype).to(inner.dtype) * d_h).sum(-1)  # of h as down multiplied it
+        d_weights = (h * d_h).sum(-1)
         (d_inner,) = derivative(d_h * weights[:, None].to(inner.dtype))
         return h, d_inner, d_weights
 

@@ -10,7 +10,8 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from types import FunctionType
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 
@@ -35,4 +36,8 @@ def has_compiler() -> bool:
 
 @functools.cache
 def _compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    return torch.compile(function, dynamic=True)
+    assert isinstance(function, FunctionType), "a closure, not a callable object"
+    # torch counts recompilations by code object, and closures of one definition share theirs.
+    code = function.__code__.replace(co_firstlineno=function.__code__.co_firstlineno)
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    return torch.compile(cast("Callable[_P, _R]", own), dynamic=True)

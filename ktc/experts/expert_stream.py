@@ -18,7 +18,6 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from ktc.experts.compiled_functions import compiled_on
 from ktc.experts.form import ExpertsForm
 from ktc.experts.packed import PackedExperts
 from ktc.experts.packed_layout import Matrices, PackedLayout
@@ -67,17 +66,7 @@ class ExpertStream:
         return packed[run.start * self._bytes : run.stop * self._bytes]
 
     def _matrices(self, run: range, packed: Tensor) -> Matrices:
-        return compiled_on(self.device, _decoder(self._layout))(packed.view(len(run), self._bytes))
-
-
-@functools.cache
-def _decoder(layout: PackedLayout) -> Any:
-    """Return the layout's `matrices`, the same function for layers of equal layouts."""
-
-    def decode(packed: Tensor) -> Matrices:
-        return layout.matrices(packed)
-
-    return decode
+        return self._layout.matrices(packed.view(len(run), self._bytes))
 
 
 def _runs(numbers: Sequence[int], most: int) -> list[range]:

@@ -6,14 +6,17 @@ operations, so that it runs where the bytes are, on a GPU too. A test holds the 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ktc.experts.compiled_functions import compiled_on
 from ktc.experts.form import ExpertsForm
-from ktc.experts.panels import WIDTH, Panels, cut
+from ktc.experts.panels import WIDTH, DensePanels, Panels, by_output, cut
 
 
 class Matrices(NamedTuple):
@@ -48,14 +51,16 @@ class PackedLayout:
 
     def matrices(self, packed: Tensor) -> Matrices:
         """Read the matrices of experts: uint8 (G, bytes of one), on any device. The results are copies there."""
-        panels = packed[:, : self._first_bytes]
-        down = packed[:, self._first_bytes : self._first_bytes + self._down_bytes]
-        biases = packed[:, self._first_bytes + self._down_bytes :]
-        first = self.first.decode(cut(panels, 1, self._first_panels, -1), self._padded_hidden)
-        lanes = cut(first, 2, self.parts, -1).transpose(1, 2).flatten(2, 3)  # (G, parts, padded I, padded H)
-        gate_up = self._ordered(lanes)[..., : self.hidden].contiguous()
-        rows = self.down.decode(cut(down, 1, self._padded_hidden // WIDTH, -1), self._padded_intermediate)
-        down_rows = rows.flatten(1, 2)[:, : self.hidden, : self.intermediate].contiguous()
+        ends = self._first_bytes, self._first_bytes + self._down_bytes
+        first = self._steps(self.first, packed[:, : ends[0]], self._first_panels, self._padded_hidden)
+        lanes = cut(first, -2, self.parts, -1)  # (G, panels, steps, parts, lanes, neighbours)
+        rows = by_output(lanes.permute(0, 3, 1, 2, 4, 5), self.hidden).flatten(2, 3)
+        gate_up = self._ordered(rows).contiguous()
+        down = self._steps(
+            self.down, packed[:, ends[0] : ends[1]], self._padded_hidden // WIDTH, self._padded_intermediate
+        )
+        down_rows = by_output(down, self.intermediate).flatten(1, 2)[:, : self.hidden].contiguous()
+        biases = packed[:, ends[1] :]
         if not self.form.biased:
             return Matrices(gate_up, down_rows, None, None)
         values = biases.view(self.bias_dtype)
@@ -87,7 +92,24 @@ class PackedLayout:
     def _bias_values(self) -> int:
         return self.parts * self._padded_intermediate + self._padded_hidden if self.form.biased else 0
 
+    def _steps(self, panels: Panels, packed: Tensor, count: int, columns: int) -> Tensor:
+        """(G, bytes of `count` panels) -> (G, count, steps, 32 outputs, neighbours)."""
+        decode = _decoder(panels, columns)
+        if not isinstance(panels, DensePanels):  # whose weights are a view
+            decode = compiled_on(packed.device, decode)
+        return cut(decode(packed.reshape(packed.shape[0] * count, -1)), 0, -1, count)
+
     def _ordered(self, parts: Tensor) -> Tensor:
         """(G, parts, padded I, ...) -> (G, parts * I, ...) in the order of the stock weight's rows."""
         parts = parts[:, :, : self.intermediate]
         return (parts.transpose(1, 2) if self.form.interleaved else parts).flatten(1, 2)
+
+
+@functools.cache
+def _decoder(panels: Panels, columns: int) -> Callable[[Tensor], Tensor]:
+    """Return `steps` of panels of one length: the same function for all layers."""
+
+    def decode(packed: Tensor) -> Tensor:
+        return panels.steps(packed, columns)
+
+    return decode

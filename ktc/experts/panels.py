@@ -34,9 +34,18 @@ class Panels(Protocol):
         """Count the bytes of one panel."""
         ...
 
-    def decode(self, panels: Tensor, columns: int) -> Tensor:
-        """Return the weights of panels: uint8 (..., bytes of one) -> (..., 32 outputs, columns)."""
+    def steps(self, panels: Tensor, columns: int) -> Tensor:
+        """Return the weights of P panels in the order in which they are stored.
+
+        uint8 (P, bytes of one) -> (P, steps, 32 outputs, neighbours): a step is that many columns, and there may be
+        more columns than `columns`.
+        """
         ...
+
+
+def by_output(steps: Tensor, columns: int) -> Tensor:
+    """Return the rows of panels, (..., steps, outputs, neighbours) -> (..., outputs, columns)."""
+    return steps.transpose(-3, -2).flatten(-2)[..., :columns]
 
 
 def panels_of(stored: WeightFormat, group: int = 0) -> Panels:
@@ -65,10 +74,10 @@ class DensePanels:
         """Count the bytes of one panel."""
         return WIDTH * columns * self.dtype.itemsize
 
-    def decode(self, panels: Tensor, columns: int) -> Tensor:
-        """Return the weights of panels: uint8 (..., bytes of one) -> (..., 32 outputs, columns)."""
+    def steps(self, panels: Tensor, columns: int) -> Tensor:
+        """See `Panels.steps`."""
         depth = _DEPTHS[self.dtype]
-        return _by_output(cut(panels.view(self.dtype), -1, columns // depth, WIDTH, depth))
+        return panels.view(self.dtype).view(-1, columns // depth, WIDTH, depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +86,16 @@ class RowPanels:
 
     row: Codes
     dtype = torch.bfloat16
-    _depth = 4
 
     def nbytes(self, columns: int) -> int:
         """Count the bytes of one panel."""
-        return WIDTH * (self.row.scale_bytes + _padded(columns, self.row.unit))
+        return WIDTH * (self.row.scale_bytes + -(-columns // self.row.unit) * self.row.unit)
 
-    def decode(self, panels: Tensor, columns: int) -> Tensor:
-        """Return the weights of panels: uint8 (..., bytes of one) -> (..., 32 outputs, columns)."""
-        head = WIDTH * self.row.scale_bytes
-        scales = panels[..., : 4 * WIDTH].view(torch.float32)
-        codes = cut(panels[..., head:].view(torch.int8), -1, -1, WIDTH, self._depth)
-        return (_by_output(codes)[..., :columns].float() * scales[..., None]).to(self.dtype)
+    def steps(self, panels: Tensor, columns: int) -> Tensor:
+        """See `Panels.steps`."""
+        scales = panels[:, : 4 * WIDTH].view(torch.float32)
+        codes = cut(panels[:, WIDTH * self.row.scale_bytes :].view(torch.int8), -1, -1, WIDTH, 4)
+        return (codes.float() * scales[:, None, :, None]).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,35 +110,28 @@ class GroupPanels:
     def _head(self) -> int:
         return WIDTH * self.row.scale_bytes
 
-    @property
-    def _block(self) -> int:
-        return _BLOCK * self.row.bits // 8
-
     def nbytes(self, columns: int) -> int:
         """Count the bytes of one panel."""
-        return -(-columns // self.group) * self._head + columns // WIDTH * self._block
+        return -(-columns // self.group) * self._head + WIDTH * columns * self.row.bits // 8
 
-    def decode(self, panels: Tensor, columns: int) -> Tensor:
-        """Return the weights of panels: uint8 (..., bytes of one) -> (..., 32 outputs, columns)."""
-        whole, rest = divmod(columns, self.group)
+    def steps(self, panels: Tensor, columns: int) -> Tensor:
+        """See `Panels.steps`."""
+        whole = columns // self.group
         end = whole * self.nbytes(self.group)
-        parts = list[Tensor]()
-        if whole:
-            parts.append(self._weights(cut(panels[..., :end], -1, whole, -1)))
-        if rest:
-            parts.append(self._weights(panels[..., end:].unsqueeze(-2)))
-        return _by_output(torch.cat(parts, -3) if len(parts) > 1 else parts[0])
+        parts = [self._steps(cut(panels[:, :end], -1, whole, -1))] if whole else []
+        if columns % self.group:
+            parts.append(self._steps(panels[:, None, end:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def _weights(self, groups: Tensor) -> Tensor:
-        """(..., groups, bytes of one) -> (..., steps, 32 outputs, 2)."""
+    def _steps(self, groups: Tensor) -> Tensor:
+        """(P, groups, bytes of one) -> (P, steps, 32 outputs, 2)."""
         scales = groups[..., : self._head].view(torch.bfloat16 if self.row.bf16_scales else torch.float32).float()
         codes = groups[..., self._head :]
         if self.row.float8:
             numbers = codes.view(torch.float8_e4m3fn).float()
         else:
-            numbers = _nibbles(codes).float() - 2 ** (self.row.bits - 1)
-        steps = cut(numbers, -1, -1, WIDTH, 2) * scales[..., None, :, None]
-        return steps.flatten(-4, -3).to(self.dtype)
+            numbers = _fields(codes, self.row.bits).float() - 2 ** (self.row.bits - 1)
+        return (cut(numbers, -1, -1, WIDTH, 2) * scales[:, :, None, :, None]).to(self.dtype).flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,47 +152,40 @@ class BlockPanels:
 
     @property
     def _head(self) -> int:
-        match self.row.scales:
-            case None:
-                return 0
-            case Exponent():
-                return WIDTH * self.row.span
-            case Halves(minimum=minimum, sixes=sixes, factors=factors):
-                planes = (12 if sixes is not None else 0) + (16 if factors is not None else 0)
-                return _HALVES * (1 if minimum is None else 2) + WIDTH * planes
+        scales = self.row.scales
+        if scales is None:
+            return 0
+        if isinstance(scales, Exponent):
+            return WIDTH * self.row.span
+        planes = (0 if scales.sixes is None else 12) + (0 if scales.factors is None else 16)
+        return _HALVES * (1 if scales.minimum is None else 2) + WIDTH * planes
 
     def nbytes(self, columns: int) -> int:
         """Count the bytes of one panel."""
         return -(-columns // (WIDTH * self._span)) * (self._head + self._span * _BLOCK * self._bits // 8)
 
-    def decode(self, panels: Tensor, columns: int) -> Tensor:
-        """Return the weights of panels: uint8 (..., bytes of one) -> (..., 32 outputs, columns)."""
+    def steps(self, panels: Tensor, columns: int) -> Tensor:
+        """See `Panels.steps`."""
         spans = cut(panels, -1, -1, self.nbytes(WIDTH * self._span))
         codes = cut(spans[..., self._head :], -1, self._span, -1)
         if self.row.scales is None:
-            weights = cut(codes.view(torch.float16).float(), -1, -1, WIDTH, 2)
-        else:
-            scales, least = self._scales(spans[..., : self._head], self.row.scales)
-            numbers = cut(self._numbers(codes), -1, scales.shape[-2], -1, WIDTH, 2)
-            weights = numbers * scales[..., None, :, None]
-            if least is not None:
-                weights = weights - least[..., None, :, None]
-            weights = weights.flatten(-4, -3)
-        return _by_output(weights.flatten(-5, -3).to(self.dtype))[..., :columns]
+            return cut(codes.view(torch.float16), -1, -1, WIDTH, 2).to(self.dtype).flatten(1, 3)
+        scales, least = self._scales(spans[..., : self._head], self.row.scales)
+        weights = cut(self._numbers(codes), -1, scales.shape[-2], -1, WIDTH, 2) * scales[..., None, :, None]
+        if least is not None:
+            weights = weights - least[..., None, :, None]
+        return weights.to(self.dtype).flatten(1, 4)
 
     def _numbers(self, codes: Tensor) -> Tensor:
         """Return the values of a block's codes, (..., bytes) -> (..., 1024) in fp32."""
         low = _BLOCK // 2
-        match self._bits:
-            case 8:
-                found = codes
-            case 4:
-                found = _nibbles(codes)
-            case bits:
-                found = _nibbles(codes[..., :low]) | _fields(codes[..., low:], bits - 4) << 4
         numbers = self.row.numbers
         if self._bits == 8:
-            return found.view(torch.int8).float()
+            return codes.view(torch.int8).float()
+        if self._bits == 4:
+            found = _fields(codes, 4)
+        else:
+            found = _fields(codes[..., :low], 4) | _fields(codes[..., low:], self._bits - 4) << 4
         if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
             return found.float() + numbers[0]
         return torch.tensor(numbers, dtype=torch.float32, device=codes.device)[found.long()]
@@ -223,21 +216,8 @@ def cut(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
     return cast("Tensor", tensor.unflatten(dim, sizes))
 
 
-def _by_output(steps: Tensor) -> Tensor:
-    """(..., steps of the contraction, 32 outputs, neighbours) -> (..., 32 outputs, columns)."""
-    return steps.transpose(-3, -2).flatten(-2)
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    return _fields(packed, 4)
-
-
 def _fields(packed: Tensor, bits: int) -> Tensor:
     """Return codes of a few bits, (..., bytes) -> (..., codes): each shift of a line of 32 words is 32 codes."""
     words = cut(packed.view(torch.int16), -1, -1, 1, WIDTH)
     shifts = torch.arange(0, 16, bits, dtype=torch.int16, device=packed.device)[:, None]
     return (words >> shifts & (1 << bits) - 1).flatten(-3)
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

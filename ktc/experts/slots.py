@@ -12,6 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ktc.experts.compiled_functions import compiled_on
+
 
 @dataclass(frozen=True, slots=True)
 class Slots:
@@ -58,7 +60,7 @@ class Slots:
 
         With routing weights each row is multiplied by its own. A token's rows are added in the order of its choices.
         """
-        return add_rows(total, rows, self.places - first, weights_TK)
+        return compiled_on(total.device, add_rows)(total, rows, self.places - first, weights_TK)
 
 
 @dataclass(frozen=True, slots=True)
