@@ -50,11 +50,12 @@ def _head(census: Census, day: date) -> Iterator[str]:
     yield _ABOUT
     if len(census.families) < census.asked:
         yield f"**Interrupted: {census.asked} families were requested.** "
+    at_a_time = "one family" if census.jobs == 1 else f"{census.jobs} families"
     yield textwrap.fill(
         f"{counts['families']} families: {counts['matched']} with their experts rewritten, {counts['proven']} of them "
         f"proven, {counts['routing']} with the routing recognised, {counts['attention']} with all their softmax "
         f"attention recognised, {counts['equal']} equal as whole twins, {counts['wrong']} wrong. "
-        f"It took {census.seconds / 60:.0f} minutes, {census.jobs} families at a time.",
+        f"It took {census.seconds / 60:.0f} minutes, {at_a_time} at a time.",
         98,
     )
     yield ""
