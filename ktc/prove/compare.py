@@ -318,7 +318,7 @@ class Constants(TorchDispatchMode):
             schema = (declared.name for declared in func._schema.arguments)
             named: dict[str, object] = {**dict(zip(schema, args, strict=False)), **(kwargs or {})}
             for argument, value in named.items():
-                if isinstance(value, Tensor) and value is not args[0] and value.numel() == 1:
+                if isinstance(value, Tensor) and value is not args[0] and _is_one_limit(value, args[0]):
                     value = float(value)  # a limit that is a tensor
                 if isinstance(value, int | float) and not isinstance(value, bool) and _counts(args[0], value):
                     self._count(f"{name}.{argument}", float(value), args[0])
@@ -336,6 +336,11 @@ class Constants(TorchDispatchMode):
         return tuple(
             Constant(operator, value, *counts, replaced) for (operator, value, replaced), counts in self._counts.items()
         )
+
+
+def _is_one_limit(limit: Tensor, values: Tensor) -> bool:
+    """Return whether a tensor is one limit of all values. A limit of a single row may be a result, as its maximum."""
+    return limit.numel() == 1 and (limit.dim() == 0 or values.shape[:1] != (1,))
 
 
 def _counts(values: Tensor, constant: float) -> bool:
