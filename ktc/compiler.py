@@ -12,6 +12,7 @@ that it found. Each finished stage is reported to `observe(stage, value)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -49,19 +50,34 @@ def compile(
     host: Host | None = None,
     force: bool = False,
     trust_remote_code: bool = False,
+    random_weights: bool = False,
     observe: Observe = _unobserved,
 ) -> Path:
     """Compile `model` by `rules` into the package `out` and return its path.
 
-    `trust_remote_code` runs the model's own code, where a local folder brings it.
+    `trust_remote_code` runs the model's own code, where a local folder brings it. With `random_weights` config.json is
+    enough, and the package is loaded by `load(random_weights=SEED)`.
     Raises InputRefused, HostLacks or ProofFailed; after any error nothing is left at `out`.
     """
-    from ktc.codegen.build import build
-    from ktc.codegen.render import render
-    from ktc.link import assemble, check_out, link
+    from ktc.link import check_out
 
     check_out(Path(out), force)
-    analysis = analyse(model, rules, settings, host, observe, to_compile=True, trust_remote_code=trust_remote_code)
+    analysis = analyse(
+        model, rules, settings, host, observe,
+        to_compile=True, random_weights=random_weights, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    return complete(analysis, out, settings, observe, force=force)
+
+
+def complete(
+    analysis: Analysis, out: str | Path, settings: Mapping[str, str] | None = None, observe: Observe = _unobserved, *,
+    force: bool = False,
+) -> Path:  # fmt: skip
+    """Prove and build an analysis that was made `to_compile`, into the package `out`. Raises as `compile` does."""
+    from ktc.codegen.build import build
+    from ktc.codegen.render import render
+    from ktc.link import assemble, link
+
     require_feasible(analysis.plan)
     analysis, proofs = proven(analysis, observe)
 
@@ -84,22 +100,26 @@ def analyse(
     *,
     asked: Point = ANY_SIZE,
     to_compile: bool = False,
+    random_weights: bool = False,
     trust_remote_code: bool = False,
 ) -> Analysis:
     """Run the stages that read no weight and need no C++ compiler.
 
     `asked` is the size of input that must fit. With `to_compile`, weights are fetched from the hub, and a model that
-    cannot be compiled is refused before it is matched. Raises as `compile` does, but a plan over budget is a value.
+    cannot be compiled is refused before it is matched. With `random_weights` the checkpoint is not looked at.
+    Raises as `compile` does, but a plan over budget is a value.
     """
     host = host or detect(probe_gpu=True)
     ruleset = dsl.load(rules, settings or {})
     observe("rules", ruleset)
-    source = open_model(model, fetch_weights=to_compile, trust_remote_code=trust_remote_code)
+    fetch = to_compile and not random_weights
+    source = open_model(model, fetch_weights=fetch, trust_remote_code=trust_remote_code)
+    source = replace(source, index=None) if random_weights else source
     observe("model", source)
     captured = capture(source)
     observe("capture", captured)
     if to_compile:
-        require_compilable(captured)
+        require_compilable(captured, needs_weights=not random_weights)
     weights = WeightMap((), ())
     if source.index is not None:
         weights = map_weights(captured.model, source.index)

@@ -11,15 +11,15 @@ from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
 
 
-def require_compilable(captured: CapturedModel) -> None:
-    """Raise InputRefused for a dense model (I105) and for one without weights (I106)."""
+def require_compilable(captured: CapturedModel, *, needs_weights: bool = True) -> None:
+    """Raise InputRefused for a dense model (I105), or one without a folder or the weights that it needs (I106)."""
     if _is_dense(captured):
         message = f"this `{captured.source.config.model_type}` model has no routed experts"
         if unread := next(_unread(captured), ""):
             message += f" in a form that ktc reads: {unread}"
         hint = "ktc compiles mixture-of-experts models; `ktc graph MODEL` shows its blocks"
         raise InputRefused(Diagnostic("I105", message, hint=hint))
-    if captured.source.index is None or captured.source.folder is None:
+    if captured.source.folder is None or (needs_weights and captured.source.index is None):
         message = f"`{captured.source.name}` has no weights to compile"
         raise InputRefused(Diagnostic("I106", message, hint="`ktc check RULES MODEL` needs only config.json"))
 

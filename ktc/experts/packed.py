@@ -88,6 +88,13 @@ class PackedExperts:
         other._hold(packed, mapped=True)
         return other
 
+    def unloaded(self) -> PackedExperts:
+        """Return the same kernel with memory of its own on one node, in which nothing is loaded."""
+        other = self.__new__(type(self))
+        other._bind(self._kernel, 1, self._sizes, ())
+        other._hold(huge_pages(other._native.packed_bytes))
+        return other
+
     def with_threads(self, threads: int) -> PackedExperts:
         """Return the same weights with exactly this many threads."""
         other = self.__new__(type(self))

@@ -27,6 +27,7 @@ def load(
     map: bool = False,
     allow_nonfinite: bool = False,
     trust_remote_code: bool = False,
+    random_weights: int | None = None,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """Load the compiled model in `path`, in evaluation mode, without adapters.
@@ -39,6 +40,8 @@ def load(
             from the checkpoint. The load is immediate; the first tokens wait for their pages. By default experts are
             read from the packed store into huge pages if there is one.
         trust_remote_code: Run the code of the checkpoint's folder that the model was compiled with.
+        random_weights: A seed, to make random weights in memory instead of reading the checkpoint, for measurements.
+            The model may have been compiled without a checkpoint.
         progress: Called with the bytes read and the bytes to read.
 
     Raises:
@@ -55,6 +58,7 @@ def load(
         reference=reference,
         map=map,
         allow_nonfinite=allow_nonfinite,
+        random_weights=random_weights,
         progress=progress,
     )
 

@@ -9,9 +9,10 @@ set that this machine lacks.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,7 @@ from ktc.model.memory import check_bytes
 from ktc.model.packed_store import PackedStore
 from ktc.model.placement import check_devices, device_map, follow
 from ktc.model.progress import Progress, progress_bar
+from ktc.model.random_weights import fill_random
 from ktc.model.realise import realise
 from ktc.model.stock_facts import assumptions_of
 from ktc.model.watch import remember, watch
@@ -49,6 +51,7 @@ def load_as(
     reference: bool = False,
     map: bool = False,
     allow_nonfinite: bool = False,
+    random_weights: int | None = None,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """`load` as an instance of `model_class`, with a `config` that was read from the folder and then changed.
@@ -59,9 +62,10 @@ def load_as(
     manifest = read_manifest(folder)
     checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
     library = check_fit(manifest, folder, checkpoint, reference)
-    sources = read_rows(folder, manifest)
-    index = open_index(checkpoint)
-    store = _store(folder, manifest, sources, index, library, map)
+    if random_weights is None:
+        fill = _from_checkpoint(folder, manifest, checkpoint, library, map, allow_nonfinite)
+    else:
+        fill = _from_seed(random_weights, map)
     placement = {} if reference else dict(manifest.placement)
     check_devices(placement)
     model = build_on_meta(
@@ -73,10 +77,7 @@ def load_as(
     if not reference:
         check_bytes(model, manifest, folder, placement)  # before anything is read, and below of what was
     with progress_bar(f"loading {folder.name}") as bar:
-        report = progress or bar
-        weights_stage.fill_weights(
-            model, sources, index, placement, store, map=map, allow_nonfinite=allow_nonfinite, progress=report
-        )
+        fill(model, placement, progress=progress or bar)
     compute_buffers(model, placement)
     model.tie_weights()
     weight_store.check_filled(model)
@@ -86,6 +87,33 @@ def load_as(
     watch(model, manifest.rewrites, remembered, folder)
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
     return _finished(model, folder, base, placement)
+
+
+def _from_seed(seed: int, map: bool) -> Callable[..., None]:
+    """Return the function that fills a model with random weights, which no file could be mapped for."""
+    if map:
+        raise InputRefused(Diagnostic("L443", "random weights cannot be mapped", hint="load them without `map`"))
+    return functools.partial(fill_random, seed=seed)
+
+
+def _from_checkpoint(
+    folder: Path,
+    manifest: Manifest,
+    checkpoint: Path,
+    library: KernelLibrary | None,
+    map: bool,
+    allow_nonfinite: bool,
+) -> Callable[..., None]:
+    """Return the function that fills a model from its checkpoint. Every file is checked here."""
+    sources, index = read_rows(folder, manifest), open_index(checkpoint)
+    store = _store(folder, manifest, sources, index, library, map)
+
+    def fill(model: PreTrainedModel, placement: Mapping[str, str], progress: Progress | None) -> None:
+        weights_stage.fill_weights(
+            model, sources, index, placement, store, map=map, allow_nonfinite=allow_nonfinite, progress=progress
+        )
+
+    return fill
 
 
 def _store(

@@ -162,7 +162,7 @@ def _put(
         return
     device = device_of(source.target, placement)
     if expert is None and source.span is None:
-        _assign(module, leaf, tensor.to(device, getattr(module, leaf).dtype).contiguous())
+        assign(module, leaf, tensor.to(device, getattr(module, leaf).dtype).contiguous())
         return
     place = _materialised(module, leaf, device)
     place = place.view(source.viewed) if source.viewed else place
@@ -193,11 +193,12 @@ def _materialised(module: nn.Module, leaf: str, device: torch.device) -> Tensor:
     """Return a tensor that is filled in pieces (experts that no rule rewrote), allocated at its first use."""
     tensor = cast("Tensor", getattr(module, leaf))
     if tensor.is_meta:
-        _assign(module, leaf, torch.empty_like(tensor, device=device))
+        assign(module, leaf, torch.empty_like(tensor, device=device))
     return cast("Tensor", getattr(module, leaf))
 
 
-def _assign(module: nn.Module, leaf: str, tensor: Tensor) -> None:
+def assign(module: nn.Module, leaf: str, tensor: Tensor) -> None:
+    """Put `tensor` in the place of a module's parameter or buffer."""
     old = getattr(module, leaf)
     if isinstance(old, nn.Parameter):
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=old.requires_grad))

@@ -1,0 +1,71 @@
+"""Random weights instead of a checkpoint: for measuring a model that is not at hand, or larger than any disk here.
+
+In: a model on meta tensors with its modules realised, and a seed. Out: the same model, filled: matrices of standard
+deviation 0.02, weights of norms 1, other vectors 0, experts as they are packed. The values depend on the seed, the
+name of a tensor and the kind of its device.
+Refused: tensors that hold no numbers to compute with (L446).
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from ktc import host
+from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.experts.module import FusedMoe
+from ktc.experts.random_experts import STD, RandomExperts
+from ktc.model.memory import tensor_bytes
+from ktc.model.placement import device_of
+from ktc.model.progress import Progress, Tally
+from ktc.model.weight_store import assign
+
+
+def fill_random(model: nn.Module, placement: Mapping[str, str], seed: int, progress: Progress | None = None) -> None:
+    """Fill every parameter and persistent buffer of `model` that is on meta, and all experts.
+
+    Raises:
+        InputRefused: L446 for a tensor of integers, before anything is filled.
+    """
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    empty = {name: tensor for name, tensor in tensors.items() if tensor.is_meta}
+    _require_floats(empty)
+    tally, lock = Tally(sum(tensor_bytes(model, placement).values()), progress), threading.Lock()
+
+    def done(size: int) -> None:
+        with lock:
+            tally.add(size)
+
+    def fill(name: str) -> None:
+        parent, _, leaf = name.rpartition(".")
+        value = _value(name, empty[name], device_of(name, placement), seed)
+        assign(model.get_submodule(parent), leaf, value)
+        done(value.nbytes)
+
+    with torch.no_grad(), ThreadPoolExecutor(host.usable_threads()) as pool:
+        list(pool.map(fill, empty))
+    random = RandomExperts(seed)
+    for layer, experts in enumerate(module for module in model.modules() if isinstance(module, FusedMoe)):
+        random.fill(experts, layer, done)
+
+
+def _require_floats(tensors: Mapping[str, Tensor]) -> None:
+    tables = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
+    if tables:
+        message = f"{listing(tables, 3)} has integers, whose meaning is the model's own: they cannot be random"
+        raise InputRefused(Diagnostic("L446", message, hint="use a checkpoint: `ktc compile MODEL RULES -o OUT`"))
+
+
+def _value(name: str, like: Tensor, device: torch.device, seed: int) -> Tensor:
+    value = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if value.dim() < 2:
+        return value.fill_(1 if name.rpartition(".")[2] == "weight" else 0)
+    generator = torch.Generator(device).manual_seed(
+        seed * 0x1_0000_0001 + zlib.crc32(name.encode())
+    )  # half of it counts on a CPU
+    return value.normal_(0, STD, generator=generator)
