@@ -1,8 +1,9 @@
 """The loss of a causal language model, a few tokens at a time, so that memory never holds all logits of a micro-batch.
 
 In: a trainer and its model. Out: a context in which the model's forward returns the stock loss, with hidden states
-instead of logits. Only the stock loss of transformers on the output of `lm_head` is supported. Refused, as
-`WholeLogits`: models that scale or cap their logits, and trainers that read them. The caller then uses whole logits.
+instead of logits. Only the stock loss of transformers on the output of `lm_head` is supported. A frozen head computes
+its gradient with the loss (`frozen_head`), another head is checkpointed. Refused, as `WholeLogits`: models that scale
+or cap their logits, and trainers that read them. The caller then uses whole logits.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from torch.utils import checkpoint as checkpointing
 from transformers import Trainer
 from transformers.loss import loss_utils
 
+from ktc.training import frozen_head
+from ktc.training.frozen_head import is_frozen_linear, summed_loss
 from ktc.training.private_api import call_stock, called_as
 
 MOST_LOGITS = 1 << 24  # of a chunk; with their gradients some 240 MB
+_BYTES = 14  # per logit: itself, fp32 log-probabilities, and the gradients of both
 
 
 class WholeLogits(Exception):
@@ -40,8 +44,17 @@ def reason_for_whole_logits(trainer: Any) -> str:
     return "" if isinstance(model.get_output_embeddings(), nn.Module) else "the model has no output embeddings"
 
 
+def loss_bytes(trainer: Any, logits: int) -> int:
+    """Return the bytes that the loss of a micro-batch with `logits` logits needs on the device of the head."""
+    if reason_for_whole_logits(trainer):
+        return _BYTES * logits
+    if is_frozen_linear(cast("nn.Module", _causal_model(trainer).get_output_embeddings())):
+        return frozen_head.BYTES_PER_LOGIT * min(logits, frozen_head.MOST_LOGITS)
+    return _BYTES * min(logits, MOST_LOGITS)
+
+
 @contextmanager
-def in_chunks_of_tokens(trainer: Any, most_logits: int = MOST_LOGITS) -> Generator[None]:
+def in_chunks_of_tokens(trainer: Any) -> Generator[None]:
     """Compute the model's loss in chunks inside the context. The forward raises `WholeLogits` if that is impossible."""
     model = _causal_model(trainer)
     head = cast("nn.Module", model.get_output_embeddings())
@@ -51,14 +64,11 @@ def in_chunks_of_tokens(trainer: Any, most_logits: int = MOST_LOGITS) -> Generat
         seen.append(hidden)
         return hidden
 
-    def really(hidden: Tensor) -> Tensor:  # also when checkpointing recomputes it
-        return call_stock(head, hidden)
-
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
         if len(seen) != 1 or logits is not seen[0]:
             raise WholeLogits(f"`{type(model).__name__}` changes the output of its head")
-        rows = max(1, most_logits // vocab_size)
-        return chunked_loss(really, logits, labels, rows, **kwargs)
+        most_logits = frozen_head.MOST_LOGITS if is_frozen_linear(head) else MOST_LOGITS
+        return chunked_loss(head, logits, labels, max(1, most_logits // vocab_size), **kwargs)
 
     with called_as(head, kept_back), _loss_of(model, loss):
         yield
@@ -74,7 +84,7 @@ def _loss_of(model: Any, loss: Callable[..., Tensor]) -> Generator[None]:
 
 
 def chunked_loss(
-    head: Callable[[Tensor], Tensor],
+    head: nn.Module,
     hidden: Tensor,
     labels: Tensor,
     rows: int,
@@ -91,17 +101,23 @@ def chunked_loss(
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     flat, wanted = hidden.flatten(0, -2), shift_labels.flatten().to(hidden.device)
+    if is_frozen_linear(head):
+        total = summed_loss(cast("nn.Linear", head), flat, wanted, rows, ignore_index)
+    else:
+        total = _checkpointed_sum(head, flat, wanted, rows, ignore_index)
+    counted = wanted.ne(ignore_index).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+    return total / counted.to(total.device)
 
+
+def _checkpointed_sum(head: nn.Module, hidden: Tensor, labels: Tensor, rows: int, ignore_index: int) -> Tensor:
     def summed(x: Tensor, y: Tensor) -> Tensor:
-        logits = head(x).float()
+        logits = call_stock(head, x).float()  # the stock call also when checkpointing recomputes it
         return functional.cross_entropy(logits, y.to(logits.device), ignore_index=ignore_index, reduction="sum")
 
     # backward recomputes each chunk's logits; keeping them would need all logits in memory
     run = cast("Any", checkpointing).checkpoint
-    pieces = zip(torch.split(flat, rows), torch.split(wanted, rows), strict=True)
-    total = torch.stack([run(summed, x, y, use_reentrant=False) for x, y in pieces]).sum()
-    counted = wanted.ne(ignore_index).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-    return total / counted.to(total.device)
+    pieces = zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True)
+    return torch.stack([run(summed, x, y, use_reentrant=False) for x, y in pieces]).sum()
 
 
 def _causal_model(trainer: Any) -> Any:

@@ -23,7 +23,6 @@ _USED = 0.8  # of the free memory: estimates err, and other programs need memory
 _LAYER = 34  # bytes that a typical layer keeps per token and unit of width while one chunk of it is computed again
 _OFFLOADED = 12  # bytes per token and unit of width while experts run on a GPU: their input, sums in fp32, gradients
 _MANY = sys.maxsize  # tokens: a pass is large enough for any backend
-_LOGITS = 14  # bytes per logit: itself, fp32 log-probabilities, and the gradients of both
 
 
 def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, int]:
@@ -59,11 +58,11 @@ def _ranks(experts: nn.Module) -> tuple[int, int]:
     return max(ranks.values(), default=0), down
 
 
-def working_bytes(call: ModelCall, chunk_tokens: int, logits: int) -> dict[str, int]:
-    """Count the bytes of a chunk's largest part on each device, and of a micro-batch's `logits` on the last one."""
+def working_bytes(call: ModelCall, chunk_tokens: int, loss: int) -> dict[str, int]:
+    """Count the bytes of a chunk's largest part on each device, with the `loss` of a micro-batch on the last one."""
     part = chunk_tokens * call.hidden.shape[-1] * _LAYER
     needed = {str(device): part for device in call.devices}
-    needed[str(call.devices[-1])] += _LOGITS * logits
+    needed[str(call.devices[-1])] += loss
     return needed
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.training.chunked_loss import MOST_LOGITS, WholeLogits, in_chunks_of_tokens, reason_for_whole_logits
+from ktc.training.chunked_loss import WholeLogits, in_chunks_of_tokens, loss_bytes, reason_for_whole_logits
 from ktc.training.layer_calls import ModelCall, finished, in_chunks, record
 from ktc.training.layer_parts import CannotStack, SplitLayer, split_layers
 from ktc.training.layer_pass import through_layers
@@ -183,11 +183,10 @@ class Stacker:
         """
         held = bytes_per_token(self._layers, calls[0])
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
-        logits = max(num_logits(inputs, vocabulary) for inputs in waiting)
+        loss = loss_bytes(self._trainer, max(num_logits(inputs, vocabulary) for inputs in waiting))
         whole = reason_for_whole_logits(self._trainer)
-        logits = logits if whole else min(logits, MOST_LOGITS)
         largest = max(_tokens(call) for call in calls)
-        working = working_bytes(calls[0], max(self._chunk_tokens, largest), logits)
+        working = working_bytes(calls[0], max(self._chunk_tokens, largest), loss)
         fits = fitting_tokens(held, working, {device: free_bytes(device) for device in held})
         scarce = min(fits, key=lambda device: fits[device])
         wanted = sum(_tokens(call) for call in calls)
