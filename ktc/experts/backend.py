@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ktc.experts.cpu_backend import Activations, CpuKernel
+from ktc.experts.expert_stream import DEFAULT_BUFFER
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.reference_backend import Reference
 from ktc.experts.streamed_backend import Streamed
@@ -42,10 +43,14 @@ class ExpertsBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Calls of at least `min_tokens` tokens run on `device`, to which the packed weights are streamed."""
+    """Calls of at least `min_tokens` tokens run on `devices`, to which the packed weights are streamed.
 
-    device: torch.device
+    `buffer` is the size in bytes of the ring on each of them.
+    """
+
+    devices: tuple[torch.device, ...]
     min_tokens: int
+    buffer: int = DEFAULT_BUFFER
 
 
 def choose(
@@ -56,5 +61,5 @@ def choose(
     if packed is None:
         return Reference(weights)
     if offload is not None and tokens >= offload.min_tokens:
-        return Streamed(packed, form, offload.device)
+        return Streamed(packed, form, offload.devices, offload.buffer)
     return CpuKernel(packed, form, weights.dtype, activations)

@@ -32,6 +32,7 @@ class ChunkProducts:
     """The experts' products in one dtype, chunk after chunk. Backward of the last chunk completes `gradients`."""
 
     def __init__(self, form: ExpertsForm, lora: ExpertsLora, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._form, self._sums = form, torch.float64 if dtype == torch.float64 else torch.float32
         self._gate_up, self._down = (None if each is None else _Factors.of(each, dtype) for each in lora.products)
 

@@ -1,4 +1,4 @@
-"""Element-wise functions as one kernel of a GPU each, by `torch.compile`, where the GPU has a compiler for them.
+"""Functions without products as one kernel of a GPU each, by `torch.compile`, where the GPU has a compiler for them.
 
 In: a device and a function of tensors. Out: a function of the same results. Without Triton it is the function itself,
 step by step, which a message says once.
@@ -20,9 +20,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def compiled_on(device: torch.device, function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `function` compiled for a GPU, for inputs of any length; on the CPU, as it is."""
-    return _compiled(function) if device.type == "cuda" and has_compiler() else function
+def compiled_on(device: torch.device, function: Callable[_P, _R], *, dynamic: bool = True) -> Callable[_P, _R]:
+    """Return `function` compiled for a GPU, for inputs of any length, or `dynamic` off for each; on the CPU, as it is.
+
+    Index expressions of permuted tensors of any length take minutes to compile; those of one length do not.
+    """
+    return _compiled(function, dynamic) if device.type == "cuda" and has_compiler() else function
 
 
 @functools.cache
@@ -35,9 +38,9 @@ def has_compiler() -> bool:
 
 
 @functools.cache
-def _compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def _compiled(function: Callable[_P, _R], dynamic: bool) -> Callable[_P, _R]:
     assert isinstance(function, FunctionType), "a closure, not a callable object"
     # torch counts recompilations by code object, and closures of one definition share theirs.
     code = function.__code__.replace(co_firstlineno=function.__code__.co_firstlineno)
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    return torch.compile(cast("Callable[_P, _R]", own), dynamic=True)
+    return torch.compile(cast("Callable[_P, _R]", own), dynamic=dynamic)

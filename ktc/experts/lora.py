@@ -111,6 +111,11 @@ class ExpertsLora:
         """Apply `Lora.to` to both products."""
         return ExpertsLora(*(lora and lora.to(dtype) for lora in self.products))
 
+    def on(self, device: torch.device) -> ExpertsLora:
+        """Return the factors on a device."""
+        moved = (None if factor is None else factor.to(device) for factor in self.factors)
+        return ExpertsLora.of(tuple(moved), self.scales)
+
     def zeros(self, dtype: torch.dtype) -> ExpertsLora:
         """Apply `Lora.zeros` to both products."""
         return ExpertsLora(*(lora and lora.zeros(dtype) for lora in self.products))

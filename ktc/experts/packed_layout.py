@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ktc.experts.compiled_functions import compiled_on
 from ktc.experts.form import ExpertsForm
-from ktc.experts.panels import WIDTH, DensePanels, Panels, by_output, cut
+from ktc.experts.panels import WIDTH, Panels, by_output, cut
 
 
 class Matrices(NamedTuple):
@@ -50,7 +50,14 @@ class PackedLayout:
         return self._first_bytes + self._down_bytes + self._bias_values * self.bias_dtype.itemsize
 
     def matrices(self, packed: Tensor) -> Matrices:
-        """Read the matrices of experts: uint8 (G, bytes of one), on any device. The results are copies there."""
+        """Read the matrices of experts: uint8 (G, bytes of one), on any device. The results are copies there.
+
+        On a GPU it is compiled for each G.
+        """
+        return compiled_on(packed.device, _reader(self), dynamic=False)(packed)
+
+    def read(self, packed: Tensor) -> Matrices:
+        """`matrices`, step by step."""
         ends = self._first_bytes, self._first_bytes + self._down_bytes
         first = self._steps(self.first, packed[:, : ends[0]], self._first_panels, self._padded_hidden)
         lanes = cut(first, -2, self.parts, -1)  # (G, panels, steps, parts, lanes, neighbours)
@@ -94,10 +101,7 @@ class PackedLayout:
 
     def _steps(self, panels: Panels, packed: Tensor, count: int, columns: int) -> Tensor:
         """(G, bytes of `count` panels) -> (G, count, steps, 32 outputs, neighbours)."""
-        decode = _decoder(panels, columns)
-        if not isinstance(panels, DensePanels):  # whose weights are a view
-            decode = compiled_on(packed.device, decode)
-        return cut(decode(packed.reshape(packed.shape[0] * count, -1)), 0, -1, count)
+        return panels.steps(cut(packed, -1, count, -1), columns)
 
     def _ordered(self, parts: Tensor) -> Tensor:
         """(G, parts, padded I, ...) -> (G, parts * I, ...) in the order of the stock weight's rows."""
@@ -106,10 +110,10 @@ class PackedLayout:
 
 
 @functools.cache
-def _decoder(panels: Panels, columns: int) -> Callable[[Tensor], Tensor]:
-    """Return `steps` of panels of one length: the same function for all layers."""
+def _reader(layout: PackedLayout) -> Callable[[Tensor], Matrices]:
+    """Return `read` of a layout: the same function for all layers."""
 
-    def decode(packed: Tensor) -> Tensor:
-        return panels.steps(packed, columns)
+    def read(packed: Tensor) -> Matrices:
+        return layout.read(packed)
 
-    return decode
+    return read

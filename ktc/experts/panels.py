@@ -35,10 +35,10 @@ class Panels(Protocol):
         ...
 
     def steps(self, panels: Tensor, columns: int) -> Tensor:
-        """Return the weights of P panels in the order in which they are stored.
+        """Return the weights of panels in the order in which they are stored.
 
-        uint8 (P, bytes of one) -> (P, steps, 32 outputs, neighbours): a step is that many columns, and there may be
-        more columns than `columns`.
+        uint8 (..., bytes of one) -> (..., steps, 32 outputs, neighbours): a step is that many columns, and there may
+        be more columns than `columns`.
         """
         ...
 
@@ -77,7 +77,7 @@ class DensePanels:
     def steps(self, panels: Tensor, columns: int) -> Tensor:
         """See `Panels.steps`."""
         depth = _DEPTHS[self.dtype]
-        return panels.view(self.dtype).view(-1, columns // depth, WIDTH, depth)
+        return cut(panels.view(self.dtype), -1, columns // depth, WIDTH, depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,9 @@ class RowPanels:
 
     def steps(self, panels: Tensor, columns: int) -> Tensor:
         """See `Panels.steps`."""
-        scales = panels[:, : 4 * WIDTH].view(torch.float32)
-        codes = cut(panels[:, WIDTH * self.row.scale_bytes :].view(torch.int8), -1, -1, WIDTH, 4)
-        return (codes.float() * scales[:, None, :, None]).to(self.dtype)
+        scales = panels[..., : 4 * WIDTH].view(torch.float32)
+        codes = cut(panels[..., WIDTH * self.row.scale_bytes :].view(torch.int8), -1, -1, WIDTH, 4)
+        return (codes.float() * scales[..., None, :, None]).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +118,20 @@ class GroupPanels:
         """See `Panels.steps`."""
         whole = columns // self.group
         end = whole * self.nbytes(self.group)
-        parts = [self._steps(cut(panels[:, :end], -1, whole, -1))] if whole else []
+        parts = [self._steps(cut(panels[..., :end], -1, whole, -1))] if whole else []
         if columns % self.group:
-            parts.append(self._steps(panels[:, None, end:]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            parts.append(self._steps(panels[..., None, end:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
 
     def _steps(self, groups: Tensor) -> Tensor:
-        """(P, groups, bytes of one) -> (P, steps, 32 outputs, 2)."""
+        """(..., groups, bytes of one) -> (..., steps, 32 outputs, 2)."""
         scales = groups[..., : self._head].view(torch.bfloat16 if self.row.bf16_scales else torch.float32).float()
         codes = groups[..., self._head :]
         if self.row.float8:
             numbers = codes.view(torch.float8_e4m3fn).float()
         else:
             numbers = _fields(codes, self.row.bits).float() - 2 ** (self.row.bits - 1)
-        return (cut(numbers, -1, -1, WIDTH, 2) * scales[:, :, None, :, None]).to(self.dtype).flatten(1, 2)
+        return (cut(numbers, -1, -1, WIDTH, 2) * scales[..., None, :, None]).to(self.dtype).flatten(-4, -3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +169,12 @@ class BlockPanels:
         spans = cut(panels, -1, -1, self.nbytes(WIDTH * self._span))
         codes = cut(spans[..., self._head :], -1, self._span, -1)
         if self.row.scales is None:
-            return cut(codes.view(torch.float16), -1, -1, WIDTH, 2).to(self.dtype).flatten(1, 3)
+            return cut(codes.view(torch.float16), -1, -1, WIDTH, 2).to(self.dtype).flatten(-5, -3)
         scales, least = self._scales(spans[..., : self._head], self.row.scales)
         weights = cut(self._numbers(codes), -1, scales.shape[-2], -1, WIDTH, 2) * scales[..., None, :, None]
         if least is not None:
             weights = weights - least[..., None, :, None]
-        return weights.to(self.dtype).flatten(1, 4)
+        return weights.to(self.dtype).flatten(-6, -3)
 
     def _numbers(self, codes: Tensor) -> Tensor:
         """Return the values of a block's codes, (..., bytes) -> (..., 1024) in fp32."""

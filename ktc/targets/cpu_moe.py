@@ -132,7 +132,7 @@ class CpuMoe(ModuleTarget):
             dtype=stacked["down_proj"].dtype,
             activations=arguments["activations"],
             numa=arguments["numa"],
-            offload=Offload(torch.device(elsewhere), arguments["prefill_tokens"]) if elsewhere else None,
+            offload=Offload((torch.device(elsewhere),), arguments["prefill_tokens"]) if elsewhere else None,
         )
         if not stacked["down_proj"].is_meta:
             _load(made, stacked)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ktc.experts.called_module import CalledExperts
 from ktc.experts.module import FusedMoe
+from ktc.experts.saved_on_host import Parked
 from ktc.experts.staging import to_device
 from ktc.training.private_api import call_stock, called_as, with_attribute
 
@@ -161,8 +162,8 @@ class LayerRun:
         cuts, _ = self._attended(attended)
         return self._reached(x, {**cuts, self._split.experts: stop})
 
-    def finish(self, x: Tensor, attended: Tensor | None, routed: Tensor | None) -> Tensor:
-        """Return the layer's output. `routed` (B T, H) is the output of its experts, in host memory."""
+    def finish(self, x: Tensor, attended: Tensor | None, routed: Tensor | None, parked: Parked | None = None) -> Tensor:
+        """Return the layer's output. `routed` (B T, H) is the output of its experts, or the stand-in of `parked`."""
         cuts, part = self._attended(attended)
         calls: list[int] = []
 
@@ -170,7 +171,7 @@ class LayerRun:
             assert routed is not None
             calls.append(part)
             self._states[part].restore()
-            return to_device(routed, hidden_states.device)
+            return to_device(routed, hidden_states.device) if parked is None else parked.values(routed)
 
         if self._split.experts is not None:
             cuts[self._split.experts] = known

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from ktc.experts.module import FusedMoe
+from ktc.experts.saved_on_host import Parked
 from ktc.experts.staging import parts, to_host
 from ktc.training.layer_calls import ModelCall
 from ktc.training.layer_parts import LayerCall, LayerRun, SplitLayer
 
 Routes = tuple[Tensor, Tensor, Tensor]
+Routed = tuple[Tensor | None, Parked | None]  # experts' output, or the stand-in of a parked one
 
 
 def through_layers(layers: Sequence[SplitLayer], chunks: Sequence[ModelCall]) -> list[Tensor]:
@@ -43,33 +45,40 @@ def _through(split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Ten
         [(_part(run, run.attend, x),) for run, (x,) in zip(runs, inputs, strict=True)] if split.attention else none
     )
     inputs = [given + found for given, found in zip(inputs, attended, strict=True)]
-    routed: Sequence[tuple[Any]] = none
+    routed: Sequence[Routed] = [(None, None)] * len(runs)
     if split.experts is not None:
         routes = [cast("Routes", _part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)]
         with calls[0].autocasting():
-            routed = [(rows,) for rows in _of_experts(split.experts, routes)]
+            routed = _of_experts(split.experts, routes)
     inputs = [given + found for given, found in zip(inputs, routed, strict=True)]
     return [_part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
 
 
-def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | None) -> Any:
+def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | Parked | None) -> Any:
     run.begin_part()
     return cast("Any", checkpointing).checkpoint(part, *tensors, use_reentrant=False)
 
 
-def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Tensor]:
-    """Compute the tokens of all chunks in one call of the experts, and return each chunk's output, in host memory."""
+def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Routed]:
+    """Compute the tokens of all chunks in one call of the experts, and return each chunk's output.
+
+    Experts on the CPU leave it in host memory. From a GPU it is parked there until backward, which recomputes each
+    chunk's last part.
+    """
     rows = [route[0].shape[0] for route in routes]
     fused = next(module for module in experts.modules() if isinstance(module, FusedMoe))
     device = fused.backend(sum(rows)).device
     gathered = zip(*routes, strict=True)
     if device.type == "cpu":
-        hidden, index, weights = (to_host(tensors) for tensors in gathered)
-    else:
-        hidden, index, weights = (torch.cat([each.to(device) for each in tensors]) for tensors in gathered)
-    out = cast("Tensor", experts(hidden, index, weights))
-    if device.type != "cpu":  # kept on the host until backward, which recomputes each chunk's last part
-        return torch.split(to_host((out,)), rows)
-    if all(route[0].device.type == "cpu" for route in routes):
-        return torch.split(out, rows)
-    return parts(out, rows, pin=True)
+        out = cast("Tensor", experts(*(to_host(tensors) for tensors in gathered)))
+        on_host = all(route[0].device.type == "cpu" for route in routes)
+        pieces = torch.split(out, rows) if on_host else parts(out, rows, pin=True)
+        return [(piece, None) for piece in pieces]
+    out = cast("Tensor", experts(*(_joined(tensors, device) for tensors in gathered)))
+    pieces = zip(torch.split(out, rows), routes, strict=True)
+    parked = [Parked(piece.to(route[0].device)) for piece, route in pieces]
+    return [(each.stand_in, each) for each in parked]
+
+
+def _joined(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
+    return pieces[0].to(device) if len(pieces) == 1 else torch.cat([piece.to(device) for piece in pieces])

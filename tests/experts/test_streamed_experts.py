@@ -11,20 +11,20 @@ import torch
 from kernel_layers import EXACT_FORMS, FORMS, ISAS, Load, built, error, quick_or_slow, random_layer, run, spec_of
 from lora_layers import adapt, run_adapted
 
-from ktc.experts import expert_stream
 from ktc.experts.backend import Offload
 from ktc.experts.block_reference import random_blocks
-from ktc.experts.expert_stream import ExpertStream
+from ktc.experts.expert_stream import expert_stream
 from ktc.experts.form import parse_form
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.module import FusedMoe
 from ktc.experts.packed_layout import Matrices
+from ktc.experts.page_lock import page_lock
 from ktc.experts.stock_layout import canonical_parts
 from ktc.experts.streamed_backend import compute
 from ktc.formats import BLOCKS, FORMATS, Codes
 from ktc.plan.kernel_spec import KernelSpec
 
-CPU = Offload(torch.device("cpu"), min_tokens=1)
+CPU = Offload((torch.device("cpu"),), min_tokens=1)
 
 
 def in_blocks(gate_up: str, down: str) -> KernelSpec:
@@ -68,7 +68,7 @@ def test_every_format_is_decoded_to_the_kernels_bits(spec: KernelSpec) -> None:
 
 def assert_matrices_are_the_kernels(module: FusedMoe) -> None:
     assert module.weights.packed is not None
-    stream = ExpertStream(module.weights.packed, module.form, torch.device("cpu"))
+    stream = expert_stream(module.weights.packed, module.form, torch.device("cpu"))
     for chunk, matrices in stream.chunks(range(module.num_experts)):
         for place, expert in enumerate(chunk):
             assert torch.equal(matrices.down[place], module.expert(expert, "down"))
@@ -145,7 +145,7 @@ def test_bf16_rounds_as_the_kernel_does(load: Load) -> None:
 
 def test_few_tokens_stay_with_the_kernel(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = random_layer(64, 48, 4, 2, 9)
-    module = load(layer, spec_of(ISAS[0]), offload=Offload(torch.device("cpu"), min_tokens=10))
+    module = load(layer, spec_of(ISAS[0]), offload=Offload((torch.device("cpu"),), min_tokens=10))
     monkeypatch.setattr("ktc.experts.streamed_backend.compute", None)
     module(layer.x.bfloat16(), layer.index, layer.weights)
     with pytest.raises(TypeError):
@@ -154,7 +154,7 @@ def test_few_tokens_stay_with_the_kernel(load: Load, monkeypatch: pytest.MonkeyP
 
 def test_no_tokens_and_no_such_expert(load: Load) -> None:
     layer = random_layer(64, 48, 4, 2, 3)
-    module = load(layer, spec_of(ISAS[0]), offload=Offload(torch.device("cpu"), min_tokens=0))
+    module = load(layer, spec_of(ISAS[0]), offload=Offload((torch.device("cpu"),), min_tokens=0))
     assert module(layer.x[:0].bfloat16(), layer.index[:0], layer.weights[:0]).shape == (0, 64)
     with pytest.raises(IndexError, match="names expert 4"):
         module(layer.x.bfloat16(), layer.index + 1, layer.weights)
@@ -165,12 +165,29 @@ def test_autocasting_does_not_change_the_dtype_of_the_experts() -> None:
     gate_up, down = torch.randn(64, 64), torch.randn(64, 32)
     matrices = Matrices(gate_up[None], down[None], None, None)
     stream: Any = SimpleNamespace(
-        num_experts=1, form=parse_form("silu"), device=CPU.device, chunks=lambda wanted: [(range(1), matrices)]
+        share=range(1), device=torch.device("cpu"), chunks=lambda wanted: [(range(1), matrices)]
     )
-    arguments = stream, layer.x.float(), layer.index, layer.weights.float(), ExpertsLora()
+    arguments = (stream,), parse_form("silu"), layer.x.float(), layer.index, layer.weights.float(), ExpertsLora()
     expected = compute(*arguments)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(compute(*arguments), expected)
+
+
+def test_devices_share_a_layers_experts(load: Load) -> None:
+    adapted = adapt(random_layer(70, 37, 5, 2, 41), (3, 5))
+    module = load(adapted.layer, spec_of("scalar", "fp64"))
+    for count in (2, 3, 7):
+        module.offload = Offload((torch.device("cpu"),) * count, min_tokens=1)
+        for ours, theirs in zip(run_adapted(module, adapted, torch.float64), adapted.reference(), strict=True):
+            assert error(ours, theirs) <= 1e-12
+
+
+def test_a_device_without_any_slot_adds_nothing(load: Load) -> None:
+    layer = random_layer(70, 37, 6, 2, 41, experts_used=2)
+    module = load(layer, spec_of("scalar", "fp64"))
+    module.offload = Offload((torch.device("cpu"),) * 2, min_tokens=1)
+    for ours, theirs in zip(run(module, layer, torch.float64), layer.expected(), strict=True):
+        assert error(ours, theirs) <= 1e-12
 
 
 def test_storage_is_locked_once_and_until_its_experts_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,12 +201,12 @@ def test_storage_is_locked_once_and_until_its_experts_are_gone(monkeypatch: pyte
         cudaHostUnregister=lambda address: told.append(("unlock", address)),
     )
     monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     packed = torch.empty(64, dtype=torch.uint8)
     for _ in range(2):  # other experts come to lie at the same address
         experts: Any = Experts(packed)
         for _ in range(2):
-            expert_stream._page_lock(experts, torch.device("cuda:0"))
+            page_lock(packed, experts)
         del experts
     assert told == [("lock", packed.data_ptr()), ("unlock", packed.data_ptr())] * 2
 
@@ -199,7 +216,7 @@ def test_storage_is_locked_once_and_until_its_experts_are_gone(monkeypatch: pyte
 def test_on_a_gpu_in_chunks(load: Load, experts_used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktc.experts.expert_stream._CHUNK_BYTES", 1 << 20)
     layer = random_layer(256, 320, 40, 1, 777, experts_used=experts_used)
-    module = load(layer, spec_of(ISAS[0]), offload=Offload(torch.device("cuda:0"), min_tokens=1))
+    module = load(layer, spec_of(ISAS[0]), offload=Offload((torch.device("cuda:0"),), min_tokens=1))
     x, weights = layer.x.bfloat16().cuda().requires_grad_(), layer.weights.float().cuda().requires_grad_()
     for _ in range(3):  # places are used again
         out = module(x, layer.index.cuda(), weights)
@@ -207,3 +224,20 @@ def test_on_a_gpu_in_chunks(load: Load, experts_used: int, monkeypatch: pytest.M
         for ours, theirs, limit in zip(found, layer.expected(), (5e-3, 6e-3, 6e-3), strict=True):
             assert ours.device == x.device
             assert error(ours.cpu(), theirs) <= limit
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_share_the_experts(load: Load) -> None:
+    layer = random_layer(256, 320, 40, 2, 777)
+    devices = torch.device("cuda:0"), torch.device("cuda:1")
+    module = load(layer, spec_of(ISAS[0]), offload=Offload(devices, min_tokens=1))
+    x, weights = layer.x.bfloat16().cuda().requires_grad_(), layer.weights.float().cuda().requires_grad_()
+    results = []
+    for _ in range(3):
+        out = module(x, layer.index.cuda(), weights)
+        found = (out.detach(), *torch.autograd.grad(out, (x, weights), layer.grad.bfloat16().cuda()))
+        for ours, theirs, limit in zip(found, layer.expected(), (5e-3, 6e-3, 6e-3), strict=True):
+            assert ours.device == x.device
+            assert error(ours.cpu(), theirs) <= limit
+        results.append(found)
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True))

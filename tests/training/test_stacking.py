@@ -387,7 +387,7 @@ def test_experts_of_a_gpu_leave_states_alone_on_the_host(
     width = call.hidden.shape[-1]
     for module in model.modules():
         if isinstance(module, FusedMoe):
-            backend: Any = Streamed(None, module.form, torch.device("cuda:0"))  # type: ignore[arg-type]
+            backend: Any = Streamed(None, module.form, (torch.device("cuda:0"),))  # type: ignore[arg-type]
             monkeypatch.setattr(module, "backend", lambda tokens, backend=backend: backend)
     held = bytes_per_token(layers, call)
     assert held == {"cpu": (len(layers) * (2 + 2) + 3) * width * call.hidden.element_size(), "cuda:0": 12 * width}

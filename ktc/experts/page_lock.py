@@ -1,0 +1,40 @@
+"""Page-locked host memory: a GPU's bus reads it at full speed, beside the work of both sides.
+
+In: a storage in host memory and the object that owns it. The lock ends with the owner: another model may get the same
+address, and the bus would read old pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_PORTABLE: Final = 1  # of cudaHostRegister: for all contexts of the process
+_tried: Final[set[tuple[int, int]]] = set()  # address and size of every storage given to `page_lock`
+
+
+def page_lock(storage: Tensor, owner: object) -> None:
+    """Lock the pages of `storage` once, until `owner` is gone. Where that fails, a warning says so."""
+    region = storage.data_ptr(), storage.nbytes
+    if region in _tried:
+        return
+    _tried.add(region)
+    status = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(*region, _PORTABLE))
+    if status != 0:
+        log.warning("weights could not be page-locked (CUDA error %d): sending them to the GPU is slow", status)
+    weakref.finalize(owner, _unlock, region, locked=status == 0).atexit = False  # CUDA ends before
+
+
+def _unlock(region: tuple[int, int], *, locked: bool) -> None:
+    _tried.discard(region)
+    if not locked:
+        return
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)  # what it still copies
+    cast("Any", torch.cuda.cudart()).cudaHostUnregister(region[0])

@@ -1,0 +1,120 @@
+"""Tensors that backward needs, kept in host memory from forward to backward.
+
+In: a tensor on any device. Out: the same values there, when backward asks. Both copies run beside the GPU's other work.
+Backward asks in the reverse of forward's order, so the tensor that was saved before is fetched with each one. On the
+CPU nothing is copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+class SavedOnHost:
+    """One tensor. `back` may be called again, as for a graph that is retained."""
+
+    def __init__(self, saved: Tensor) -> None:
+        self._device = saved.device
+        self._coming: tuple[Tensor, torch.cuda.Event] | None = None
+        if saved.device.type != "cuda":
+            self._host, self._before = saved, None
+            return
+        lane = _lane(saved.device)
+        self._host = torch.empty(saved.shape, dtype=saved.dtype, pin_memory=True)
+        lane.copy(saved, self._host)
+        saved.record_stream(lane.stream)
+        self._before = lane.last
+        lane.last = weakref.ref(self)
+
+    def back(self) -> Tensor:
+        """Return the tensor on its device, and begin to fetch the one that was saved before it."""
+        if self._device.type != "cuda":
+            return self._host
+        self._fetch()
+        before = self._before and self._before()
+        if before is not None:
+            before._fetch()
+        assert self._coming is not None
+        (found, arrived), self._coming = self._coming, None
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(arrived)
+        found.record_stream(current)
+        return found
+
+    def _fetch(self) -> None:
+        if self._coming is None:
+            lane = _lane(self._device)
+            with torch.cuda.stream(lane.stream):  # whose memory it is, so that nothing else waits for it
+                target = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
+            self._coming = target, lane.copy(self._host, target)
+
+
+class _Lane:
+    """The stream of such copies of one GPU, and the tensor that was saved last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.last: weakref.ref[SavedOnHost] | None = None
+
+    def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
+        """Copy after the work that the current stream has now."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(self.stream)
+        return arrived
+
+
+@functools.cache
+def _lane(device: torch.device) -> _Lane:
+    return _Lane(device)
+
+
+class Parked:
+    """A tensor that autograd carries as a stand-in without memory, and whose values are kept in host memory.
+
+    The first `values` are those of the device, later ones come back from the host.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._now: Tensor | None = tensor.detach()
+        self._kept = SavedOnHost(self._now) if tensor.requires_grad else None
+        self.stand_in = cast("Tensor", _StandIn.apply(tensor))
+
+    def values(self, stand_in: Tensor) -> Tensor:
+        """Return the tensor as a function of its stand-in, the same values each time."""
+        return cast("Tensor", _Values.apply(stand_in, self))
+
+    def take(self) -> Tensor:
+        """Return the values, detached."""
+        if self._kept is None:
+            assert self._now is not None
+            return self._now
+        found, self._now = self._now, None
+        return self._kept.back() if found is None else found
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.new_zeros(()).expand(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
+class _Values(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, parked: Parked) -> Tensor:
+        return parked.take().view_as(stand_in)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None
