@@ -77,7 +77,7 @@ def _lane(device: torch.device) -> _Lane:
 
 
 class Parked:
-    """A tensor that autograd carries as a stand-in without memory, and whose values are kept in host memory.
+    """A tensor that autograd carries as a placeholder without memory, and whose values are kept in host memory.
 
     The first `values` are those of the device, later ones come back from the host.
     """
@@ -85,11 +85,11 @@ class Parked:
     def __init__(self, tensor: Tensor) -> None:
         self._now: Tensor | None = tensor.detach()
         self._kept = SavedOnHost(self._now) if tensor.requires_grad else None
-        self.stand_in = cast("Tensor", _StandIn.apply(tensor))
+        self.placeholder = cast("Tensor", _Placeholder.apply(tensor))
 
-    def values(self, stand_in: Tensor) -> Tensor:
-        """Return the tensor as a function of its stand-in, the same values each time."""
-        return cast("Tensor", _Values.apply(stand_in, self))
+    def values(self, placeholder: Tensor) -> Tensor:
+        """Return the tensor as a function of its placeholder, the same values each time."""
+        return cast("Tensor", _Values.apply(placeholder, self))
 
     def take(self) -> Tensor:
         """Return the values, detached."""
@@ -100,7 +100,7 @@ class Parked:
         return self._kept.back() if found is None else found
 
 
-class _StandIn(torch.autograd.Function):
+class _Placeholder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         return tensor.new_zeros(()).expand(tensor.shape)
@@ -112,8 +112,8 @@ class _StandIn(torch.autograd.Function):
 
 class _Values(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stand_in: Tensor, parked: Parked) -> Tensor:
-        return parked.take().view_as(stand_in)
+    def forward(ctx: Any, placeholder: Tensor, parked: Parked) -> Tensor:
+        return parked.take().view_as(placeholder)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -163,7 +163,7 @@ class LayerRun:
         return self._reached(x, {**cuts, self._split.experts: stop})
 
     def finish(self, x: Tensor, attended: Tensor | None, routed: Tensor | None, parked: Parked | None = None) -> Tensor:
-        """Return the layer's output. `routed` (B T, H) is the output of its experts, or the stand-in of `parked`."""
+        """Return the layer's output. `routed` (B T, H) is the output of its experts, or the placeholder of `parked`."""
         cuts, part = self._attended(attended)
         calls: list[int] = []
 

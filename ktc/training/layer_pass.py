@@ -21,7 +21,7 @@ from ktc.training.layer_calls import ModelCall
 from ktc.training.layer_parts import LayerCall, LayerRun, SplitLayer
 
 Routes = tuple[Tensor, Tensor, Tensor]
-Routed = tuple[Tensor | None, Parked | None]  # experts' output, or the stand-in of a parked one
+Routed = tuple[Tensor | None, Parked | None]  # experts' output, or the placeholder of a parked one
 
 
 def through_layers(layers: Sequence[SplitLayer], chunks: Sequence[ModelCall]) -> list[Tensor]:
@@ -77,7 +77,7 @@ def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Routed
     out = cast("Tensor", experts(*(_joined(tensors, device) for tensors in gathered)))
     pieces = zip(torch.split(out, rows), routes, strict=True)
     parked = [Parked(piece.to(route[0].device)) for piece, route in pieces]
-    return [(each.stand_in, each) for each in parked]
+    return [(each.placeholder, each) for each in parked]
 
 
 def _joined(pieces: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -134,7 +134,7 @@ def test_saved_tensors_come_back_and_parked_ones_carry_gradients(device: str) ->
         assert torch.equal(each.back(), tensor)
     parked = [Parked(tensor * 2) for tensor in tensors]
     for _ in range(2):  # forward, and again when it is recomputed
-        values = [each.values(each.stand_in) for each in parked]
+        values = [each.values(each.placeholder) for each in parked]
         for value, tensor in zip(values, tensors, strict=True):
             assert torch.equal(value, tensor * 2)
     torch.stack([value.square().sum() for value in values]).sum().backward()
