@@ -26,7 +26,7 @@ class Arrival(Protocol):
         ...
 
     def is_over(self) -> bool:
-        """Return whether the copy is done."""
+        """Return whether the copy is done, and whether the device has got beyond waiting for it."""
         ...
 
     def seconds(self) -> tuple[float, float]:
@@ -126,7 +126,7 @@ class _CudaArrival:
         stream.wait_event(self.arrived)
 
     def is_over(self) -> bool:
-        return self.arrived.query()
+        return self.arrived.query() and (self.reached is None or self.reached.query())
 
     def seconds(self) -> tuple[float, float]:
         waited = 0.0 if self.reached is None else max(0.0, self.reached.elapsed_time(self.arrived))

@@ -4,7 +4,7 @@ In: visits, one per use of a source (the packed bytes of a layer, in pieces). Ou
 as the visit holds it. The ring learns which visit follows which: after the same two visits the one of last time is
 expected, so a training step's forward, backward and recomputation are all foreseen from their second time on. Pieces of
 expected visits are sent as soon as there is room; those of a visit that does not come are dropped and counted.
-Pieces lie one behind the other and are freed in the order in which they were sent. A copy waits, on the device, for the
+Pieces are stored one behind the other and are freed in the order in which they were sent. A copy waits, on the device, for the
 last reader of the bytes that it overwrites. Visits follow one another: a visit inside another one is refused.
 """
 
@@ -74,7 +74,7 @@ class _Sent:
 
 @dataclass(frozen=True, slots=True)
 class StreamFigures:
-    """What crossed the bus to one device: bytes, those of them for nothing, seconds of copies, and of waiting.
+    """The traffic to one device: bytes, those of them for nothing, seconds of copies, and of waiting.
 
     `bus_speed` is that of the bus alone, in bytes per second, measured when the ring was made.
     """
@@ -111,9 +111,9 @@ class Ring:
 
     @contextmanager
     def visit(
-        self, source: StreamSource, wanted: Collection[int], *, reverse: bool = False
+        self, source: StreamSource, required: Collection[int], *, reverse: bool = False
     ) -> Generator[Callable[[int], Tensor]]:
-        """Use the `wanted` pieces of a source, in their order or in reverse: a function returns one after the other.
+        """Use the `required` pieces of a source, in their order or in reverse: a function returns one after the other.
 
         A piece is on the device until the next one is taken: what reads it must have been issued by then. Raises
         `ValueError` for a piece larger than the ring, `RuntimeError` inside of another visit.
@@ -121,7 +121,7 @@ class Ring:
         if self._visitor == threading.get_ident():
             raise RuntimeError("a visit of a ring inside another one")
         with self._turn:
-            plan = self._begin(source, _Visit(source.number, reverse), wanted)
+            plan = self._begin(source, _Visit(source.number, reverse), required)
             self._visitor = threading.get_ident()
             held: list[_Sent] = []
 
@@ -146,7 +146,7 @@ class Ring:
 
     # Foresight
 
-    def _begin(self, source: StreamSource, visit: _Visit, wanted: Collection[int]) -> _Planned:
+    def _begin(self, source: StreamSource, visit: _Visit, required: Collection[int]) -> _Planned:
         largest = max(piece.nbytes for piece in source.pieces)
         if largest > self.nbytes:
             raise ValueError(f"a piece of {largest} bytes does not fit a ring of {self.nbytes} bytes")
@@ -162,7 +162,7 @@ class Ring:
                 self._give_up(self._ready.popleft())
             self._plans = deque([self._planned(source, visit)])
         self._current = plan = self._plans[0]
-        plan.numbers = deque(number for number in plan.numbers if number in wanted)
+        plan.numbers = deque(number for number in plan.numbers if number in required)
         self._send()
         return plan
 
@@ -229,7 +229,7 @@ class Ring:
     # A visit
 
     def _take(self, plan: _Planned, number: int) -> _Sent:
-        """Return a piece of the visit under way. Pieces before it are not wanted."""
+        """Return a piece of the visit under way. Pieces before it are not required."""
         while self._ready:
             sent = self._ready.popleft()
             if sent.plan is plan and sent.number == number:
@@ -237,7 +237,7 @@ class Ring:
                 return sent
             self._give_up(sent)
             self._send()
-        raise LookupError(f"piece {number} was not wanted, or was taken before")
+        raise LookupError(f"piece {number} was not asked for, or was taken before")
 
     def _give_up(self, sent: _Sent) -> None:
         sent.done = True
