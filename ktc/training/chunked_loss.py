@@ -34,7 +34,7 @@ class WholeLogits(Exception):
 
 def reason_for_whole_logits(trainer: Any) -> str:
     """Return why this trainer's losses cannot be computed in chunks, "" if they can."""
-    model = _causal_model(trainer)
+    model = causal_model(trainer)
     if type(trainer).compute_loss is not Trainer.compute_loss:
         return f"`{type(trainer).__name__}` computes the loss itself"
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
@@ -48,15 +48,17 @@ def loss_bytes(trainer: Any, logits: int) -> int:
     """Return the bytes that the loss of a micro-batch with `logits` logits needs on the device of the head."""
     if reason_for_whole_logits(trainer):
         return _BYTES * logits
-    if is_frozen_linear(cast("nn.Module", _causal_model(trainer).get_output_embeddings())):
+    if is_frozen_linear(cast("nn.Module", causal_model(trainer).get_output_embeddings())):
         return frozen_head.BYTES_PER_LOGIT * min(logits, frozen_head.MOST_LOGITS)
     return _BYTES * min(logits, MOST_LOGITS)
 
 
 @contextmanager
-def in_chunks_of_tokens(trainer: Any) -> Generator[None]:
-    """Compute the model's loss in chunks inside the context. The forward raises `WholeLogits` if that is impossible."""
-    model = _causal_model(trainer)
+def in_chunks_of_tokens(model: Any) -> Generator[None]:
+    """Compute the loss of a causal model in chunks inside the context.
+
+    The model's forward raises `WholeLogits` if that is impossible.
+    """
     head = cast("nn.Module", model.get_output_embeddings())
     seen: list[Tensor] = []
 
@@ -120,6 +122,7 @@ def _checkpointed_sum(head: nn.Module, hidden: Tensor, labels: Tensor, rows: int
     return torch.stack([run(summed, x, y, use_reentrant=False) for x, y in pieces]).sum()
 
 
-def _causal_model(trainer: Any) -> Any:
+def causal_model(trainer: Any) -> Any:
+    """Return the trainer's model without its adapter's wrapper. This walks through all modules."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     return model.get_base_model() if isinstance(model, PeftModel) else model

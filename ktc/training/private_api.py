@@ -90,9 +90,11 @@ def sum_as_logged(trainer: Trainer, losses: Sequence[Tensor]) -> Tensor:
     before = torch.as_tensor(getattr(inner, "_tr_loss", 0.0)).to(losses[0])  # absent until `train` has begun
     steps = 1 + trainer.state.global_step - getattr(inner, "_globalstep_last_logged", 0)
     total = before.clone()
-    for loss in losses:
-        counted = loss.isfinite() or not trainer.args.logging_nan_inf_filter
-        total = total + (loss if counted else total / steps)
+    finite: list[bool] = cast(
+        "Any", torch.stack([loss.isfinite() for loss in losses])
+    ).tolist()  # together: a GPU is waited for once
+    for loss, counted in zip(losses, finite, strict=True):
+        total = total + (loss if counted or not trainer.args.logging_nan_inf_filter else total / steps)
     return total - before
 
 

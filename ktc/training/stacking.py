@@ -9,7 +9,7 @@ Refused (T540): stacking that was requested but is impossible.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -18,19 +18,18 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.training.chunked_loss import WholeLogits, in_chunks_of_tokens, loss_bytes, reason_for_whole_logits
-from ktc.training.layer_calls import ModelCall, finished, in_chunks, record
+from ktc.training.chunked_loss import loss_bytes, reason_for_whole_logits
+from ktc.training.layer_calls import ModelCall, in_chunks
 from ktc.training.layer_parts import CannotStack, SplitLayer, split_layers
 from ktc.training.layer_pass import through_layers
+from ktc.training.model_ends import Inputs, ModelEnds, TrainingStep
 from ktc.training.phases import backward_pass
-from ktc.training.private_api import prepared_inputs, prepares_inputs_itself, sum_as_logged
+from ktc.training.private_api import prepares_inputs_itself, sum_as_logged
 from ktc.training.stack_size import bytes_per_token, fitting_tokens, free_bytes, num_logits, working_bytes
 
 log = logging.getLogger(__name__)
 
 StackMode = Literal["auto", "on", "off"]
-Inputs = Mapping[str, Any]
-TrainingStep = Callable[..., Tensor]
 CHUNK_TOKENS = 2048  # of attention at a time: enough to fill a GPU, little to recompute
 
 
@@ -115,13 +114,19 @@ class Stacker:
 
     def _step(self, one: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
         losses: list[Tensor] = []
+        ends = ModelEnds(
+            self._trainer, model, self._layers, "" if self._decision is None else self._decision.whole_loss
+        )
         try:
-            calls = [record(self._layers, lambda given=given: self._loss(model, given, num_items)) for given in waiting]
-            if self._decision is None:
-                self._settle(self._sized(waiting, calls, model))
-            assert self._decision is not None
-            for first, last in passes(calls, self._decision.tokens):
-                self._pass(one, model, waiting[first:last], calls[first:last], num_items, losses)
+            with ends.in_training():
+                inputs = ends.prepared(waiting)
+                calls = [ends.record(given, num_items) for given in inputs]
+                if self._decision is None:
+                    self._settle(self._sized(waiting, calls, model))
+                    assert self._decision is not None
+                    ends.whole_loss = self._decision.whole_loss
+                for first, last in passes(calls, self._decision.tokens):
+                    self._pass(ends, one, inputs[first:last], calls[first:last], num_items, losses)
         except CannotStack as why:
             if losses:  # gradients have been accumulated, which cannot be undone
                 message = f"stacking became impossible in the middle of a step: {why}"
@@ -130,20 +135,11 @@ class Stacker:
             losses = [one(model, given, num_items) for given in waiting]
         return sum_as_logged(self._trainer, [loss.to(self._trainer.args.device) for loss in losses])
 
-    def _loss(self, model: nn.Module, inputs: Inputs, num_items: Any) -> None:
-        """Begin the trainer's step: `record` ends it at the last layer."""
-        trainer = self._trainer
-        model.train()
-        if callable(getattr(trainer.optimizer, "train", None)):
-            trainer.optimizer.train()  # optimizers without schedules keep other weights for evaluation
-        with trainer.compute_loss_context_manager():
-            trainer.compute_loss(model, prepared_inputs(trainer, inputs), num_items_in_batch=num_items)
-
     def _pass(
         self,
+        ends: ModelEnds,
         one: TrainingStep,
-        model: nn.Module,
-        waiting: Sequence[Inputs],
+        inputs: Sequence[Inputs],
         calls: Sequence[ModelCall],
         num_items: Any,
         losses: list[Tensor],
@@ -154,8 +150,10 @@ class Stacker:
         rows = [call.hidden.shape[0] for call in calls]
         finals = [piece for out in outs for piece in _taken_apart(out, rows)]
         leaves = [final.detach().requires_grad_() for final in finals]
-        for inputs, call, leaf in zip(waiting, calls, leaves, strict=True):
-            losses.append(self._tail(lambda given=inputs: one(model, given, num_items), call, leaf))
+        for given, call, leaf in zip(inputs, calls, leaves, strict=True):
+            losses.append(ends.loss(one, given, num_items, call, leaf))
+        ends.check_unchanged()
+        self._note(ends.whole_loss)
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
         del outs, chunks, leaves, finals
         with_loss = [(final, grad) for final, grad in trained if grad is not None]
@@ -163,17 +161,11 @@ class Stacker:
             with backward_pass():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
-    def _tail(self, step: Callable[[], Tensor], call: ModelCall, leaf: Tensor) -> Tensor:
-        """Run the trainer's step of one micro-batch, from the last layer's output on."""
+    def _note(self, whole_loss: str) -> None:
+        """Settle that the loss is not computed in chunks, if the first loss has shown that."""
         assert self._decision is not None
-        if not self._decision.whole_loss:
-            try:
-                with finished(self._layers, call.hidden, leaf), in_chunks_of_tokens(self._trainer):
-                    return step()
-            except WholeLogits as why:  # found before its backward began
-                self._settle(replace(self._decision, whole_loss=str(why)))
-        with finished(self._layers, call.hidden, leaf):
-            return step()
+        if whole_loss != self._decision.whole_loss:
+            self._settle(replace(self._decision, whole_loss=whole_loss))
 
     def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
         """Return the number of tokens that share a pass.
