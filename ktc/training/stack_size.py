@@ -23,6 +23,9 @@ _USED = 0.8  # of the free memory: estimates err, and other programs need memory
 _LAYER = 34  # bytes that a typical layer keeps per token and unit of width while one chunk of it is computed again
 _OFFLOADED = 12  # bytes per token and unit of width while experts run on a GPU: their input, sums in fp32, gradients
 _MANY = sys.maxsize  # tokens: a pass is large enough for any backend
+# Tokens of a chunk of attention. The least are enough work for a GPU per launch; with the most, launches cost little
+# beside it, and the chunk of a wide model takes 2 GB. Few values, so that a resumed run finds the same one.
+CHUNKS = (2048, 4096, 8192)
 
 
 def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, int]:
@@ -80,6 +83,20 @@ def fitting_tokens(held: Mapping[str, int], working: Mapping[str, int], free: Ma
         for device, size in held.items()
         if size
     }
+
+
+def fitting_chunk(call: ModelCall, held: Mapping[str, int], free: Mapping[str, int], loss: int, tokens: int) -> int:
+    """Return the tokens of a chunk of attention, one of `CHUNKS`: the most that fit beside a pass of `tokens` tokens.
+
+    On the CPU it is the smallest. Its operations are not launched, and a small chunk stays in the caches.
+    """
+    if any(device.type == "cpu" for device in call.devices):
+        return CHUNKS[0]
+    for chunk in reversed(CHUNKS[1:]):
+        working = working_bytes(call, min(chunk, tokens), loss)
+        if all(fits >= tokens for fits in fitting_tokens(held, working, free).values()):
+            return chunk
+    return CHUNKS[0]
 
 
 def num_logits(inputs: Mapping[str, object], vocabulary: int) -> int:

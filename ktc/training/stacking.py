@@ -25,24 +25,33 @@ from ktc.training.layer_pass import through_layers
 from ktc.training.model_ends import Inputs, ModelEnds, TrainingStep
 from ktc.training.phases import backward_pass
 from ktc.training.private_api import prepares_inputs_itself, sum_as_logged
-from ktc.training.stack_size import bytes_per_token, fitting_tokens, free_bytes, num_logits, working_bytes
+from ktc.training.stack_size import (
+    CHUNKS,
+    bytes_per_token,
+    fitting_chunk,
+    fitting_tokens,
+    free_bytes,
+    num_logits,
+    working_bytes,
+)
 
 log = logging.getLogger(__name__)
 
 StackMode = Literal["auto", "on", "off"]
-CHUNK_TOKENS = 2048  # of attention at a time: enough to fill a GPU, little to recompute
 
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
     """Whether micro-batches share passes over the experts, why, and the most tokens of one pass (0 if they do not).
 
-    `bytes_per_token` are the bytes on each device that a token of a pass needs until its backward.
+    `bytes_per_token` are the bytes on each device that a token of a pass needs until its backward. Attention runs
+    `chunk_tokens` at a time.
     """
 
     on: bool
     reason: str
     tokens: int
+    chunk_tokens: int = CHUNKS[0]
     bytes_per_token: tuple[tuple[str, int], ...] = ()
     whole_loss: str = ""  # why the loss of a micro-batch is not computed in chunks of tokens; "" if it is
 
@@ -50,16 +59,18 @@ class Stacking:
         if not self.on:
             return f"one by one: {self.reason}"
         loss = f"; the loss is not computed in chunks: {self.whole_loss}" if self.whole_loss else ""
-        return f"stacked, up to {self.tokens} tokens in one pass: {self.reason}{loss}"
+        sizes = f"up to {self.tokens} tokens in one pass, {self.chunk_tokens} in a chunk of attention"
+        return f"stacked, {sizes}: {self.reason}{loss}"
 
 
 class Stacker:
     """The micro-batches of a step. `trainer` is a `transformers.Trainer`.
 
     `mode` is the user's setting: `auto` stacks if possible and memory allows, `on` refuses (T540) if it is impossible.
+    Without `chunk_tokens` the first step decides them from the free memory.
     """
 
-    def __init__(self, trainer: Any, mode: StackMode = "auto", chunk_tokens: int = CHUNK_TOKENS) -> None:
+    def __init__(self, trainer: Any, mode: StackMode = "auto", chunk_tokens: int | None = None) -> None:
         if mode not in ("auto", "on", "off"):
             message = f"`stack_micro_batches` is `auto`, `on` or `off`, not `{mode}`"
             raise InputRefused(Diagnostic("T541", message, hint="leave it out: `auto` stacks if possible"))
@@ -145,7 +156,8 @@ class Stacker:
         losses: list[Tensor],
     ) -> None:
         """Run forward and backward of micro-batches that share each layer's experts. Add their losses to `losses`."""
-        chunks = in_chunks(calls, self._chunk_tokens)
+        assert self._decision is not None
+        chunks = in_chunks(calls, self._decision.chunk_tokens)
         outs = through_layers(self._layers, [chunk for chunk, _ in chunks])
         rows = [call.hidden.shape[0] for call in calls]
         finals = [piece for out in outs for piece in _taken_apart(out, rows)]
@@ -177,18 +189,18 @@ class Stacker:
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
         loss = loss_bytes(self._trainer, max(num_logits(inputs, vocabulary) for inputs in waiting))
         whole = reason_for_whole_logits(self._trainer)
-        largest = max(_tokens(call) for call in calls)
-        working = working_bytes(calls[0], max(self._chunk_tokens, largest), loss)
-        fits = fitting_tokens(held, working, {device: free_bytes(device) for device in held})
+        free = {device: free_bytes(device) for device in held}
+        largest, wanted = max(_tokens(call) for call in calls), sum(_tokens(call) for call in calls)
+        chunk = self._chunk_tokens or fitting_chunk(calls[0], held, free, loss, wanted)
+        fits = fitting_tokens(held, working_bytes(calls[0], max(min(chunk, wanted), largest), loss), free)
         scarce = min(fits, key=lambda device: fits[device])
-        wanted = sum(_tokens(call) for call in calls)
         per_token = tuple(sorted(held.items()))
         if fits[scarce] < 2 * largest and self._mode != "on":
             raise CannotStack(f"the free memory on `{scarce}` holds {fits[scarce]} tokens of a pass")
         if fits[scarce] < wanted:
             tokens = max(fits[scarce], 2 * largest)
-            return Stacking(True, f"the free memory on `{scarce}` bounds a pass", tokens, per_token, whole)
-        return Stacking(True, "a step's micro-batches fit the free memory", fits[scarce], per_token, whole)
+            return Stacking(True, f"the free memory on `{scarce}` bounds a pass", tokens, chunk, per_token, whole)
+        return Stacking(True, "a step's micro-batches fit the free memory", fits[scarce], chunk, per_token, whole)
 
 
 class _AtNewStep(TrainerCallback):

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
-from transformers.loss.loss_utils import ForCausalLMLoss
 from trl import SFTConfig
 
 import ktc
@@ -28,11 +27,10 @@ from ktc.link import link
 from ktc.model.peft_glue import read_lora_config
 from ktc.training import KTrainer, KTSFTTrainer
 from ktc.training import chunked_loss as chunked_loss_module
-from ktc.training.chunked_loss import chunked_loss
 from ktc.training.layer_calls import ModelCall, in_chunks, record
 from ktc.training.layer_parts import split_layers
 from ktc.training.layer_pass import through_layers
-from ktc.training.stack_size import bytes_per_token, fitting_tokens
+from ktc.training.stack_size import bytes_per_token, fitting_chunk, fitting_tokens
 from ktc.training.stacking import Stacker, StackMode, passes, reason_against
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -272,21 +270,6 @@ def test_inputs_that_differ_when_asked_for_again_are_not_stacked(
     assert "makes its inputs itself" in reason_against(trainer, trainer.model)
 
 
-@pytest.mark.parametrize("num_items", [None, 7, torch.tensor(7)])
-@pytest.mark.parametrize("rows_at_once", [1, 5, 100])
-def test_a_loss_in_chunks_is_the_stock_loss(num_items: Any, rows_at_once: int) -> None:
-    generator = torch.Generator().manual_seed(2)
-    head = nn.Linear(16, 50).requires_grad_(False)
-    labels = torch.randint(0, 50, (3, 9), generator=generator)
-    labels[:, :3] = -100
-    ours, theirs = (torch.randn(3, 9, 16, generator=torch.Generator().manual_seed(4)).requires_grad_() for _ in "ab")
-    found = chunked_loss(head, ours, labels, rows_at_once, num_items_in_batch=num_items)
-    wanted = ForCausalLMLoss(head(theirs), labels, 50, num_items_in_batch=num_items)
-    torch.autograd.backward([found, wanted])
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize(
     ("settings", "own_loss", "whole"),
     [({}, None, False), ({"label_smoothing_factor": 0.1}, None, True), ({}, lambda *_, **__: None, True)],
@@ -304,7 +287,6 @@ def test_the_head_never_sees_more_tokens_than_a_chunk_has(
     package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked_loss_module, "MOST_LOGITS", 6 * 512)
-    monkeypatch.setattr(chunked_loss_module.in_chunks_of_tokens.__wrapped__, "__defaults__", (6 * 512,))
     seen: list[int] = []
 
     class Watched(StackingTrainer):
@@ -350,6 +332,22 @@ def test_a_pass_has_no_more_tokens_than_fit() -> None:
     assert list(passes(calls, 100)) == [(0, 5)]
     held, free = {"cuda:0": 100, "cpu": 50}, {"cuda:0": 20000, "cpu": 10000}
     assert fitting_tokens(held, {"cuda:0": 1000}, free) == {"cuda:0": 150, "cpu": 160}
+
+
+def test_a_chunk_of_attention_is_what_memory_leaves_beside_the_pass() -> None:
+    gpu, width, loss = torch.device("cuda:0"), 2048, 300 << 20
+    held, tokens = {"cuda:0": 9 * 2 * 2 * width, "cpu": 1}, 16 * 512
+
+    def chunk(room: int, tokens: int = tokens, device: torch.device = gpu) -> int:
+        call = ModelCall(torch.empty(1, 512, width, dtype=torch.bfloat16), (device,), ())
+        free = {"cuda:0": int((held["cuda:0"] * tokens + loss + room) / 0.8) + 1, "cpu": 1 << 40}
+        return fitting_chunk(call, held, free, loss, tokens)
+
+    per_token = 34 * width
+    assert [chunk(per_token * each) for each in (8192, 8191, 4096, 4095, 0)] == [8192, 4096, 4096, 2048, 2048]
+    assert chunk(per_token * 100_000, tokens=100_000) == 8192, "more memory stays free"
+    assert chunk(per_token * 3000, tokens=3000) == 8192, "a chunk that holds the whole pass"
+    assert chunk(per_token * 8192, device=torch.device("cpu")) == 2048
 
 
 def test_what_layers_leave_on_the_device_is_two_hidden_states_each(package: Callable[[str], Path]) -> None:
