@@ -60,8 +60,10 @@ def devices_table(plan: Plan) -> Table:
     table.add_row("weights", *(size(held.weights) for held in devices), style="bold")
     if any(held.adapter for held in devices):
         table.add_row("LoRA, its gradients, Adam", *(size(held.adapter) for held in devices))
+    if any(held.streaming for held in devices):
+        table.add_row("streamed weights", *(size(held.streaming) for held in devices))
     table.add_row("budget", *("unknown" if held.budget is None else size(held.budget) for held in devices))
-    table.add_row("", *(_room(held.weights + held.adapter, held.budget) for held in devices))
+    table.add_row("", *(_room(held.weights + held.adapter + held.streaming, held.budget) for held in devices))
     return table
 
 

@@ -45,12 +45,13 @@ class ExpertsBackend(Protocol):
 class Offload:
     """Calls of at least `min_tokens` tokens run on `devices`, to which the packed weights are streamed.
 
-    `buffer` is the size in bytes of the ring on each of them.
+    `buffer` is the size in bytes of the ring on each of them. Weights that are `resident` are sent once and stay.
     """
 
     devices: tuple[torch.device, ...]
     min_tokens: int
     buffer: int = DEFAULT_BUFFER
+    resident: bool = False
 
 
 def choose(
@@ -61,5 +62,5 @@ def choose(
     if packed is None:
         return Reference(weights)
     if offload is not None and tokens >= offload.min_tokens:
-        return Streamed(packed, form, offload.devices, offload.buffer)
+        return Streamed(packed, form, offload.devices, offload.buffer, offload.resident)
     return CpuKernel(packed, form, weights.dtype, activations)

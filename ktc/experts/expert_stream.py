@@ -1,24 +1,27 @@
 """A layer's packed experts, or some of them, sent to a GPU in chunks of neighbours through its ring.
 
 In: packed bytes of any format, on one NUMA node. Out: the matrices of neighbouring experts, chunk after chunk, decoded
-on the device. The bus carries the stored bytes. No expert stays on the device beyond its time in the ring.
+on the device. The bus carries the stored bytes. Without `resident`, no expert stays on the device beyond its time in
+the ring.
 Refused (`ValueError`): weights that are cut for several NUMA nodes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from ktc.experts.form import ExpertsForm
 from ktc.experts.packed import PackedExperts
 from ktc.experts.packed_layout import Matrices, PackedLayout
 from ktc.experts.panels import panels_of
-from ktc.experts.stream_ring import StreamSource, ring_of
+from ktc.experts.stream_ring import Ring, StreamSource, ring_of
 
 _CHUNK_BYTES: Final = 128 << 20  # of decoded matrices: enough rows for a grouped product, little beside a model
 _PIECES: Final = 4  # that a ring holds at least
@@ -26,11 +29,15 @@ DEFAULT_BUFFER: Final = 1 << 30  # bytes of a ring: it hides 18 ms of other work
 
 
 class ExpertStream:
-    """The experts of `share`, neighbours of one layer, sent to `device` through a ring of `buffer` bytes."""
+    """The experts of `share`, neighbours of one layer, sent to `device` through a ring of `buffer` bytes.
+
+    Those that are `resident` are sent at their first use, and stay on the device as they are stored.
+    """
 
     def __init__(
-        self, experts: PackedExperts, form: ExpertsForm, device: torch.device, buffer: int, share: range
-    ) -> None:
+        self, experts: PackedExperts, form: ExpertsForm, device: torch.device, buffer: int, share: range,
+        *, resident: bool,
+    ) -> None:  # fmt: skip
         if experts.num_nodes > 1:
             raise ValueError("experts that are cut for several NUMA nodes cannot be sent: compile with `numa = none`")
         _, hidden, intermediate, _ = experts.sizes
@@ -44,7 +51,9 @@ class ExpertStream:
         self._runs = _runs(share, min(_CHUNK_BYTES // decoded, buffer // _PIECES // self._bytes))
         pieces = [experts.packed[run.start * self._bytes : run.stop * self._bytes] for run in self._runs]
         self._source = StreamSource(experts.packed, pieces, experts)
-        self._ring = ring_of(device, max(buffer, _PIECES * max(piece.nbytes for piece in pieces)))
+        self._ring: Ring | _Resident = _Resident(device)
+        if not resident:
+            self._ring = ring_of(device, max(buffer, _PIECES * max(piece.nbytes for piece in pieces)))
 
     def chunks(self, chosen: Sequence[int], *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
         """Yield the runs of neighbours that have experts of `chosen`, with their matrices, in order or in reverse."""
@@ -55,6 +64,23 @@ class ExpertStream:
                 yield run, self._layout.matrices(take(number).view(len(run), self._bytes))
 
 
+class _Resident:
+    """The pieces of one layer that stay on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pieces: tuple[Tensor, ...] = ()
+
+    @contextmanager
+    def visit(
+        self, source: StreamSource, required: Collection[int], *, reverse: bool = False
+    ) -> Generator[Callable[[int], Tensor]]:
+        """See `Ring.visit`."""
+        if not self._pieces:
+            self._pieces = tuple(piece.to(self._device) for piece in source.pieces)
+        yield self._pieces.__getitem__
+
+
 def _runs(share: range, most: int) -> tuple[range, ...]:
     """Cut neighbours into runs of equal length where that is at most a third longer than `most`: one compilation."""
     most = max(1, min(most, len(share)))
@@ -63,18 +89,18 @@ def _runs(share: range, most: int) -> tuple[range, ...]:
     return tuple(share[first : first + size] for first in range(0, len(share), size))
 
 
-_Key = tuple[ExpertsForm, torch.device, int, range, int, int]
+_Key = tuple[ExpertsForm, torch.device, int, range, bool, int, int]
 _made: Final[weakref.WeakKeyDictionary[PackedExperts, dict[_Key, ExpertStream]]] = weakref.WeakKeyDictionary()
 
 
 def expert_stream(
-    experts: PackedExperts, form: ExpertsForm, device: torch.device, *, buffer: int = DEFAULT_BUFFER,
-    share: range | None = None,
+    experts: PackedExperts, form: ExpertsForm, device: torch.device, buffer: int = DEFAULT_BUFFER,
+    share: range | None = None, *, resident: bool = False,
 ) -> ExpertStream:  # fmt: skip
     """Return the stream of a layer's experts, or of a share of them: the same one for all calls."""
     share = share or range(experts.sizes.num_experts)
-    key = form, device, buffer, share, experts.packed.data_ptr(), _CHUNK_BYTES
+    key = form, device, buffer, share, resident, experts.packed.data_ptr(), _CHUNK_BYTES
     streams = _made.setdefault(experts, {})
     if key not in streams:
-        streams[key] = ExpertStream(experts, form, device, buffer, share)
+        streams[key] = ExpertStream(experts, form, device, buffer, share, resident=resident)
     return streams[key]

@@ -4,8 +4,8 @@ In: visits, one per use of a source (the packed bytes of a layer, in pieces). Ou
 as the visit holds it. The ring learns which visit follows which: after the same two visits the one of last time is
 expected, so a training step's forward, backward and recomputation are all foreseen from their second time on. Pieces of
 expected visits are sent as soon as there is room; those of a visit that does not come are dropped and counted.
-Pieces are stored one behind the other and are freed in the order in which they were sent. A copy waits, on the device, for the
-last reader of the bytes that it overwrites. Visits follow one another: a visit inside another one is refused.
+Pieces are stored one behind the other and are freed in the order in which they were sent. A copy waits, on the device,
+for the last reader of the bytes that it overwrites. Visits follow one another: a visit inside another one is refused.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Ring:
                 return sent
             self._give_up(sent)
             self._send()
-        raise LookupError(f"piece {number} was not asked for, or was taken before")
+        raise LookupError(f"piece {number} was not required, or was taken before")
 
     def _give_up(self, sent: _Sent) -> None:
         sent.done = True

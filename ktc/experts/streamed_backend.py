@@ -30,12 +30,16 @@ from ktc.experts.tracing import never_traced
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """The experts of `packed` on `devices`, each with a ring of `buffer` bytes. Results are on the first of them."""
+    """The experts of `packed` on `devices`, each with a ring of `buffer` bytes. Results are on the first of them.
+
+    Weights that are `resident` are sent once and stay.
+    """
 
     packed: PackedExperts
     form: ExpertsForm
     devices: tuple[torch.device, ...]
     buffer: int = DEFAULT_BUFFER
+    resident: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +56,7 @@ class Streamed:
         experts, count = self.packed.sizes.num_experts, len(self.devices)
         bounds = [experts * number // count for number in range(count + 1)]
         return tuple(
-            expert_stream(self.packed, self.form, device, buffer=self.buffer, share=range(first, end))
+            expert_stream(self.packed, self.form, device, self.buffer, range(first, end), resident=self.resident)
             for device, first, end in zip(self.devices, bounds, bounds[1:], strict=False)
             if end > first
         )

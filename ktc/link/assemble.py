@@ -24,7 +24,7 @@ from ktc.model.stock_facts import assumptions_of
 from ktc.pictures.dump import to_json
 from ktc.plan.report import plan_json
 from ktc.prove import Proof
-from ktc.rewrite import block_files, recipe, stack_rows
+from ktc.rewrite import block_files, recipe, stack_rows, stream_rows
 
 
 def assemble(
@@ -38,7 +38,7 @@ def assemble(
     captured, rules, plan, blocks = analysis.captured, analysis.ruleset, analysis.plan, analysis.blocks
     assert captured.source.folder is not None, "only a model with a folder is compiled"
     units = {unit.name.removesuffix(".cpp"): unit for unit in source.units}
-    lora, steps = plan.lora, recipe(blocks, plan.host)
+    lora, steps = plan.lora, (*recipe(blocks, plan.host), *stream_rows(plan))
     return Package(
         name=captured.source.name,
         checkpoint=captured.source.folder,
@@ -56,7 +56,7 @@ def assemble(
         library=library.path if library is not None else None,
         rewrites=steps,
         assumptions=_assumptions(captured, steps),
-        placement={p.fqn: p.device for p in plan.placements},
+        placement={p.fqn: p.device for p in plan.placements} | {each.fqn: "cpu" for each in plan.streams},
         memory={held.device: held.weights for held in plan.devices},
         model_type=captured.source.config.model_type,
         lora=None

@@ -26,6 +26,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.files import file_digest
 from ktc.hf import remote_code
+from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model import assumptions, peft_glue, weight_store, weights_stage
 from ktc.model.buffers import compute_buffers
 from ktc.model.manifest import Manifest, Versions, check_sealed, read_manifest
@@ -84,6 +85,9 @@ def load_as(
     if not reference:
         check_bytes(model, manifest, folder, placement)
     follow(model, placement)
+    for module in model.modules():
+        if isinstance(module, StreamedLinear) and not reference:
+            module.begin()
     watch(model, manifest.rewrites, remembered, folder)
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
     return _finished(model, folder, base, placement)

@@ -39,6 +39,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, type]] = {
         **dict.fromkeys(("num_experts", "hidden", "intermediate"), int),
         **dict.fromkeys(("form", "parts", "inputs", "called"), str),
     },
+    "streamed_linear": {"stream_buffer": int},
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.linears.streamed_linear import StreamedLinear
 
 
 def device_of(fqn: str, placement: Mapping[str, str]) -> torch.device:
@@ -45,6 +46,8 @@ def follow(model: nn.Module, placement: Mapping[str, str]) -> None:
     if set(placement.values()) <= {"cpu"}:
         return
     modules = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
+    streamed = {fqn: str(module.device) for fqn, module in modules.items() if isinstance(module, StreamedLinear)}
+    placement = {**placement, **streamed}  # they compute where their weights are not
     devices = _devices_below(model, placement)
     for fqn, module in modules.items():
         if not fqn or isinstance(module, nn.ModuleList):  # a list is never called

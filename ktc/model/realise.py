@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.form import parse_form
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.own_module import StockExperts, parse_called, parse_held, parse_inputs, stock_experts
+from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model.graph_block import graph_block
 from ktc.model.manifest import Rewrite
 from ktc.targets import MODULES
@@ -44,6 +46,8 @@ def realise(
                 continue
             if step.module == "own_experts":
                 made = own_experts(old, step.args)
+            elif step.module == "streamed_linear":
+                made = streamed_linear(old, step)
             else:
                 made = MODULES[step.module].realise(old, step.args, kernel)
         except WrongModule as error:
@@ -59,6 +63,13 @@ def own_experts(module: nn.Module, args: Mapping[str, Any]) -> StockExperts:
     sizes = (args["num_experts"], args["hidden"], args["intermediate"])
     inputs, called = parse_inputs(args["inputs"]), parse_called(args["called"])
     return StockExperts(stock_experts(module, form, parts, sizes), inputs, called)
+
+
+def streamed_linear(module: nn.Module, step: Rewrite) -> StreamedLinear:
+    """Return the layer that streams the weights of `module`, from `begin` on. Raises `WrongModule`."""
+    if not isinstance(module, nn.Linear):
+        raise WrongModule(f"a `{type(module).__name__}`")
+    return StreamedLinear.from_linear(module, torch.device(step.device), step.args["stream_buffer"])
 
 
 def _no_such_module(step: Rewrite, found: str) -> Diagnostic:

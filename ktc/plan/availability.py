@@ -17,7 +17,7 @@ from ktc.plan.kernels import ON_EVERY_ISA
 from ktc.plan.linear_spec import LinearSpec
 from ktc.plan.prefill import asks_for_experts
 from ktc.plan.types import Claim, Plan, PlannedOnly
-from ktc.targets import TARGETS
+from ktc.targets import TARGETS, Place
 
 # Keys of the `plan` block that no stage carries out yet, with the values that have no effect.
 _PLAN_KEYS: dict[str, tuple[object, ...]] = {
@@ -37,7 +37,7 @@ def not_built(
         *_targets(claims),
         *_settings(claims),
         *_kernels(chosen),
-        *_plan_keys(rules, any(asks_for_experts(c, claims) for c in claims)),
+        *_plan_keys(rules, _idle_keys(claims)),
     ]
     return tuple({(d.span, d.message): d for d in found}.values())
 
@@ -90,15 +90,26 @@ def _kernels(chosen: Mapping[Claim, KernelSpec | LinearSpec]) -> Iterator[Diagno
                 yield _missing(f"a kernel for `{weight_format}` weights{stored}", claim, hint)
 
 
-def _plan_keys(rules: RuleSet, prefills: bool) -> Iterator[Diagnostic]:
+def _idle_keys(claims: Sequence[Claim]) -> Mapping[str, str]:
+    """Return the keys of the `plan` block that have no effect on these claims, with the reason."""
+    prefills = any(asks_for_experts(claim, claims) for claim in claims)
+    streams = any(isinstance(claim.target, Place) and claim.target.stream for claim in claims)
+    reasons = {
+        "layerwise_prefill": "" if prefills else "no experts have `place(cpu, prefill = ...)`",
+        "stream_buffer": "" if prefills or streams else "no weights are sent to a GPU",
+    }
+    return {key: why for key, why in reasons.items() if why}
+
+
+def _plan_keys(rules: RuleSet, idle: Mapping[str, str]) -> Iterator[Diagnostic]:
     for unit in rules.units:
         for block in unit.module.declarations:
             if not isinstance(block, syntax.Block) or block.kind != "plan":
                 continue
             for setting in block.settings:
                 key, value = setting.key.text, rules.plan.get(setting.key.text)
-                if key == "layerwise_prefill" and not prefills:
-                    message = "`plan { layerwise_prefill }` has no effect: no experts have `place(cpu, prefill = ...)`"
+                if key in idle:
+                    message = f"`plan {{ {key} }}` has no effect: {idle[key]}"
                     yield Diagnostic("M066", message, setting.span, hint=f"leave `{key}` out", severity="warning")
                 if key in _PLAN_KEYS and value not in _PLAN_KEYS[key]:
                     message = f"`plan {{ {key} = {value} }}` is not available in this version"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ktc.capture import CapturedModel
+from ktc.diagnostics import listing
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.kernel_spec import KernelSpec
@@ -65,7 +66,9 @@ def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     moved = "" if rewrite.device == "cpu" else f", hidden states move {rewrite.device} -> cpu -> {rewrite.device}"
     how = f"{' and '.join(spec.formats)} weights, {spec.isa} kernel, {chosen}"
     if action.prefill:
-        moved += f"; from {action.prefill.tokens} tokens on {action.prefill.device}, where the weights are sent"
+        devices = listing(action.prefill.devices)
+        sent = "where the weights stay" if action.prefill.resident else "where the weights are sent"
+        moved += f"; from {action.prefill.tokens} tokens on {devices}, {sent}"
     return f"routed experts as one node on cpu ({how}){moved}: {where}"
 
 

@@ -23,10 +23,11 @@ from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel
 from ktc.plan.linears import choose_linear
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.placement import device_of, place
-from ktc.plan.prefill import plan_prefill
+from ktc.plan.prefill import plan_prefill, resident_bytes, stay_resident
 from ktc.plan.spec import Spec
 from ktc.plan.stored import conversions
-from ktc.plan.types import ANY_SIZE, BlockRewrite, Claim, Plan, Point
+from ktc.plan.streams import plan_streams
+from ktc.plan.types import ANY_SIZE, BlockRewrite, Claim, LoraPlan, MemoryPlan, Plan, Point, StreamedLinear
 from ktc.targets import CpuMoe, KtLinear, ModuleTarget
 from ktc.targets.target import NodeAction, Prefill
 
@@ -46,14 +47,19 @@ def make_plan(
     devices = {p.fqn: p.device for p in placements}
     chosen = _choose(captured, weights, claims, devices, host)
     specs = {claim.path: spec for claim, spec in chosen.items() if isinstance(spec, KernelSpec)}
-    rewrites = _group(captured, claims, chosen, devices, plan_prefill(claims, rules, host))
+    prefills, streams = plan_prefill(claims, rules, host), plan_streams(captured, claims, rules, host)
+    rewrites = _group(captured, claims, chosen, devices, prefills)
     unavailable = not_built(claims, chosen, rules)
     lora = plan_lora(captured, claims, rules)
     if not rewrites and not unavailable:
         raise InputRefused(_nothing_to_rewrite(captured, matches))
     threads = max((claim.target.num_threads(host) for claim in claims), default=1)
     mode = str(rules.plan.get("mode") or ("train" if lora else "infer"))
-    memory = plan_memory(captured, rewrites, devices, specs, lora, rules, host, asked)
+    memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, prefills)
+    resident = stay_resident(prefills, specs, memory, rules, mode)
+    if resident != prefills:
+        rewrites = _group(captured, claims, chosen, devices, resident)
+        memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, resident)
     return Plan(
         host=host,
         mode=mode,
@@ -71,7 +77,21 @@ def make_plan(
         over_budget=over_budget(memory, mode, asked),
         unavailable=unavailable,
         planned_only=planned_only(claims),
+        streams=streams,
     )
+
+
+def _memory(
+    captured: CapturedModel, rewrites: Sequence[BlockRewrite], devices: Mapping[str, str],
+    specs: Mapping[str, KernelSpec], lora: LoraPlan | None, rules: RuleSet, host: Host, asked: Point,
+    streams: Sequence[StreamedLinear], prefills: Mapping[str, Prefill],
+) -> MemoryPlan:  # fmt: skip
+    """Return the memory plan with what streamed weights take on each device."""
+    streaming = resident_bytes(prefills, specs)
+    used = {(device, p.buffer) for p in prefills.values() if not p.resident for device in p.devices}
+    for device, buffer in used | {(each.device, each.buffer) for each in streams}:
+        streaming[device] = streaming.get(device, 0) + buffer
+    return plan_memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, streaming)
 
 
 def _choose(

@@ -7,6 +7,7 @@ that compares bytes with budgets. Nothing is refused here: what does not fit is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from ktc.host import Host
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import packed_bytes
 from ktc.plan.placement import budget_of, device_of, gib
-from ktc.plan.types import ANY_SIZE, BlockRewrite, DeviceMemory, LoraPlan, MemoryPlan, Point, Workload
+from ktc.plan.types import ANY_SIZE, BlockRewrite, DeviceMemory, LoraPlan, MemoryPlan, Point, StreamedLinear, Workload
 from ktc.plan.workloads import workloads
 
 KINDS = ("attention", "experts", "mlp", "embeddings", "lm_head", "other")
@@ -35,15 +36,20 @@ def plan_memory(
     rules: RuleSet,
     host: Host,
     asked: Point,
+    streams: Sequence[StreamedLinear] = (),
+    streaming: Mapping[str, int] = MappingProxyType({}),
 ) -> MemoryPlan:
     """Return the memory plan. `placements` maps FQNs to devices, `kernels` the FQN of experts to their kernel.
 
-    `asked` is the size of input that the user named."""
-    weights = _weights(captured, placements, kernels)
+    `asked` is the size of input that the user named. `streaming` has by device the bytes of `DeviceMemory.streaming`.
+    """
+    weights = _weights(captured, {**placements, **{each.fqn: "cpu" for each in streams}}, kernels)
     adapters = _adapters(captured, lora, placements)
     devices = tuple(
-        DeviceMemory(name, budget_of(name, rules, host), weights.get(name, {}), adapters.get(name, 0))
-        for name in sorted({*weights, *adapters}, key=lambda name: (name == "cpu", name))
+        DeviceMemory(
+            name, budget_of(name, rules, host), weights.get(name, {}), adapters.get(name, 0), streaming.get(name, 0)
+        )
+        for name in sorted({*weights, *adapters, *streaming}, key=lambda name: (name == "cpu", name))
     )
     uses, notes = workloads(captured, rewrites, placements, devices, lora, rules, host, asked)
     total = sum(parameter.numel() for _, parameter in captured.model.named_parameters())
@@ -55,8 +61,9 @@ def over_budget(memory: MemoryPlan, mode: str, asked: Point) -> tuple[Diagnostic
     found: list[Diagnostic] = []
     for held in memory.devices:
         adapter = held.adapter if mode == "train" else 0
-        if held.budget is not None and held.weights + adapter > held.budget:
+        if held.budget is not None and held.weights + adapter + held.streaming > held.budget:
             state = f" and {gib(adapter)} for its adapter" if adapter else ""
+            state += f" and {gib(held.streaming)} for streamed weights" if held.streaming else ""
             message = f"the plan puts {gib(held.weights)} of weights{state} on `{held.device}`, its budget is "
             hint = f"place less there, choose a smaller format, or set `plan {{ {held.device} = SIZE }}`"
             found.append(Diagnostic("M070", message + gib(held.budget), hint=hint))

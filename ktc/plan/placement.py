@@ -26,7 +26,7 @@ def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placemen
     for claim in claims:
         if not isinstance(claim.target, Place) or claim.path in pinned:
             continue
-        device = resolve_device(claim.target.device, host)
+        device = resolve_device(claim.target.computes_on, host)
         try:
             require_gpu(device, "", claim, host)
         except HostLacks as error:

@@ -16,6 +16,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "threads": plan.threads,
         "rewrites": [_rewrite(r) for r in plan.rewrites],
         "placements": [{"fqn": p.fqn, "device": p.device, "rule": p.rule} for p in plan.placements],
+        "streams": [{"fqn": s.fqn, "device": s.device, "buffer": s.buffer, "rule": s.rule} for s in plan.streams],
         "kernels": [{"entry": spec.entry, **asdict(spec)} for spec in plan.kernels if spec.op != "linear"],
         "linears": [{"entry": spec.entry, **asdict(spec)} for spec in plan.kernels if spec.op == "linear"],
         "lora": None if plan.lora is None else asdict(plan.lora),
@@ -48,5 +49,7 @@ def _rewrite(rewrite: BlockRewrite) -> dict[str, Any]:
 
 def _settings(action: NodeAction) -> dict[str, Any]:
     """Return the rule's settings, and those of another rule for calls with many tokens."""
-    prefill = action.prefill
-    return action.target.settings | ({"prefill": prefill.device, "prefill_tokens": prefill.tokens} if prefill else {})
+    if (prefill := action.prefill) is None:
+        return action.target.settings
+    sent = {"stream_buffer": prefill.buffer, "resident": prefill.resident}
+    return action.target.settings | {"prefill": list(prefill.devices), "prefill_tokens": prefill.tokens} | sent

@@ -42,6 +42,17 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamedLinear:
+    """A linear layer that `device` computes from weights in host memory, which pass through `buffer` bytes there."""
+
+    fqn: str
+    device: str
+    buffer: int
+    rule: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
 class LoraPlan:
     """The adapter of the program: exact FQNs of modules and of experts' weights, and PEFT's own names.
 
@@ -63,13 +74,15 @@ class DeviceMemory:
     """The permanent bytes on a device, and its budget (None: unknown).
 
     `kinds` has the weights by their use, experts as packed; `adapter` is the LoRA's own weights, their
-    gradients and the two moments of Adam.
+    gradients and the two moments of Adam. `streaming` is what streamed weights pass through, and copies of experts that
+    stay.
     """
 
     device: str
     budget: int | None
     kinds: Mapping[str, int]
     adapter: int
+    streaming: int = 0
 
     @property
     def weights(self) -> int:
@@ -155,6 +168,7 @@ class Plan:
     over_budget: tuple[Diagnostic, ...] = ()
     unavailable: tuple[Diagnostic, ...] = ()  # planned, but not built in this version
     planned_only: tuple[PlannedOnly, ...] = ()
+    streams: tuple[StreamedLinear, ...] = ()
 
     @property
     def devices(self) -> tuple[DeviceMemory, ...]:

@@ -165,7 +165,10 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
 
 
 def _resident(model: _Model, *, adapter: bool) -> Needs:
-    return {d.device: {"weights": d.weights, "adapter": d.adapter if adapter else 0} for d in model.devices}
+    return {
+        d.device: {"weights": d.weights, "adapter": d.adapter if adapter else 0, "streaming": d.streaming}
+        for d in model.devices
+    }
 
 
 # The model in numbers ------------------------------------------------------------------------------------------------

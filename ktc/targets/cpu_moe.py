@@ -55,8 +55,10 @@ class CpuMoe(ModuleTarget):
     built: ClassVar = {"numa": ("none", "shard")}  # no copies of the weights for each node
     module: ClassVar = "fused_moe"
     arguments: ClassVar = {
-        **dict.fromkeys(("num_experts", "hidden", "intermediate", "top_k", "threads", "prefill_tokens"), int),
-        **dict.fromkeys(("form", "activations", "numa", "prefill"), str),
+        **dict.fromkeys(
+            ("num_experts", "hidden", "intermediate", "top_k", "threads", "prefill_tokens", "stream_buffer"), int
+        ),
+        **dict.fromkeys(("form", "activations", "numa", "prefill", "streamed"), str),
     }
     operands: ClassVar = 3
 
@@ -91,8 +93,10 @@ class CpuMoe(ModuleTarget):
             "activations": self.activations,
             "threads": self.num_threads(host),
             "numa": self.numa,
-            "prefill": action.prefill.device if action.prefill else "",
-            "prefill_tokens": action.prefill.tokens if action.prefill else 1,
+            "prefill": ",".join(action.prefill.devices) if action.prefill else "",
+            "prefill_tokens": max(1, action.prefill.tokens) if action.prefill else 1,
+            "stream_buffer": action.prefill.buffer if action.prefill else 1,
+            "streamed": "resident" if action.prefill and action.prefill.resident else "each pass",
             "format_gate_up": kernel.format_gate_up,
             "format_down": kernel.format_down,
         }
@@ -120,7 +124,8 @@ class CpuMoe(ModuleTarget):
                 found = f"`{name}` {list(tensor.shape)} instead of {list(wanted)}"
                 raise WrongModule(f"experts of other sizes: {found}")
             stacked[name] = tensor
-        elsewhere = arguments["prefill"]
+        devices = tuple(torch.device(name) for name in arguments["prefill"].split(",") if name)
+        tokens, resident = arguments["prefill_tokens"], arguments["streamed"] == "resident"
         own = isinstance(old, StockExperts)
         make = functools.partial(CalledExperts, inputs=old.inputs, called=old.called) if own else FusedMoe
         made = make(
@@ -132,7 +137,7 @@ class CpuMoe(ModuleTarget):
             dtype=stacked["down_proj"].dtype,
             activations=arguments["activations"],
             numa=arguments["numa"],
-            offload=Offload((torch.device(elsewhere),), arguments["prefill_tokens"]) if elsewhere else None,
+            offload=Offload(devices, tokens, arguments["stream_buffer"], resident) if devices else None,
         )
         if not stacked["down_proj"].is_meta:
             _load(made, stacked)

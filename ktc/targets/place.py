@@ -14,10 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place(Target):
-    """`prefill` is the device of calls with many tokens, for experts whose weights can be sent there."""
+    """`device` holds the weights.
 
-    device: Device
+    `prefill` is the device of calls with many tokens, for experts whose weights can be sent there. `stream` is the
+    device that computes a module, to which `device` sends the weights of its linear layers in every pass.
+    """
+
+    device: Device = "cpu"
     prefill: Device | None = None
+    stream: Device | None = None
 
     name: ClassVar = "place"
     fills: ClassVar = "place"
@@ -25,6 +30,12 @@ class Place(Target):
     available: ClassVar = True
     changes_graphs: ClassVar = True
     built: ClassVar = {"prefill": (None,)}
+    one_of: ClassVar = ("device", "stream")
+
+    @property
+    def computes_on(self) -> Device:
+        """The device of the module's activations."""
+        return self.stream or self.device
 
     @classmethod
     def apply(cls, graph: fx.GraphModule, block: Block) -> None:

@@ -25,7 +25,8 @@ class Target:
     `fills` is the facet of a node that it takes, None where its setting `facet` names it. `accepts` lists roles and
     kinds (`*` any), `absorbs` the captures that stop being nodes of their own, `pins` the captures that it forces onto
     a device. `hosts` are the targets that it carries out itself on what it absorbs, `inside` the captures that it
-    claims where a rule names none. `changes_graphs` says that it has a pass.
+    claims where a rule names none. `changes_graphs` says that it has a pass. Of the settings in `one_of`, a rule gives
+    at least one.
 
     `available` is false for a target that is designed and not built: programs with it are checked and planned like any
     other, and `compile` refuses it by name. `built` has the values that this version carries out, for settings of which
@@ -41,6 +42,7 @@ class Target:
     inside: ClassVar[tuple[str, ...]] = ()
     available: ClassVar[bool] = False
     changes_graphs: ClassVar[bool] = False
+    one_of: ClassVar[tuple[str, ...]] = ()
     built: ClassVar[Mapping[str, tuple[Value, ...]]] = {}
     without_backward: ClassVar[frozenset[str]] = frozenset()
 
@@ -90,10 +92,15 @@ class Spec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The device of calls with at least `tokens` tokens."""
+    """The devices of calls with at least `tokens` tokens, each with a share of the experts.
 
-    device: str
+    Weights pass through `buffer` bytes on each device; those of a layer that is `resident` stay there.
+    """
+
+    devices: tuple[str, ...]
     tokens: int
+    buffer: int
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def recipe(model: PreTrainedModel) -> tuple[Rewrite, ...]:
             args = {
                 "num_experts": experts, "hidden": hidden, "intermediate": inner, "form": str(form), "threads": 1,
                 "top_k": model.config.num_experts_per_tok, "activations": "keep", "numa": "shard",
-                "prefill": "", "prefill_tokens": 1,
+                "prefill": "", "prefill_tokens": 1, "stream_buffer": 1, "streamed": "each pass",
             }  # fmt: skip
             steps.append(Rewrite(fqn, "fused_moe", None, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     assert steps

@@ -117,4 +117,6 @@ def args_of(model: PreTrainedModel, fqn: str, form: str) -> dict[str, object]:
         "numa": "shard",
         "prefill": "",
         "prefill_tokens": 1,
+        "stream_buffer": 1,
+        "streamed": "each pass",
     }

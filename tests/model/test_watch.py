@@ -93,6 +93,7 @@ RECIPE = [
         Rewrite(f"{fqn}.pickers", "fused_moe", None, "cpu", {
             "num_experts": COUNT, "hidden": WIDTH, "intermediate": WIDTH, "top_k": 2, "form": "silu", "threads": 1,
             "activations": "keep", "numa": "none", "prefill": "", "prefill_tokens": 1,
+            "stream_buffer": 1, "streamed": "each pass",
         }, "r", "r.ktr:1:1"),
     )
 ]  # fmt: skip

@@ -47,6 +47,8 @@ def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, 
                 "numa": "shard",
                 "prefill": "",
                 "prefill_tokens": 1,
+                "stream_buffer": 1,
+                "streamed": "each pass",
             }
             steps.append(Rewrite(fqn, "fused_moe", kernel, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     return tuple(steps)

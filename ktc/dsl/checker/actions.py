@@ -60,6 +60,9 @@ def _settings(
         if spec.required and name not in given:
             message = f"`{action.target.text}` needs `{name}`"
             report.error("E031", message, action.target.span, hint=_examples(spec))
+    if target.one_of and not given.keys() & {*target.one_of}:
+        named = listing(target.one_of)
+        report.error("E031", f"`{action.target.text}` needs one of {named}", action.target.span, hint="`place(cpu)`")
     lost = lora.span is None and unit.source.damaged  # the block may be the part that does not parse
     if target.fills == "adapter" and values["rank"] is None and "rank" not in lora.spans and not lost:
         hint = "add `lora { rank = 8 }`, or write `rank = 8` here"

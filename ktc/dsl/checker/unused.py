@@ -33,7 +33,7 @@ def _warn_budgets(rules: list[RuleDefinition], plan: CheckedBlock, report: Repor
     if plan.values.get("auto", "none") != "none":
         return
     places = [a.target for rule in rules for a in rule.actions if isinstance(a.target, Place)]
-    named = {device for place in places for device in (place.device, place.prefill)}
+    named = {device for place in places for device in (place.device, place.prefill, place.stream)}
     named |= {plan.values.get("unplaced"), plan.values.get("grads")}
     for key, span in plan.spans.items():
         if ":" in key and key not in named and not ("auto" in named and key == "cuda:0"):

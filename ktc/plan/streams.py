@@ -1,0 +1,53 @@
+"""Modules whose linear layers are computed on a GPU from weights in host memory: `place(stream = D)`.
+
+In: the claims and the captured model. Out: for each such layer its device and the memory that weights pass through.
+Routed experts of `cpu_moe` are streamed by their own backend (`prefill.py`); layers that a kernel computes on the CPU
+stay there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from torch import nn
+
+from ktc.capture import CapturedModel
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.dsl.ruleset import RuleSet
+from ktc.host import Host
+from ktc.linears.plain import is_plain_linear
+from ktc.plan.placement import require_gpu, resolve_device
+from ktc.plan.prefill import asks_for_experts, stream_buffer
+from ktc.plan.types import Claim, StreamedLinear
+from ktc.targets import KtLinear, Place
+
+
+def plan_streams(
+    captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet, host: Host
+) -> tuple[StreamedLinear, ...]:
+    """Return the streamed linear layers in the model's order. Raises HostLacks (M069) and InputRefused (M079)."""
+    found: dict[str, StreamedLinear] = {}
+    problems: list[Diagnostic] = []
+    on_cpu = {c.path for c in claims if isinstance(c.target, KtLinear) and c.target.kernel != "torch"}
+    for claim in claims:
+        if not isinstance(claim.target, Place) or claim.target.stream is None or asks_for_experts(claim, claims):
+            continue
+        device = resolve_device(claim.target.stream, host)
+        require_gpu(device, "stream", claim, host)
+        if device == "cpu":
+            continue
+        layers = [path for path in _linears(captured.model.get_submodule(claim.path), claim.path) if path not in on_cpu]
+        if not layers:
+            message = f"`place(stream = {device})` on `{claim.path}`: it has no linear layer to stream"
+            problems.append(Diagnostic("M079", message, claim.span, hint="see `ktc explain M079`"))
+        for path in layers:
+            found[path] = StreamedLinear(path, device, stream_buffer(rules), claim.rule, claim.span)
+    if problems:
+        raise InputRefused(*problems)
+    return tuple(found.values())
+
+
+def _linears(module: nn.Module, path: str) -> list[str]:
+    below = cast("Iterator[tuple[str, nn.Module]]", module.named_modules())
+    return [f"{path}.{name}".strip(".") for name, each in below if is_plain_linear(each)]
