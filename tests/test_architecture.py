@@ -50,12 +50,12 @@ _LATER_STAGES = ("peft", "trl", "datasets", "graphlay", "ktc.prove", "ktc.codege
                  "ktc.training", "ktc.tune.train", "ktc.adapters", "ktc.generate", "ktc.bench.run", "ktc.census",
                  "ktc.kt_yaml")  # fmt: skip
 IMPORTS = {
-    "--version": (30, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "--help": (30, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "compile --help": (30, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
+    "--version": (31, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
+    "--help": (31, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
+    "compile --help": (31, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
     "explain E040": (32, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "fmt --check rules": (85, ("ktc.host", "ktc.compiler", *_MODELS)),
-    "check moe-lora": (85, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
+    "fmt --check rules": (86, ("ktc.host", "ktc.compiler", *_MODELS)),
+    "check moe-lora": (86, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
     "import ktc.compiler": (172, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }

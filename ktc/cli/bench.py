@@ -1,4 +1,4 @@
-"""`ktc bench moe`: measure the experts of a layer beside their peers; a table, JSON and a roofline.
+"""`ktc bench`: measure ktc beside its peers. Here is `moe`, the experts of a layer; a table, JSON and a roofline.
 
 In: the options. Out: progress on stderr, the table on stdout, and the files of `--output` and `--plot`. Invalid input
 is refused before the first measurement.
@@ -7,20 +7,17 @@ is refused before the first measurement.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from ktc.cli.bench_files import bar_of, require_writable
+from ktc.cli.bench_finetune import finetune_command
+from ktc.cli.bench_stream import stream_command
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
-from ktc.diagnostics import Diagnostic, InputRefused
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 app = typer.Typer(help="Measure ktc beside its peers.", no_args_is_help=True)
 
@@ -28,6 +25,10 @@ app = typer.Typer(help="Measure ktc beside its peers.", no_args_is_help=True)
 @app.callback()
 def bench() -> None:
     """Measure ktc beside its peers."""
+
+
+app.command("finetune")(finetune_command)
+app.command("stream")(stream_command)
 
 
 @app.command("moe")
@@ -96,15 +97,9 @@ def moe_command(
     if plot is not None:
         require_drawable(plot)
     if output is not None:
-        _require_writable(output, plot)
+        require_writable(output, plot)
     session.go_on()
-    with _bar(session) as bar:
-        task = bar.add_task("", total=None)
-
-        def progress(done: int, total: int, now: str) -> None:
-            session.go_on()
-            bar.update(task, completed=done, total=total or None, description=now)
-
+    with bar_of(session) as progress:
         report = run(request, progress)
     session.note(f"measured {json.dumps(asdict(request), default=str)}")
     session.result(report.to_json())
@@ -114,31 +109,3 @@ def moe_command(
     if plot is not None:
         draw(report, plot)
         session.console.print(f"wrote {plot}")
-
-
-def _require_writable(output: Path, plot: Path | None) -> None:
-    """Check before the run that `--output` is writable.
-
-    Raises:
-        InputRefused: `output` is not writable (U003), or it is also the file of `--plot` (U030).
-    """
-    target = output.absolute()
-    if plot is not None and target == plot.absolute():
-        raise InputRefused(Diagnostic("U030", f"`--output` and `--plot` are both `{output}`", hint="name two files"))
-    existing = next(folder for folder in (target, *target.parents) if folder.exists())
-    if target.is_dir():
-        reason = "it is a folder"
-    elif existing != target and not existing.is_dir():
-        reason = f"`{existing}` is not a folder"
-    elif not os.access(existing, os.W_OK):
-        reason = "permission denied"
-    else:
-        return
-    raise InputRefused(Diagnostic("U003", f"cannot write `{output}`: {reason}"))
-
-
-def _bar(session: Session) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns: Sequence[Any] = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=session.console, transient=True)

@@ -62,7 +62,7 @@ def compile_command(
             model,
             rules,
             out,
-            settings=_settings(settings),
+            settings=settings_of(settings),
             host=_host(host_file, isa),
             force=force,
             trust_remote_code=trust,
@@ -103,7 +103,7 @@ def check_command(
     if model is None:
         from ktc import dsl
 
-        report.observe("rules", dsl.load(rules, _settings(settings)))
+        report.observe("rules", dsl.load(rules, settings_of(settings)))
     else:
         from ktc import compiler
         from ktc.plan import Point
@@ -112,7 +112,7 @@ def check_command(
             compiler.analyse(
                 model,
                 rules,
-                _settings(settings),
+                settings_of(settings),
                 _host(host_file, None),
                 report.observe,
                 asked=Point(batch, length),
@@ -151,7 +151,7 @@ def graph_command(
         session.emit(text, output)
 
 
-def _settings(pairs: list[str] | None) -> dict[str, str]:
+def settings_of(pairs: list[str] | None) -> dict[str, str]:
     """Turn `["rank=8"]` into `{"rank": "8"}`. Raises InputRefused (U004) for a setting without `=`."""
     split = [pair.partition("=") for pair in pairs or ()]
     faults = [

@@ -6,6 +6,10 @@ With `capture`, the only place that knows Hugging Face model classes and names.
 from ktc.twin.build import build
 from ktc.twin.checkpoint import names, write
 from ktc.twin.families import default_config, moe_families
+from ktc.twin.layers import depth_of, first_layers, layers_with_experts
 from ktc.twin.shrink import shrink
 
-__all__ = ["build", "default_config", "moe_families", "names", "shrink", "write"]
+__all__ = [
+    "build", "default_config", "depth_of", "first_layers", "layers_with_experts", "moe_families", "names", "shrink",
+    "write",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The layers that a witness keeps: one of every kind, two with experts if the model has two.
+"""The layers that a witness keeps: one of every kind, two with experts if the model has two; or the first of a model.
 
 Input: the settings of a config. Output: the small settings, changed in place: per-layer lists cut to the kept layers,
 lists of layer numbers and counts of first or last layers renumbered. Layers defined by a period cannot be cut freely;
@@ -7,9 +7,10 @@ then the witness keeps the shortest prefix of the stack that has every kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from ktc.twin.sizes import Settings, is_size, scaled
 
@@ -28,6 +29,7 @@ _NEXT_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")  # layers that a c
 _EXPERTS_BY_KIND = {"sparse": True, "moe": True, "hash_moe": True, "dense": False, "mlp": False}
 _MAX_KINDS = 8  # a list with more different values does not hold kinds of layers
 
+_Scale: TypeAlias = Callable[[str, Any], Any]
 Form = Literal["list", "numbers", "first", "to_last", "sharing", "overrides", "period"]
 
 
@@ -46,20 +48,48 @@ def shrink_layers(small: dict[str, Any], old: Settings, *, whole: bool) -> None:
 
     With `whole` every layer is kept, and only sizes in settings of some layers shrink.
     """
-    depth_name = next((name for name in _DEPTHS if is_size(old.get(name))), None)
-    block_list = next((name for name in _BLOCK_LISTS if isinstance(old.get(name), list)), None)
-    if depth_name is None and block_list is None:
+    depth = depth_of(old)
+    if depth is None:
         return
-    depth = old[depth_name] if depth_name is not None else len(old[block_list or ""])
     columns = tuple(_columns(old, depth))
     kept = list(range(depth)) if whole else _kept(columns, depth)
+    _cut_all(small, columns, kept, lambda name, value: scaled(name, value, old))
+
+
+def depth_of(settings: Settings) -> int | None:
+    """Return the number of layers in the settings of a config, None for settings without a stack."""
+    named = next((settings[name] for name in _DEPTHS if is_size(settings.get(name))), None)
+    listed = next((settings[name] for name in _BLOCK_LISTS if isinstance(settings.get(name), list)), None)
+    return named if named is not None or listed is None else len(listed)
+
+
+def first_layers(settings: Settings, number: int) -> dict[str, Any]:
+    """Return settings whose stack has only the first `number` of its layers, all sizes unchanged."""
+    depth = depth_of(settings)
+    assert depth is not None, "the settings have no stack of layers"
+    assert 1 <= number <= depth, f"the stack has {depth} layers"
+    cut = copy.deepcopy(dict(settings))
+    _cut_all(cut, tuple(_columns(settings, depth)), range(number), lambda name, value: value)
+    return cut
+
+
+def layers_with_experts(settings: Settings) -> list[int]:
+    """Return the numbers of the layers with experts, as far as the settings show; all layers if they show none."""
+    depth = depth_of(settings) or 0
+    return _sparse(tuple(_columns(settings, depth)), depth)
+
+
+def _cut_all(small: dict[str, Any], columns: Sequence[_Column], kept: Sequence[int], scale: _Scale) -> None:
+    """Keep some layers in every setting of `small`."""
     for column in columns:
-        _cut(small, old, column, kept)
-    if depth_name is not None:
-        small[depth_name] = len(kept)
+        _cut(small, column, kept, scale)
+    for name in _DEPTHS:
+        if is_size(small.get(name)):
+            small[name] = len(kept)
+            break
     if small.get("max_window_layers"):
         small["max_window_layers"] = len(kept)
-    small |= {name: 0 for name in _NEXT_TOKENS if is_size(old.get(name))}
+    small |= {name: 0 for name in _NEXT_TOKENS if is_size(small.get(name))}
 
 
 def _columns(old: Settings, depth: int) -> Iterator[_Column]:
@@ -144,11 +174,11 @@ def _sparse(columns: Sequence[_Column], depth: int) -> list[int]:
     return sparse or list(range(depth))
 
 
-def _cut(small: dict[str, Any], old: Settings, column: _Column, kept: Sequence[int]) -> None:
-    """Write the values of `column` for the kept layers."""
+def _cut(small: dict[str, Any], column: _Column, kept: Sequence[int], scale: _Scale) -> None:
+    """Write the values of `column` for the kept layers, sizes among them as `scale` returns them by name."""
     name, values = column.name, [column.values[index] for index in kept]
     if column.form == "list":
-        small[name] = [scaled(name, value, old) for value in values]
+        small[name] = [scale(name, value) for value in values]
     elif column.form == "numbers":
         small[name] = [place + int(name in _NUMBERED_FROM_ONE) for place, listed in enumerate(values) if listed]
     elif column.form in ("first", "sharing"):
@@ -157,7 +187,7 @@ def _cut(small: dict[str, Any], old: Settings, column: _Column, kept: Sequence[i
         small[name] = sum(values) - 1
     elif column.form == "overrides":
         small[name] = {
-            str(place): {setting: scaled(setting, value, old) for setting, value in overrides.items()}
+            str(place): {setting: scale(setting, value) for setting, value in overrides.items()}
             for place, overrides in enumerate(values)
             if overrides
         }

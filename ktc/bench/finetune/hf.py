@@ -1,0 +1,139 @@
+"""The peer: stock Hugging Face and PEFT with the whole model on one device, at several splits of the same step.
+
+In: the same config, adapter, tokens and seed as ktc's rows. Out: a row per split, and the splits that ran out of
+memory. Weights are random in any case: their values do not change the speed. Experts run by `grouped_mm`, the fastest
+that stock has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ktc.bench.finetune.device import StepClock, host_peak, peaks, reset_peaks, token_ids
+from ktc.bench.finetune.report import LeftOut, Row, Split, median_step
+from ktc.bench.finetune.request import Request
+from ktc.bench.finetune.stack import Stack
+from ktc.bench.finetune.watch import Watch
+from ktc.capture import open_model
+from ktc.model.buffers import compute_buffers
+from ktc.model.random_weights import fill_random
+from ktc.plan.placement import gib
+
+_BETWEEN: Final = 4  # the batch between one sequence and all of a step
+
+
+def reason_against(stack: Stack) -> str:
+    """Return why the peer cannot run here, "" if it can."""
+    if not torch.cuda.is_available():
+        return "it needs a GPU, and this process sees none"
+    held, free = _bytes(_on_meta(stack)), torch.cuda.mem_get_info(0)[1]
+    return f"its weights need {gib(held)}, and the GPU has {gib(free)}" if held > free else ""
+
+
+def measured(
+    request: Request, stack: Stack, lora: LoraConfig, watch: Watch, device: str = "cuda:0"
+) -> Iterator[Row | LeftOut]:
+    """Yield a row or a reason for each split, the one that needs the least memory first."""
+    try:
+        model = _model(request, stack, lora, device, watch)
+    except torch.OutOfMemoryError as error:
+        yield LeftOut("hf", "", _first_line(error))
+        return
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-4)
+    for split in splits(request.accumulation):
+        optimizer.zero_grad()
+        reset_peaks()
+        try:
+            yield _row(model, optimizer, request, split, device, watch)
+        except torch.OutOfMemoryError as error:
+            yield LeftOut("hf", str(split), _first_line(error))
+
+
+def splits(accumulation: int) -> tuple[Split, ...]:
+    """Return the ways to compute a step that are tried, by the memory that they need."""
+    found = [Split(1, accumulation), Split(accumulation, 1, checkpointing=True)]
+    if accumulation % _BETWEEN == 0:
+        found.append(Split(_BETWEEN, accumulation // _BETWEEN))
+    return tuple(dict.fromkeys((*found, Split(accumulation, 1))))
+
+
+def _model(request: Request, stack: Stack, lora: LoraConfig, device: str, watch: Watch) -> PeftModel:
+    model, placement = _on_meta(stack), {"": device}
+
+    def progress(done: int, total: int) -> None:
+        watch.progress("weights of the peer", done, total)
+
+    fill_random(model, placement, request.seed, progress)
+    compute_buffers(model, placement)
+    model.tie_weights()
+    torch.manual_seed(request.seed)
+    return cast("PeftModel", get_peft_model(model, lora)).train()
+
+
+def _on_meta(stack: Stack) -> PreTrainedModel:
+    config = open_model(stack.model, fetch_weights=False).config
+    make = cast("Callable[..., PreTrainedModel]", AutoModelForCausalLM.from_config)
+    with torch.device("meta"):
+        return make(config, dtype=torch.bfloat16, experts_implementation="grouped_mm")
+
+
+def _bytes(model: PreTrainedModel) -> int:
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def _row(
+    model: PeftModel, optimizer: torch.optim.Optimizer, request: Request, split: Split, device: str, watch: Watch
+) -> Row:
+    _checkpoint(model, split.checkpointing)
+    ids = token_ids(request, int(cast("Any", model).config.vocab_size)).to(device)
+    clock, losses = StepClock(), list[float]()
+    clock.start()
+    for step in ids.view(request.steps, split.accumulation, split.batch, request.length):
+        loss = torch.stack([_backward(model, batch, split) for batch in step]).sum()
+        torch.nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.step()
+        losses.append(float(loss))
+        what = f"stock Hugging Face, {split}"
+        watch.progress(what, len(losses), request.steps)
+        watch.told(f"{what}: step {len(losses)} of {request.steps}, {clock.seconds[-1]:.2f} s")
+    median, (allocated, reserved) = median_step(clock.seconds), peaks()
+    return Row(
+        impl="hf",
+        experts="resident",
+        split=split,
+        tokens_per_second=request.tokens / median,
+        step_time=median,
+        step_times=tuple(clock.seconds),
+        gpu_allocated=allocated,
+        gpu_reserved=reserved,
+        host_peak_rss=host_peak(),
+        losses=tuple(losses),
+        phases={},
+    )
+
+
+def _backward(model: PeftModel, batch: Tensor, split: Split) -> Tensor:
+    loss = cast("Any", model)(input_ids=batch, labels=batch).loss / split.accumulation
+    loss.backward()
+    return loss.detach()
+
+
+def _checkpoint(model: PeftModel, wanted: bool) -> None:
+    stock = cast("Any", model)
+    stock.gradient_checkpointing_disable()
+    if wanted:
+        stock.gradient_checkpointing_enable({"use_reentrant": False})
+        stock.enable_input_require_grads()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

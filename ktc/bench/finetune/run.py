@@ -1,0 +1,79 @@
+"""`run`: from a request to a report. The model is compiled into a folder that is removed at the end."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ktc import host
+from ktc.bench.finetune import hf, ours
+from ktc.bench.finetune.device import reset_peaks
+from ktc.bench.finetune.report import LeftOut, Report, Row, marked, whole_depth
+from ktc.bench.finetune.request import Request
+from ktc.bench.finetune.stack import Stack, stack_of
+from ktc.bench.finetune.watch import Watch
+from ktc.model import peft_glue
+
+T = TypeVar("T")
+
+
+def run(request: Request, watch: Watch) -> Report:
+    """Measure. The peer has the GPU for itself: ktc's model is freed before.
+
+    Raises InputRefused (U030) and HostLacks (H240), and what compiling, loading and training raise.
+    """
+    with tempfile.TemporaryDirectory(prefix="ktc-finetune-") as name:
+        folder, seconds = Path(name), dict[str, float]()
+        stack = stack_of(request, folder / "config")
+        out = _timed(seconds, "compile", lambda: ours.compiled(request, stack, folder / "tuned_by_bench", watch))
+        found: list[Row | LeftOut] = []
+        if "ktc" in request.impls:
+            found += _ours(request, out, watch, seconds)
+        if "hf" in request.impls:
+            gc.collect()
+            reset_peaks()
+            found += _peer(request, stack, out, watch)
+    rows = marked([each for each in found if isinstance(each, Row)])
+    if not stack.is_whole:
+        rows = tuple(whole_depth(row, stack.depth, stack.times_whole) for row in rows)
+    left_out = tuple(each for each in found if isinstance(each, LeftOut))
+    return Report(_machine(), asdict(request), stack.layers, stack.depth, request.tokens, seconds, rows, left_out)
+
+
+def _ours(request: Request, out: Path, watch: Watch, seconds: dict[str, float]) -> list[Row]:
+    base = _timed(seconds, "load", lambda: ours.loaded(request, out, watch))
+    watch.told(f"weights: {seconds['load']:.1f} s")
+    return ours.rows(base, request, out, watch)
+
+
+def _peer(request: Request, stack: Stack, out: Path, watch: Watch) -> list[Row | LeftOut]:
+    if reason := hf.reason_against(stack):
+        return [LeftOut("hf", "", reason)]
+    return list(hf.measured(request, stack, peft_glue.read_lora_config(out), watch))
+
+
+def _timed(seconds: dict[str, float], name: str, call: Callable[[], T]) -> T:
+    began = time.perf_counter()
+    result = call()
+    seconds[name] = time.perf_counter() - began
+    return result
+
+
+def _machine() -> dict[str, str]:
+    here = host.detect()
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return {
+        "cpu": host.cpu_name(),
+        "cores": str(here.cores),
+        "isa": here.isas[0],
+        "gpus": ", ".join(gpus),
+        **{name: version(name) for name in ("torch", "transformers", "peft")},
+    }

@@ -1,0 +1,64 @@
+"""The layers of a measured model: all of its config, or the first of them in a config that is written for the run.
+
+In: MODEL and a number of layers. Out: a `Stack`. Refused (U030): a number of layers that the model has not, or that
+has no experts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ktc import twin
+from ktc.bench.finetune.request import Request, refused
+from ktc.capture import open_model
+from ktc.decode import read_json
+from ktc.files import write_file
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """MODEL for the compiler, and how much of it that is: `depth` is of its config, `layers` of this run."""
+
+    model: str | Path
+    layers: int
+    depth: int
+    with_experts: int  # of `layers`
+    with_experts_of_depth: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every layer is measured."""
+        return self.layers == self.depth
+
+    @property
+    def times_whole(self) -> float:
+        """How many times as many layers with experts the whole depth has."""
+        return self.with_experts_of_depth / self.with_experts
+
+
+def stack_of(request: Request, folder: Path) -> Stack:
+    """Return the layers of `request`. Their config is written into `folder` unless it is MODEL's own.
+
+    Raises InputRefused (U030), and what opening a model raises.
+    """
+    source = open_model(request.model, fetch_weights=False)
+    if source.folder is None:
+        raise refused(f"`{request.model}` has no folder with config.json")
+    settings = cast("dict[str, Any]", read_json((source.folder / "config.json").read_bytes()))
+    depth = twin.depth_of(settings)
+    if depth is None:
+        raise refused(f"config.json of `{request.model}` does not say how many layers the model has")
+    sparse, layers = twin.layers_with_experts(settings), request.layers or depth
+    if layers > depth:
+        raise refused(f"`--layers {layers}`: the model has {depth}")
+    if layers <= min(sparse, default=depth):
+        raise refused(f"`--layers {layers}`: the first layer with experts is number {min(sparse, default=depth) + 1}")
+    kept = sum(number < layers for number in sparse)
+    if layers == depth:
+        return Stack(request.model, layers, depth, kept, len(sparse))
+    folder.mkdir()
+    write_file(folder / "config.json", json.dumps(twin.first_layers(settings, layers), indent=2))
+    return Stack(folder, layers, depth, kept, len(sparse))
