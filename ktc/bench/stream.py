@@ -10,11 +10,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any, Final, TypeAlias
 
 import psutil
 import torch
-from torch import Tensor
 
 from ktc import host
 from ktc.bench import ours
@@ -29,8 +29,10 @@ from ktc.plan.packed_size import packed_bytes
 from ktc.plan.placement import gib
 
 Progress = Callable[[int, int, str], None]
+Mark: TypeAlias = "float | torch.cuda.Event"
 _ROUNDS: Final = 5
 _INPUTS: Final = 2  # batches on the device
+_WARM_UP: Final = 2  # rounds: the stream foresees a pass from its second time on
 _CHUNK: Final = 128 << 20  # bytes of one copy
 _BASE: Final = 2 << 30
 
@@ -49,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole run. `layer_bytes` cross the bus once per pass. `bus_gbps` is of pinned copies between the rounds."""
+    """A whole run. `layer_bytes` cross the bus once per pass. `bus_gbps` is of pinned copies in between."""
 
     device: str
     shape: str
@@ -77,7 +79,7 @@ def require(request: Request, gpus: int) -> None:
 
 
 def run(request: Request, progress: Progress, device: torch.device) -> Report:
-    """Measure each number of tokens, and the bus before every round."""
+    """Measure each number of tokens, and the bus after it."""
     progress(0, 0, "building the kernel")
     module = _module(request, device)
     progress(0, 0, "making weights")
@@ -86,13 +88,10 @@ def run(request: Request, progress: Progress, device: torch.device) -> Report:
     copies: list[float] = []
     rounds, measured = request.rounds or _ROUNDS, dict[int, list[tuple[float, float]]]()
     for place, tokens in enumerate(request.tokens):
+        progress(place, len(request.tokens), f"{tokens:,} tokens")
         inputs = [_moved(batch, device) for batch in batches(request.shape, tokens)[:_INPUTS]]
-        times = measured.setdefault(tokens, [])
-        for number in range(rounds + 1):
-            progress(number + (rounds + 1) * place, (rounds + 1) * len(request.tokens), f"{tokens:,} tokens")
-            copies.append(bus.copy())
-            times.append(_passes(module, inputs[number % len(inputs)], device))
-        del times[0]  # the first locks pages, compiles and allocates
+        measured[tokens] = _passes(module, inputs, device, rounds)
+        copies += [bus.copy() for _ in range(rounds)]
     return _report(request, module.packed_bytes, device, statistics.median(copies), measured)
 
 
@@ -101,7 +100,7 @@ def _module(request: Request, device: torch.device) -> FusedMoe:
     library = build.build(render.render([spec], {spec: "ktc bench stream"}), host.detect())
     shape = request.shape
     sizes = (shape.num_experts, shape.hidden, shape.intermediate, shape.top_k)
-    return FusedMoe(*sizes, kernel=library.kernel(spec.entry), numa="none", offload=Offload(device, 1))
+    return FusedMoe(*sizes, kernel=library.kernel(spec.entry), numa="none", offload=Offload((device,), 1))
 
 
 class Bus:
@@ -139,13 +138,42 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _passes(module: FusedMoe, batch: Batch, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of forward and of backward, which computes the gradients of both inputs."""
-    x, weights = batch.x_TH.detach().requires_grad_(), batch.weights_TK.detach().requires_grad_()
-    out: list[Tensor] = []
-    forward = seconds(device, lambda: out.append(module(x, batch.index_TK, weights)))
-    backward = seconds(device, lambda: torch.autograd.grad(out[0], (x, weights), batch.grad_TH))
-    return forward, backward
+def _passes(module: FusedMoe, inputs: Sequence[Batch], device: torch.device, rounds: int) -> list[tuple[float, float]]:
+    """Return the seconds of forward and of backward, which computes the gradients of both inputs.
+
+    Rounds follow each other without a wait, as layers do: the experts of the next pass may be on their way before it,
+    and those of the pass after the last one are too. The first rounds lock pages, compile and allocate.
+    """
+    marks: list[Mark] = []
+    for number in range(rounds + _WARM_UP):
+        batch = inputs[number % len(inputs)]
+        x, weights = batch.x_TH.detach().requires_grad_(), batch.weights_TK.detach().requires_grad_()
+        if number >= _WARM_UP:
+            marks.append(_mark(device))
+        out = module(x, batch.index_TK, weights)
+        if number >= _WARM_UP:
+            marks.append(_mark(device))
+        torch.autograd.grad(out, (x, weights), batch.grad_TH)
+    marks.append(_mark(device))
+    _wait(device)
+    between = [_elapsed(one, other) for one, other in pairwise(marks)]
+    return list(zip(between[::2], between[1::2], strict=True))
+
+
+def _mark(device: torch.device) -> Mark:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _elapsed(one: Mark, other: Mark) -> float:
+    if isinstance(one, torch.cuda.Event):
+        assert isinstance(other, torch.cuda.Event), "marks of one device"
+        return one.elapsed_time(other) / 1e3
+    assert not isinstance(other, torch.cuda.Event), "marks of one device"
+    return other - one
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:
