@@ -49,7 +49,7 @@ def _free(analysis: Analysis) -> Bytes:
 def _bytes(analysis: Analysis, request: Request) -> tuple[Bytes, list[Bytes]]:
     """Return the bytes by device outside of the layers, and of each layer."""
     captured, plan = analysis.captured, analysis.plan
-    placements = {each.fqn: each.device for each in plan.placements}
+    placements = {each.fqn: each.device for each in plan.placements} | {each.fqn: "cpu" for each in plan.streams}
     numbers = {site.layer for site in captured.sites}
     site = captured.sites[0]
     stem = f"{site.fqn.partition(f'.{site.layer}.')[0]}."
@@ -71,7 +71,7 @@ def _bytes(analysis: Analysis, request: Request) -> tuple[Bytes, list[Bytes]]:
         saved = 2 * request.tokens * hidden  # hidden states in bf16, which streamed experts keep on the host
         add(fqn, "cpu", packed_bytes(spec) + saved)
     for held in plan.devices:
-        rest[held.device] = rest.get(held.device, 0) + held.adapter
+        rest[held.device] = rest.get(held.device, 0) + held.adapter + held.streaming
     return rest, list(layers.values())
 
 
