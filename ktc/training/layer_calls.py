@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ktc.training.layer_parts import CannotStack, LayerCall, SplitLayer
 from ktc.training.private_api import pytree, with_attribute
+from ktc.training.split_layer import CannotStack, LayerCall, SplitLayer
 
 
 class _LastLayer(BaseException):

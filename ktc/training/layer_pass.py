@@ -17,28 +17,39 @@ from torch.utils import checkpoint as checkpointing
 from ktc.experts.module import FusedMoe
 from ktc.experts.saved_on_host import Parked
 from ktc.experts.staging import parts, to_host
+from ktc.training.compiled_parts import CompiledParts
 from ktc.training.layer_calls import ModelCall
-from ktc.training.layer_parts import LayerCall, LayerRun, SplitLayer
+from ktc.training.layer_parts import LayerRun
+from ktc.training.split_layer import LayerCall, SplitLayer
 
 Routes = tuple[Tensor, Tensor, Tensor]
 Routed = tuple[Tensor | None, Parked | None]  # experts' output, or the placeholder of a parked one
 
 
-def through_layers(layers: Sequence[SplitLayer], chunks: Sequence[ModelCall]) -> list[Tensor]:
-    """Return the output (B, T, H) of the last layer for each chunk.
+def through_layers(
+    layers: Sequence[SplitLayer], chunks: Sequence[ModelCall], compiled: CompiledParts | None = None
+) -> list[Tensor]:
+    """Return the output (B, T, H) of the last layer for each chunk. With `compiled`, parts of layers are compiled.
 
     Raises:
         CannotStack: a layer cannot be run in parts.
     """
     states = [chunk.hidden for chunk in chunks]
+    if compiled is not None:  # the first layer shares its code with layers whose input has a gradient
+        states = [x if x.requires_grad else x.detach().requires_grad_() for x in states]
     for index, split in enumerate(layers):
         states = [state.to(chunk.devices[index]) for state, chunk in zip(states, chunks, strict=True)]
-        states = _through(split, [chunk.layers[index] for chunk in chunks], states)
+        states = _through(split, [chunk.layers[index] for chunk in chunks], states, compiled)
     return states
 
 
-def _through(split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Tensor]) -> list[Tensor]:
-    runs = [LayerRun(split, call, x.device) for call, x in zip(calls, states, strict=True)]
+def _through(
+    split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Tensor], compiled: CompiledParts | None
+) -> list[Tensor]:
+    compiled_layers = [
+        None if compiled is None else compiled.of(split, *each) for each in zip(calls, states, strict=True)
+    ]
+    runs = [LayerRun(split, call, x.device, each) for call, x, each in zip(calls, states, compiled_layers, strict=True)]
     inputs: list[tuple[Any, ...]] = [(x,) for x in states]
     none = [(None,)] * len(runs)
     attended = (

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ktc.training.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
 from ktc.training.layer_calls import ModelCall, finished, record
-from ktc.training.layer_parts import CannotStack, SplitLayer
 from ktc.training.private_api import prepared_inputs, with_attribute
+from ktc.training.split_layer import CannotStack, SplitLayer
 
 Inputs = Mapping[str, Any]
 TrainingStep = Callable[..., Tensor]

@@ -59,6 +59,28 @@ def call_stock(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return cast("Any", module)._call_impl(*args, **kwargs)
 
 
+# torch: compilation ---------------------------------------------------------------------------------------------------
+CompilerError = cast("type[Exception]", cast("Any", torch)._dynamo.exc.TorchDynamoException)
+"""The base class of all refusals and failures of `torch.compile`; torch has no public name for it."""
+
+
+def with_fixed_width(x: Tensor) -> None:
+    """Make `torch.compile(dynamic=True)` take the last dimension of `x` as a constant.
+
+    `torch.compile` has an option for all dimensions or none.
+    """
+    cast("Any", torch)._dynamo.mark_static(x, x.ndim - 1)
+
+
+def sizes_of_their_own() -> AbstractContextManager[None]:
+    """Compile code inside the context with one symbol per dimension.
+
+    By default dimensions of equal size share a symbol: code compiled where a batch has as many tokens as a head has
+    channels would be for that number of tokens alone.
+    """
+    return cast("Any", torch).fx.experimental._config.patch(use_duck_shape=False)
+
+
 # torch: processes -----------------------------------------------------------------------------------------------------
 def store_of_the_run(prefix: str) -> Any:
     """Return the key-value store that launched this run of several processes, its keys below `prefix`.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ktc import host
 from ktc.experts.module import FusedMoe
 from ktc.training.layer_calls import ModelCall
-from ktc.training.layer_parts import SplitLayer
+from ktc.training.split_layer import SplitLayer
 
 _USED = 0.8  # of the free memory: estimates err, and other programs need memory too
 _LAYER = 34  # bytes that a typical layer keeps per token and unit of width while one chunk of it is computed again

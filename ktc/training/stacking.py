@@ -19,12 +19,13 @@ from transformers import TrainerCallback
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.training.chunked_loss import loss_bytes, reason_for_whole_logits
+from ktc.training.compiled_parts import CompiledParts
 from ktc.training.layer_calls import ModelCall, in_chunks
-from ktc.training.layer_parts import CannotStack, SplitLayer, split_layers
 from ktc.training.layer_pass import through_layers
 from ktc.training.model_ends import Inputs, ModelEnds, TrainingStep
 from ktc.training.phases import backward_pass
 from ktc.training.private_api import prepares_inputs_itself, sum_as_logged
+from ktc.training.split_layer import CannotStack, SplitLayer, split_layers
 from ktc.training.stack_size import (
     CHUNKS,
     bytes_per_token,
@@ -54,27 +55,36 @@ class Stacking:
     chunk_tokens: int = CHUNKS[0]
     bytes_per_token: tuple[tuple[str, int], ...] = ()
     whole_loss: str = ""  # why the loss of a micro-batch is not computed in chunks of tokens; "" if it is
+    not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
 
     def __str__(self) -> str:
         if not self.on:
             return f"one by one: {self.reason}"
         loss = f"; the loss is not computed in chunks: {self.whole_loss}" if self.whole_loss else ""
         sizes = f"up to {self.tokens} tokens in one pass, {self.chunk_tokens} in a chunk of attention"
-        return f"stacked, {sizes}: {self.reason}{loss}"
+        layers = f"; {self.not_compiled}" if self.not_compiled else ""
+        return f"stacked, {sizes}: {self.reason}{loss}{layers}"
 
 
 class Stacker:
     """The micro-batches of a step. `trainer` is a `transformers.Trainer`.
 
     `mode` is the user's setting: `auto` stacks if possible and memory allows, `on` refuses (T540) if it is impossible.
-    Without `chunk_tokens` the first step decides them from the free memory.
+    Without `chunk_tokens` the first step decides them from the free memory. With `compiled`, parts of layers are
+    compiled on the devices that it names.
     """
 
-    def __init__(self, trainer: Any, mode: StackMode = "auto", chunk_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        mode: StackMode = "auto",
+        chunk_tokens: int | None = None,
+        compiled: CompiledParts | None = None,
+    ) -> None:
         if mode not in ("auto", "on", "off"):
             message = f"`stack_micro_batches` is `auto`, `on` or `off`, not `{mode}`"
             raise InputRefused(Diagnostic("T541", message, hint="leave it out: `auto` stacks if possible"))
-        self._trainer, self._mode, self._chunk_tokens = trainer, mode, chunk_tokens
+        self._trainer, self._mode, self._chunk_tokens, self._compiled = trainer, mode, chunk_tokens, compiled
         self._waiting: list[Inputs] = []
         self._layers: tuple[SplitLayer, ...] = ()
         self._decision: Stacking | None = None
@@ -158,7 +168,7 @@ class Stacker:
         """Run forward and backward of micro-batches that share each layer's experts. Add their losses to `losses`."""
         assert self._decision is not None
         chunks = in_chunks(calls, self._decision.chunk_tokens)
-        outs = through_layers(self._layers, [chunk for chunk, _ in chunks])
+        outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled)
         rows = [call.hidden.shape[0] for call in calls]
         finals = [piece for out in outs for piece in _taken_apart(out, rows)]
         leaves = [final.detach().requires_grad_() for final in finals]
@@ -174,10 +184,11 @@ class Stacker:
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
     def _note(self, whole_loss: str) -> None:
-        """Settle that the loss is not computed in chunks, if the first loss has shown that."""
+        """Settle the facts that only a pass has shown: a loss of whole logits, and layers that are not compiled."""
         assert self._decision is not None
-        if whole_loss != self._decision.whole_loss:
-            self._settle(replace(self._decision, whole_loss=whole_loss))
+        found = replace(self._decision, whole_loss=whole_loss, not_compiled=str(self._compiled or ""))
+        if found != self._decision:
+            self._settle(found)
 
     def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
         """Return the number of tokens that share a pass.

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.model.compiled_model import CompiledModel
 from ktc.training import gradients
+from ktc.training.compiled_parts import CompiledParts
 from ktc.training.private_api import TrainerHooks, keep_in_place, use_as_one_device
 from ktc.training.report import report_of
 from ktc.training.roll_call import RollCall, together
@@ -46,6 +47,8 @@ class KTrainerMixin(TrainerHooks):
     process holds the model. The adapter starts as rank 0's, and its gradients are averaged once per optimizer step,
     before they are clipped. `stack_micro_batches` says whether the micro-batches of a step share one pass over each
     layer's experts (`ktc.training.stacking`). If that is impossible, "auto" trains without it and "on" refuses (T540).
+    `compile_layers` says whether stacked layers on a GPU with Triton run through `torch.compile`, except for their
+    experts. It takes a minute or two in a run's first step; layers that it cannot take are reported.
     The loss is returned on `args.device`, independent of the device of the model's head.
     TRL's SFT, DPO, KTO, GRPO and RLOO trainers are tested; its others are refused when the class is created (T535).
 
@@ -66,13 +69,15 @@ class KTrainerMixin(TrainerHooks):
         super().__init_subclass__(**kwargs)
         _check_tried(cls)
 
-    def __init__(self, *args: Any, stack_micro_batches: StackMode = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, stack_micro_batches: StackMode = "auto", compile_layers: bool = True, **kwargs: Any
+    ) -> None:
         for settings in (*args, *kwargs.values()):
             if isinstance(settings, TrainingArguments):
                 use_as_one_device(settings)  # some trainers read it before they create the accelerator
         super().__init__(*args, **kwargs)
         _check_compiled(cast("nn.Module", self.model))
-        self.stacker = Stacker(self, stack_micro_batches)
+        self.stacker = Stacker(self, stack_micro_batches, compiled=CompiledParts() if compile_layers else None)
         report_of(self)  # measures every run, and writes `ktc_report.json` at its end
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -24,6 +24,7 @@ from ktc.model.stock_facts import assumptions_of
 from ktc.plan.kernel_spec import KernelSpec
 
 ADAPTED = ("q_a_proj", "q_b_proj", "q_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+GPT_OSS = "silu(alpha=1.702, limit=7.0, up_offset=1.0) biased transposed interleaved"
 
 
 def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, ...]:
@@ -35,13 +36,14 @@ def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, 
     ]
     for fqn, module in model.named_modules():
         if hasattr(module, "gate_up_proj"):
-            experts, rows, hidden = module.gate_up_proj.shape
+            of_gpt_oss = model.config.model_type == "gpt_oss"
+            experts, rows, hidden = module.gate_up_proj.mT.shape if of_gpt_oss else module.gate_up_proj.shape
             args = {
                 "num_experts": experts,
                 "hidden": hidden,
                 "intermediate": rows // 2,
                 "top_k": model.config.num_experts_per_tok,
-                "form": "silu",
+                "form": GPT_OSS if of_gpt_oss else "silu",
                 "activations": "keep",
                 "threads": 1,
                 "numa": "shard",

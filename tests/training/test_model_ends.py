@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktc.training.layer_calls import ModelCall
-from ktc.training.layer_parts import CannotStack, SplitLayer
 from ktc.training.model_ends import ModelEnds
+from ktc.training.split_layer import CannotStack, SplitLayer
 
 
 class Walked(nn.Linear):

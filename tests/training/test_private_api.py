@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -73,6 +74,32 @@ def test_an_attribute_is_set_for_a_while_and_not_registered() -> None:
         assert isinstance(module.other, nn.Linear)
         assert list(module.children()) == []
     assert not hasattr(module, "other")
+
+
+def test_a_refusal_of_the_compiler_has_one_base_class() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(private_api.CompilerError):
+        broken(torch.ones(2))
+
+
+def test_code_compiled_where_sizes_coincide_serves_other_sizes() -> None:
+    torch.compiler.reset()
+    counter, matrix = CompileCounter(), nn.Parameter(torch.ones(4, 4))
+
+    @torch.compile(dynamic=True, fullgraph=True, backend=counter)
+    def code(x: Tensor, y: Tensor) -> Tensor:
+        return (x @ matrix).sum() + y.sum()
+
+    for rows, others in ((4, 4), (3, 5), (6, 6)):
+        x, y = torch.ones(rows, 4), torch.ones(others)
+        private_api.with_fixed_width(x)
+        with private_api.sizes_of_their_own():
+            code(x, y)
+    assert counter.frame_count == 1
 
 
 def test_the_store_of_the_run_is_the_one_that_all_processes_opened() -> None:

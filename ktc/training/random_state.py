@@ -1,0 +1,33 @@
+"""The random numbers of a part of a layer: states of generators that are taken, compared and restored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The states of two generators: the host's and, for code that runs on a GPU, that GPU's."""
+
+    host: Tensor
+    gpu: tuple[torch.device, Tensor] | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """Return the state for code on `device`."""
+        gpu = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), gpu)
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        torch.set_rng_state(self.host)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu[1], self.gpu[0])
+
+    def equals(self, other: RandomState) -> bool:
+        """Return whether no number was drawn between both states of one device."""
+        same = torch.equal(self.host, other.host)
+        return same and (self.gpu is None or other.gpu is None or torch.equal(self.gpu[1], other.gpu[1]))
