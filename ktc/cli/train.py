@@ -50,6 +50,10 @@ def train_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "--data-check", help="Show the data as tokens; do not train.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE.json", help="Write the timeline of one step as a Chrome trace."),
+    ] = None,
     weights: Weights = None,
     trust: Trust = False,
     **flags: Any,
@@ -61,7 +65,7 @@ def train_command(
     from ktc.cli.train_progress import TrainProgress, show_data
     from ktc.tune import train
 
-    paths = train.RunPaths(out, output or train.default_output(out), resume, force, weights, trust)
+    paths = train.RunPaths(out, output or train.default_output(out), resume, force, weights, trust, trace)
     if flags["targets"] is not None:
         flags["targets"] = tuple(name.strip() for name in flags["targets"].split(",") if name.strip())
     settings = train.settings_for(paths, config, flags)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ktc.experts.cpu_backend import Activations, CpuKernel
 from ktc.experts.expert_stream import DEFAULT_BUFFER
+from ktc.experts.grouped_products import described
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.reference_backend import Reference
 from ktc.experts.streamed_backend import Streamed
@@ -52,6 +53,11 @@ class Offload:
     min_tokens: int
     buffer: int = DEFAULT_BUFFER
     resident: bool = False
+
+    def __str__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        stay = "weights stay there" if self.resident else f"weights sent through {self.buffer / 2**20:,.0f} MiB"
+        return f"from {self.min_tokens:,} tokens on {devices}: {stay}, {described(self.devices[0])}"
 
 
 def choose(

@@ -24,6 +24,11 @@ def serves(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
     return _has_kernel(device, dtype) and all(size * dtype.itemsize % _ALIGNMENT == 0 for size in sizes)
 
 
+def described(device: torch.device) -> str:
+    """Return what multiplies bf16 experts on a device."""
+    return f"products by {'grouped_mm' if _has_kernel(device, torch.bfloat16) else 'a loop over the experts'}"
+
+
 @functools.cache
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     if not hasattr(F, "grouped_mm") or dtype not in (torch.bfloat16, torch.float16, torch.float32):

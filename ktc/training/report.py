@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ktc import host, versions
 from ktc.experts.module import FusedMoe
+from ktc.experts.stream_ring import StreamFigures, rings
 from ktc.files import write_file
 from ktc.training import run_report
 from ktc.training.phases import PhaseClock, StepTimes
@@ -45,6 +46,8 @@ class KTReport(TrainerCallback):
         self._began = self._seconds = 0.0
         self._length = 0
         self._trainer: Any = None
+        self._streams: dict[str, StreamFigures] = {}  # after the first step
+        self._streaming_began = 0.0
 
     def watch(self, trainer: Any) -> None:
         """Time the trainer's fetching and backward passes."""
@@ -88,6 +91,8 @@ class KTReport(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._steps.append(self._clock.end())
         self._tokens.append(self._fetched)
+        if len(self._steps) == 1:
+            self._streams, self._streaming_began = _figures(), time.perf_counter()
         self._seconds = time.perf_counter() - self._began
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -132,7 +137,21 @@ class KTReport(TrainerCallback):
             history=tuple(_history(state.log_history)),
             machine=_machine(),
             versions=_versions(),
+            streams=self._traffic(),
+            offload=", ".join(dict.fromkeys(str(module.offload) for module in experts if module.offload)),
         )
+
+    def _traffic(self) -> tuple[run_report.StreamTraffic, ...]:
+        """Return the traffic of weights since the first step."""
+        steps, seconds = len(self._steps) - 1, time.perf_counter() - self._streaming_began
+        if steps < 1:
+            return ()
+        pairs = ((self._streams.get(device), after) for device, after in _figures().items())
+        return tuple(run_report.traffic(before, after, steps, seconds) for before, after in pairs if before)
+
+
+def _figures() -> dict[str, StreamFigures]:
+    return {figures.device: figures for figures in (ring.figures() for ring in rings())}
 
 
 def write_report(folder: Path, report: RunReport) -> None:

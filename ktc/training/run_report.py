@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from ktc.experts.kernel_clock import KernelCall
+from ktc.experts.stream_ring import StreamFigures
 from ktc.training.phases import PHASES, StepTimes
 
 FILE = "ktc_report.json"
@@ -69,6 +70,23 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamTraffic:
+    """The weights sent to one device in a step: bytes, those of them for nothing, and seconds that it waited for them.
+
+    `speed` is that of the copies, `bus_speed` that of copies with nothing beside them, both in bytes per second as
+    measured in this run; `bus_share` is the part of the step in which a bus at `bus_speed` would have been busy.
+    """
+
+    device: str
+    bytes_per_step: float
+    dropped_per_step: float
+    speed: float
+    bus_speed: float
+    bus_share: float
+    waiting_per_step: float
+
+
+@dataclass(frozen=True, slots=True)
 class Logged:
     """One line of the trainer's log. A missing value is None."""
 
@@ -103,6 +121,8 @@ class RunReport:
     history: tuple[Logged, ...]
     machine: Mapping[str, str]
     versions: Mapping[str, str]
+    streams: tuple[StreamTraffic, ...] = ()
+    offload: str = ""  # how routed experts are computed on GPUs
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values. JSON has no NaN or infinity: such a loss is the text `nan`, `inf` or `-inf`."""
@@ -128,6 +148,20 @@ def speed(steps: Sequence[StepTimes], tokens: Sequence[StepTokens], nominal: int
         nominal_per_step=nominal,
         tokens_per_second=real / seconds,
         nominal_tokens_per_second=nominal / seconds,
+    )
+
+
+def traffic(before: StreamFigures, after: StreamFigures, steps: int, seconds: float) -> StreamTraffic:
+    """Return the traffic between two readings that are `steps` steps and `seconds` apart."""
+    sent, copying = after.sent - before.sent, after.copying - before.copying
+    return StreamTraffic(
+        after.device,
+        sent / steps,
+        (after.dropped - before.dropped) / steps,
+        sent / copying if copying else 0.0,
+        after.bus_speed,
+        sent / after.bus_speed / seconds if after.bus_speed and seconds else 0.0,
+        (after.waiting - before.waiting) / steps,
     )
 
 

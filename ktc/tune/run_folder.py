@@ -26,7 +26,17 @@ from ktc.tune.settings import TrainSettings
 
 SETTINGS = "train.yaml"
 _LOCK = ".lock"
-_OURS = ("checkpoint-*", "adapter_*", "README.md", "runs", "ktc_report.json", "report.html", "loss.svg", SETTINGS)
+_OURS = (
+    "checkpoint-*",
+    "adapter_*",
+    "README.md",
+    "runs",
+    "ktc_report.json",
+    "report.html",
+    "loss.svg",
+    "timeline.svg",
+    SETTINGS,
+)
 _WEIGHTS, _STATE = "adapter_model.safetensors", "trainer_state.json"
 _PICKLED = ("optimizer.pt", "scheduler.pt")
 

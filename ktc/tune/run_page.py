@@ -1,16 +1,14 @@
-"""The report of a training run as `report.html`, one page without external files, and its loss as `loss.svg`.
+"""The report of a training run as `report.html`, one page without external files, and its pictures.
 
-In: the run's report, its data and settings. Out: two files in the run's folder. Everything shown is escaped.
+In: the run's report, its data and settings, and the timeline of a traced step. Out: files in the run's folder.
+Everything shown is escaped.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -18,41 +16,51 @@ from markupsafe import Markup
 from ktc import resources
 from ktc.files import write_file
 from ktc.training.phases import PHASES
-from ktc.training.run_report import Logged, RunReport
+from ktc.training.run_report import RunReport
+from ktc.training.step_trace import Timeline
+from ktc.tune.plots import loss_plot, timeline_plot
 from ktc.tune.settings import TrainSettings
 from ktc.tune.tokenised import DataSummary
 
 if TYPE_CHECKING:
     from ktc.tune.types import PreparedData
 
-PAGE, PLOT = "report.html", "loss.svg"
+PAGE, PLOT, TIMELINE = "report.html", "loss.svg", "timeline.svg"
 _WIDEST = 20.0  # of a bar, in characters
 _GIB = 2**30
 
 
-def write_page(folder: Path, report: RunReport, data: PreparedData, settings: TrainSettings) -> None:
-    """Write both files. Without matplotlib the page has no plot, and there is no second file."""
-    plot = loss_plot(report.history)
-    if plot:
-        write_file(folder / PLOT, plot)
-    write_file(folder / PAGE, page(report, data, settings, plot))
+def write_page(
+    folder: Path, report: RunReport, data: PreparedData, settings: TrainSettings, timeline: Timeline | None = None
+) -> None:
+    """Write the files. Without matplotlib the page has no pictures, and there is no other file."""
+    plots = {PLOT: loss_plot(report.history), TIMELINE: timeline_plot(timeline)}
+    for name, plot in plots.items():
+        if plot:
+            write_file(folder / name, plot)
+    write_file(folder / PAGE, page(report, data, settings, *plots.values()))
 
 
-def page(report: RunReport, data: PreparedData, settings: TrainSettings, plot: str = "") -> str:
-    """Return the page as HTML. `plot` is an SVG document that it embeds."""
+def page(report: RunReport, data: PreparedData, settings: TrainSettings, plot: str = "", timeline: str = "") -> str:
+    """Return the page as HTML. `plot` and `timeline` are SVG documents that it embeds."""
     loader = FileSystemLoader(resources.templates() / "report")
     environment = Environment(loader=loader, undefined=StrictUndefined, autoescape=True, trim_blocks=True)
     template = environment.get_template("page.html.j2")
     return template.render(
         title=f"LoRA of {Path(report.model).name}",
         facts=list(facts(report)),
-        plot=Markup(plot[plot.index("<svg") :]) if plot else "",
+        plot=_embedded(plot),
+        timeline=_embedded(timeline),
         phases=list(_phases(report)),
         experts=list(_experts(report)),
         datasets=[_data("Training data", data.train.summary)]
         + ([_data("Held-out data", data.held_out.summary)] if data.held_out else []),
         settings=settings.to_yaml(),
     )
+
+
+def _embedded(svg: str) -> Markup | str:
+    return Markup(svg[svg.index("<svg") :]) if svg else ""
 
 
 def facts(report: RunReport) -> Iterator[tuple[str, str]]:
@@ -79,6 +87,14 @@ def facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "peak memory of the host", f"{report.host_peak_rss / _GIB:.2f} GiB"
     if report.stacking:
         yield "micro-batches", report.stacking
+    for each in report.streams:
+        sent = f"{each.bytes_per_step / 1e9:.2f} GB a step at {each.speed / 1e9:.1f} GB/s"
+        bus = f"{each.bus_share:.0%} of the {each.bus_speed / 1e9:.1f} GB/s of its bus"
+        yield f"weights sent to {each.device}", f"{sent}, {bus}; it waited {each.waiting_per_step:.3f} s a step"
+        if each.dropped_per_step:
+            yield f"sent for nothing to {each.device}", f"{each.dropped_per_step / 1e9:.2f} GB a step"
+    if report.offload:
+        yield "routed experts", report.offload
     yield "machine", "; ".join(f"{name} {value}" for name, value in report.machine.items() if value)
     yield "versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())
 
@@ -119,25 +135,3 @@ def data_facts(data: DataSummary) -> Iterator[tuple[str, str]]:
     yield "lengths", f"{data.shortest} to {data.longest}, median {data.median:g}; at most {data.limit}"
     if data.cut:
         yield "cut", f"{data.cut:,} rows were longer and are cut; {data.dropped:,} of all had no answer left"
-
-
-def loss_plot(history: Sequence[Logged]) -> str:
-    """Return the losses over the steps as an SVG document, empty without losses or without matplotlib."""
-    if not history or importlib.util.find_spec("matplotlib") is None:
-        return ""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    figures: Any = importlib.import_module("matplotlib.figure")
-    figure = figures.Figure(figsize=(8, 3.6))
-    axes = figure.add_subplot()
-    for name, label in (("loss", "training"), ("eval_loss", "held-out")):
-        points = [(each.step, value) for each in history if (value := getattr(each, name)) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="." if len(points) < 60 else "", linewidth=1.2, label=label)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.grid(True, linewidth=0.3, alpha=0.5)
-    axes.legend(frameon=False)
-    written = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ktc"}):
-        figure.savefig(written, format="svg", bbox_inches="tight", metadata={"Date": None})
-    return written.getvalue()

@@ -12,6 +12,7 @@ from typing import Any
 
 from ktc import environment
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.files import refusing, write_file
 from ktc.tune import run_folder
 from ktc.tune.prepare import prepare
 from ktc.tune.settings import TrainSettings, read_settings
@@ -28,12 +29,14 @@ def train(
     force: bool = False,
     weights: str | Path | None = None,
     trust_remote_code: bool = False,
+    trace: str | Path | None = None,
     **settings: Any,
 ) -> TrainResult:
     """Tune the compiled model in `out` on `data` and write the adapter to `output`.
 
     `config` names a YAML file of settings; `settings` are those of `TrainSettings` and override it. `resume` continues
-    a run ("auto", or a checkpoint's path), `force` replaces one. Raise InputRefused with all faults.
+    a run ("auto", or a checkpoint's path), `force` replaces one. `trace` is a file for the timeline of one step. Raise
+    InputRefused with all faults.
     """
     paths = RunPaths(
         Path(out),
@@ -42,6 +45,7 @@ def train(
         force,
         Path(weights) if weights else None,
         trust_remote_code,
+        Path(trace) if trace else None,
     )
     flags = {**settings, "data": None if data is None else str(data)}
     return run(paths, settings_for(paths, Path(config) if config else None, flags))
@@ -84,6 +88,9 @@ def run(
 
     if environment.process_rank() == 0:  # the one that will claim the folder
         run_folder.require_usable(paths.output, resume=paths.resume, force=paths.force)
+        if paths.trace is not None:
+            with refusing(paths.trace):
+                write_file(paths.trace, "{}\n")  # before the long work
     data = prepare(paths, settings)
     observe("data", data)
     with TrainingRun(paths, settings, data, observe, stop) as running:

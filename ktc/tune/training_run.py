@@ -34,6 +34,7 @@ from ktc.model import peft_glue
 from ktc.model.load import load
 from ktc.training import KTSFTTrainer
 from ktc.training.report import KTReport, report_of, write_report
+from ktc.training.step_trace import StepTrace
 from ktc.tune import run_folder
 from ktc.tune.run_page import write_page
 from ktc.tune.settings import TrainSettings
@@ -47,6 +48,7 @@ class TrainingRun:
         self, paths: RunPaths, settings: TrainSettings, data: PreparedData, observe: Observe, stop: Stop
     ) -> None:
         self._paths, self._settings, self._data, self._observe, self._stop = paths, settings, data, observe, stop
+        self._trace = None if paths.trace is None else StepTrace(paths.trace)
         self._open = ExitStack()
 
     def __enter__(self) -> TrainingRun:
@@ -103,6 +105,8 @@ class TrainingRun:
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(stopper)
+        if self._trace is not None:
+            trainer.add_callback(self._trace)
         trainer.add_callback(_Narrator(self._observe, report_of(trainer)))
         if self._settings.early_stopping:
             trainer.add_callback(EarlyStoppingCallback(self._settings.early_stopping))
@@ -112,7 +116,8 @@ class TrainingRun:
 
     def _keep(self, folder: run_folder.RunFolder, model: PeftModel, report: Any, stopped: bool) -> None:
         write_report(folder.path, report)
-        write_page(folder.path, report, self._data, self._settings)
+        timeline = None if self._trace is None else self._trace.timeline
+        write_page(folder.path, report, self._data, self._settings, timeline)
         if not stopped:
             folder.keep_adapter(model)
         self._observe("saved", folder.path)

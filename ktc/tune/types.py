@@ -26,6 +26,7 @@ class RunPaths:
     force: bool = False
     weights: Path | None = None
     trusted: bool = False
+    trace: Path | None = None  # the file for the timeline of one step
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ import math
 
 import pytest
 
+from ktc.experts.stream_ring import StreamFigures
 from ktc.training.phases import PHASES, StepTimes
-from ktc.training.run_report import Logged, RunReport, StepTokens, phases, speed
+from ktc.training.run_report import Logged, RunReport, StepTokens, phases, speed, traffic
+from ktc.training.step_trace import timeline
 
 
 def steps_of(*seconds: float) -> tuple[StepTimes, ...]:
@@ -44,3 +46,26 @@ def test_a_run_of_one_step_is_measured_by_it_and_of_none_not_at_all() -> None:
     assert found.tokens_per_second == 4.0
     assert speed((), [], nominal=8) is None
     assert phases(()) == {}
+
+
+def test_traffic_is_per_step_and_compared_with_the_bus_alone() -> None:
+    before = StreamFigures("cuda:0", sent=100, dropped=10, copying=1.0, waiting=0.5, bus_speed=50.0)
+    after = StreamFigures("cuda:0", sent=500, dropped=30, copying=11.0, waiting=2.5, bus_speed=50.0)
+    found = traffic(before, after, steps=4, seconds=16.0)
+    assert (found.bytes_per_step, found.dropped_per_step, found.speed) == (100.0, 5.0, 40.0)
+    assert (found.bus_share, found.waiting_per_step) == (0.5, 0.5)
+
+
+def test_a_timeline_has_the_busy_share_of_each_lane() -> None:
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1_000_000, "dur": 250_000},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1_100_000, "dur": 400_000},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 1_200_000, "dur": 800_000},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1_900_000, "dur": 100_000},
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = timeline(events)
+    assert found.seconds == pytest.approx(1.0)
+    shares = {lane: found.share(lane) for lane in found.lanes}
+    assert shares == pytest.approx({"host": 0.5, "to the GPU": 0.8, "GPU": 0.1})
+    assert timeline(()).lanes == {}

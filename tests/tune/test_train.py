@@ -55,8 +55,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(out: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
-    """A run in the reference mode, with dropout."""
-    return ktc.train(out, data, output=tmp_path_factory.mktemp("runs") / "whole", **SETTINGS)
+    """A run in the reference mode, with dropout, whose third step is traced."""
+    runs = tmp_path_factory.mktemp("runs")
+    return ktc.train(out, data, output=runs / "whole", trace=runs / "trace.json", **SETTINGS)
 
 
 def report_of(result: TrainResult) -> dict[str, Any]:
@@ -108,6 +109,15 @@ def test_the_settings_that_are_kept_give_the_run_again(done: TrainResult, out: P
     again = settings_for(RunPaths(out, done.output.with_name("again")), done.output / kept, {})
     assert again.to_yaml() == (done.output / kept).read_text()
     assert (again.max_steps, again.precision) == (4, "fp32")
+
+
+def test_a_step_is_traced_and_drawn(done: TrainResult, out: Path, data: Path, tmp_path: Path) -> None:
+    events = json.loads((done.output.parent / "trace.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "cpu_op" for event in events)
+    assert "The timeline of a step" in (done.output / "report.html").read_text()
+    assert (done.output / "timeline.svg").is_file()
+    with pytest.raises(InputRefused, match="U003"):
+        ktc.train(out, data, output=tmp_path / "run", trace=data / "trace.json", **SETTINGS)
 
 
 def test_the_report_is_a_page_that_needs_nothing_else(done: TrainResult) -> None:
