@@ -92,6 +92,11 @@ def test_lowered_code_has_the_same_gradients(package: Callable[[str], Path], tmp
 
 
 @pytest.mark.slow
+def test_adapters_of_experts_are_trained_beside_compiled_parts(package: Callable[[str], Path], tmp_path: Path) -> None:
+    alike(package("qwen3_moe"), tmp_path, Compiling, 1e-5, experts=True)
+
+
+@pytest.mark.slow
 def test_in_bf16_losses_differ_by_rounding_alone(package: Callable[[str], Path], tmp_path: Path) -> None:
     ours, theirs = (trained(package("qwen3_moe"), tmp_path, "on", bf16=True, trainer=k) for k in (Lowered, AsTheyAre))
     assert logged(ours) == pytest.approx(logged(theirs), rel=2e-3)
