@@ -11,5 +11,6 @@ _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp16": "ktc::weight_format::fp16", "fp
 
 
 def choices(spec: LinearSpec) -> dict[str, object]:
-    """Return the template's variables. The scalar ISA has lanes of fp32 for every element."""
-    return {"isa": INSTRUCTION_SETS[spec.isa].cxx_type("float"), "element": _ELEMENTS[spec.dtype]}
+    """Return the template's variables. The scalar ISA computes in bf16, or has lanes of fp32 for other elements."""
+    lanes = _ELEMENTS["bf16" if spec.dtype == "bf16" else "fp32"]
+    return {"isa": INSTRUCTION_SETS[spec.isa].cxx_type(lanes), "element": _ELEMENTS[spec.dtype]}

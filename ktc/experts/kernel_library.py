@@ -97,6 +97,19 @@ class NativeLinear(Protocol):
     def forward(
         self, engine: Engine, x: int, weight: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
     ) -> None: ...
+    def multiply(
+        self,
+        engine: Engine,
+        x: int,
+        weight: int,
+        bias: int,
+        out: int,
+        rows: int,
+        inputs: int,
+        outputs: int,
+        transposed: bool,
+        /,
+    ) -> None: ...
 
 
 class _Module(Protocol):

@@ -39,15 +39,15 @@ class Gemv:
         if torch.is_grad_enabled():
             return False
         tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
-        plain = all(t.dtype == dtype and t.device.type == "cpu" and _is_plain(t) for t in tensors)
-        return plain and weight.is_contiguous() and not _is_watched()
+        plain = all(t.dtype == dtype and t.device.type == "cpu" and is_plain(t) for t in tensors)
+        return plain and weight.is_contiguous() and not is_traced() and not torch.is_autocast_enabled("cpu")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x (..., inputs) to (..., outputs), for a call that `serves` accepts."""
         outputs, inputs = weight.shape
         x = x.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], outputs))
-        native, engine = _opened(self.kernel, self._threads(weight))
+        native, engine = opened(self.kernel, self._threads(weight))
         bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
         address_of_bias = 0 if bias is None else bias.data_ptr()
         rows = math.prod(x.shape[:-1])
@@ -62,15 +62,16 @@ class Gemv:
 
 
 @functools.cache
-def _opened(kernel: Kernel, threads: int) -> tuple[NativeLinear, Engine]:
+def opened(kernel: Kernel, threads: int) -> tuple[NativeLinear, Engine]:
+    """Return a kernel, and the engine of its calls with at most this number of threads."""
     return kernel.linear(), kernel.engine(permitted_threads(threads))
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether the tensor is not of a subclass, which may have other values than its memory."""
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def _is_watched() -> bool:
-    """Return whether a mode traces the call or computes it in another dtype. Such a mode sees F.linear."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    return traced or torch.is_autocast_enabled("cpu")
+def is_traced() -> bool:
+    """Return whether the call is traced. The trace sees F.linear."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]

@@ -25,7 +25,7 @@ from ktc.model.assumptions import Assumptions
 from ktc.targets import MODULES
 
 FILE = "ktc.json"
-SCHEMA = 7
+SCHEMA = 8
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

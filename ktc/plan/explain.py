@@ -15,8 +15,8 @@ from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.linear_spec import LinearSpec
 from ktc.plan.types import BlockRewrite, Claim, LoraPlan, Placement, PlannedOnly, Reason
 from ktc.plan.working_memory import slots_of
-from ktc.targets import CpuMoe, LoraExperts, LoraLinear
-from ktc.targets.target import NodeAction, Spec
+from ktc.targets import CpuMoe, KtLinear, LoraExperts, LoraLinear
+from ktc.targets.target import NodeAction, Spec, Target
 
 
 def explain(
@@ -60,7 +60,7 @@ def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     if isinstance(action.target, LoraLinear):
         return f"takes LoRA, on {rewrite.device}: {where}"
     if not isinstance(spec, KernelSpec):
-        return f"{_of_linear(spec)}, on {rewrite.device}: {where}"
+        return f"{_of_linear(action.target, spec)}, on {rewrite.device}: {where}"
     automatic = action.target.settings["isa"] == "auto"
     chosen = f"the best this host can run{_passed_over(spec, host)}" if automatic else "requested"
     moved = "" if rewrite.device == "cpu" else f", hidden states move {rewrite.device} -> cpu -> {rewrite.device}"
@@ -72,10 +72,14 @@ def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     return f"routed experts as one node on cpu ({how}){moved}: {where}"
 
 
-def _of_linear(spec: Spec | None) -> str:
-    if not isinstance(spec, LinearSpec):
+def _of_linear(target: Target, spec: Spec | None) -> str:
+    if not isinstance(spec, LinearSpec) or not isinstance(target, KtLinear):
         return "is run by PyTorch"
-    return f"few rows without gradients by the {spec.isa} kernel for {spec.dtype}, all others by PyTorch"
+    by = f"by the {spec.isa} kernel for {spec.dtype}"
+    few = [f"few rows without gradients {by}"] * (target.kernel == "gemv")
+    faster = ", or by PyTorch if that is faster on this processor" * (target.prefill == "auto")
+    many = [f"many rows {by}{faster}"] * (target.prefill in ("packed", "auto"))
+    return ", ".join((*few, *many, "all others by PyTorch"))
 
 
 def _of_training(spec: KernelSpec, target: CpuMoe, path: str, claims: Sequence[Claim], lora: LoraPlan) -> Iterable[str]:

@@ -1,6 +1,7 @@
 """Choosing a linear kernel: a `kt_linear` claim, the dtype of the model, the layer's device, the host -> a LinearSpec.
 
-Refused (M077): `gemv` for a layer on another device than the CPU, or with weights that it does not multiply.
+Refused (M077): `gemv` or `packed` for a layer on another device than the CPU, or with weights that they do not
+multiply. `auto` is PyTorch's product there.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ _DTYPES: Final[Mapping[torch.dtype, Dtype]] = {
     torch.float16: "fp16",
     torch.float32: "fp32",
 }
+_PACKED: Final = (torch.bfloat16,)
 
 
 def choose_linear(claim: Claim, target: KtLinear, dtype: torch.dtype, device: str, host: Host) -> LinearSpec | None:
     """Return the kernel of a claim, `None` if PyTorch runs the layer. Raise InputRefused (M077)."""
-    if target.kernel != "gemv":
+    named = [("gemv", _DTYPES)] * (target.kernel == "gemv") + [("packed", _PACKED)] * (target.prefill == "packed")
+    for kernel, dtypes in named:
+        if device != "cpu":
+            raise _unsuited(claim, kernel, f"the layer is on {device}, and `{kernel}` runs on the CPU")
+        if dtype not in dtypes:
+            found = str(dtype).removeprefix("torch.")
+            raise _unsuited(claim, kernel, f"its weights are {found}, which `{kernel}` does not multiply")
+    if not named and not (target.prefill == "auto" and device == "cpu" and dtype in _PACKED):
         return None
-    if device != "cpu":
-        raise _unsuited(claim, f"the layer is on {device}, and `gemv` runs on the CPU")
-    if dtype not in _DTYPES:
-        raise _unsuited(claim, f"its weights are {str(dtype).removeprefix('torch.')}, which `gemv` does not multiply")
     return LinearSpec("linear", _DTYPES[dtype], next(isa for isa in ISAS if isa in host.isas))
 
 
-def _unsuited(claim: Claim, why: str) -> InputRefused:
-    message = f"`{KtLinear.name}(gemv)` on `{claim.path}`: {why}"
-    hint = f"write `{KtLinear.name}(torch)`, or narrow the rule"
+def _unsuited(claim: Claim, kernel: str, why: str) -> InputRefused:
+    message = f"`{kernel}` of `{KtLinear.name}` on `{claim.path}`: {why}"
+    hint = "write `torch` instead, or narrow the rule"
     return InputRefused(Diagnostic("M077", message, claim.span, hint=hint))

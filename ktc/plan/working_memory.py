@@ -1,4 +1,4 @@
-"""The memory of one layer's routed experts beside their packed weights, in bytes.
+"""The memory of one layer's routed experts beside their packed weights, and of a linear layer's product, in bytes.
 
 In: a kernel's spec. Out: the exact bytes that forward saves for backward, and an upper bound of the workspace of a
 call. Only `runtime/include/ktc` declares the layout of that workspace. Tests compare the bound with an engine's
@@ -21,6 +21,8 @@ _INDEX: Final = 8
 # What one thread's sums take at most, with tiles and without; `sums_at_hand` of moe_sweep.hpp asserts it.
 _TILED_SUMS: Final = 1 << 20
 _SUMS: Final = 1 << 14
+# Of linear_panels.hpp: 16 and 128 groups of at most 12 rows, the bytes of rows between them, a stretch of a panel.
+_FEWEST_ROWS, _MOST_ROWS, _ROW_BYTES, _STRETCH = 16 * 12, 128 * 12, 16 << 20, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,24 @@ def slots_of(spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), t
             threads * _thread(spec, sizes, ranks, panels=2, quantises=not keep) + 2 * factors,
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRows:
+    """The workspace of a linear layer's product with many rows, as `linear_panels.hpp` cuts them, in fp32.
+
+    `width` is the larger of inputs and outputs: the contraction of one direction.
+    """
+
+    width: int
+    threads: int
+
+    def workspace(self, tokens: int) -> int:
+        """Return an upper bound of the kernel's reservation for a call."""
+        row = 4 * self.width
+        at_a_time = min(max(_ROW_BYTES, _FEWEST_ROWS * row), _MOST_ROWS * row)
+        scratch = 4 * PANEL * (_STRETCH + _MOST_ROWS)
+        return min(tokens * row, at_a_time) + self.threads * scratch
 
 
 @dataclass(frozen=True, slots=True)

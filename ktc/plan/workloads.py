@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from ktc.capture import CapturedModel
 from ktc.dsl.ruleset import RuleSet
 from ktc.graph import ops
-from ktc.graph.typed import nodes_of
+from ktc.graph.typed import nodes_by_name, nodes_of
 from ktc.host import Host
 from ktc.plan.activations import Adapter, Footprint, footprint
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.linear_spec import LinearSpec
 from ktc.plan.placement import device_of
 from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, Point, Workload
-from ktc.plan.working_memory import Slots, slots_of
-from ktc.targets import CpuMoe, LoraLinear
+from ktc.plan.working_memory import ProductRows, Slots, slots_of
+from ktc.targets import CpuMoe, KtLinear, LoraLinear
 
 DEFAULT_LENGTH = 2048
 TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing", "infer"
@@ -34,12 +35,13 @@ Needs = dict[str, dict[str, int]]
 
 @dataclass(slots=True)
 class _Layer:
-    """Bytes per token of one layer by device, and the routed experts that run beside it on the host."""
+    """Bytes per token of one layer by device, and the routed experts and linear layers that run on the host."""
 
     device: str
     saved: dict[str, float] = field(default_factory=dict[str, float])
     live: dict[str, float] = field(default_factory=dict[str, float])
     slots: Slots | None = None
+    product: ProductRows | None = None
 
     def add(self, device: str, saved: float, live: float) -> None:
         self.saved[device] = self.saved.get(device, 0.0) + saved
@@ -143,7 +145,7 @@ def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> 
         kept = [slots.saved for slots in experts]
         needs["cpu"]["experts"] = tokens * (max(kept) if checkpointed else sum(kept))
         needs["cpu"]["workspace"] = max(slots.backward(tokens) for slots in experts)
-    return needs
+    return _with_products(model, needs, tokens)
 
 
 def _generation(model: _Model, batch: int, length: int) -> Needs:
@@ -161,6 +163,14 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
     experts = [layer.slots for layer in model.layers if layer.slots is not None]
     if experts:
         needs["cpu"]["workspace"] = max(slots.forward(tokens) for slots in experts)
+    return _with_products(model, needs, tokens)
+
+
+def _with_products(model: _Model, needs: Needs, tokens: int) -> Needs:
+    """Linear layers share the experts' workspace."""
+    products = [layer.product.workspace(tokens) for layer in model.layers if layer.product is not None]
+    if products:
+        needs["cpu"]["workspace"] = max(needs["cpu"].get("workspace", 0), *products)
     return needs
 
 
@@ -182,18 +192,20 @@ def _described(
 ) -> _Model:
     hidden, item = int(captured.facts["hidden"]), captured.model.dtype.itemsize
     by_site = {site.fqn: rewrite for rewrite in rewrites for site in rewrite.sites}
-    known: dict[tuple[str, str], tuple[Footprint, Slots | None]] = {}
+    known: dict[tuple[str, str], tuple[Footprint, Slots | None, ProductRows | None]] = {}
     layers: dict[int, _Layer] = {}
     for site in captured.sites:
         rewrite = by_site.get(site.fqn)
         key = (site.block, rewrite.key if rewrite else "")
         if key not in known:
-            known[key] = _of_block(captured, site.block, rewrite, lora, hidden, host)
-        of_block, slots = known[key]
+            of_block, slots = _of_block(captured, site.block, rewrite, lora, hidden, host)
+            known[key] = of_block, slots, _product(captured, site.block, rewrite, host)
+        of_block, slots, product = known[key]
         around = site.fqn.rpartition(".")[0]
         layer = layers.setdefault(site.layer, _Layer(device_of(around, placements)))
         layer.add(device_of(site.fqn, placements), of_block.saved, of_block.live)
         layer.slots = slots or layer.slots
+        layer.product = max((each for each in (product, layer.product) if each), key=_width, default=None)
     for fqn, number in _norms_between_blocks(captured, hidden):
         layers[number].add(device_of(fqn, placements), 4 * hidden, 0.0)
     return _Model(
@@ -230,6 +242,26 @@ def _of_block(
         stock = sum(_stock_experts(node_attributes) for node_attributes in _experts(captured, key))
         found = Footprint(found.saved + stock * item, found.live)
     return found, slots
+
+
+def _product(captured: CapturedModel, key: str, rewrite: BlockRewrite | None, host: Host) -> ProductRows | None:
+    """Return the product of the block's widest linear layer that has a kernel for many rows."""
+    graph = captured.block(key).graph
+    if graph is None or rewrite is None:
+        return None
+    nodes = nodes_by_name(graph)
+    widths = [
+        max(int(about["in_features"]), int(about["out_features"]))
+        for action in rewrite.actions
+        if isinstance(action.target, KtLinear) and isinstance(action.kernel, LinearSpec)
+        for about in [ops.attributes(nodes[action.node])]
+        if action.target.prefill in ("packed", "auto")
+    ]
+    return ProductRows(max(widths), host.workers) if widths else None
+
+
+def _width(product: ProductRows) -> int:
+    return product.width
 
 
 def _ranks(experts: str, lora: LoraPlan) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """`kt_linear`: a linear layer is computed by the kernel that a rule names.
 
-It becomes `KTLinear` at its FQN. With `gemv` few rows without gradients are the kernel's, all others PyTorch's; with
-`torch` all are.
+It becomes `KTLinear` at its FQN. With `gemv` few rows without gradients are the kernel's. With `prefill = packed` many
+rows are, with gradients too; `auto` takes the faster of that and PyTorch's. All others are PyTorch's.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ if TYPE_CHECKING:
     from ktc.host import Host
 
 LinearKernel = Annotated[Literal["torch", "gemv", "fp8", "q8", "w8a8"], Words("kernel")]
+ManyRowsKernel = Annotated[
+    Literal["torch", "gemv", "fp8", "q8", "w8a8", "packed", "auto"], Words("many_rows")
+]  # `gemv` to `w8a8` are planned
 
 
 @dataclass(frozen=True, slots=True)
 class KtLinear(ModuleTarget):
-    """`prefill` is the kernel for many rows."""
+    """`prefill` is the kernel for many rows, of prompts and in training."""
 
     kernel: LinearKernel
-    prefill: LinearKernel | None = None
+    prefill: ManyRowsKernel | None = None
 
     name: ClassVar = "kt_linear"
     fills: ClassVar = "kernel"
     accepts: ClassVar = ("linear",)
     available: ClassVar = True
-    built: ClassVar = {"kernel": ("torch", "gemv"), "prefill": (None, "torch")}
+    built: ClassVar = {"kernel": ("torch", "gemv"), "prefill": (None, "torch", "packed", "auto")}
     without_backward: ClassVar = frozenset({"fp8", "q8", "w8a8"})
     module: ClassVar = "kt_linear"
-    arguments: ClassVar = {"threads": int}
+    arguments: ClassVar = {"threads": int, "few": str, "many": str}
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `KTLinear` with the weights of the graph."""
@@ -50,12 +53,12 @@ class KtLinear(ModuleTarget):
         return action.kernel.entry if action.kernel else self.kernel
 
     def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
-        """Return the number of threads, which is the host's."""
-        return {"threads": host.workers}
+        """Return the number of threads, which is the host's, and the kernels for few and for many rows."""
+        return {"threads": host.workers, "few": self.kernel, "many": self.prefill or "torch"}
 
     @staticmethod
     def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
-        """Return `KTLinear` with the layer's own weights, and the kernel where the plan chose one."""
+        """Return `KTLinear` with the layer's own weights, and the kernels where the plan chose one."""
         from ktc.targets.linear_module import linear_of_model
 
         return linear_of_model(old, arguments, kernel)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ktc.experts.kernel_library import Kernel
+from ktc.experts.kernel_library import Kernel, permitted_threads
 from ktc.graph import ops
 from ktc.linears.gemv import Gemv
 from ktc.linears.lora_linear import KTLinear
+from ktc.linears.many_rows import ManyRows
 from ktc.linears.plain import is_plain_linear
 from ktc.targets.module_target import WrongModule
 
@@ -34,4 +35,9 @@ def linear_of_model(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel
     """Return the module for a stock layer. Raises `WrongModule` for a module that is not an `nn.Linear` alone."""
     if not isinstance(old, nn.Linear) or not is_plain_linear(old):
         raise WrongModule(f"a `{type(old).__name__}`" + " with code of its own" * isinstance(old, nn.Linear))
-    return KTLinear.from_linear(old, Gemv(kernel, arguments["threads"]) if kernel is not None else None)
+    if kernel is None:
+        return KTLinear.from_linear(old)
+    threads, few, many = arguments["threads"], arguments["few"], arguments["many"]
+    decode = Gemv(kernel, threads) if few == "gemv" else None
+    product = ManyRows(kernel, permitted_threads(threads), many) if many != "torch" else None
+    return KTLinear.from_linear(old, decode, product)

@@ -24,6 +24,7 @@ from ktc import host, versions
 from ktc.experts.module import FusedMoe
 from ktc.experts.stream_ring import StreamFigures, rings
 from ktc.files import write_file
+from ktc.linears.lora_linear import KTLinear
 from ktc.training import run_report
 from ktc.training.phases import PhaseClock, StepTimes
 from ktc.training.private_api import observe_steps
@@ -134,6 +135,7 @@ class KTReport(TrainerCallback):
             accumulation=int(args.gradient_accumulation_steps),
             length=self._length,
             stacking=_stacking(trainer),
+            linears=_linears(model),
             history=tuple(_history(state.log_history)),
             machine=_machine(),
             versions=_versions(),
@@ -204,6 +206,12 @@ def _stacking(trainer: Any) -> str:
     """Describe the decision about stacking micro-batches."""
     decision = getattr(getattr(trainer, "stacker", None), "decision", None)
     return "" if decision is None else str(decision)
+
+
+def _linears(model: nn.Module) -> str:
+    """Describe the product of frozen linear layers with many rows, "" where PyTorch's was the only one."""
+    products = {module.many for module in model.modules() if isinstance(module, KTLinear) and module.many is not None}
+    return "; ".join(sorted({each.description() for each in products}))
 
 
 def _parameters(model: nn.Module) -> tuple[int, int]:

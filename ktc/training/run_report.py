@@ -118,6 +118,7 @@ class RunReport:
     accumulation: int
     length: int
     stacking: str
+    linears: str
     history: tuple[Logged, ...]
     machine: Mapping[str, str]
     versions: Mapping[str, str]

@@ -95,6 +95,8 @@ def facts(report: RunReport) -> Iterator[tuple[str, str]]:
             yield f"sent for nothing to {each.device}", f"{each.dropped_per_step / 1e9:.2f} GB a step"
     if report.offload:
         yield "routed experts", report.offload
+    if report.linears:
+        yield "linear layers on the CPU", report.linears
     yield "machine", "; ".join(f"{name} {value}" for name, value in report.machine.items() if value)
     yield "versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())
 

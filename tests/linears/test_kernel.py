@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_layers import ISAS as HOST_ISAS
-from kernel_layers import built, error, quick_or_slow
+from kernel_layers import LINEARS, QUICK_LINEARS, built, error, quick_or_slow
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,12 +18,9 @@ from ktc.diagnostics import KtcError
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.linears.gemv import DTYPES, ROWS, Gemv
 from ktc.linears.lora_linear import KTLinear
-from ktc.plan.linear_spec import ISAS, LinearSpec
+from ktc.plan.linear_spec import LinearSpec
 
-USABLE = tuple(isa for isa in ISAS if isa in HOST_ISAS)
-SPECS = tuple(LinearSpec("linear", dtype, isa) for isa in USABLE for dtype in ("bf16", "fp16", "fp32"))
-# Every dtype with the best instruction set, and one with every other.
-QUICK = (*SPECS[:3], *SPECS[4::4])
+SPECS, QUICK = LINEARS, QUICK_LINEARS
 EACH = [quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in SPECS]
 BOUNDS = {"bf16": 3e-3, "fp16": 1e-3, "fp32": 1e-6}
 # Outputs and inputs: whole lanes, one number short and beyond, less than lanes, more than a worker takes at once.

@@ -23,6 +23,7 @@ from ktc.experts.stock_layout import StockTensor, stock_names, stock_shape
 from ktc.formats import WeightFormat
 from ktc.isa import Isa
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
+from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
 from ktc.plan.linear_spec import LinearSpec
 
 ISAS: tuple[Isa, ...] = tuple(isa for isa in host.detect().isas if isa in KERNELS)
@@ -81,6 +82,14 @@ def isas_with(*forms: str) -> list[ParameterSet]:
     """Every instruction set with each of these forms."""
     pairs = ((isa, form) for isa in ISAS for form in forms)
     return [pytest.param(*pair, marks=() if is_quick(*pair) else pytest.mark.slow) for pair in pairs]
+
+
+# The kernels of linear layers. The quick tests build every dtype with the best instruction set, and with every other
+# one dtype; with the second best bf16 too.
+LINEARS = tuple(
+    LinearSpec("linear", dtype, isa) for isa in LINEAR_ISAS if isa in ISAS for dtype in ("bf16", "fp16", "fp32")
+)
+QUICK_LINEARS = (*LINEARS[:4], *LINEARS[4::4])
 
 
 @cache

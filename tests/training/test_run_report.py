@@ -22,7 +22,7 @@ def test_a_loss_that_is_no_number_is_told_in_json_that_is_strict() -> None:
     report = RunReport(
         model="m", steps=3, epochs=1.0, seconds=1.0, finished=True, speed=None, phases={}, experts={}, gpus=(),
         host_peak_rss=1, trainable_parameters=1, total_parameters=2, processes=1, micro_batch=1, accumulation=1,
-        length=8, stacking="off", history=history, machine={}, versions={},
+        length=8, stacking="off", linears="packed", history=history, machine={}, versions={},
     )  # fmt: skip
     found = json.loads(json.dumps(report.to_json(), allow_nan=False))["history"]
     assert [(line["loss"], line["eval_loss"], line["grad_norm"]) for line in found] == [

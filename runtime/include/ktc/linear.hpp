@@ -10,10 +10,12 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <type_traits>
 
 #include "ktc/element.hpp"
 #include "ktc/engine.hpp"
+#include "ktc/linear_panels.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
 #include "ktc/weight_format/half_precision.hpp"
@@ -36,6 +38,9 @@ class LinearKernel {
  public:
   virtual ~LinearKernel() = default;
   virtual void forward(Engine& engine, const LinearArguments& arguments) const = 0;
+  // The same for many rows, and with `transposed` x (rows, outputs) times W. Throws std::invalid_argument for elements
+  // other than bf16.
+  virtual void multiply(Engine& engine, const LinearArguments& arguments, bool transposed) const = 0;
 };
 
 // How a library lists a kernel for linear layers: its name, and the function that makes one.
@@ -93,6 +98,21 @@ class Linear final : public LinearKernel {
         }
       });
     });
+  }
+
+  void multiply(Engine& engine, const LinearArguments& arguments, bool transposed) const override {
+    if constexpr (std::is_same_v<Element, bf16>) {
+      PanelProduct<Isa>::run(engine, {.x = static_cast<const bf16*>(arguments.x),
+                                      .weight = static_cast<const bf16*>(arguments.weight),
+                                      .bias = static_cast<const bf16*>(arguments.bias),
+                                      .out = static_cast<bf16*>(arguments.out),
+                                      .rows = arguments.rows,
+                                      .contraction = transposed ? arguments.outputs : arguments.inputs,
+                                      .columns = transposed ? arguments.inputs : arguments.outputs,
+                                      .transposed = transposed});
+    } else {
+      throw std::invalid_argument("many rows are multiplied in bf16 only");
+    }
   }
 
  private:

@@ -211,6 +211,9 @@ struct Isa {
   using Lanes = avx2::Lanes;
   static constexpr int kMaxRows = avx2::kMaxRows;
   static constexpr int kStreamRows = 0;
+  // In fp32, 6 rows x 2 vectors are 12 accumulators; 2 vectors of weights and a row's value fit beside.
+  static constexpr int kFp32Rows = 6;
+  static constexpr int kFp32Halves = 1;
   static constexpr bool kBlocked = false;
 
   static void require() {}

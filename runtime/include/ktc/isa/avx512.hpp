@@ -86,6 +86,8 @@ struct Isa {
   using Lanes = avx512::Lanes<IntegerRounding>;
   static constexpr int kMaxRows = avx512::kMaxRows;
   static constexpr int kStreamRows = avx512::kStreamRows;
+  static constexpr int kFp32Rows = 12;
+  static constexpr int kFp32Halves = 2;
   static constexpr bool kBlocked = false;
 
   static void require() {}

@@ -85,6 +85,8 @@ struct Isa {
   using Lanes = avx512_bf16::Lanes;
   static constexpr int kMaxRows = avx512_bf16::kMaxRows;
   static constexpr int kStreamRows = avx512_bf16::kStreamRows;
+  static constexpr int kFp32Rows = 12;
+  static constexpr int kFp32Halves = 2;
   static constexpr bool kBlocked = false;
 
   static void require() {}

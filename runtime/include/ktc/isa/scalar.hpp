@@ -1,8 +1,9 @@
 // Plain C++ on any element type: the oracle for the tests of the vector versions, and the one that runs on every CPU.
 //
 // The interface every ISA has: `Element`, `Accumulator`, `Lanes` (half a panel of accumulators), `kMaxRows` of a group,
-// `kStreamRows`, `kBlocked` (see `Blocking`), `require` (requests the permissions of the process), `multiply`,
-// `steps_ahead` and `transpose_piece`. A sweep makes one object of it per worker.
+// `kStreamRows`, `kFp32Rows` and `kFp32Halves` (see `PanelProduct`), `kBlocked` (see `Blocking`), `require` (requests
+// the permissions of the process), `multiply`, `steps_ahead` and `transpose_piece`. A sweep makes one object of it per
+// worker.
 #pragma once
 
 #include <algorithm>
@@ -124,6 +125,8 @@ struct Isa {
   using Lanes = scalar::Lanes<Element>;
   static constexpr int kMaxRows = 4;
   static constexpr int kStreamRows = 0;
+  static constexpr int kFp32Rows = 4;
+  static constexpr int kFp32Halves = 2;
   static constexpr bool kBlocked = false;
 
   static void require() {}
