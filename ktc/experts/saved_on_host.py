@@ -1,18 +1,20 @@
 """Tensors that backward needs, kept in host memory from forward to backward.
 
 In: a tensor on any device. Out: the same values there, when backward asks. Both copies run beside the GPU's other work.
-Backward asks in the reverse of forward's order, so the tensor that was saved before is fetched with each one. On the
-CPU nothing is copied.
+Backward asks in the reverse of forward's order, so those that were saved before are fetched with each one. On the CPU
+nothing is copied.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
+
+_AHEAD: Final = 3  # tensors that are fetched before they are due: a layer has at most as many
 
 
 class SavedOnHost:
@@ -20,6 +22,7 @@ class SavedOnHost:
 
     def __init__(self, saved: Tensor) -> None:
         self._device = saved.device
+        self._is_due = True  # until it was taken
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None
         if saved.device.type != "cuda":
             self._host, self._before = saved, None
@@ -32,13 +35,16 @@ class SavedOnHost:
         lane.last = weakref.ref(self)
 
     def back(self) -> Tensor:
-        """Return the tensor on its device, and begin to fetch the one that was saved before it."""
+        """Return the tensor on its device, and begin to fetch those that were saved before it."""
         if self._device.type != "cuda":
             return self._host
         self._fetch()
+        self._is_due = False
         before = self._before and self._before()
-        if before is not None:
-            before._fetch()
+        for _ in range(_AHEAD):
+            if before is not None and before._is_due:
+                before._fetch()
+            before = before and before._before and before._before()
         assert self._coming is not None
         (found, arrived), self._coming = self._coming, None
         current = torch.cuda.current_stream(self._device)
@@ -79,11 +85,13 @@ def _lane(device: torch.device) -> _Lane:
 class Parked:
     """A tensor that autograd carries as a placeholder without memory, and whose values are kept in host memory.
 
-    The first `values` are those of the device, later ones come back from the host.
+    The first `uses` calls of `values` return those of the device, which is then free of them. They come back from the
+    host for as many calls.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, uses: int = 1) -> None:
         self._now: Tensor | None = tensor.detach()
+        self._uses, self._used = uses, 0
         self._kept = SavedOnHost(self._now) if tensor.requires_grad else None
         self.placeholder = cast("Tensor", _Placeholder.apply(tensor))
 
@@ -96,8 +104,10 @@ class Parked:
         if self._kept is None:
             assert self._now is not None
             return self._now
-        found, self._now = self._now, None
-        return self._kept.back() if found is None else found
+        found = self._kept.back() if self._now is None else self._now
+        self._used += 1
+        self._now = None if self._used % self._uses == 0 else found
+        return found
 
 
 class _Placeholder(torch.autograd.Function):

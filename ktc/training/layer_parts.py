@@ -31,6 +31,10 @@ class _Reached(BaseException):
         self.value = value
 
 
+def _values(tensor: Tensor | None, parked: Parked | None) -> Tensor | None:
+    return tensor if tensor is None or parked is None else parked.values(tensor)
+
+
 class LayerRun:
     """One call of a layer, part by part. Every part has its own random numbers, and the same ones when repeated.
 
@@ -67,9 +71,13 @@ class LayerRun:
 
         return self._reached(x, {attention: stop})
 
-    def route(self, x: Tensor, attended: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the arguments of the experts: hidden states (B T, H), indices and weights (B T, K)."""
+    def route(self, x: Tensor, attended: Tensor | None, parked: Parked | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the arguments of the experts: hidden states (B T, H), indices and weights (B T, K).
+
+        `attended` is the attention's output, or the placeholder of `parked`.
+        """
         assert self._split.experts is not None, "a dense layer has no such part"
+        attended = _values(attended, parked)
         compiled = self._run_compiled("route", x, attended)
         if compiled is not None:
             return compiled[0]
@@ -80,12 +88,19 @@ class LayerRun:
         cuts, _ = self._attended(attended)
         return self._reached(x, {**cuts, self._split.experts: stop})
 
-    def finish(self, x: Tensor, attended: Tensor | None, routed: Tensor | None, parked: Parked | None = None) -> Tensor:
-        """Return the layer's output. `routed` (B T, H) is the output of its experts, or the placeholder of `parked`."""
+    def finish(
+        self, x: Tensor, attended: Tensor | None, parked: Parked | None, routed: Tensor | None,
+        routed_parked: Parked | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the layer's output. `routed` (B T, H) is the output of its experts.
+
+        `attended` and `routed` are values, or the placeholders of parked ones.
+        """
+        attended, routed = _values(attended, parked), _values(routed, routed_parked)
         cuts, part = self._attended(attended)
         calls: list[int] = []
         if routed is not None:
-            routed = to_device(routed, x.device) if parked is None else parked.values(routed)
+            routed = to_device(routed, x.device)
 
         def known(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             assert routed is not None
