@@ -30,9 +30,10 @@ from ktc.plan.placement import gib
 
 Progress = Callable[[int, int, str], None]
 Mark: TypeAlias = "float | torch.cuda.Event"
+Graph = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 _ROUNDS: Final = 5
 _INPUTS: Final = 2  # batches on the device
-_WARM_UP: Final = 2  # rounds: the stream foresees a pass from its second time on
+_WARM_UP: Final = 3  # rounds: the stream foresees a pass from its third time on
 _CHUNK: Final = 128 << 20  # bytes of one copy
 _BASE: Final = 2 << 30
 
@@ -141,23 +142,35 @@ def _wait(device: torch.device) -> None:
 def _passes(module: FusedMoe, inputs: Sequence[Batch], device: torch.device, rounds: int) -> list[tuple[float, float]]:
     """Return the seconds of forward and of backward, which computes the gradients of both inputs.
 
-    Rounds follow each other without a wait, as layers do: the experts of the next pass may be on their way before it,
-    and those of the pass after the last one are too. The first rounds lock pages, compile and allocate.
+    Forward passes follow each other without a wait, as those of layers do, and then backward passes of one graph: the
+    experts of a pass may be on their way before it, and those of the next one are before its end. So a median is a
+    pass's share of the bus or of the GPU, whichever takes longer. The first rounds lock pages, compile and allocate.
     """
-    marks: list[Mark] = []
-    for number in range(rounds + _WARM_UP):
+
+    def forward(number: int) -> Graph:
         batch = inputs[number % len(inputs)]
         x, weights = batch.x_TH.detach().requires_grad_(), batch.weights_TK.detach().requires_grad_()
+        return module(x, batch.index_TK, weights), (x, weights), batch.grad_TH
+
+    graph = forward(0)
+
+    def backward(number: int) -> None:
+        out, inputs_of, grad = graph
+        torch.autograd.grad(out, inputs_of, grad, retain_graph=True)
+
+    return list(zip(_rounds(forward, device, rounds), _rounds(backward, device, rounds), strict=True))
+
+
+def _rounds(call: Callable[[int], object], device: torch.device, rounds: int) -> list[float]:
+    """Return the seconds of calls that follow each other, after those that warm up."""
+    marks: list[Mark] = []
+    for number in range(rounds + _WARM_UP):
         if number >= _WARM_UP:
             marks.append(_mark(device))
-        out = module(x, batch.index_TK, weights)
-        if number >= _WARM_UP:
-            marks.append(_mark(device))
-        torch.autograd.grad(out, (x, weights), batch.grad_TH)
+        call(number)
     marks.append(_mark(device))
     _wait(device)
-    between = [_elapsed(one, other) for one, other in pairwise(marks)]
-    return list(zip(between[::2], between[1::2], strict=True))
+    return [_elapsed(one, other) for one, other in pairwise(marks)]
 
 
 def _mark(device: torch.device) -> Mark:
