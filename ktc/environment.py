@@ -25,6 +25,12 @@ def local_world_size() -> int:
     return _number("LOCAL_WORLD_SIZE")
 
 
+def local_rank() -> int:
+    """Return the rank of this process among those of one torchrun on this machine; 0 without it."""
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
+
+
 def world_size() -> int:
     """Return the number of processes of the current torchrun (1 without torchrun)."""
     return _number("WORLD_SIZE")

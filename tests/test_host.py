@@ -130,6 +130,13 @@ def test_local_world_size_is_one_without_torchrun(monkeypatch: pytest.MonkeyPatc
     assert environment.local_world_size() == 4
 
 
+def test_local_rank_is_zero_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert environment.local_rank() == 0
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert environment.local_rank() == 3
+
+
 def test_compiler_is_found_or_absent_without_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -27,7 +27,7 @@ from ktc.experts.kernel_library import KernelLibrary
 from ktc.files import file_digest
 from ktc.hf import remote_code
 from ktc.linears.streamed_linear import StreamedLinear
-from ktc.model import assumptions, peft_glue, weight_store, weights_stage
+from ktc.model import assumptions, peft_glue, process_gpu, weight_store, weights_stage
 from ktc.model.buffers import compute_buffers
 from ktc.model.manifest import Manifest, Versions, check_sealed, read_manifest
 from ktc.model.memory import check_bytes
@@ -61,6 +61,8 @@ def load_as(
     """
     folder = folder.resolve()
     manifest = read_manifest(folder)
+    if not reference:
+        manifest = process_gpu.for_this_process(manifest, folder)
     checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
     library = check_fit(manifest, folder, checkpoint, reference)
     if random_weights is None:

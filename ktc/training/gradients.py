@@ -48,6 +48,15 @@ def _group(world: object, device: str, timeout: timedelta) -> Group:
     return None if serves.get(device) == wanted else dist.new_group(backend=wanted, timeout=timeout)
 
 
+def meet(groups: Mapping[str, Group]) -> None:
+    """Wait for every process by gloo, before a collective of nccl, which would hang where one is dead.
+
+    Raises:
+        RuntimeError: A process is gone.
+    """
+    dist.all_reduce(torch.zeros(1), group=groups["cpu"])
+
+
 def check_alike(named: Sequence[tuple[str, Parameter]], groups: Mapping[str, Group]) -> None:
     """Compare the names, shapes, dtypes and kinds of device of the parameters over the processes.
 

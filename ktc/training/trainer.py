@@ -100,6 +100,7 @@ class KTrainerMixin(TrainerHooks):
         """Return the micro-batches of an optimizer step. The processes count their tokens together."""
         if self._roll_call is not None:
             self._roll_call.arrive()
+            gradients.meet(self._groups)
         return cast("Any", super()).get_batch_samples(*args, **kwargs)
 
     def on_model_prepared(self) -> None:

@@ -17,6 +17,9 @@ from places import ROOT
 from safetensors.torch import load_file
 from torch import Tensor
 
+import ktc
+from ktc import resources
+
 SCRIPT = Path(__file__).with_name("data_parallel.py")
 
 
@@ -116,3 +119,63 @@ def test_ktc_train_runs_under_torchrun_and_one_process_speaks(out: Path, tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["report"]["processes"] == 2
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+
+
+# Two GPUs: each process has its own, nccl reduces what is trained there and gloo what is trained on the CPU -----------
+NCCL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs for nccl")
+GPU = {"kernels": True, "stack": "off"}
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Attention on `cuda:0`; experts with adapters on the CPU, their weights sent to all GPUs for every call."""
+    text = (resources.rules() / "moe-experts-lora.ktr").read_text()
+    folder = tmp_path_factory.mktemp("on_gpu")
+    rules = folder / "streamed.ktr"
+    rules.write_text(text.replace("mode = train", "mode = train layerwise_prefill = 1 stream_buffer = 1MiB"))
+    settings = {"device": "cuda:0", "prefill": "auto"}
+    return ktc.compile("tiny:qwen3_moe", rules, folder / "two_processes", settings=settings)
+
+
+@pytest.fixture(scope="module")
+def alone_on_gpu(on_gpu: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process, with the micro-batches of both."""
+    folder = tmp_path_factory.mktemp("alone_on_gpu")
+    done = start(on_gpu, folder, 1, accumulation=4, **GPU)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def near(found: list[float], expected: list[float]) -> bool:
+    """The first loss is of equal weights; then a difference of a last bit is rounded to bf16."""
+    return found[0] == pytest.approx(expected[0], rel=1e-5) and found == pytest.approx(expected, rel=2e-3)
+
+
+@NCCL
+@pytest.mark.slow
+def test_two_gpus_train_as_one_does(on_gpu: Path, alone_on_gpu: Path, tmp_path: Path) -> None:
+    done = start(on_gpu, tmp_path, 2, **GPU)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert near(losses(tmp_path), losses(alone_on_gpu)), (losses(tmp_path), losses(alone_on_gpu))
+    for rank in range(2):
+        devices = json.loads((tmp_path / f"devices-{rank}.json").read_text())
+        assert set(devices) - {"cpu"} == {f"cuda:{rank}"}, "of trained tensors, the experts' stream and the arguments"
+        assert json.loads((tmp_path / f"averaged-{rank}.json").read_text()) == {"0": [1.5] * 3, "2": [1.5] * 3}
+    assert equal(tensors(tmp_path, "before", 0), tensors(alone_on_gpu, "before"))
+    assert equal(tensors(tmp_path, "after", 0), tensors(tmp_path, "after", 1))
+
+
+@NCCL
+@pytest.mark.slow
+def test_a_killed_process_on_a_gpu_ends_the_run_and_the_last_checkpoint_resumes(
+    on_gpu: Path, alone_on_gpu: Path, tmp_path: Path
+) -> None:
+    killed = start(on_gpu, tmp_path, 2, save=True, fate="kill", until=2, **GPU)
+    assert killed.returncode != 0
+    assert re.search(r"rank 1 did not arrive|rank +: 1 ", killed.stderr), killed.stderr[-3000:]
+    assert "T534: " in killed.stderr
+    checkpoints = sorted(folder.name for folder in (tmp_path / "run").glob("checkpoint-*"))
+    assert checkpoints == ["checkpoint-1", "checkpoint-2"]
+    resumed = start(on_gpu, tmp_path, 2, save=True, resume=str(tmp_path / "run" / "checkpoint-2"), **GPU)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert near(losses(tmp_path), losses(alone_on_gpu)), (losses(tmp_path), losses(alone_on_gpu))
