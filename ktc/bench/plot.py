@@ -1,53 +1,30 @@
 """A roofline: what each implementation reached over how many operations it does per byte of weights, under the roof.
 
-In: a report, and a path that ends in `.png` or `.svg`. Refused: other endings (U030), matplotlib that is not installed
-(H242), a place that cannot be written (U003).
+In: a report, and the path of the picture. Refused: a place that cannot be written (U003).
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ktc.bench.picture import new_figure, write_figure
 from ktc.bench.report import Report, Row
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
-from ktc.files import refusing, replaced_file
 
-_FORMATS = (".png", ".svg")
 _COLORS = [f"C{number}" for number in range(10)] + ["navy", "gold", "black", "teal", "crimson"]
 _MARKERS = "os^Dv<>ph"
 
 
-def require_drawable(path: Path) -> None:
-    """Raise InputRefused (U030, U003) or HostLacks (H242) before anything is measured."""
-    if path.suffix not in _FORMATS:
-        hint = f"the ending says what is drawn: {' or '.join(_FORMATS)}"
-        raise InputRefused(Diagnostic("U030", f"`--plot` cannot draw `{path.name}`", hint=hint))
-    if importlib.util.find_spec("matplotlib") is None:
-        hint = "`pip install 'ktc[viz]'`, or leave `--plot` out"
-        raise HostLacks(Diagnostic("H242", "a roofline needs matplotlib, which is not installed", hint=hint))
-    if not path.absolute().parent.is_dir():
-        raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: there is no such folder"))
-
-
 def draw(report: Report, path: Path) -> None:
     """Write the picture atomically. Raise InputRefused (U003)."""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    figure = _figure(report)
-    letters_stay_text = matplotlib.rc_context({"svg.fonttype": "none"})  # half the bytes
-    with refusing(path), replaced_file(path) as beside, letters_stay_text:
-        figure.savefig(beside, format=path.suffix[1:], bbox_inches="tight", dpi=150)
+    write_figure(_figure(report), path)
 
 
 def _figure(report: Report) -> Any:
-    """Without pyplot, which would look for a screen and keep the figure."""
-    figures: Any = importlib.import_module("matplotlib.figure")
-    figure = figures.Figure(figsize=(9, 5.5))
+    figure = new_figure(9, 5.5)
     axes = figure.add_subplot()
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

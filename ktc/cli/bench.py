@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ktc.cli.bench_files import bar_of, require_writable
+from ktc.cli.bench_files import bar_of, require_distinct, require_writable
 from ktc.cli.bench_finetune import finetune_command
 from ktc.cli.bench_stream import stream_command
 from ktc.cli.session import Session
@@ -87,7 +87,8 @@ def moe_command(
     """Measure the routed experts of one layer, ktc's and others', in one process and in interleaved rounds."""
     session.require_versions()
     from ktc.bench.options import Typed, parse
-    from ktc.bench.plot import draw, require_drawable
+    from ktc.bench.picture import require_drawable
+    from ktc.bench.plot import draw
     from ktc.bench.run import run
     from ktc.cli.bench_table import tables
 
@@ -95,9 +96,10 @@ def moe_command(
     typed = Typed(shape, *sizes, tokens, passes, impls, lora_ranks, isas, threads, rounds, kt_python)
     request = parse(typed)
     if plot is not None:
-        require_drawable(plot)
+        require_drawable(plot, "a roofline")
     if output is not None:
-        require_writable(output, plot)
+        require_writable(output)
+    require_distinct({"--output": output, "--plot": plot})
     session.go_on()
     with bar_of(session) as progress:
         report = run(request, progress)

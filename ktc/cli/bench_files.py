@@ -1,9 +1,10 @@
-"""The output file of a benchmark, checked before it runs, and the bar that shows its rounds."""
+"""The output files of a benchmark, checked before it runs, and the bar that shows its rounds."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,22 @@ from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, InputRefused
 
 
-def require_writable(output: Path, plot: Path | None = None) -> None:
-    """Check before a run that `--output` is writable.
+def require_distinct(files: Mapping[str, Path | None]) -> None:
+    """Raise InputRefused (U030) if two options name the same file."""
+    named = [(option, path) for option, path in files.items() if path is not None]
+    for (option, path), (other, its) in itertools.combinations(named, 2):
+        if path.absolute() == its.absolute():
+            message = f"`{option}` and `{other}` are both `{path}`"
+            raise InputRefused(Diagnostic("U030", message, hint="name two files"))
+
+
+def require_writable(output: Path) -> None:
+    """Check before a run that `output` is writable.
 
     Raises:
-        InputRefused: `output` is not writable (U003), or it is also the file of `--plot` (U030).
+        InputRefused: It is not writable (U003).
     """
     target = output.absolute()
-    if plot is not None and target == plot.absolute():
-        raise InputRefused(Diagnostic("U030", f"`--output` and `--plot` are both `{output}`", hint="name two files"))
     existing = next(folder for folder in (target, *target.parents) if folder.exists())
     if target.is_dir():
         reason = "it is a folder"

@@ -1,7 +1,7 @@
 """`ktc bench finetune`: measure optimizer steps of LoRA at a model's real sizes, beside stock Hugging Face and PEFT.
 
-In: the options. Out: progress on stderr, the table on stdout, and the file of `--output`. Invalid input and a model
-that does not fit are refused before the long parts.
+In: the options. Out: progress on stderr, the table on stdout, and the files of `--output`, `--trace` and `--plot`.
+Invalid input and a model that does not fit are refused before the long parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktc.cli.bench_files import require_writable
+from ktc.cli.bench_files import require_distinct, require_writable
 from ktc.cli.compiling import settings_of
 from ktc.cli.options import Settings
 from ktc.cli.session import Session
@@ -49,7 +49,8 @@ def finetune_command(
         typer.Option(
             "--experts",
             metavar="PLACE,...",
-            help="Where ktc multiplies experts: gpu (streamed to it), cpu. Default: the GPU if there is one.",
+            help="Where ktc multiplies experts: gpu (streamed to it), cpu; reference: all in fp32 as plain PyTorch. "
+            "Default: the GPU if there is one.",
         ),
     ] = "",
     impls: Annotated[
@@ -59,12 +60,25 @@ def finetune_command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE.json",
+            help="Write the timeline of one step of ktc as a Chrome trace; of several places FILE-PLACE.json.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw loss and gradient norm of every step: a .png or .svg file."),
+    ] = None,
 ) -> None:
     """Run optimizer steps of LoRA on a model of real sizes, and show token/s, memory and the phases of a step."""
     session.require_versions()
     import torch
 
     from ktc.bench.finetune.request import Typed, parse
+    from ktc.bench.picture import require_drawable
     from ktc.cli.finetune_table import tables
 
     typed = Typed(
@@ -79,11 +93,19 @@ def finetune_command(
         steps=steps,
         experts=experts,
         impls=impls,
+        trace=trace,
+        plot=plot,
     )
     request = parse(typed, torch.cuda.device_count())
-    if output is not None:
-        require_writable(output)
+    if plot is not None:
+        require_drawable(plot, "a plot")
+    traces = {f"--trace ({place})": file for place in request.experts if (file := request.trace_of(place))}
+    require_distinct({"--output": output, "--plot": plot, **traces})
+    for file in (output, *traces.values()):
+        if file is not None:
+            require_writable(file)
     session.go_on()
+    from ktc.bench.finetune.plot import draw
     from ktc.bench.finetune.run import run
 
     with _watching(session) as watch:
@@ -92,6 +114,10 @@ def finetune_command(
     session.show(tables(report))
     if output is not None:
         session.emit(json.dumps(report.to_json(), indent=2), output)
+    if plot is not None:
+        draw(report, plot)
+    for file in (*traces.values(), *([plot] if plot else [])):
+        session.console.print(f"wrote {file}")
 
 
 @contextmanager

@@ -85,6 +85,11 @@ class StreamTraffic:
     bus_share: float
     waiting_per_step: float
 
+    def __str__(self) -> str:
+        sent = f"{self.bytes_per_step / 1e9:.2f} GB a step at {self.speed / 1e9:.1f} GB/s"
+        bus = f"{self.bus_share:.0%} of the {self.bus_speed / 1e9:.1f} GB/s of its bus"
+        return f"{sent}, {bus}; it waited {self.waiting_per_step:.3f} s a step"
+
 
 @dataclass(frozen=True, slots=True)
 class Logged:

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ktc.files import write_file
 
-_STEP: Final = 3
+TRACED_STEP: Final = 3
 _LANES: Final = ("host", "GPU", "to the GPU", "from the GPU")
 _CLOSE: Final = 2000  # parts of the step: intervals nearer than one of them are drawn as one
 
@@ -45,7 +45,7 @@ class StepTrace(TrainerCallback):
         self.timeline: Timeline | None = None
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.timeline is None and state.global_step + 1 == min(_STEP, state.max_steps):
+        if self.timeline is None and state.global_step + 1 == min(TRACED_STEP, state.max_steps):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._profile = profile(activities=activities)
             self._profile.start()

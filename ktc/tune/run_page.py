@@ -88,9 +88,7 @@ def facts(report: RunReport) -> Iterator[tuple[str, str]]:
     if report.stacking:
         yield "micro-batches", report.stacking
     for each in report.streams:
-        sent = f"{each.bytes_per_step / 1e9:.2f} GB a step at {each.speed / 1e9:.1f} GB/s"
-        bus = f"{each.bus_share:.0%} of the {each.bus_speed / 1e9:.1f} GB/s of its bus"
-        yield f"weights sent to {each.device}", f"{sent}, {bus}; it waited {each.waiting_per_step:.3f} s a step"
+        yield f"weights sent to {each.device}", str(each)
         if each.dropped_per_step:
             yield f"sent for nothing to {each.device}", f"{each.dropped_per_step / 1e9:.2f} GB a step"
     if report.offload:

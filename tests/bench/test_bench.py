@@ -191,7 +191,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_measured(
 
 
 def test_a_plot_without_matplotlib_is_refused(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktc.bench.plot.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("ktc.bench.picture.importlib.util.find_spec", lambda name: None)
     code, _, err = bench(*TINY, "--impl", "onednn_dense", "--plot", str(tmp_path / "roofline.png"))
     assert (code, "error[H242]" in err) == (3, True)
 

@@ -26,6 +26,7 @@ from ktc.cli import app as cli
 from ktc.cli.finetune_table import tables
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.plan.placement import gib
+from ktc.training.run_report import StreamTraffic
 
 Run = Callable[..., tuple[int, str, str]]
 SILENT = Watch(lambda *_: None, lambda *_: None, lambda *_: None)
@@ -61,22 +62,42 @@ def config(checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("one_thread", "unproven")
 def test_steps_of_a_config_alone_are_measured(run: Run, config: Path, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    code, out, err = run("--config", config, *SMALL, "--layers", 2, "--impl", "ktc,hf", "-o", file, "--json")
+    drawn, trace = tmp_path / "curves.svg", tmp_path / "step.json"
+    told = ("-o", file, "--plot", drawn, "--trace", trace, "--json")
+    places = ("--layers", 2, "--steps", 3, "--impl", "ktc,hf", "--experts", "reference,cpu")
+    code, out, err = run("--config", config, *SMALL, *places, *told)
     assert code == 0, err
     found = json.loads(out)
     assert json.loads(file.read_text()) == {key: value for key, value in found.items() if key != "diagnostics"}
-    (row,) = found["rows"]
+    row, reference = found["rows"]
     assert (found["layers"], found["depth"], found["tokens_per_step"]) == (2, 3, 128)
     assert (row["impl"], row["experts"], row["best"]) == ("ktc", "cpu", True)
-    assert len(row["step_times"]) == len(row["losses"]) == 2
-    assert row["tokens_per_second"] == pytest.approx(128 / row["step_times"][1])
+    assert len(row["step_times"]) == len(row["losses"]) == 3
+    assert row["tokens_per_second"] == pytest.approx(128 / row["step_times"][1])  # the third is traced
+    assert (row["streams"], row["offload"]) == ([], "")
+    assert (reference["experts"], reference["best"], reference["whole_depth"]) == ("reference", False, None)
+    assert "one by one" in reference["stacking"]
+    # The weights, adapter and tokens are the same: only rounding to bf16 differs.
+    assert row["losses"] == pytest.approx(reference["losses"], rel=1e-4)
+    assert row["losses"] != reference["losses"]
+    assert row["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-2)
+    assert found["notes"][0].startswith("dropout is 0 instead of 0.1")
+    assert drawn.read_text().count(">ktc, experts on the CPU<") == 1
+    for place in ("cpu", "reference"):
+        events = json.loads((tmp_path / f"step-{place}.json").read_text())["traceEvents"]
+        assert any(event.get("cat") == "cpu_op" for event in events)
     assert row["phases"]["forward"] > 0
     assert "stack" in row["stacking"]
     assert row["whole_depth"]["step_time"] == pytest.approx(2 * row["step_time"])  # 1 of 2 layers with experts
     assert {each["impl"]: each["reason"] for each in found["left_out"]} == {
         "hf": "it needs a GPU, and this process sees none"
     }
-    for said in ("experts on the cpu: step 1 of 2", "weights: ", "extrapolated to 3 layers, by those with experts"):
+    for said in (
+        "experts on the cpu: step 1 of 3",
+        "the reference: step 3 of 3",
+        "weights: ",
+        "extrapolated to 3 layers, by those with experts",
+    ):
         assert said in err
 
 
@@ -149,6 +170,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_layers_that_would(
         (Typed("m", settings={"format": "int4"}, weight_format="fp8"), "name two formats"),
         (Typed("m", experts="gpus"), "`--experts` knows no `gpus`"),
         (Typed("m", impls="kt"), "`--impl` knows no `kt`"),
+        (Typed("m", steps=2, trace=Path("step.json")), "`--trace` needs `--steps 3`"),
     ],
 )
 def test_what_makes_no_sense_is_refused(typed: Typed, message: str) -> None:
@@ -164,6 +186,30 @@ def test_experts_are_streamed_where_there_is_a_gpu_and_a_program_for_it() -> Non
     assert parse(Typed("m", experts="gpu, cpu", impls="hf,ktc"), gpus=1).experts == ("gpu", "cpu")
     with pytest.raises(HostLacks, match="H244"):
         parse(Typed("m", experts="gpu"), gpus=0)
+
+
+def test_rows_that_are_compared_have_no_dropout_and_traces_of_their_own() -> None:
+    alone = parse(Typed("m", experts="cpu", trace=Path("a/step.json")), gpus=0)
+    assert (alone.compared, alone.trace_of("cpu")) == (False, Path("a/step.json"))
+    both = parse(Typed("m", experts="gpu,reference", trace=Path("a/step.json")), gpus=1)
+    assert (both.compared, both.trace_of("gpu")) == (True, Path("a/step-gpu.json"))
+    assert parse(Typed("m", experts="cpu", plot=Path("curves.svg")), gpus=0).compared
+    assert alone.trace_of("cpu") and parse(Typed("m", experts="cpu"), gpus=0).trace_of("cpu") is None
+
+
+@pytest.mark.parametrize("option", ["--plot", "--trace"])
+def test_files_that_cannot_be_written_are_refused_before_the_run(run: Run, option: str, tmp_path: Path) -> None:
+    file = tmp_path / "both.svg"
+    (tmp_path / "a_file").touch()
+    code, _, err = run("--config", "m", "--experts", "cpu", option, file, "-o", file)
+    assert (code, "U030" in err, "name two files" in err) == (2, True, True)
+    code, _, err = run("--config", "m", "--experts", "cpu", option, tmp_path / "a_file" / "here.svg")
+    assert (code, "U003" in err) == (2, True)
+
+
+def test_a_plot_has_a_known_ending(run: Run) -> None:
+    code, _, err = run("--config", "m", "--experts", "cpu", "--plot", "curves.pdf")
+    assert (code, "cannot draw `curves.pdf`" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -207,13 +253,15 @@ def test_the_table_is_what_a_person_reads(golden: Callable[[str, str], None]) ->
     streamed = replace(
         ROW, impl="ktc", experts="gpu", split=Split(1, 16), step_time=1.0, tokens_per_second=8192.0,
         gpu_allocated=6_000_000_000, phases={"data": 0.0, "forward": 0.4, "backward": 0.6}, stacking="16 stacked",
+        offload="grouped products", grad_norms=(1.0, 2.0),
+        streams=(StreamTraffic("cuda:0", 2e10, 1e9, 4e10, 5e10, 0.4, 0.1),),
     )  # fmt: skip
     rows = [
         whole_depth(each, 27, 2.0) for each in (streamed, ROW, replace(ROW, split=Split(16, 1, True), step_time=3.0))
-    ]
+    ] + [replace(streamed, experts="reference", losses=(11.5, 11.0), streams=(), offload="", grad_norms=(1.0, 1.9))]
     machine = {"gpus": "a GPU", "cpu": "a CPU", "cores": "16", "isa": "amx"}
     left_out = (LeftOut("hf", "batch 16 x 1", "CUDA out of memory."),)
-    report = Report(machine, {}, 14, 27, 8192, {}, marked(rows), left_out)
+    report = Report(machine, {}, 14, 27, 8192, {}, marked(rows), left_out, ("dropout is 0",))
     console = Console(file=StringIO(), width=120)
     console.print(tables(report))
     text: Any = console.file
@@ -222,3 +270,4 @@ def test_the_table_is_what_a_person_reads(golden: Callable[[str, str], None]) ->
 
 def test_the_first_step_is_not_counted() -> None:
     assert median_step((9.0, 1.0, 4.0, 2.0)) == 2.0
+    assert median_step((9.0, 1.0, 4.0, 2.0), traced=3) == 1.5

@@ -53,7 +53,7 @@ class StepClock:
     _last: float = 0.0
 
     def start(self) -> None:
-        """Begin the first step."""
+        """Begin a step: the first, or one after a pause."""
         synchronise()
         self._last = time.perf_counter()
 

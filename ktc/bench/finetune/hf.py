@@ -93,15 +93,17 @@ def _row(
 ) -> Row:
     _checkpoint(model, split.checkpointing)
     ids = token_ids(request, int(cast("Any", model).config.vocab_size)).to(device)
-    clock, losses = StepClock(), list[float]()
+    clock, losses, norms = StepClock(), list[float](), list[float]()
     clock.start()
     for step in ids.view(request.steps, split.accumulation, split.batch, request.length):
         loss = torch.stack([_backward(model, batch, split) for batch in step]).sum()
-        torch.nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 1.0)
+        trained = [each for group in optimizer.param_groups for each in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         clock.step()
         losses.append(float(loss))
+        norms.append(float(norm))
         what = f"stock Hugging Face, {split}"
         watch.progress(what, len(losses), request.steps)
         watch.told(f"{what}: step {len(losses)} of {request.steps}, {clock.seconds[-1]:.2f} s")
@@ -117,6 +119,7 @@ def _row(
         gpu_reserved=reserved,
         host_peak_rss=host_peak(),
         losses=tuple(losses),
+        grad_norms=tuple(norms),
         phases={},
     )
 

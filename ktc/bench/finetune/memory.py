@@ -19,6 +19,7 @@ from ktc.plan.packed_size import packed_bytes
 from ktc.plan.placement import device_of, gib
 
 _BASE = 3 << 30  # host memory of the process itself, and of what is made before it is copied
+_FP32 = 4  # bytes of each value of the reference, which is there beside the measured model
 Bytes = dict[str, int]
 
 
@@ -64,6 +65,8 @@ def _bytes(analysis: Analysis, request: Request) -> tuple[Bytes, list[Bytes]]:
     tensors: list[tuple[str, Tensor]] = [*captured.model.named_parameters(), *captured.model.named_buffers()]
     for name, tensor in tensors:
         owner = name.rpartition(".")[0]
+        if "reference" in request.experts:
+            add(name, "cpu", _FP32 * tensor.numel())
         if owner not in experts:
             add(name, device_of(owner, placements), tensor.numel() * tensor.element_size())
     hidden = int(captured.facts["hidden"])

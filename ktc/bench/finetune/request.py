@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 from ktc import dsl
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing, suggest
+from ktc.training.step_trace import TRACED_STEP
 
 Impl = Literal["ktc", "hf"]
 IMPLS: tuple[Impl, ...] = ("ktc", "hf")
-Place = Literal["gpu", "cpu"]
-PLACES: tuple[Place, ...] = ("gpu", "cpu")
+Place = Literal["gpu", "cpu", "reference"]
+PLACES: tuple[Place, ...] = ("gpu", "cpu", "reference")
 STREAMED_TO = "prefill"  # the parameter of the bundled programs that names the device which experts are streamed to
 T = TypeVar("T", bound=str)
 
@@ -32,14 +34,18 @@ class Typed:
     steps: int = 4
     experts: str = ""
     impls: str = "ktc"
+    trace: Path | None = None
+    plot: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One run. `experts` are the places where ktc multiplies experts, each measured on one load of the model.
 
-    A step has `accumulation` sequences of `length` tokens. The first of `steps` is not counted. `layers` None is the
-    whole depth. `seed` is that of weights and tokens.
+    The place `reference` is the same model in fp32 as plain PyTorch on the CPU. A step has `accumulation` sequences of
+    `length` tokens. The first of `steps` is not counted. `layers` None is the whole depth. `seed` is that of weights,
+    tokens and adapter. `trace` is the file of a step's timeline, "" for none. `compared`: the losses of the rows are
+    compared, hence dropout is 0.
     """
 
     model: str
@@ -53,11 +59,20 @@ class Request:
     accumulation: int
     steps: int
     seed: int = 0
+    trace: str = ""
+    compared: bool = False
 
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.accumulation * self.length
+
+    def trace_of(self, place: Place) -> Path | None:
+        """Return the file of the timeline of a place: with several places its stem ends in the place's name."""
+        if not self.trace:
+            return None
+        file = Path(self.trace)
+        return file.with_stem(f"{file.stem}-{place}") if len(self.experts) > 1 else file
 
 
 def parse(typed: Typed, gpus: int) -> Request:
@@ -71,6 +86,8 @@ def parse(typed: Typed, gpus: int) -> Request:
         raise refused("`--layers` is for `--random-weights`: a checkpoint has its own depth")
     if typed.steps < 2:
         raise refused("`--steps` is at least 2: the first step is not counted")
+    if typed.trace is not None and typed.steps < TRACED_STEP:
+        raise refused(f"`--trace` needs `--steps {TRACED_STEP}`: neither the first nor the traced step is counted")
     asked = {} if typed.weight_format is None else {"format": typed.weight_format}
     settings = {**asked, **typed.settings}
     if not asked.items() <= settings.items():
@@ -90,6 +107,8 @@ def parse(typed: Typed, gpus: int) -> Request:
         length=typed.length,
         accumulation=typed.accumulation,
         steps=typed.steps,
+        trace=str(typed.trace or ""),
+        compared=typed.plot is not None or "reference" in experts,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from peft import LoraConfig
 
 from ktc import host
 from ktc.bench.finetune import hf, ours
@@ -20,7 +21,6 @@ from ktc.bench.finetune.report import LeftOut, Report, Row, marked, whole_depth
 from ktc.bench.finetune.request import Request
 from ktc.bench.finetune.stack import Stack, stack_of
 from ktc.bench.finetune.watch import Watch
-from ktc.model import peft_glue
 
 T = TypeVar("T")
 
@@ -35,29 +35,41 @@ def run(request: Request, watch: Watch) -> Report:
         stack = stack_of(request, folder / "config")
         out = _timed(seconds, "compile", lambda: ours.compiled(request, stack, folder / "tuned_by_bench", watch))
         found: list[Row | LeftOut] = []
+        lora, notes = ours.lora_of(request, out)
         if "ktc" in request.impls:
-            found += _ours(request, out, watch, seconds)
+            found += _ours(request, lora, out, watch, seconds)
         if "hf" in request.impls:
             gc.collect()
             reset_peaks()
-            found += _peer(request, stack, out, watch)
+            found += _peer(request, stack, lora, watch)
     rows = marked([each for each in found if isinstance(each, Row)])
     if not stack.is_whole:
-        rows = tuple(whole_depth(row, stack.depth, stack.times_whole) for row in rows)
-    left_out = tuple(each for each in found if isinstance(each, LeftOut))
-    return Report(_machine(), asdict(request), stack.layers, stack.depth, request.tokens, seconds, rows, left_out)
+        rows = tuple(
+            row if row.experts == "reference" else whole_depth(row, stack.depth, stack.times_whole) for row in rows
+        )
+    return Report(
+        machine=_machine(),
+        request=asdict(request),
+        layers=stack.layers,
+        depth=stack.depth,
+        tokens_per_step=request.tokens,
+        seconds=seconds,
+        rows=rows,
+        left_out=tuple(each for each in found if isinstance(each, LeftOut)),
+        notes=notes,
+    )
 
 
-def _ours(request: Request, out: Path, watch: Watch, seconds: dict[str, float]) -> list[Row]:
+def _ours(request: Request, lora: LoraConfig, out: Path, watch: Watch, seconds: dict[str, float]) -> list[Row]:
     base = _timed(seconds, "load", lambda: ours.loaded(request, out, watch))
     watch.told(f"weights: {seconds['load']:.1f} s")
-    return ours.rows(base, request, out, watch)
+    return list(ours.rows(base, lora, request, out, watch))
 
 
-def _peer(request: Request, stack: Stack, out: Path, watch: Watch) -> list[Row | LeftOut]:
+def _peer(request: Request, stack: Stack, lora: LoraConfig, watch: Watch) -> list[Row | LeftOut]:
     if reason := hf.reason_against(stack):
         return [LeftOut("hf", "", reason)]
-    return list(hf.measured(request, stack, peft_glue.read_lora_config(out), watch))
+    return list(hf.measured(request, stack, lora, watch))
 
 
 def _timed(seconds: dict[str, float], name: str, call: Callable[[], T]) -> T:
