@@ -37,6 +37,10 @@ class ExpertsBackend(Protocol):
         """
         ...
 
+    def prepare(self) -> None:
+        """Take the memory that the layer needs in every call, so that what is free afterwards can be measured."""
+        ...
+
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Count the bytes per token that forward keeps on the host for backward, beside its caller's hidden states."""
         ...

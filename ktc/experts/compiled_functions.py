@@ -25,7 +25,7 @@ def compiled_on(device: torch.device, function: Callable[_P, _R], *, dynamic: bo
 
     Index expressions of permuted tensors of any length take minutes to compile; those of one length do not.
     """
-    return _compiled(function, dynamic) if device.type == "cuda" and has_compiler() else function
+    return _compiled(function, dynamic, device.index) if device.type == "cuda" and has_compiler() else function
 
 
 @functools.cache
@@ -38,9 +38,9 @@ def has_compiler() -> bool:
 
 
 @functools.cache
-def _compiled(function: Callable[_P, _R], dynamic: bool) -> Callable[_P, _R]:
+def _compiled(function: Callable[_P, _R], dynamic: bool, index: int | None) -> Callable[_P, _R]:
     assert isinstance(function, FunctionType), "a closure, not a callable object"
-    # torch counts recompilations by code object, and closures of one definition share theirs.
+    # torch counts recompilations by code object, which closures of one definition share, and GPUs.
     code = function.__code__.replace(co_firstlineno=function.__code__.co_firstlineno)
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     return torch.compile(cast("Callable[_P, _R]", own), dynamic=dynamic)

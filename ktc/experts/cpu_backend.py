@@ -59,6 +59,9 @@ class CpuKernel:
             out_TH, _ = packed.forward(x, index, weights, save=False, lora=lora, interleaved=interleaved)
         return out_TH.to(x_TH.dtype)
 
+    def prepare(self) -> None:
+        """Do nothing: the weights are already there."""
+
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Count the input, the low-rank values, and gate and up where they are kept."""
         sizes = self.packed.sizes

@@ -24,6 +24,7 @@ from ktc.experts.panels import panels_of
 from ktc.experts.stream_ring import Ring, StreamSource, ring_of
 
 _CHUNK_BYTES: Final = 128 << 20  # of decoded matrices: enough rows for a grouped product, little beside a model
+_CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces: each costs the host half a millisecond
 _PIECES: Final = 4  # that a ring holds at least
 DEFAULT_BUFFER: Final = 1 << 30  # bytes of a ring: it hides 18 ms of other work on a bus of 55 GB/s
 
@@ -48,12 +49,18 @@ class ExpertStream:
         self._bytes = self._layout.nbytes
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
-        self._runs = _runs(share, min(_CHUNK_BYTES // decoded, buffer // _PIECES // self._bytes))
+        most = max(_CHUNK_BYTES // decoded, -(-len(share) // _CHUNKS))
+        self._runs = _runs(share, min(most, buffer // _PIECES // self._bytes))
         pieces = [experts.packed[run.start * self._bytes : run.stop * self._bytes] for run in self._runs]
         self._source = StreamSource(experts.packed, pieces, experts)
         self._ring: Ring | _Resident = _Resident(device)
         if not resident:
             self._ring = ring_of(device, max(buffer, _PIECES * max(piece.nbytes for piece in pieces)))
+
+    def prepare(self) -> None:
+        """Take the memory on the device that the weights need."""
+        if isinstance(self._ring, _Resident):
+            self._ring.send(self._source)
 
     def chunks(self, chosen: Sequence[int], *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
         """Yield the runs of neighbours that have experts of `chosen`, with their matrices, in order or in reverse."""
@@ -76,9 +83,14 @@ class _Resident:
         self, source: StreamSource, required: Collection[int], *, reverse: bool = False
     ) -> Generator[Callable[[int], Tensor]]:
         """See `Ring.visit`."""
-        if not self._pieces:
-            self._pieces = tuple(piece.to(self._device) for piece in source.pieces)
+        self.send(source)
         yield self._pieces.__getitem__
+
+    def send(self, source: StreamSource) -> None:
+        """Send the pieces, once."""
+        if not self._pieces:
+            with torch.inference_mode(mode=False):  # for later calls with gradients
+                self._pieces = tuple(piece.to(self._device) for piece in source.pieces)
 
 
 def _runs(share: range, most: int) -> tuple[range, ...]:

@@ -6,6 +6,7 @@ address, and the bus would read old pages.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from typing import Any, Final, cast
@@ -28,7 +29,14 @@ def page_lock(storage: Tensor, owner: object) -> None:
     status = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(*region, _PORTABLE))
     if status != 0:
         log.warning("weights could not be page-locked (CUDA error %d): sending them to the GPU is slow", status)
+        _forget_error()
     weakref.finalize(owner, _unlock, region, locked=status == 0).atexit = False  # CUDA ends before
+
+
+def _forget_error() -> None:
+    """Let CUDA forget the last error of this thread, which the next launch of a kernel would report as its own."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _unlock(region: tuple[int, int], *, locked: bool) -> None:

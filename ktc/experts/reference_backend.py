@@ -34,6 +34,9 @@ class Reference:
         gate_up, down, *biases = self.weights.stock.values()
         return fused_moe_reference(x_TH, index_TK, weights_TK, gate_up, down, self.weights.form, *biases, lora=lora)
 
+    def prepare(self) -> None:
+        """Do nothing: the weights are already there."""
+
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Estimate the bytes that autograd saves: the input, and five values per unit of a chosen expert."""
         _, hidden, intermediate, top_k = self.weights.sizes

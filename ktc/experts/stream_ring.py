@@ -93,7 +93,8 @@ class Ring:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.device, self.nbytes = device, nbytes
         self._copies: Copies = copies_to(device)
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(mode=False):  # for later visits with gradients
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._copies.keep(self._memory)
         self._head = 0
         self._held: deque[_Sent] = deque()  # in the order of their bytes

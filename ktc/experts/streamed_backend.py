@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ktc.experts.chunk_products import ChunkProducts
 from ktc.experts.expert_stream import DEFAULT_BUFFER, ExpertStream, expert_stream
@@ -61,6 +62,11 @@ class Streamed:
             if end > first
         )
 
+    def prepare(self) -> None:
+        """See `ExpertsBackend.prepare`."""
+        for stream in self._streams():
+            stream.prepare()
+
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Return 0: forward saves only hidden states."""
         return 0
@@ -78,7 +84,7 @@ def compute(
     x, weights, index = (tensor.to(home) for tensor in (x_TH, weights_TK, index_TK))
     tensors = index, x, weights, *lora.on(home).factors
     with torch.autocast(home.type, enabled=False):  # as the kernel, which computes in the experts' dtype
-        return cast("Tensor", _StreamedExperts.apply(streams, form, lora.scales, *tensors))
+        return cast("Tensor", _StreamedExperts.apply(streams, form, lora.scales, torch.is_grad_enabled(), *tensors))
 
 
 class _StreamedExperts(torch.autograd.Function):
@@ -86,21 +92,22 @@ class _StreamedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, streams: Sequence[ExpertStream], form: ExpertsForm, scales: tuple[float, float], index: Tensor,
-        x: Tensor, weights: Tensor, *factors: Tensor | None,
+        ctx: Any, streams: Sequence[ExpertStream], form: ExpertsForm, scales: tuple[float, float], keep: bool,
+        index: Tensor, x: Tensor, weights: Tensor, *factors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         slots = Slots.of(index, streams[-1].share.stop)
         lora = ExpertsLora.of(factors, scales)
         shares = [_Share(stream, form, slots, x, weights, lora) for stream in streams]
         out = _sum([share.forward() for share in shares])
         ctx.streams, ctx.form, ctx.scales, ctx.slots = streams, form, scales, slots
-        if any(ctx.needs_input_grad):
+        if keep and any(ctx.needs_input_grad):
             ctx.x = SavedOnHost(x)
             ctx.save_for_backward(weights, *factors)
         return out.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         weights, *factors = ctx.saved_tensors
         x, (grad,) = cast("SavedOnHost", ctx.x).back(), grads
         lora = ExpertsLora.of(factors, ctx.scales)
@@ -109,7 +116,7 @@ class _StreamedExperts(torch.autograd.Function):
         d_x, d_weights = (_sum(list(parts)) for parts in zip(*found, strict=True))
         d_factors = [_sum(list(parts)) for parts in zip(*(share.gradients for share in shares), strict=True)]
         return (
-            None, None, None, None, d_x.to(x.dtype), d_weights.view_as(weights).to(weights.dtype), *d_factors
+            None, None, None, None, None, d_x.to(x.dtype), d_weights.view_as(weights).to(weights.dtype), *d_factors
         )  # fmt: skip
 
 

@@ -10,14 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.stream_ring import Ring, StreamSource, ring_of
 from ktc.experts.tracing import never_traced
+
+# What PEFT and torch ask of a weight without its values; properties are `__get__`.
+_WITHOUT_VALUES = frozenset(
+    {"__get__", "__repr__", "__format__", "dim", "size", "numel", "element_size", "is_floating_point", "is_complex"}
+)
 
 
 class StreamedLinear(nn.Linear):
@@ -47,8 +54,8 @@ class StreamedLinear(nn.Linear):
         held = self.kept.flatten().view(torch.uint8)
         self.source = StreamSource(held, (held,), self)
         del self.weight
-        placeholder = torch.full((), torch.nan, dtype=weight.dtype, device=self.device).expand(weight.shape)
-        self.__dict__["weight"] = nn.Parameter(placeholder, requires_grad=False)  # unregistered: it has no values
+        placeholder = torch.zeros((), dtype=weight.dtype, device=self.device).expand(weight.shape)
+        self.__dict__["weight"] = placeholder.as_subclass(_Elsewhere)  # unregistered: it has no values
         bias = self._parameters["bias"]
         if bias is not None:
             self.bias = nn.Parameter(bias.detach().to(self.device), requires_grad=False)
@@ -68,6 +75,12 @@ class StreamedLinear(nn.Linear):
         bias = self._parameters["bias"]
         return out if bias is None else out + bias
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse (L449): a copy would train, or save, weights that it has not."""
+        message = "a streamed linear layer cannot be copied: its weights are in host memory"
+        hint = "leave it out of `modules_to_save`, or out of `place(stream = ...)`"
+        raise InputRefused(Diagnostic("L449", message, hint=hint))
+
     @contextmanager
     def sent(self, *, reverse: bool) -> Generator[Tensor]:
         """Send the weights (out_features, in_features) to the device, for products issued in the context."""
@@ -80,6 +93,19 @@ class StreamedLinear(nn.Linear):
         return super().extra_repr() + f", streamed to {self.device}"
 
 
+class _Elsewhere(Tensor):
+    """A weight's shape, dtype and device without its values. Raises `InputRefused` (L448) for what computes with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _WITHOUT_VALUES:
+            message = f"`{name}` reads the weight of a streamed layer, which is not on its device"
+            hint = "leave the layer out of `place(stream = ...)`"
+            raise InputRefused(Diagnostic("L448", message, hint=hint))
+        return cast("Any", super()).__torch_function__(func, types, args, kwargs or {})
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: StreamedLinear) -> Tensor:
@@ -88,6 +114,7 @@ class _Product(torch.autograd.Function):
             return F.linear(x, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         layer = cast("StreamedLinear", ctx.layer)
         with layer.sent(reverse=True) as weight:

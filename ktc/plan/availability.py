@@ -92,7 +92,7 @@ def _kernels(chosen: Mapping[Claim, KernelSpec | LinearSpec]) -> Iterator[Diagno
 
 def _idle_keys(claims: Sequence[Claim]) -> Mapping[str, str]:
     """Return the keys of the `plan` block that have no effect on these claims, with the reason."""
-    prefills = any(asks_for_experts(claim, claims) for claim in claims)
+    prefills = any(asks_for_experts(c, claims) and isinstance(c.target, Place) and c.target.prefill for c in claims)
     streams = any(isinstance(claim.target, Place) and claim.target.stream for claim in claims)
     reasons = {
         "layerwise_prefill": "" if prefills else "no experts have `place(cpu, prefill = ...)`",

@@ -74,7 +74,7 @@ def over_budget(memory: MemoryPlan, mode: str, asked: Point) -> tuple[Diagnostic
 
 def _asked_for_too_much(uses: Sequence[Workload], mode: str) -> Diagnostic | None:
     """Of the ways to do what the program is for, the last one needs least memory."""
-    use = [use for use in uses if use.name.startswith(mode)][-1]
+    use = ([use for use in uses if use.name.startswith(mode)] or [*uses])[-1]  # nothing trains without an adapter
     if not use.short:
         return None
     short = ", ".join(f"{gib(size)} on `{device}`" for device, size in use.short.items())

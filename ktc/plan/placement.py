@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.dsl.ruleset import RuleSet
 from ktc.host import Host
 from ktc.plan.types import Claim, Placement
@@ -18,12 +18,17 @@ BUDGET_SHARE = 0.9  # of a device's memory, where the program sets no budget
 
 
 def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placement, ...]:
-    """Return every explicit placement, `auto` resolved, the root first. Raise HostLacks for a missing GPU."""
+    """Return every explicit placement, `auto` resolved, the root first. Raise HostLacks for a missing GPU,
+    InputRefused (M080) for settings that contradict each other.
+    """
     default = resolve_device(str(rules.plan.get("unplaced") or "cpu"), host)
     placed = [Placement("", default, "", None)]
     pinned = {claim.path for claim in claims if claim.target.pinned}  # they are on the device of their kernel
     missing: list[Diagnostic] = []
+    contradictions: list[Diagnostic] = []
     for claim in claims:
+        if isinstance(claim.target, Place) and (why := claim.target.contradiction):
+            contradictions.append(Diagnostic("M080", f"`place` {why}", claim.span, hint="see `ktc explain M080`"))
         if not isinstance(claim.target, Place) or claim.path in pinned:
             continue
         device = resolve_device(claim.target.computes_on, host)
@@ -32,6 +37,8 @@ def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placemen
         except HostLacks as error:
             missing += error.diagnostics
         placed.append(Placement(claim.path, device, claim.rule, claim.span))
+    if contradictions:
+        raise InputRefused(*{each.span: each for each in contradictions}.values())
     if missing:
         raise HostLacks(*missing)
     return tuple(dict.fromkeys(placed))

@@ -101,7 +101,7 @@ def stay_resident(
     budgets = {device: asked for device in devices if isinstance(asked := rules.plan.get(device), int)}
     if not streamed or budgets.keys() != devices:
         return dict(prefills)
-    needs = [use.needs for use in memory.workloads if use.name.startswith(mode)][-1]
+    needs = ([use.needs for use in memory.workloads if use.name.startswith(mode)] or [memory.workloads[-1].needs])[-1]
     room = {device: budget - sum(needs.get(device, {}).values()) for device, budget in budgets.items()}
     largest = {d: max(_share(specs[path], p) for path, p in streamed.items() if d in p.devices) for d in devices}
     count = min(max(0, room[device]) // largest[device] for device in devices)

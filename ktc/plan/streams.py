@@ -20,7 +20,7 @@ from ktc.linears.plain import is_plain_linear
 from ktc.plan.placement import require_gpu, resolve_device
 from ktc.plan.prefill import asks_for_experts, stream_buffer
 from ktc.plan.types import Claim, StreamedLinear
-from ktc.targets import KtLinear, Place
+from ktc.targets import CpuMoe, KtLinear, Place
 
 
 def plan_streams(
@@ -30,6 +30,7 @@ def plan_streams(
     found: dict[str, StreamedLinear] = {}
     problems: list[Diagnostic] = []
     on_cpu = {c.path for c in claims if isinstance(c.target, KtLinear) and c.target.kernel != "torch"}
+    experts = tuple(f"{c.path}." for c in claims if isinstance(c.target, CpuMoe))
     for claim in claims:
         if not isinstance(claim.target, Place) or claim.target.stream is None or asks_for_experts(claim, claims):
             continue
@@ -37,7 +38,8 @@ def plan_streams(
         require_gpu(device, "stream", claim, host)
         if device == "cpu":
             continue
-        layers = [path for path in _linears(captured.model.get_submodule(claim.path), claim.path) if path not in on_cpu]
+        layers = _linears(captured.model.get_submodule(claim.path), claim.path)
+        layers = [path for path in layers if path not in on_cpu and not path.startswith(experts)]
         if not layers:
             message = f"`place(stream = {device})` on `{claim.path}`: it has no linear layer to stream"
             problems.append(Diagnostic("M079", message, claim.span, hint="see `ktc explain M079`"))

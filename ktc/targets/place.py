@@ -37,6 +37,15 @@ class Place(Target):
         """The device of the module's activations."""
         return self.stream or self.device
 
+    @property
+    def contradiction(self) -> str:
+        """Return what `stream` contradicts, "" for nothing: it takes weights from the host, for calls of any size."""
+        if self.stream is None:
+            return ""
+        if self.prefill is not None:
+            return "has both `prefill` and `stream`"
+        return "" if self.device == "cpu" else f"streams weights from host memory, not from {self.device}"
+
     @classmethod
     def apply(cls, graph: fx.GraphModule, block: Block) -> None:
         """Write `meta["device"]` into every node and insert the transfers; only tensors are transferred."""

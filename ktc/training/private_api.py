@@ -60,8 +60,12 @@ def call_stock(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 # torch: compilation ---------------------------------------------------------------------------------------------------
-CompilerError = cast("type[Exception]", cast("Any", torch)._dynamo.exc.TorchDynamoException)
-"""The base class of all refusals and failures of `torch.compile`; torch has no public name for it."""
+_exceptions = cast("Any", torch)._dynamo.exc
+CompilerError: tuple[type[Exception], ...] = (
+    _exceptions.TorchDynamoException,
+    *([_exceptions.FailOnRecompileLimitHit] if hasattr(_exceptions, "FailOnRecompileLimitHit") else []),
+)
+"""All refusals and failures of `torch.compile`; torch has no public names for them."""
 
 
 def with_fixed_width(x: Tensor) -> None:

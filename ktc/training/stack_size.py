@@ -46,6 +46,13 @@ def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, 
     return held
 
 
+def prepare_experts(layers: Sequence[SplitLayer]) -> None:
+    """Let every layer's experts take the memory that they need in every call."""
+    for split in layers:
+        if split.experts is not None:
+            _fused(split.experts).backend(_MANY).prepare()
+
+
 def _fused(experts: nn.Module) -> FusedMoe:
     return next(module for module in experts.modules() if isinstance(module, FusedMoe))
 

@@ -33,6 +33,7 @@ from ktc.training.stack_size import (
     fitting_tokens,
     free_bytes,
     num_logits,
+    prepare_experts,
     working_bytes,
 )
 
@@ -197,6 +198,7 @@ class Stacker:
             CannotStack: not even two micro-batches fit.
         """
         held = bytes_per_token(self._layers, calls[0])
+        prepare_experts(self._layers)  # their memory is not free any more
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
         loss = loss_bytes(self._trainer, max(num_logits(inputs, vocabulary) for inputs in waiting))
         whole = reason_for_whole_logits(self._trainer)

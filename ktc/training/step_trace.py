@@ -7,6 +7,7 @@ The traced step is the third, or the last of fewer: the first two compile and le
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ktc.files import write_file
+
+log = logging.getLogger(__name__)
 
 TRACED_STEP: Final = 3
 _LANES: Final = ("host", "GPU", "to the GPU", "from the GPU")
@@ -42,10 +45,20 @@ class StepTrace(TrainerCallback):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._profile: Any = None
+        self._traced = 0  # the number of the step
         self.timeline: Timeline | None = None
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._traced = min(state.global_step + TRACED_STEP, state.max_steps)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+        if self.timeline is None:
+            log.warning("no step was traced: the run ended before step %d", self._traced)
+
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.timeline is None and state.global_step + 1 == min(TRACED_STEP, state.max_steps):
+        if self.timeline is None and state.global_step + 1 == self._traced:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._profile = profile(activities=activities)
             self._profile.start()

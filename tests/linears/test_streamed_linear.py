@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from ktc.diagnostics import InputRefused
 from ktc.linears.streamed_linear import StreamedLinear
 
 DEVICES = [
@@ -52,3 +55,23 @@ def test_peft_adapts_it_on_its_device_and_saves_no_weights_of_it(device: str) ->
     assert not any(name.endswith("base_layer.weight") for name in model.state_dict())
     with model.disable_adapter():
         torch.testing.assert_close(model(x), norm(stock(x.cpu()).to(device)))
+
+
+def test_code_that_reads_its_weight_or_copies_it_is_refused() -> None:
+    _, layer = pair("cpu", bias=False)
+    assert layer.weight.shape == (33, 48)
+    with pytest.raises(InputRefused, match="L448"):
+        layer.weight @ torch.ones(48)
+    with pytest.raises(InputRefused, match="L449"):
+        copy.deepcopy(layer)
+    with pytest.raises(InputRefused, match=r"L44[89]"):
+        get_peft_model(nn.Sequential(layer, nn.LayerNorm(33)), LoraConfig(r=4, target_modules=["0"], use_dora=True))
+
+
+def test_a_first_pass_in_inference_mode_leaves_the_ring_usable() -> None:
+    _, layer = pair("cpu", bias=False)
+    with torch.inference_mode():
+        layer(torch.ones(2, 48))
+    x = torch.ones(2, 48, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None

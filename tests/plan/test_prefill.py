@@ -122,3 +122,15 @@ def test_a_module_without_linear_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputRefused) as refusal:
         plan_of(EXPERTS + 'rule norm { match module at "model.norm" => place(stream = cuda:0) }', tmp_path)
     assert [each.code for each in refusal.value.diagnostics] == ["M079"]
+
+
+@pytest.mark.parametrize("settings", ["cuda:0, stream = cuda:0", "stream = cuda:0, prefill = cuda:0"])
+def test_settings_that_contradict_each_other_are_refused(settings: str, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused) as refusal:
+        plan_of(EXPERTS + MANY.replace("cpu, prefill = cuda:0", settings), tmp_path)
+    assert [each.code for each in refusal.value.diagnostics] == ["M080"]
+
+
+def test_a_program_that_trains_nothing_has_its_resident_layers_too(tmp_path: Path) -> None:
+    plan = plan_of(EXPERTS + MANY + "plan { mode = train  cuda:0 = 20GiB }", tmp_path)
+    assert set(streamed(plan)) == {"resident"}
