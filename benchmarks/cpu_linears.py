@@ -38,7 +38,7 @@ CONFIG: Final = Path(__file__).parent.parent / "tests" / "configs" / "deepseek-v
 PROGRAMS: Final = Path(__file__).parent.parent / "rules"
 LINEARS: Final = """
 rule linears {
-  match linear at "**.self_attn.*", "model.layers.0.mlp.*", "**.shared_experts.*"
+  match linear at "model.layers.0.mlp.*", "**.shared_experts.*"
   => kt_linear(torch, prefill = auto)
 }
 """

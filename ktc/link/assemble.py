@@ -14,6 +14,7 @@ from ktc.capture.model import build_on_meta
 from ktc.codegen.render import KernelSource
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.host import Host
+from ktc.isa import PREFERENCE
 from ktc.link.adapter import adapter_json
 from ktc.link.package import KernelFile, Package
 from ktc.link.rules import rule_files
@@ -49,7 +50,7 @@ def assemble(
         settings=settings,
         rule_files=rule_files(rules.sources, rules.entry),
         host=host_json(plan.host),
-        isa=next((spec.isa for spec in plan.kernels), "scalar"),
+        isa=min((spec.isa for spec in plan.kernels), key=PREFERENCE.index, default="scalar"),  # the most demanding
         plan=plan_json(plan),
         kernels=tuple(KernelFile(s.entry, asdict(s), units[s.entry].text) for s in source.specs),
         bindings=units["bindings"].text if library is not None else "",
