@@ -7,10 +7,10 @@ names of classes and attributes. Nothing is exported, so a trace takes milliseco
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,9 @@ _FRACTION = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?")
 Reads = dict[str, set[str]]  # a setting of a config, by class and name -> the values that code read
 
 _reads: ContextVar[Reads | None] = ContextVar("reads", default=None)
+_STOCK_READ = PreTrainedConfig.__getattribute__
+_LOCK = threading.Lock()
+_collecting: list[None] = []  # one entry for each context that collects
 
 
 class Trace(TorchDispatchMode):
@@ -67,13 +70,13 @@ def recording_reads() -> Generator[Reads]:
 
     Layers may have configs of their own, of one class.
     """
-    _record_reads()
     found: Reads = {}
-    token = _reads.set(found)
-    try:
-        yield found
-    finally:
-        _reads.reset(token)
+    with _reporting_configs():
+        token = _reads.set(found)
+        try:
+            yield found
+        finally:
+            _reads.reset(token)
 
 
 def note_reads(reads: Reads) -> None:
@@ -84,10 +87,23 @@ def note_reads(reads: Reads) -> None:
             recording.setdefault(name, set()).update(values)
 
 
-@cache
-def _record_reads() -> None:
-    """Let configs report reads, once per process: only a context that collects them sees any."""
-    stock = PreTrainedConfig.__getattribute__
+@contextmanager
+def _reporting_configs() -> Generator[None]:
+    """Let configs report reads while any thread collects them. Afterwards they are stock, as `torch.compile` needs."""
+    with _LOCK:
+        _collecting.append(None)
+        if len(_collecting) == 1:
+            cast("Any", PreTrainedConfig).__getattribute__ = _reporting(_STOCK_READ)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _collecting.pop()
+            if not _collecting:
+                cast("Any", PreTrainedConfig).__getattribute__ = _STOCK_READ
+
+
+def _reporting(stock: Callable[[PreTrainedConfig, str], Any]) -> Callable[[PreTrainedConfig, str], Any]:
 
     def read(self: PreTrainedConfig, name: str) -> Any:
         value = stock(self, name)
@@ -96,7 +112,7 @@ def _record_reads() -> None:
             recording.setdefault(f"{type(self).__name__}.{name}", set()).add(repr(value))
         return value
 
-    cast("Any", PreTrainedConfig).__getattribute__ = read
+    return read
 
 
 def is_plain(value: object) -> bool:
