@@ -94,7 +94,8 @@ def experts_of(family: str) -> Experts:
 def compiled(family: str, module: nn.Module) -> CalledExperts:
     """Return the module that takes the place of the stock experts, with their weights."""
     args = {**arguments(family, module), "top_k": experts_of(family).top_k, "activations": "keep", "threads": 1}
-    made = CpuMoe.realise(own_experts(module, args), {**args, "numa": "none", "prefill": ""}, None)
+    streamed = {"prefill": "", "prefill_tokens": 1, "stream_buffer": 1, "streamed": "each pass"}
+    made = CpuMoe.realise(own_experts(module, args), {**args, **streamed, "numa": "none"}, None)
     assert isinstance(made, CalledExperts)
     return made
 
