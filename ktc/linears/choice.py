@@ -6,15 +6,23 @@ fp32 (docs/benchmarks.md). In: a product of ktc, or torch's own in fp32 to predi
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from ktc import environment
+from ktc.decode import Undecodable, decode, read_json
+from ktc.files import write_file
+from ktc.host import cpu_name
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +46,22 @@ class Choice:
     def __str__(self) -> str:
         taken = "packed" if self.packed else "torch"
         return f"{taken} (torch {self.torch:.0f} GFLOP/s, packed {self.other:.0f}: measured in bf16)"
+
+
+def kept_choice(of: str, measure: Callable[[], Choice]) -> Choice:
+    """Return the choice that an earlier process kept for `of` on this processor, or measure and keep it.
+
+    So processes on one machine choose alike, and a resumed run computes what the first one did.
+    """
+    key = json.dumps((of, cpu_name(), torch.__version__))
+    path = environment.cache_dir() / "choices" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    try:
+        return decode(read_json(path.read_bytes()), Choice)
+    except (OSError, ValueError, Undecodable):  # missing, or not what was written
+        found = measure()
+    with contextlib.suppress(OSError):  # a cache that cannot be written is one measurement per process
+        write_file(path, json.dumps(asdict(found)))
+    return found
 
 
 def measured_choice(packed: Multiply) -> Choice:

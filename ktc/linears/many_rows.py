@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ktc.experts.kernel_library import TURNS, Kernel
-from ktc.linears.choice import Choice, measured_choice
+from ktc.linears.choice import Choice, kept_choice, measured_choice
 from ktc.linears.gemv import DTYPES, is_plain, is_traced, opened
 
 Product = Literal["packed", "auto"]
@@ -78,7 +78,8 @@ class ManyRows:
 
 @functools.cache
 def _choice(product: ManyRows, torch_threads: int) -> Choice:  # one for all layers with the same threads
-    return measured_choice(product.multiply)
+    of = f"{product.kernel.library.digest} {product.kernel.entry} {product.threads} {torch_threads}"
+    return kept_choice(of, lambda: measured_choice(product.multiply))
 
 
 class _Frozen(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,13 +176,14 @@ def test_under_peft_and_checkpoints_it_is_one_function(monkeypatch: pytest.Monke
 
 
 def test_the_faster_product_is_taken_and_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     calls, ours, x = counted(monkeypatch), frozen(), torch.randn(12, 256).bfloat16()
     assert ours.many is not None
     ours.many = replace(ours.many, product="auto")
     for speeds, expected in (((30.0, 120.0), 1), ((100.0, 110.0), 0), ((400.0, 120.0), 0)):
         many_rows._choice.cache_clear()
+        monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path / str(speeds[0])))
         monkeypatch.setattr(choice, "_measured", lambda *_, speeds=speeds: Choice(*speeds))
         calls.clear()
         with caplog.at_level(logging.INFO, "ktc.linears.choice"):
@@ -190,6 +192,16 @@ def test_the_faster_product_is_taken_and_logged(
     many_rows._choice.cache_clear()
     assert "packed (torch 30 GFLOP/s, packed 120" in caplog.messages[0]
     assert "torch (torch 400 GFLOP/s" in caplog.messages[2]
+
+
+def test_a_later_process_chooses_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path))
+    first = choice.kept_choice("a kernel", lambda: Choice(100.0, 120.0))
+    assert choice.kept_choice("a kernel", lambda: Choice(100.0, 110.0)) == first
+    assert choice.kept_choice("another", lambda: Choice(1.0, 2.0)) == Choice(1.0, 2.0)
+    (kept,) = [path for path in tmp_path.rglob("*.json") if "120" in path.read_text()]
+    kept.write_text("{}")
+    assert choice.kept_choice("a kernel", lambda: Choice(100.0, 110.0)) == Choice(100.0, 110.0)
 
 
 def test_a_measurement_has_two_speeds() -> None:
