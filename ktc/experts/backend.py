@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ktc.experts.cpu_backend import Activations, CpuKernel
-from ktc.experts.expert_stream import DEFAULT_BUFFER
 from ktc.experts.grouped_products import described
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.reference_backend import Reference
+from ktc.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.experts.streamed_backend import Streamed
 from ktc.experts.weights import ExpertsWeights
 

@@ -22,11 +22,10 @@ from ktc.experts.packed import PackedExperts
 from ktc.experts.packed_layout import Matrices, PackedLayout
 from ktc.experts.panels import panels_of
 from ktc.experts.stream_ring import Ring, StreamSource, ring_of
+from ktc.experts.stream_sizes import DEFAULT_BUFFER, PIECES, ring_bytes
 
 _CHUNK_BYTES: Final = 128 << 20  # of decoded matrices: enough rows for a grouped product, little beside a model
 _CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces: each costs the host half a millisecond
-_PIECES: Final = 4  # that a ring holds at least
-DEFAULT_BUFFER: Final = 1 << 30  # bytes of a ring: it hides 18 ms of other work on a bus of 55 GB/s
 
 
 class ExpertStream:
@@ -50,12 +49,12 @@ class ExpertStream:
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
         most = max(_CHUNK_BYTES // decoded, -(-len(share) // _CHUNKS))
-        self._runs = _runs(share, min(most, buffer // _PIECES // self._bytes))
+        self._runs = _runs(share, most, buffer // PIECES // self._bytes)
         pieces = [experts.packed[run.start * self._bytes : run.stop * self._bytes] for run in self._runs]
         self._source = StreamSource(experts.packed, pieces, experts)
         self._ring: Ring | _Resident = _Resident(device)
         if not resident:
-            self._ring = ring_of(device, max(buffer, _PIECES * max(piece.nbytes for piece in pieces)))
+            self._ring = ring_of(device, ring_bytes(buffer, self._bytes))
 
     def prepare(self) -> None:
         """Take the memory on the device that the weights need."""
@@ -93,10 +92,14 @@ class _Resident:
                 self._pieces = tuple(piece.to(self._device) for piece in source.pieces)
 
 
-def _runs(share: range, most: int) -> tuple[range, ...]:
-    """Cut neighbours into runs of equal length where that is at most a third longer than `most`: one compilation."""
-    most = max(1, min(most, len(share)))
-    even = [size for size in range(most, most + most // 3 + 1) if len(share) % size == 0]
+def _runs(share: range, most: int, limit: int) -> tuple[range, ...]:
+    """Cut neighbours into runs of `most`, up to a third more where that makes them equal: one compilation.
+
+    No run is longer than `limit`, or than one.
+    """
+    most = max(1, min(most, limit, len(share)))
+    longest = max(most, min(most + most // 3, limit))
+    even = [size for size in range(most, longest + 1) if len(share) % size == 0]
     size = even[0] if even else most
     return tuple(share[first : first + size] for first in range(0, len(share), size))
 

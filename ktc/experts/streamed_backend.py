@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ktc.experts.chunk_products import ChunkProducts
-from ktc.experts.expert_stream import DEFAULT_BUFFER, ExpertStream, expert_stream
+from ktc.experts.expert_stream import ExpertStream, expert_stream
 from ktc.experts.form import ExpertsForm
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.packed import PackedExperts
 from ktc.experts.saved_on_host import SavedOnHost
 from ktc.experts.slots import Slots
+from ktc.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.experts.tracing import never_traced
 
 

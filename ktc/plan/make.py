@@ -23,7 +23,7 @@ from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel
 from ktc.plan.linears import choose_linear
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.placement import device_of, place
-from ktc.plan.prefill import plan_prefill, resident_bytes, stay_resident
+from ktc.plan.prefill import expert_rings, plan_prefill, resident_bytes, stay_resident
 from ktc.plan.spec import Spec
 from ktc.plan.stored import conversions
 from ktc.plan.streams import plan_streams
@@ -88,9 +88,9 @@ def _memory(
 ) -> MemoryPlan:  # fmt: skip
     """Return the memory plan with what streamed weights take on each device."""
     streaming = resident_bytes(prefills, specs)
-    used = {(device, p.buffer) for p in prefills.values() if not p.resident for device in p.devices}
-    for device, buffer in used | {(each.device, each.buffer) for each in streams}:
-        streaming[device] = streaming.get(device, 0) + buffer
+    rings = expert_rings(prefills, specs) | {(each.device, max(each.buffer, each.nbytes)) for each in streams}
+    for device, size in rings:
+        streaming[device] = streaming.get(device, 0) + size
     return plan_memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, streaming)
 
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.dsl.ruleset import RuleSet
+from ktc.experts.stream_sizes import DEFAULT_BUFFER, ring_bytes
 from ktc.host import Host
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import packed_bytes
@@ -25,7 +26,6 @@ from ktc.targets.target import Prefill
 # A GPU on a bus of 55 GB/s takes the time of 16 AMX cores for 1,200 tokens of DeepSeek-V2-Lite (docs/benchmarks.md),
 # and that of slower cores for fewer; `plan { layerwise_prefill = N }` says otherwise.
 DEFAULT_TOKENS: Final = 1024
-DEFAULT_BUFFER: Final = 1 << 30  # bytes of a ring: it hides 18 ms of other work on a bus of 55 GB/s
 
 
 def asks_for_experts(claim: Claim, claims: Sequence[Claim]) -> bool:
@@ -77,6 +77,16 @@ def _unsuited(claim: Claim, claims: Sequence[Claim], host: Host) -> str:
     if host.numa > 1 and experts.numa == "shard":
         return f"weights that are cut for several NUMA nodes cannot be sent; write `{CpuMoe.name}(numa = none)`"
     return ""
+
+
+def expert_rings(prefills: Mapping[str, Prefill], specs: Mapping[str, KernelSpec]) -> set[tuple[str, int]]:
+    """Return the devices of streamed experts with the sizes of their rings, which hold a few experts at least."""
+    return {
+        (device, ring_bytes(prefill.buffer, packed_bytes(specs[path]) // (specs[path].num_experts or 1)))
+        for path, prefill in prefills.items()
+        if path in specs and not prefill.resident
+        for device in prefill.devices
+    }
 
 
 # Resident layers -----------------------------------------------------------------------------------------------------

@@ -44,7 +44,9 @@ def plan_streams(
             message = f"`place(stream = {device})` on `{claim.path}`: it has no linear layer to stream"
             problems.append(Diagnostic("M079", message, claim.span, hint="see `ktc explain M079`"))
         for path in layers:
-            found[path] = StreamedLinear(path, device, stream_buffer(rules), claim.rule, claim.span)
+            weight = captured.model.get_submodule(path).get_parameter("weight")
+            nbytes = weight.numel() * weight.element_size()
+            found[path] = StreamedLinear(path, device, stream_buffer(rules), nbytes, claim.rule, claim.span)
     if problems:
         raise InputRefused(*problems)
     return tuple(found.values())

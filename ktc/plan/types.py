@@ -43,11 +43,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class StreamedLinear:
-    """A linear layer that `device` computes from weights in host memory, which pass through `buffer` bytes there."""
+    """A linear layer that `device` computes from `nbytes` of weights in host memory.
+
+    They pass through `buffer` bytes there, or through more where a layer is larger.
+    """
 
     fqn: str
     device: str
     buffer: int
+    nbytes: int
     rule: str
     span: Span
 
