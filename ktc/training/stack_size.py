@@ -32,16 +32,20 @@ def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, 
     """Count the bytes that each device holds of a token from forward to backward."""
     width = call.hidden.shape[-1] * call.hidden.element_size()
     held: dict[str, int] = {"cpu": 0}
-    offloaded: set[str] = set()
+    offloaded: dict[str, int] = {}  # bytes of one layer at a time
     for split, device in zip(layers, call.devices, strict=True):
         held[str(device)] = held.get(str(device), 0) + width * (1 if split.attention is None else 2)
         if split.experts is not None:
-            backend = _fused(split.experts).backend(_MANY)
+            fused = _fused(split.experts)
+            backend = fused.backend(_MANY)
             held["cpu"] += 2 * width + backend.saved_bytes(*_ranks(split.experts))
             if backend.device.type != "cpu":
-                offloaded.add(str(backend.device))
-    for device in offloaded:  # of one layer at a time
-        held[device] = held.get(device, 0) + call.hidden.shape[-1] * _OFFLOADED
+                layer = call.hidden.shape[-1] * _OFFLOADED + width * fused.top_k  # a row for each choice
+                offloaded[str(backend.device)] = max(layer, offloaded.get(str(backend.device), 0))
+        if split.attention is not None and device.type == "cuda":
+            held["cpu"] += width  # where passes of many tokens keep attention's output
+    for device, layer in offloaded.items():
+        held[device] = held.get(device, 0) + layer
     held[str(call.devices[-1])] += 3 * width  # the last layer's output, its gradient, and the one on its way down
     return held
 

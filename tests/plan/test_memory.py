@@ -81,9 +81,9 @@ def test_what_fits_fits_and_one_more_does_not(name: str, program: str) -> None:
 
 
 def test_caches_are_those_of_the_attention() -> None:
-    per_token = {name: [layer.per_token for layer in full_size(name).cache or ()] for name in PUBLISHED}
-    assert per_token["deepseek-v3"] == [2 * (512 + 64)] * 61
-    assert per_token["qwen3-235b-a22b"] == [2 * 2 * 4 * 128] * 94
+    expected = {"deepseek-v3": [2 * (512 + 64)] * 61, "qwen3-235b-a22b": [2 * 2 * 4 * 128] * 94}
+    for name, per_token in expected.items():
+        assert [layer.per_token for layer in full_size(name).cache or ()] == per_token
 
 
 def test_a_sliding_window_is_cached_up_to_its_width() -> None:

@@ -290,4 +290,5 @@ def test_experts_of_a_gpu_leave_states_alone_on_the_host(
             backend: Any = Streamed(None, module.form, (torch.device("cuda:0"),))  # type: ignore[arg-type]
             monkeypatch.setattr(module, "backend", lambda tokens, backend=backend: backend)
     held = bytes_per_token(layers, call)
-    assert held == {"cpu": (len(layers) * (2 + 2) + 3) * width * call.hidden.element_size(), "cuda:0": 12 * width}
+    item, choices = call.hidden.element_size(), next(m.top_k for m in model.modules() if isinstance(m, FusedMoe))
+    assert held == {"cpu": (len(layers) * (2 + 2) + 3) * width * item, "cuda:0": (12 + choices * item) * width}
