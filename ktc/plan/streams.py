@@ -8,7 +8,7 @@ stay there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -43,6 +43,9 @@ def plan_streams(
         if not layers:
             message = f"`place(stream = {device})` on `{claim.path}`: it has no linear layer to stream"
             problems.append(Diagnostic("M079", message, claim.span, hint="see `ktc explain M079`"))
+        for path in (path for path in layers if _is_shared(captured, path)):
+            message = f"`place(stream = {device})` on `{path}`: another module shares its weight"
+            problems.append(Diagnostic("M079", message, claim.span, hint="see `ktc explain M079`"))
         for path in layers:
             weight = captured.model.get_submodule(path).get_parameter("weight")
             nbytes = weight.numel() * weight.element_size()
@@ -55,3 +58,10 @@ def plan_streams(
 def _linears(module: nn.Module, path: str) -> list[str]:
     below = cast("Iterator[tuple[str, nn.Module]]", module.named_modules())
     return [f"{path}.{name}".strip(".") for name, each in below if is_plain_linear(each)]
+
+
+def _is_shared(captured: CapturedModel, path: str) -> bool:
+    """Return whether another module has the layer's weight too, as an embedding tied to the head."""
+    weight = captured.model.get_submodule(path).get_parameter("weight")
+    named = cast("Any", captured.model).named_parameters(remove_duplicate=False)
+    return sum(parameter is weight for _, parameter in named) > 1

@@ -134,3 +134,9 @@ def test_settings_that_contradict_each_other_are_refused(settings: str, tmp_path
 def test_a_program_that_trains_nothing_has_its_resident_layers_too(tmp_path: Path) -> None:
     plan = plan_of(EXPERTS + MANY + "plan { mode = train  cuda:0 = 20GiB }", tmp_path)
     assert set(streamed(plan)) == {"resident"}
+
+
+def test_a_weight_that_two_modules_share_is_not_streamed(tmp_path: Path) -> None:
+    program = rules(EXPERTS + 'rule head { match module at "lm_head" => place(stream = cuda:0) }', tmp_path)
+    with pytest.raises(InputRefused, match=r"M079.*another module shares its weight"):
+        planned(captured("deepseek_v2", tie_word_embeddings=True), program, GPU)
