@@ -43,4 +43,12 @@ def _compiled(function: Callable[_P, _R], dynamic: bool, index: int | None) -> C
     # torch counts recompilations by code object, which closures of one definition share, and GPUs.
     code = function.__code__.replace(co_firstlineno=function.__code__.co_firstlineno)
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    return torch.compile(cast("Callable[_P, _R]", own), dynamic=dynamic)
+    compiled = torch.compile(cast("Callable[_P, _R]", own), dynamic=dynamic)
+
+    def on_this_thread(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # A derivative in `function` is traced by autograd, whose thread of another GPU has no frame of the caller:
+        # torch.compile 2.11 fails there.
+        with torch.autograd.set_multithreading_enabled(False):
+            return compiled(*args, **kwargs)
+
+    return on_this_thread
