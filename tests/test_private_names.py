@@ -7,6 +7,7 @@ and the newest supported releases.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,6 +133,11 @@ def test_a_class_says_what_stays_in_fp32_and_what_a_checkpoint_may_have_besides(
 def test_a_class_reads_its_source_for_what_it_can_do(name: str) -> None:
     """`CompiledModel` overrides both, since its own source has none of it."""
     assert getattr(Qwen3MoeForCausalLM, name)() is True
+
+
+def test_generation_asks_the_model_whether_it_compiles_it() -> None:
+    """`CompiledModel` says that it does not."""
+    assert "model_kwargs" in inspect.signature(Qwen3MoeForCausalLM._valid_auto_compile_criteria).parameters
 
 
 def test_initialising_leaves_marked_parameters_alone(model: PreTrainedModel) -> None:

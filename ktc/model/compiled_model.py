@@ -116,6 +116,10 @@ class CompiledModel:
         modules = cast("nn.Module", self).modules()
         return counted + sum(module.num_parameters() for module in modules if isinstance(module, FusedMoe))
 
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """Return False: `generate` with a static cache would compile the model, and experts' kernels are no graph."""
+        return False
+
     # transformers reads the source of the class's module to learn what it can do, and treats classes from elsewhere as
     # unknown code whose tensors keep their names. Ours is the stock class, so the stock class answers.
 

@@ -111,10 +111,12 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def device_map(placement: Mapping[str, str]) -> dict[str, str | int] | None:
-    """Return the placement as Hugging Face's `hf_device_map`, `None` for a single device."""
+def device_map(placement: Mapping[str, str]) -> dict[str, int] | None:
+    """Return the GPUs of the placement as Hugging Face's `hf_device_map`, `None` for a single device.
+
+    What stands on the CPU is left out: PEFT takes a module there for offloaded and, when it loads an adapter, places
+    the whole model anew.
+    """
     if len(set(placement.values())) < 2:
         return None
-    return {
-        fqn: int(name.partition(":")[2] or 0) if name.startswith("cuda") else name for fqn, name in placement.items()
-    }
+    return {fqn: int(name.partition(":")[2] or 0) for fqn, name in placement.items() if name.startswith("cuda")}

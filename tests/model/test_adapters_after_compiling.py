@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import ktc
 from ktc.diagnostics import InputRefused
 from ktc.model.peft_glue import read_lora_config
+from ktc.model.placement import device_map
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -197,6 +198,18 @@ def test_a_change_below_an_adapter_is_said(compiled: Path, caplog: pytest.LogCap
     logits(model)
     logits(model)
     assert [record.message.count("received `act_fn`") for record in caplog.records] == [1]
+
+
+def test_an_adapter_is_loaded_without_placing_the_model_anew(
+    compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT dispatches a model over the visible GPUs where its `hf_device_map` names the CPU: a resumed run moved."""
+    Adapted(ktc.load(compiled, reference=True), compiled, experts=False).model.save_pretrained(tmp_path)
+    monkeypatch.setattr("peft.peft_model.dispatch_model", lambda *args, **kwargs: pytest.fail("it was placed anew"))
+    base = ktc.load(compiled, reference=True)
+    base.hf_device_map = device_map({"": "cuda:1", "model.layers.1.mlp.experts": "cpu"})
+    model = PeftModel.from_pretrained(base, tmp_path)
+    model.load_adapter(tmp_path, "default", is_trainable=True)
 
 
 def test_adapters_by_transformers_own_methods(compiled: Path, checkpoint: Path) -> None:

@@ -32,7 +32,7 @@ def test_the_nearest_ancestor_decides(fqn: str, device: str) -> None:
 
 def test_the_map_for_hugging_face_is_there_only_if_devices_differ() -> None:
     assert device_map({"model": "cpu", "lm_head": "cpu"}) is None
-    assert device_map({"model": "cuda:0", "lm_head": "cpu"}) == {"model": 0, "lm_head": "cpu"}
+    assert device_map({"model": "cuda:0", "lm_head": "cpu"}) == {"model": 0}, "PEFT dispatches a model with `cpu`"
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
