@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo learn test test-all zoo mutants versions sanitize census fuzz kt-environment lf-environment check format clean
+.PHONY: setup demo learn test test-all zoo mutants versions sanitize census fuzz kt-environment llama-environment lf-environment check format clean
 
 setup: $(READY)
 
@@ -77,6 +77,10 @@ sanitize: $(READY)
 # kt-kernel in build/kt-kernel, for `ktc bench moe --kt-python build/kt-kernel/bin/python`.
 kt-environment:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) benchmarks/kt_environment.sh
+
+# llama.cpp in build/llama, built from its source for this processor, for `ktc bench decode --peer llama.cpp`.
+llama-environment:
+	PYTHON=$(PYTHON) benchmarks/llama_environment.sh
 
 # LLaMA-Factory in build/llama-factory, with the versions that it requires and this checkout: tests/llama_factory/test_training.py.
 lf-environment:

@@ -177,6 +177,7 @@ def _match(value: Matches) -> str:
 
 def _plan(value: Plan) -> str:
     nodes = sum(len(rewrite.sites) * len({action.node for action in rewrite.actions}) for rewrite in value.rewrites)
+    nodes += len(value.outside)
     kernels = count(len(value.kernels), "kernel")
     return f"{count(nodes, 'module')} to rewrite, {kernels}, {count(value.threads, 'thread')}"
 

@@ -175,6 +175,10 @@ def _rewrites_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
             if action.rule == rule:
                 key = (action.target.name, rewrite.node_devices.get(action.node, rewrite.device))
                 counts[key] = counts.get(key, 0) + len(rewrite.sites)
+    for outside in plan.outside:
+        if outside.action.rule == rule:
+            key = (outside.action.target.name, outside.device)
+            counts[key] = counts.get(key, 0) + 1
     for (target, device), modules in counts.items():
         yield target, str(modules), device
 

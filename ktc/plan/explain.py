@@ -13,7 +13,7 @@ from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.linear_spec import LinearSpec
-from ktc.plan.types import BlockRewrite, Claim, LoraPlan, Placement, PlannedOnly, Reason
+from ktc.plan.types import BlockRewrite, Claim, LoraPlan, OutsideLinear, Placement, PlannedOnly, Reason
 from ktc.plan.working_memory import slots_of
 from ktc.targets import CpuMoe, KtLinear, LoraExperts, LoraLinear
 from ktc.targets.target import NodeAction, Spec, Target
@@ -28,10 +28,12 @@ def explain(
     claims: Sequence[Claim],
     lora: LoraPlan | None,
     host: Host,
+    outside: Sequence[OutsideLinear] = (),
 ) -> tuple[Reason, ...]:
     """Return the reasons in the order of the model: rewrites, placements, then unchanged modules."""
     return (
         *(reason for rewrite in rewrites for reason in _of_rewrite(rewrite, claims, lora, host)),
+        *map(_of_outside, outside),
         *(_of_planned(p) for p in planned),
         *_of_placements(placements),
         *_untouched(captured, matches, rewrites, planned),
@@ -52,6 +54,12 @@ def _of_rewrite(rewrite: BlockRewrite, claims: Sequence[Claim], lora: LoraPlan |
         if lora is not None and isinstance(target, CpuMoe) and isinstance(spec, KernelSpec):
             path = actions[0].at(rewrite.sites[0].fqn)
             yield from (Reason(what, why) for why in _of_training(spec, target, path, claims, lora))
+
+
+def _of_outside(outside: OutsideLinear) -> Reason:
+    action = outside.action
+    where = f"rule `{action.rule}` ({action.span})"
+    return Reason(action.fqn, f"{_of_linear(action.target, action.kernel)}, on {outside.device}: {where}")
 
 
 def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:

@@ -140,5 +140,6 @@ def _isa(claim: Claim, asked: str, host: Host) -> Isa:
 def kernel_origins(plan: Plan) -> dict[Spec, str]:
     """Return the location in the rules that requested each kernel."""
     actions = [action for rewrite in plan.rewrites for action in rewrite.actions]
+    actions += [each.action for each in plan.outside]
     asked = ((action.kernel, f"{action.rule} ({action.span})") for action in actions)
     return {spec: origin for spec, origin in asked if isinstance(spec, Spec)}

@@ -22,12 +22,23 @@ from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel
 from ktc.plan.linears import choose_linear
 from ktc.plan.memory import over_budget, plan_memory
+from ktc.plan.outside import outside_linears
 from ktc.plan.placement import device_of, place
 from ktc.plan.prefill import expert_rings, plan_prefill, resident_bytes, stay_resident
 from ktc.plan.spec import Spec
 from ktc.plan.stored import conversions
 from ktc.plan.streams import plan_streams
-from ktc.plan.types import ANY_SIZE, BlockRewrite, Claim, LoraPlan, MemoryPlan, Plan, Point, StreamedLinear
+from ktc.plan.types import (
+    ANY_SIZE,
+    BlockRewrite,
+    Claim,
+    LoraPlan,
+    MemoryPlan,
+    OutsideLinear,
+    Plan,
+    Point,
+    StreamedLinear,
+)
 from ktc.targets import CpuMoe, KtLinear, ModuleTarget
 from ktc.targets.target import NodeAction, Prefill
 
@@ -49,17 +60,18 @@ def make_plan(
     specs = {claim.path: spec for claim, spec in chosen.items() if isinstance(spec, KernelSpec)}
     prefills, streams = plan_prefill(claims, rules, host), plan_streams(captured, claims, rules, host)
     rewrites = _group(captured, claims, chosen, devices, prefills)
+    outside = outside_linears(captured, claims, chosen, devices)
     unavailable = not_built(claims, chosen, rules)
     lora = plan_lora(captured, claims, rules)
-    if not rewrites and not unavailable:
+    if not rewrites and not outside and not unavailable:
         raise InputRefused(_nothing_to_rewrite(captured, matches))
     threads = max((claim.target.num_threads(host) for claim in claims), default=1)
     mode = str(rules.plan.get("mode") or ("train" if lora else "infer"))
-    memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, prefills)
+    memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, prefills, outside)
     resident = stay_resident(prefills, specs, memory, rules, mode)
     if resident != prefills:
         rewrites = _group(captured, claims, chosen, devices, resident)
-        memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, resident)
+        memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, resident, outside)
     return Plan(
         host=host,
         mode=mode,
@@ -70,7 +82,7 @@ def make_plan(
         lora=lora,
         memory=memory,
         reasons=(
-            *explain(captured, matches, rewrites, planned_only(claims), placements, claims, lora, host),
+            *explain(captured, matches, rewrites, planned_only(claims), placements, claims, lora, host, outside),
             *conversions(captured, weights, specs),
         ),
         warnings=(*matches.warnings, *_left_alone(captured, rewrites)),
@@ -78,20 +90,21 @@ def make_plan(
         unavailable=unavailable,
         planned_only=planned_only(claims),
         streams=streams,
+        outside=outside,
     )
 
 
 def _memory(
     captured: CapturedModel, rewrites: Sequence[BlockRewrite], devices: Mapping[str, str],
     specs: Mapping[str, KernelSpec], lora: LoraPlan | None, rules: RuleSet, host: Host, asked: Point,
-    streams: Sequence[StreamedLinear], prefills: Mapping[str, Prefill],
+    streams: Sequence[StreamedLinear], prefills: Mapping[str, Prefill], outside: Sequence[OutsideLinear],
 ) -> MemoryPlan:  # fmt: skip
     """Return the memory plan with what streamed weights take on each device."""
     streaming = resident_bytes(prefills, specs)
     rings = expert_rings(prefills, specs) | {(each.device, max(each.buffer, each.nbytes)) for each in streams}
     for device, size in rings:
         streaming[device] = streaming.get(device, 0) + size
-    return plan_memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, streaming)
+    return plan_memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, streaming, outside)
 
 
 def _choose(

@@ -20,7 +20,17 @@ from ktc.host import Host
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import packed_bytes
 from ktc.plan.placement import budget_of, device_of, gib
-from ktc.plan.types import ANY_SIZE, BlockRewrite, DeviceMemory, LoraPlan, MemoryPlan, Point, StreamedLinear, Workload
+from ktc.plan.types import (
+    ANY_SIZE,
+    BlockRewrite,
+    DeviceMemory,
+    LoraPlan,
+    MemoryPlan,
+    OutsideLinear,
+    Point,
+    StreamedLinear,
+    Workload,
+)
 from ktc.plan.workloads import workloads
 
 KINDS = ("attention", "experts", "mlp", "embeddings", "lm_head", "other")
@@ -38,6 +48,7 @@ def plan_memory(
     asked: Point,
     streams: Sequence[StreamedLinear] = (),
     streaming: Mapping[str, int] = MappingProxyType({}),
+    outside: Sequence[OutsideLinear] = (),
 ) -> MemoryPlan:
     """Return the memory plan. `placements` maps FQNs to devices, `kernels` the FQN of experts to their kernel.
 
@@ -51,7 +62,7 @@ def plan_memory(
         )
         for name in sorted({*weights, *adapters, *streaming}, key=lambda name: (name == "cpu", name))
     )
-    uses, notes = workloads(captured, rewrites, placements, devices, lora, rules, host, asked)
+    uses, notes = workloads(captured, rewrites, placements, devices, lora, rules, host, asked, outside)
     total = sum(parameter.numel() for _, parameter in captured.model.named_parameters())
     return MemoryPlan(total, total - _idle(captured), devices, uses, notes)
 

@@ -15,6 +15,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "mode": plan.mode,
         "threads": plan.threads,
         "rewrites": [_rewrite(r) for r in plan.rewrites],
+        "outside": [{**_action(each.action), "device": each.device} for each in plan.outside],
         "placements": [{"fqn": p.fqn, "device": p.device, "rule": p.rule} for p in plan.placements],
         "streams": [{"fqn": s.fqn, "device": s.device, "buffer": s.buffer, "rule": s.rule} for s in plan.streams],
         "kernels": [{"entry": spec.entry, **asdict(spec)} for spec in plan.kernels if spec.op != "linear"],
@@ -33,17 +34,20 @@ def _rewrite(rewrite: BlockRewrite) -> dict[str, Any]:
         "sites": [site.fqn for site in rewrite.sites],
         "device": rewrite.device,
         "actions": [
-            {
-                "node": action.node,
-                "fqn": action.fqn,
-                "target": action.target.name,
-                "rule": action.rule,
-                "settings": _settings(action),
-                "kernel": action.kernel.entry if action.kernel else None,
-                "device": rewrite.node_devices.get(action.node, rewrite.device),
-            }
+            {**_action(action), "device": rewrite.node_devices.get(action.node, rewrite.device)}
             for action in rewrite.actions
         ],
+    }
+
+
+def _action(action: NodeAction) -> dict[str, Any]:
+    return {
+        "node": action.node,
+        "fqn": action.fqn,
+        "target": action.target.name,
+        "rule": action.rule,
+        "settings": _settings(action),
+        "kernel": action.kernel.entry if action.kernel else None,
     }
 
 

@@ -29,6 +29,17 @@ class BlockRewrite:
 
 
 @dataclass(frozen=True, slots=True)
+class OutsideLinear:
+    """A linear layer outside the captured blocks, as the head, that a rule gives a kernel.
+
+    The `action` has no node, and its `fqn` is that of the model.
+    """
+
+    action: NodeAction
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """The device of a module and its descendants, except for those with a placement of their own.
 
@@ -173,6 +184,7 @@ class Plan:
     unavailable: tuple[Diagnostic, ...] = ()  # planned, but not built in this version
     planned_only: tuple[PlannedOnly, ...] = ()
     streams: tuple[StreamedLinear, ...] = ()
+    outside: tuple[OutsideLinear, ...] = ()
 
     @property
     def devices(self) -> tuple[DeviceMemory, ...]:

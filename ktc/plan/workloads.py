@@ -18,8 +18,9 @@ from ktc.host import Host
 from ktc.plan.activations import Adapter, Footprint, footprint
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.linear_spec import LinearSpec
+from ktc.plan.outside import widest_product
 from ktc.plan.placement import device_of
-from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, Point, Workload
+from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, OutsideLinear, Point, Workload
 from ktc.plan.working_memory import ProductRows, Slots, slots_of
 from ktc.targets import CpuMoe, KtLinear, LoraLinear
 
@@ -59,6 +60,7 @@ class _Model:
     vocabulary: int
     item: int
     per_hidden: int
+    outside: ProductRows | None = None  # of linear layers outside the blocks
 
 
 def workloads(
@@ -70,9 +72,10 @@ def workloads(
     rules: RuleSet,
     host: Host,
     asked: Point,
+    outside: Sequence[OutsideLinear] = (),
 ) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
     """Return the uses of the model, and notes on the limits of their numbers. A program with LoRA has training."""
-    model = _described(captured, rewrites, placements, devices, lora, host)
+    model = _described(captured, rewrites, placements, devices, lora, host, outside)
     limit = _positions(getattr(captured.source.config.get_text_config(), "max_position_embeddings", None))
     tokens = rules.plan.get("tokens")
     usual = tokens if isinstance(tokens, int) and tokens > 1 else DEFAULT_LENGTH
@@ -168,7 +171,8 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
 
 def _with_products(model: _Model, needs: Needs, tokens: int) -> Needs:
     """Linear layers share the experts' workspace."""
-    products = [layer.product.workspace(tokens) for layer in model.layers if layer.product is not None]
+    held = [layer.product for layer in model.layers] + [model.outside]
+    products = [product.workspace(tokens) for product in held if product is not None]
     if products:
         needs["cpu"]["workspace"] = max(needs["cpu"].get("workspace", 0), *products)
     return needs
@@ -189,6 +193,7 @@ def _described(
     devices: tuple[DeviceMemory, ...],
     lora: LoraPlan | None,
     host: Host,
+    outside: Sequence[OutsideLinear],
 ) -> _Model:
     hidden, item = int(captured.facts["hidden"]), captured.model.dtype.itemsize
     by_site = {site.fqn: rewrite for rewrite in rewrites for site in rewrite.sites}
@@ -216,6 +221,7 @@ def _described(
         int(captured.source.config.get_text_config().vocab_size),
         item,
         hidden * item,
+        widest_product(captured, outside, host.workers),
     )
 
 

@@ -53,6 +53,10 @@ class KtLinear(ModuleTarget):
         return action.kernel.entry if action.kernel else self.kernel
 
     def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+        """Return the same arguments for every layer."""
+        return self.module_arguments(host)
+
+    def module_arguments(self, host: Host) -> Arguments:
         """Return the number of threads, which is the host's, and the kernels for few and for many rows."""
         return {"threads": host.workers, "few": self.kernel, "many": self.prefill or "torch"}
 

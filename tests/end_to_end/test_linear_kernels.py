@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import get_peft_model
+from transformers import AutoConfig
 
 import ktc
+from ktc import twin
 from ktc.linears.lora_linear import KTLinear
 from ktc.model.peft_glue import read_lora_config
 
@@ -30,6 +32,8 @@ def test_a_model_decodes_by_the_kernel_and_says_what_pytorch_does(tmp_path: Path
     model = get_peft_model(ktc.load(out), read_lora_config(out)).eval()
     linears = [module for module in model.modules() if isinstance(module, KTLinear)]
     assert len(linears) > 4
+    head = model.get_output_embeddings()
+    assert isinstance(head, KTLinear) and head.decode is not None  # it is outside every block
     ids = torch.randint(3, model.config.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole = model(input_ids=ids).logits[:, -1].float()  # 12 rows: PyTorch's product
@@ -48,4 +52,20 @@ def test_a_program_may_ask_for_linear_kernels_alone(tmp_path: Path) -> None:
     ids = torch.full((1, 1), 5)
     with torch.no_grad():
         ours, stock = (each(input_ids=ids).logits.float() for each in (model, ktc.load(out, reference=True)))
+    assert float((ours - stock).norm() / stock.norm()) < 2e-2
+
+
+def test_a_head_that_is_tied_to_the_embeddings_takes_the_kernel_and_stays_tied(tmp_path: Path) -> None:
+    """The embedding is looked up in the weight that the kernel multiplies."""
+    config = AutoConfig.from_pretrained(twin.write("qwen3_moe", tmp_path / "models"))
+    config.tie_word_embeddings = True
+    model = twin.build(config, seed=0, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "tied")
+    (tmp_path / "head.ktr").write_text('rule head { match linear at "lm_head" => kt_linear(gemv) }\n')
+    loaded = ktc.load(ktc.compile(tmp_path / "tied", tmp_path / "head.ktr", tmp_path / "out"))
+    head = loaded.get_output_embeddings()
+    assert isinstance(head, KTLinear) and head.decode is not None
+    assert head.weight is loaded.get_input_embeddings().weight
+    with torch.no_grad():
+        ours, stock = (each(input_ids=torch.full((1, 1), 5)).logits.float() for each in (loaded, model))
     assert float((ours - stock).norm() / stock.norm()) < 2e-2

@@ -26,6 +26,7 @@ PROGRAMS = {
     "mla-inference": "deepseek-v3",
     "moe-lora": "deepseek-v3",
     "moe-experts-lora": "qwen3-30b-a3b",
+    "moe-inference": "deepseek-v3",
 }
 
 

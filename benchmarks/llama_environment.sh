@@ -1,0 +1,23 @@
+#!/bin/sh
+# An environment of its own for llama.cpp, so that `ktc bench decode --peer llama.cpp` can measure it.
+#
+#   benchmarks/llama_environment.sh [FOLDER]        (default: build/llama)
+#
+# llama-cpp-python is built from its source for this processor: a wheel would lack its instructions. Without BLAS,
+# since llama.cpp's own kernels are the peer. Made once: a second call changes nothing until this file changes.
+# PYTHON: the interpreter, 3.10 or newer. JOBS: compilations at once, 2 by default.
+set -eu
+cd "$(dirname "$0")/.."
+folder=${1:-build/llama}
+cmp -s benchmarks/llama_environment.sh "$folder/made-with" && exit 0
+echo "making $folder: llama.cpp is built from its source, which takes some minutes"
+"${PYTHON:-python3}" -m venv --clear "$folder"
+pip="$folder/bin/python -m pip install --quiet --no-compile --disable-pip-version-check"
+# The build takes cmake and ninja from PyPI too. pip's own build environment does not see the system's.
+$pip cmake ninja scikit-build-core numpy typing-extensions jinja2 diskcache
+options="-DGGML_NATIVE=ON -DGGML_BLAS=OFF -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF -DGGML_OPENMP=ON"
+PATH="$PWD/$folder/bin:$PATH" CMAKE_ARGS="$options" CMAKE_GENERATOR=Ninja CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-2} \
+    $pip --no-deps --no-build-isolation --no-binary llama-cpp-python llama-cpp-python==0.3.36
+"$folder/bin/python" -c 'import llama_cpp; print("llama-cpp-python", llama_cpp.__version__)
+print(llama_cpp.llama_print_system_info().decode())'
+cp benchmarks/llama_environment.sh "$folder/made-with"
