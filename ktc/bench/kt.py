@@ -7,17 +7,14 @@ figures are shares of those. The child's answers are checked.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-import select
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from ktc.bench.candidate import Seconds
+from ktc.bench.child import Child
 from ktc.bench.inputs import Batch
 from ktc.bench.limits import Limits, Samples
 from ktc.bench.request import Pass, Request
@@ -111,9 +108,10 @@ def is_required(request: Request) -> bool:
 
 
 def _transport(request: Request, limits: Limits, stack: ExitStack) -> Transport:
-    transport = InProcess() if request.kt_python is None else Child(request.kt_python, stack)
     shape = request.shape
     try:
+        python = request.kt_python
+        transport = InProcess() if python is None else Child(python, _WORKER, _TIMEOUT_SECONDS, stack)
         transport.about = transport.ask(
             "open",
             hidden=shape.hidden,
@@ -149,67 +147,6 @@ class InProcess:
             return getattr(self._worker, do)(**arguments)
         except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
-class Child:
-    """Start kt-kernel in a process of the Python `python`; it always ends with `stack`."""
-
-    in_process = False
-
-    def __init__(self, python: Path, stack: ExitStack) -> None:
-        self.about: dict[str, Any] = {}
-        command = [str(python), "-I", str(_WORKER)]
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the stack)
-        stack.callback(self._said.close)
-        try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said)
-        except OSError as error:
-            message = f"`{python}` cannot be run: {error.strerror}"
-            raise HostLacks(Diagnostic("H241", message, hint="`--kt-python` takes a Python with kt-kernel")) from error
-        stack.callback(self._end)
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send a line and read a line."""
-        pipes = self._process.stdin, self._process.stdout
-        assert pipes[0] is not None and pipes[1] is not None
-        try:
-            pipes[0].write(json.dumps({"do": do, "with": arguments}).encode() + b"\n")
-            pipes[0].flush()
-        except BrokenPipeError as error:
-            raise RuntimeError(self._ended()) from error
-        ready, _, _ = select.select([pipes[1]], [], [], _TIMEOUT_SECONDS)
-        if not ready:
-            raise RuntimeError(f"no answer to `{do}` in {_TIMEOUT_SECONDS} s")
-        line = pipes[1].readline()
-        if not line:
-            raise RuntimeError(self._ended())
-        return _answer(line)
-
-    def _ended(self) -> str:
-        """Return its exit status and its last output."""
-        status = self._process.wait(timeout=10)
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        return f"its process ended with status {status}: {last}"
-
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-def _answer(line: bytes) -> dict[str, Any]:
-    """Return the object in a line of the child. Raise RuntimeError if it is invalid or reports an error."""
-    try:
-        found: object = json.loads(line)
-    except ValueError as error:
-        raise RuntimeError(f"its process answered no JSON: {line[:80]!r}") from error
-    if not isinstance(found, dict):
-        raise RuntimeError(f"its process answered no object: {line[:80]!r}")
-    answer = cast("dict[str, Any]", found)
-    if "error" in answer:
-        raise RuntimeError(str(answer["error"]))
-    return answer
 
 
 def _number(answer: dict[str, Any], name: str) -> float:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from ktc.cli.bench_decode import decode_command
 from ktc.cli.bench_files import bar_of, require_distinct, require_writable
 from ktc.cli.bench_finetune import finetune_command
 from ktc.cli.bench_stream import stream_command
@@ -27,6 +28,7 @@ def bench() -> None:
     """Measure ktc beside its peers."""
 
 
+app.command("decode")(decode_command)
 app.command("finetune")(finetune_command)
 app.command("stream")(stream_command)
 

@@ -1,0 +1,141 @@
+"""The engines that a run measures: ktc and stock Hugging Face in this process, llama.cpp in its own.
+
+An `Engine` prepares one case at a time and computes it. A decode step of this process is one forward of one token of
+every sequence with the model's own growing cache, logits included and without a choice of tokens, as `generate` calls
+it. The cache of a case begins with random keys and values: their values do not change the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ktc.bench.candidate import Seconds, measured
+from ktc.bench.child import Child
+from ktc.bench.decode.request import Case
+from ktc.diagnostics import Diagnostic, HostLacks
+
+STEPS: Final = {1: 4}  # of a round, by the batch; 2 for others
+_TIMEOUT_SECONDS: Final = 900
+_WORKER: Final = Path(__file__).with_name("llama_worker.py")
+
+
+def steps_of(case: Case) -> int:
+    """Return the tokens that a round adds to each sequence."""
+    return STEPS.get(case.batch, 2)
+
+
+def prompt_of(length: int, vocabulary: int, seed: int = 0) -> list[int]:
+    """Return random tokens."""
+    drawn = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(seed))
+    return [int(token) for token in drawn]
+
+
+class Engine(Protocol):
+    """`about` describes its build for the report."""
+
+    impl: str
+    about: dict[str, Any]
+
+    def prepare(self, case: Case) -> None:
+        """Make the cache of a case, in place of the last one's."""
+        ...
+
+    def run(self, case: Case) -> Seconds:
+        """Compute the prepared case once, and return the time of a step or of the prompt."""
+        ...
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits (vocabulary,) in fp32 after a prompt."""
+        ...
+
+
+class LocalEngine:
+    """A model of transformers, compiled or stock."""
+
+    def __init__(self, impl: str, model: PreTrainedModel) -> None:
+        self.impl, self.model = impl, model
+        self.about: dict[str, Any] = {}
+        self._config: Any = model.config
+        self._cache: Any = None
+
+    def prepare(self, case: Case) -> None:
+        """Fill a cache with random keys and values."""
+        self._cache = self.filled_cache(case) if case.kind == "decode" else None
+
+    def run(self, case: Case) -> Seconds:
+        """By the clocks of this process."""
+        vocabulary = self._config.vocab_size
+        if case.kind == "prefill":
+            ids = torch.tensor([prompt_of(case.tokens, vocabulary)])
+            with measured() as spent:
+                self.step(ids, DynamicCache(config=self._config))
+            return spent[0]
+        steps = steps_of(case)
+        ids = torch.arange(case.batch)[:, None]
+        with measured() as spent:
+            for _ in range(steps):
+                self.step(ids, self._cache)
+        self._cache.crop(-steps)
+        return Seconds(spent[0].cpu / steps, spent[0].wall / steps)
+
+    def step(self, ids: Tensor, cache: Any) -> Tensor:
+        """Return the logits (batch, vocabulary) after `ids` (batch, tokens), which the cache holds afterwards."""
+        with torch.no_grad():
+            out = cast("Any", self.model)(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1]
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Read the prompt in one call."""
+        return self.step(torch.tensor([list(tokens)]), DynamicCache(config=self._config))[0].float()
+
+    def filled_cache(self, case: Case) -> Any:
+        """Return a cache with the tokens of a decode case."""
+        config, cache = self._config, DynamicCache(config=self._config)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if case.tokens:
+            size = (case.batch, config.num_key_value_heads, case.tokens, head_dim)
+            values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(self.model.dtype)
+            for layer in range(config.num_hidden_layers):
+                cache.update(values.clone(), values.clone(), layer)
+        return cache
+
+
+class LlamaEngine:
+    """llama.cpp on the same file."""
+
+    impl = "llama.cpp"
+
+    def __init__(self, python: Path, file: Path, threads: int, stack: ExitStack) -> None:
+        """Start its process. Raises HostLacks (H245)."""
+        try:
+            self._child = Child(python, _WORKER, _TIMEOUT_SECONDS, stack)
+            self.about = self._child.ask("open", file=str(file), threads=threads)
+        except RuntimeError as error:
+            hint = "`make llama-environment` makes its environment; `--peer-python` takes another one's Python"
+            raise HostLacks(Diagnostic("H245", f"llama.cpp cannot be measured: {error}", hint=hint)) from error
+
+    def prepare(self, case: Case) -> None:
+        """Read a prompt of the case's length into the first sequence, and copy it to the others."""
+        held, room = (case.tokens, 2 * steps_of(case)) if case.kind == "decode" else (0, case.tokens)
+        self._child.ask("prepare", sequences=case.batch, context=held, room=room)
+
+    def run(self, case: Case) -> Seconds:
+        """By the clocks of its process."""
+        if case.kind == "prefill":
+            spent = self._child.ask("prefill", tokens=[token % 500 for token in range(case.tokens)])
+            return Seconds(spent["cpu"], spent["wall"])
+        steps = steps_of(case)
+        spent = self._child.ask("decode", steps=steps)
+        return Seconds(spent["cpu"] / steps, spent["wall"] / steps)
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Read the prompt in one call."""
+        self._child.ask("prepare", sequences=1, context=0, room=len(tokens))
+        return torch.tensor(self._child.ask("logits", tokens=list(tokens))["logits"])
