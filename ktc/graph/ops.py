@@ -57,7 +57,7 @@ _OPERANDS = {
 }  # fmt: skip
 # Optional arguments of `sdpa`; the attributes of these names are whether they are given.
 _SDPA_OPTIONS = ("sinks", "mask", "softcap", "bias")
-SDPA_MASK = 7  # the position of `mask` among its arguments
+SDPA_SINKS, SDPA_MASK = 6, 7  # the positions of `sinks` and `mask` among its arguments
 
 
 def experts(

@@ -12,10 +12,11 @@ from ktc.diagnostics import listing
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.latent import told
 from ktc.plan.linear_spec import LinearSpec
 from ktc.plan.types import BlockRewrite, Claim, LoraPlan, OutsideLinear, Placement, PlannedOnly, Reason
 from ktc.plan.working_memory import slots_of
-from ktc.targets import CpuMoe, KtLinear, LoraExperts, LoraLinear
+from ktc.targets import CpuMoe, KtLinear, LoraExperts, LoraLinear, MlaAbsorbed
 from ktc.targets.target import NodeAction, Spec, Target
 
 
@@ -32,7 +33,7 @@ def explain(
 ) -> tuple[Reason, ...]:
     """Return the reasons in the order of the model: rewrites, placements, then unchanged modules."""
     return (
-        *(reason for rewrite in rewrites for reason in _of_rewrite(rewrite, claims, lora, host)),
+        *(reason for rewrite in rewrites for reason in _of_rewrite(captured, rewrite, claims, lora, host)),
         *map(_of_outside, outside),
         *(_of_planned(p) for p in planned),
         *_of_placements(placements),
@@ -40,7 +41,9 @@ def explain(
     )
 
 
-def _of_rewrite(rewrite: BlockRewrite, claims: Sequence[Claim], lora: LoraPlan | None, host: Host) -> Iterable[Reason]:
+def _of_rewrite(
+    captured: CapturedModel, rewrite: BlockRewrite, claims: Sequence[Claim], lora: LoraPlan | None, host: Host
+) -> Iterable[Reason]:
     """Yield one reason per rule and kind of rewrite; modules of a block are written as a choice."""
     groups: dict[tuple[str, str], list[NodeAction]] = {}
     for action in rewrite.actions:
@@ -49,7 +52,7 @@ def _of_rewrite(rewrite: BlockRewrite, claims: Sequence[Claim], lora: LoraPlan |
         names = [a.fqn for a in actions]
         tail = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
         what = f"{collapse([site.fqn for site in rewrite.sites])}.{tail}".rstrip(".")
-        yield Reason(what, _of_action(actions[0], rewrite, host))
+        yield Reason(what, _of_action(captured, actions[0], rewrite, host))
         target, spec = actions[0].target, actions[0].kernel
         if lora is not None and isinstance(target, CpuMoe) and isinstance(spec, KernelSpec):
             path = actions[0].at(rewrite.sites[0].fqn)
@@ -62,11 +65,13 @@ def _of_outside(outside: OutsideLinear) -> Reason:
     return Reason(action.fqn, f"{_of_linear(action.target, action.kernel)}, on {outside.device}: {where}")
 
 
-def _of_action(action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
+def _of_action(captured: CapturedModel, action: NodeAction, rewrite: BlockRewrite, host: Host) -> str:
     where = f"rule `{action.rule}` ({action.span})"
     spec = action.kernel
     if isinstance(action.target, LoraLinear):
         return f"takes LoRA, on {rewrite.device}: {where}"
+    if isinstance(action.target, MlaAbsorbed):
+        return f"{told(captured, rewrite.block, action)}, on {rewrite.device}: {where}"
     if not isinstance(spec, KernelSpec):
         return f"{_of_linear(action.target, spec)}, on {rewrite.device}: {where}"
     automatic = action.target.settings["isa"] == "auto"

@@ -20,6 +20,7 @@ from ktc.plan.claims import resolve_claims
 from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel
+from ktc.plan.latent import on_latents
 from ktc.plan.linears import choose_linear
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.outside import outside_linears
@@ -53,7 +54,7 @@ def make_plan(
     conflicts and for a program that rewrites nothing, HostLacks for an ISA or a GPU that the host lacks. A plan that is
     over budget, or requests targets that are not built, is a value that records it.
     """
-    claims = resolve_claims(captured, matches, rules)
+    claims = on_latents(captured, resolve_claims(captured, matches, rules))
     placements = place(claims, rules, host)
     devices = {p.fqn: p.device for p in placements}
     chosen = _choose(captured, weights, claims, devices, host)

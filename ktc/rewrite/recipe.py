@@ -13,7 +13,7 @@ from ktc.host import Host
 from ktc.model.manifest import Rewrite
 from ktc.rewrite.apply import RewrittenBlock
 from ktc.rewrite.block_code import block_code
-from ktc.targets.module_target import ModuleTarget, carriers, place_of
+from ktc.targets.module_target import ITSELF, ModuleTarget, carriers, place_of
 from ktc.targets.target import NodeAction
 
 
@@ -28,7 +28,9 @@ def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
             rows += [(site.layer, _own_experts(block, own, site.fqn)) for own in block.own]
             for action in carriers(block.rewrite.actions):
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
-                rows.append((site.layer, _row(action, action.at(site.fqn), device, nodes[place_of(action)], host)))
+                # The adapter of a layer that another rewrite absorbs has no call of its own.
+                call = nodes.get(place_of(action)) or nodes[ITSELF]
+                rows.append((site.layer, _row(action, action.at(site.fqn), device, call, host)))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 

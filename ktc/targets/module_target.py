@@ -54,6 +54,16 @@ class ModuleTarget(Target):
         """
         raise NotImplementedError
 
+    def inputs(self, node: fx.Node) -> tuple[Any, ...]:
+        """Return the values that the module is called with."""
+        return node.args[: self.operands]
+
+    def described(self, node: fx.Node) -> dict[str, Any]:
+        """Return the attributes of the module's call."""
+        from ktc.graph import ops
+
+        return ops.attributes(node)
+
     def kernel_name(self, action: NodeAction) -> str:
         """Return the name of the node's kernel in pictures, "" for none."""
         return action.kernel.entry if action.kernel else ""
@@ -71,13 +81,11 @@ class ModuleTarget(Target):
 
     def replace(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction, others: Sequence[NodeAction]) -> None:
         """Put a call of the module in the place of `node`; the call names the rules of all actions on the node."""
-        from ktc.graph import ops
-
         graph.set_submodule(place_of(action), self.put(graph, node, action))
         with graph.graph.inserting_before(node):
-            call = graph.graph.call_module(place_of(action), node.args[: self.operands])
+            call = graph.graph.call_module(place_of(action), self.inputs(node))
         together = (action, *others)
-        call.meta = {**node.meta, "op": self.name, "attributes": ops.attributes(node), "fqn": action.fqn}
+        call.meta = {**node.meta, "op": self.name, "attributes": self.described(node), "fqn": action.fqn}
         call.meta |= {
             "rule": ", ".join(dict.fromkeys(each.rule for each in together)),
             "span": ", ".join(dict.fromkeys(str(each.span) for each in together)),

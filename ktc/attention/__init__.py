@@ -1,0 +1,1 @@
+"""Attention operators of a compiled model: latent attention on the compressed cache."""

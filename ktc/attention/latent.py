@@ -1,0 +1,106 @@
+"""Multi-head latent attention on the compressed cache: keys and values are not expanded.
+
+In: queries, the latents and rotary keys of all positions, the up-projection of keys and values. Out: the attention
+output before the output projection. With W_UK (H, n, c) and W_UV (H, v, c) the two halves of the up-projection,
+
+    q_n . (W_UK l) = (q_n W_UK) . l          sum_l p_l (W_UV l) = W_UV (sum_l p_l l)
+
+so scores and sums are taken over latents, which all heads share (DeepSeek-V2, arXiv 2405.04434, section 2.1). Symbols:
+B sequences, T new tokens, L positions, H heads, n and r the widths of a query without and with rotary positions, v that
+of a value, c that of a latent.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ktc.attention.up_projection import UpProjection
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """H, n, r, v and c."""
+
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    latent: int
+
+    def break_even(self, positions: int) -> float:
+        """Return the number of new tokens below which absorbed attention over `positions` takes fewer FLOPs.
+
+        Expanding all positions costs 2 L c H (n + v); absorbed scores and sums cost 2 T L H (2c - n - v) more, and the
+        absorbed projections of new tokens 2 T c H (n + v).
+        """
+        expand = self.latent * (self.nope + self.value)
+        more = positions * (2 * self.latent - self.nope - self.value)
+        return expand * positions / (expand + more) if expand + more > 0 else math.inf
+
+
+def attend(
+    query: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection, *, scale: float, mask: Tensor | None = None,
+    sinks: Tensor | None = None, dropout: float = 0.0, elide: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute absorbed attention: query (B, H, T, n + r), latent (B, L, c), k_rope (B, L, r) -> (B, T, H, v).
+
+    The second result has the probabilities, (B, H, T, L). Without a `mask` new tokens are the last positions, and
+    attend to earlier ones and themselves. `mask` is a bool (B or 1, 1 or H, T, L), added to the scores where it is
+    floating point, or the valid positions (B, L). `sinks` (H,) are further scores without a value. Scores are summed
+    and exponentiated in fp32 (fp64 for fp64). With `elide` the two terms of a score are two products; without it, the
+    latent and the rotary key of each position are concatenated first.
+    """
+    B, H, T, _ = query.shape
+    q_nope, q_rope = query.split([up.nope, query.shape[-1] - up.nope], dim=-1)
+    q_latent = up.into_latent(q_nope)
+    if elide:
+        of_latents = _products(q_latent.reshape(B, H * T, -1), latent)
+        scores = _wide(of_latents) + _products(q_rope.reshape(B, H * T, -1), k_rope)
+    else:
+        joined = torch.cat([q_latent, q_rope], dim=-1).reshape(B, H * T, -1)
+        scores = _wide(_products(joined, torch.cat([latent, k_rope], dim=-1)))
+    weights = F.dropout(probabilities(scores.view(B, H, T, -1) * scale, mask, sinks), dropout)
+    summed = torch.bmm(weights.to(latent.dtype).reshape(B, H * T, -1), latent)
+    return up.out_of_latent(summed.view(B, H, T, -1)).transpose(1, 2), weights
+
+
+def probabilities(scores: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores (B, H, T, L) over the visible positions; 0 for a token that sees none."""
+    T, L = scores.shape[-2:]
+    visible: Tensor | None = None
+    if mask is None or mask.dim() == 2:
+        if T > 1:
+            visible = torch.ones(T, L, dtype=torch.bool, device=scores.device).tril(L - T)
+        if mask is not None:
+            valid = mask[:, None, None, -L:].bool()
+            visible = valid if visible is None else visible & valid
+    elif mask.dtype == torch.bool:
+        visible = mask[..., :L]
+    else:
+        scores = scores + mask[..., :L]
+    if visible is not None:
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return _seen(torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1], visible)
+    return _seen(torch.softmax(scores, dim=-1), visible)
+
+
+def _seen(weights: Tensor, visible: Tensor | None) -> Tensor:
+    return weights if visible is None else weights * visible.any(-1, keepdim=True)
+
+
+def _wide(scores: Tensor) -> Tensor:
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def _products(rows: Tensor, keys: Tensor) -> Tensor:
+    """`rows @ keys^T`: (B, M, K), (B, L, K) -> (B, M, L). On the CPU a batched product in bf16 is slow."""
+    if rows.is_cuda or rows.shape[0] > 8:
+        return torch.bmm(rows, keys.transpose(1, 2))
+    return torch.stack([F.linear(row, key) for row, key in zip(rows, keys, strict=True)])

@@ -1,0 +1,77 @@
+"""Latent attention on the compressed cache: whether `mla_absorbed` fits what it claims, and what the plan says of it.
+
+In: the claims and the captured model. Out: the claims that are carried out; the up-projection vanishes into the core.
+Refused (M081): attention that does not work on latents, and stock classes that cache expanded keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from ktc.attention.absorbed import SEAM
+from ktc.attention.latent import LatentSizes
+from ktc.capture import CapturedModel
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.graph import ops
+from ktc.graph.latent import latent_operands
+from ktc.graph.typed import nodes_by_name
+from ktc.plan.types import Claim
+from ktc.targets import MlaAbsorbed
+from ktc.targets.target import NodeAction
+
+_SHOWN = (1_024, 16_384)  # positions for which the break-even is told
+
+
+def on_latents(captured: CapturedModel, claims: Sequence[Claim]) -> tuple[Claim, ...]:
+    """Return the claims without those on up-projections that their attention absorbs. Raises InputRefused (M081)."""
+    kept: list[Claim] = []
+    problems: dict[tuple[str, str], Diagnostic] = {}
+    for claim in claims:
+        if not isinstance(claim.target, MlaAbsorbed) or not claim.node:
+            kept.append(claim)
+            continue
+        node = _node(captured, claim)
+        if ops.operator(node) != "sdpa":
+            continue
+        kept.append(claim)
+        if reason := _reason(captured, claim, node):
+            message = f"`{claim.target.name}` on `{claim.site}`: {reason}"
+            problems.setdefault((claim.block, reason), Diagnostic("M081", message, claim.span, hint=_HINT))
+    if problems:
+        raise InputRefused(*problems.values())
+    return tuple(kept)
+
+
+_HINT = "narrow the rule, and leave this attention to the model's own code; see `ktc explain M081`"
+
+
+def _reason(captured: CapturedModel, claim: Claim, core: fx.Node) -> str:
+    stock = type(captured.model.get_submodule(claim.site))
+    if not callable(getattr(stock, SEAM, None)):
+        return f"`{stock.__name__}` caches keys and values, and no latents"
+    return latent_operands(core).reason
+
+
+def _node(captured: CapturedModel, claim: Claim) -> fx.Node:
+    graph = captured.block(claim.block).graph
+    assert graph is not None, "a claim on a node has a graph"
+    return nodes_by_name(graph)[claim.node]
+
+
+def told(captured: CapturedModel, block: str, action: NodeAction) -> str:
+    """Return in words when an attention is absorbed."""
+    target, graph = action.target, captured.block(block).graph
+    assert isinstance(target, MlaAbsorbed) and graph is not None, "the reason of another rewrite"
+    how = "scores are two products" if target.move_elision else "latents and rotary keys are concatenated"
+    if target.absorb in ("never", "always"):
+        return f"attention on the compressed cache, {target.absorb} absorbed ({how})"
+    found = latent_operands(nodes_by_name(graph)[action.node])
+    sizes = LatentSizes(found.heads, found.nope, found.rope, found.value, found.rank)
+    limits = " and ".join(f"{sizes.break_even(each):.0f} at {each:,}" for each in _SHOWN)
+    side = "fewer" if target.absorb == "decode" else "more"
+    return (
+        f"attention on the compressed cache, absorbed ({how}) for {side} new tokens than the break-even ({limits} "
+        "positions), expanded for others"
+    )

@@ -1,0 +1,245 @@
+"""Absorbed latent attention is the stock attention: every family, cache, mask and adapter, in fp64 and in bf16."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from ktc import twin
+from ktc.attention.absorbed import SEAM, AbsorbedAttention, Absorption, absorb
+from ktc.attention.latent import LatentSizes, attend
+from ktc.capture import open_model
+from ktc.prove.compare import InDouble
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CHUNKS = (20, 1, 1, 5, 8)
+LENGTH = sum(CHUNKS)
+QUICK = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+FAMILIES = [
+    *QUICK,
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            "axk1", "axk2", "bailing_hybrid", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear",
+            "longcat_flash",
+        )
+    ),
+]  # fmt: skip
+
+
+def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
+    yield from (module for module in model.modules() if callable(getattr(module, SEAM, None)))
+
+
+def absorbed(stock: PreTrainedModel, **settings: Any) -> PreTrainedModel:
+    """A copy of a model whose latent attention absorbs."""
+    model = copy.deepcopy(stock)
+    for module in latent_modules(model):
+        of: Any = module
+        sizes = LatentSizes(of.num_heads, of.qk_nope_head_dim, of.qk_rope_head_dim, of.v_head_dim, of.kv_lora_rank)
+        absorb(module, Absorption(sizes, "kv_b_proj", **{"absorb": "always", "elide": True, **settings}))
+    return model
+
+
+def stock_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    model = twin.build(open_model(f"tiny:{name}", fetch_weights=False).config, 7, dtype, "cpu").eval()
+    model.set_experts_implementation("eager")
+    if not any(callable(getattr(type(module), SEAM, None)) for module in model.modules()):
+        pytest.skip("this transformers caches expanded keys")
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def stock(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return stock_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def deepseek() -> PreTrainedModel:
+    return stock_model("deepseek_v2")
+
+
+def inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Three sequences, two of them padded on the left."""
+    ids = torch.randint(3, model.config.vocab_size, (3, LENGTH), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :5], mask[2, :9] = 0, 0
+    return ids, mask
+
+
+def decoded(model: PreTrainedModel, cache: Any = None) -> Tensor:
+    """Logits of all tokens that are no padding, computed chunk by chunk with a cache."""
+    ids, mask = inputs(model)
+    cache, at, out = cache or DynamicCache(config=model.config), 0, list[Tensor]()
+    with torch.no_grad():
+        for chunk in CHUNKS:
+            given = {"attention_mask": mask[:, : at + chunk], "past_key_values": cache, "use_cache": True}
+            out.append(model(input_ids=ids[:, at : at + chunk], **given).logits)
+            at += chunk
+    return torch.cat(out, 1)[mask.bool()]
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("elide", [True, False], ids=["elided", "concatenated"])
+def test_it_is_stock_attention_in_fp64_with_a_cache(stock: PreTrainedModel, elide: bool) -> None:
+    with InDouble():
+        assert difference(decoded(absorbed(stock, elide=elide)), decoded(stock)) <= 1e-12
+
+
+def test_gradients_are_those_of_stock_attention_in_fp64(stock: PreTrainedModel) -> None:
+    ids, mask = inputs(stock)
+    found = list[dict[str, Tensor]]()
+    for model in (stock, absorbed(stock)):
+        with InDouble():
+            model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    assert found[0].keys() == found[1].keys()
+    largest = max(float(each.norm()) for each in found[0].values())
+    for name, wanted in found[0].items():
+        assert float((found[1][name] - wanted).norm()) <= 1e-12 * max(float(wanted.norm()), 1e-3 * largest), name
+
+
+@pytest.mark.parametrize(("phase", "chunks"), [("never", ()), ("decode", CHUNKS[1:]), ("prefill", CHUNKS[:1])])
+def test_a_phase_chooses_the_calls_that_are_absorbed(
+    deepseek: PreTrainedModel, phase: Any, chunks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = absorbed(deepseek, absorb=phase), list[int]()
+
+    def counted(query: Tensor, *args: Any, **options: Any) -> Any:
+        calls.append(query.shape[2])
+        return attend(query, *args, **options)
+
+    monkeypatch.setattr("ktc.attention.absorbed.attend", counted)
+    with InDouble():
+        assert difference(decoded(model), decoded(deepseek)) <= 1e-12
+    layers = len(list(latent_modules(model)))
+    assert calls == [chunk for chunk in chunks for _ in range(layers)]
+
+
+def test_a_static_cache_serves(deepseek: PreTrainedModel) -> None:
+    found = [
+        decoded(model, StaticCache(config=model.config, max_cache_len=LENGTH + 4))
+        for model in (deepseek, absorbed(deepseek))
+    ]
+    assert difference(found[1], found[0]) <= 1e-6
+
+
+def test_a_cache_is_reordered_and_cropped(deepseek: PreTrainedModel) -> None:
+    found = list[Tensor]()
+    for model in (deepseek, absorbed(deepseek)):
+        cache = DynamicCache(config=model.config)
+        decoded(model, cache)
+        cache.reorder_cache(torch.tensor([2, 2, 0]))
+        cache.crop(-6)
+        with torch.no_grad():
+            found.append(model(input_ids=inputs(model)[0][:, :4], past_key_values=cache, use_cache=True).logits)
+    assert difference(found[1], found[0]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "lookup"]
+)
+def test_generate_gives_the_tokens_of_the_stock_model(deepseek: PreTrainedModel, how: dict[str, int]) -> None:
+    ids, mask = inputs(deepseek)
+    rows = slice(0, 1) if "prompt_lookup_num_tokens" in how else slice(None)
+    given = {"input_ids": ids[rows], "attention_mask": mask[rows], "max_new_tokens": 12, "do_sample": False, **how}
+    wanted, found = (
+        model.generate(**given, pad_token_id=0) for model in (deepseek, absorbed(deepseek, absorb="decode"))
+    )
+    assert torch.equal(found, wanted)
+
+
+def test_in_bf16_it_is_as_near_to_fp64_as_stock_attention(deepseek: PreTrainedModel) -> None:
+    with InDouble():
+        exact = decoded(deepseek)
+    half = copy.deepcopy(deepseek).bfloat16()
+    stock, ours = (difference(decoded(model), exact) for model in (half, absorbed(half)))
+    assert ours <= 1.5 * stock
+
+
+def adapted(model: PreTrainedModel, **settings: Any) -> Any:
+    """A model with LoRA on the up-projection, of equal random factors."""
+    made: Any = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=12, target_modules=["kv_b_proj", "q_proj"], **settings)
+    )
+    draw = torch.Generator().manual_seed(5)
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=draw, dtype=torch.float64) * 0.1
+    return made.eval()
+
+
+@pytest.mark.parametrize("state", ["factored", "merged", "disabled", "dora"])
+def test_lora_on_the_up_projection_is_exact(
+    deepseek: PreTrainedModel, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = list[Tensor]()
+    caplog.set_level(logging.WARNING)
+    for model in (copy.deepcopy(deepseek), absorbed(deepseek)):
+        made = adapted(model, use_dora=state == "dora")
+        if state == "merged":
+            made.merge_adapter()
+        with InDouble():
+            if state == "disabled":
+                with made.disable_adapter():
+                    found.append(decoded(made))
+            else:
+                found.append(decoded(made))
+    assert difference(found[1], found[0]) <= 1e-12
+    told = [record.message for record in caplog.records if "not absorbed" in record.message]
+    assert bool(told) == (state == "dora"), "what is not absorbed is told"
+
+
+def test_gradients_of_lora_on_the_up_projection_are_exact(deepseek: PreTrainedModel) -> None:
+    ids, mask = inputs(deepseek)
+    found = list[dict[str, Tensor]]()
+    for model in (copy.deepcopy(deepseek), absorbed(deepseek)):
+        made = adapted(model)
+        with InDouble():
+            made(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        found.append({name: p.grad for name, p in made.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, wanted in found[0].items():
+        assert difference(found[1][name], wanted) <= 1e-11, name
+
+
+def test_eager_attention_returns_its_weights(deepseek: PreTrainedModel) -> None:
+    ids, mask = inputs(deepseek)
+    found = list[Tensor]()
+    for model in (copy.deepcopy(deepseek), absorbed(deepseek)):
+        model.set_attn_implementation("eager")
+        found.append(model(input_ids=ids, attention_mask=mask, output_attentions=True).attentions[0])
+    torch.testing.assert_close(found[1][0], found[0][0], atol=1e-6, rtol=1e-5)
+
+
+def test_the_break_even_is_where_both_cost_the_same() -> None:
+    sizes = LatentSizes(heads=128, nope=128, rope=64, value=128, latent=512)
+    assert [round(sizes.break_even(positions)) for positions in (128, 1024, 16384)] == [73, 146, 169]
+    for positions in (128, 4096):
+        new = sizes.break_even(positions)
+        expand = positions * 512 * 128 * 256
+        more = new * (positions * 128 * (1024 - 256) + 512 * 128 * 256)
+        assert expand == pytest.approx(more)
+
+
+def test_another_module_is_refused(deepseek: PreTrainedModel) -> None:
+    sizes = LatentSizes(4, 16, 8, 16, 32)
+    with pytest.raises(ValueError, match="has no `expand_kv`"):
+        absorb(nn.Linear(2, 2), Absorption(sizes, "kv_b_proj", "always", True))
+    module = copy.deepcopy(next(latent_modules(deepseek)))
+    with pytest.raises(ValueError, match="instead of"):
+        absorb(module, Absorption(replace(sizes, latent=48), "kv_b_proj", "always", True))
+    assert not isinstance(module, AbsorbedAttention)
