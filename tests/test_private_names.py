@@ -24,7 +24,8 @@ from ktc.capture.forms import reads_rows
 from ktc.model.watch import HOOKS
 
 KNOWN = {
-    "_apply", "_apply_gate", "_attn_implementation_internal", "_base", "_build_generation_config", "_dynamo",
+    "_apply", "_apply_gate", "_attn_implementation", "_attn_implementation_internal", "_base",
+    "_build_generation_config", "_dynamo",
     "_experts_implementation", "_from_config", "_init_weights", "_is_hf_initialized", "_keep_in_fp32_modules",
     "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict",
     "_non_persistent_buffers_set", "_python_dispatch", "_pytree", "_register_custom_module", "_schema",

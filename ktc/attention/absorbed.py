@@ -19,14 +19,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ktc.attention.latent import LatentSizes, attend
+from ktc.attention.latent import attend
+from ktc.attention.latent_sizes import LatentSizes
 from ktc.attention.up_projection import up_projection
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.hf.latent_cache import EXPAND, caches_latents
 
 log = logging.getLogger(__name__)
 
 Absorb = Literal["never", "decode", "prefill", "always"]
 NAME: Final = "ktc_latent"  # of the attention function in transformers' register
-SEAM: Final = "expand_kv"  # the method between the cache and the attention function
 _INNER: Final = ("sdpa", "eager")  # attention functions that take expanded keys and a mask
 
 
@@ -52,6 +54,7 @@ class AbsorbedAttention:
 
     absorption: Absorption
     stock_config: Any
+    stock_class: type[nn.Module]
     told: str = ""
 
     def expand_kv(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,8 +65,8 @@ class AbsorbedAttention:
 def absorb(module: nn.Module, absorption: Absorption) -> nn.Module:
     """Give `module` the class that absorbs. Raises ValueError for a module without the seam, or of other sizes."""
     stock = type(module)
-    if not callable(getattr(stock, SEAM, None)):
-        raise ValueError(f"`{stock.__name__}` has no `{SEAM}`: this version of transformers caches expanded keys")
+    if not caches_latents(stock):
+        raise ValueError(f"`{stock.__name__}` caches keys and values, and no latents")
     sizes, kv_b = absorption.sizes, module.get_submodule(absorption.kv_b)
     wanted = sizes.heads * (sizes.nope + sizes.value), sizes.latent
     found = tuple(cast("Tensor", kv_b.weight).shape)
@@ -75,7 +78,7 @@ def absorb(module: nn.Module, absorption: Absorption) -> nn.Module:
     made.config = copy.copy(made.config)
     made.config._attn_implementation_internal = NAME
     made.absorption = absorption
-    module.__class__ = type(f"Absorbed{stock.__name__}", (AbsorbedAttention, stock), {})
+    module.__class__ = type(f"Absorbed{stock.__name__}", (AbsorbedAttention, stock), {"stock_class": stock})
     return module
 
 
@@ -104,9 +107,10 @@ def latent_attention(
             )  # fmt: skip
             return out, weights.to(query.dtype) if implementation == "eager" else None
         _tell(own, up)
-    key, value = super(AbsorbedAttention, own).expand_kv(latent, k_rope)
+    stock = own.stock_class
+    key, value = cast("tuple[Tensor, Tensor]", getattr(stock, EXPAND)(module, latent, k_rope))
     options = more if s_aux is None else {**more, "s_aux": s_aux}
-    inner = _inner(own, implementation)
+    inner = _inner(stock, implementation)
     return inner(module, query, key, value, mask, scaling=scaling, dropout=dropout, **options)
 
 
@@ -119,14 +123,12 @@ def _chosen(mask: Tensor | None, indices: Tensor, positions: int, dtype: torch.d
     return mask & kept if mask.dtype == torch.bool else mask.masked_fill(~kept, torch.finfo(dtype).min)
 
 
-def _inner(module: Any, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _inner(stock: type[nn.Module], implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return the stock attention function, which computes on expanded keys and values."""
     if implementation not in _INNER:
-        raise ValueError(
-            f"attention absorbed by ktc takes the implementations {' and '.join(_INNER)}, not `{implementation}`"
-        )
+        message = f"attention absorbed by ktc runs beside `sdpa` or `eager`, and not `{implementation}`"
+        raise InputRefused(Diagnostic("L450", message, hint='load it with `attn_implementation="sdpa"`'))
     if implementation == "eager":
-        stock = next(each for each in type(module).__mro__ if not issubclass(each, AbsorbedAttention))
         return cast("Any", sys.modules[stock.__module__]).eager_attention_forward
     return cast("Any", AttentionInterface())[implementation]
 

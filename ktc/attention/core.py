@@ -28,8 +28,9 @@ class LatentCore(nn.Module):
         up = UpProjection(self.weight.view(self._heads, -1, self.weight.shape[1]), self._nope)
         latent = latent.reshape(latent.shape[0], length, -1)
         allowed = self._visible(query, length) if mask is None else mask
-        options = {"scale": self._scale, "elide": self._elide}
-        return attend(query, latent, k_rope[:, 0], up, mask=allowed, sinks=sinks, **options)[0]
+        return attend(query, latent, k_rope[:, 0], up, scale=self._scale, mask=allowed, sinks=sinks, elide=self._elide)[
+            0
+        ]
 
     def _visible(self, query: Tensor, length: int) -> Tensor:
         place = torch.arange(length, device=query.device)

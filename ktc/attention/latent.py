@@ -6,41 +6,16 @@ output before the output projection. With W_UK (H, n, c) and W_UV (H, v, c) the 
     q_n . (W_UK l) = (q_n W_UK) . l          sum_l p_l (W_UV l) = W_UV (sum_l p_l l)
 
 so scores and sums are taken over latents, which all heads share (DeepSeek-V2, arXiv 2405.04434, section 2.1). Symbols:
-B sequences, T new tokens, L positions, H heads, n and r the widths of a query without and with rotary positions, v that
-of a value, c that of a latent.
+B sequences, T new tokens, L positions, and those of `LatentSizes`.
 """
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ktc.attention.up_projection import UpProjection
-
-
-@dataclass(frozen=True, slots=True)
-class LatentSizes:
-    """H, n, r, v and c."""
-
-    heads: int
-    nope: int
-    rope: int
-    value: int
-    latent: int
-
-    def break_even(self, positions: int) -> float:
-        """Return the number of new tokens below which absorbed attention over `positions` takes fewer FLOPs.
-
-        Expanding all positions costs 2 L c H (n + v); absorbed scores and sums cost 2 T L H (2c - n - v) more, and the
-        absorbed projections of new tokens 2 T c H (n + v).
-        """
-        expand = self.latent * (self.nope + self.value)
-        more = positions * (2 * self.latent - self.nope - self.value)
-        return expand * positions / (expand + more) if expand + more > 0 else math.inf
 
 
 def attend(
@@ -56,8 +31,8 @@ def attend(
     latent and the rotary key of each position are concatenated first.
     """
     B, H, T, _ = query.shape
-    q_nope, q_rope = query.split([up.nope, query.shape[-1] - up.nope], dim=-1)
-    q_latent = up.into_latent(q_nope)
+    q_rope = query[..., up.nope :]
+    q_latent = up.into_latent(query[..., : up.nope])
     if elide:
         of_latents = _products(q_latent.reshape(B, H * T, -1), latent)
         scores = _wide(of_latents) + _products(q_rope.reshape(B, H * T, -1), k_rope)

@@ -73,7 +73,7 @@ def up_projection(module: nn.Module, heads: int, nope: int) -> UpProjection | st
     plain = is_plain_linear(base) or (type(base) is KTLinear and not has_hooks(base))
     if not plain or not isinstance(base, nn.Linear):
         return f"it is a `{type(base).__name__}` with code of its own"
-    if base.bias is not None:
+    if "bias" in dict(base.named_parameters(recurse=False)):
         return "it has a bias"
     return UpProjection(base.weight.view(heads, -1, base.weight.shape[1]), nope, adapters)
 

@@ -1,4 +1,4 @@
-"""Latent attention in a captured graph: the values between which the up-projection and the core stand.
+"""Latent attention in a captured graph: the operands and sizes of the up-projection and the core.
 
 In: the core of an attention that `attn.mla` matched. Out: its latents, rotary keys and sizes. Refused: a core that
 computes with values which absorbed attention does not have (`reason`).

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ktc.attention.absorbed import SEAM
-from ktc.attention.latent import LatentSizes
+from ktc.attention.latent_sizes import LatentSizes
 from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.graph import ops
 from ktc.graph.latent import latent_operands
 from ktc.graph.typed import nodes_by_name
+from ktc.hf.latent_cache import caches_latents
 from ktc.plan.types import Claim
 from ktc.targets import MlaAbsorbed
 from ktc.targets.target import NodeAction
 
-_SHOWN = (1_024, 16_384)  # positions for which the break-even is told
+_SHOWN = (1_024, 16_384)  # positions for which the break-even is reported
 
 
 def on_latents(captured: CapturedModel, claims: Sequence[Claim]) -> tuple[Claim, ...]:
@@ -49,7 +49,7 @@ _HINT = "narrow the rule, and leave this attention to the model's own code; see 
 
 def _reason(captured: CapturedModel, claim: Claim, core: fx.Node) -> str:
     stock = type(captured.model.get_submodule(claim.site))
-    if not callable(getattr(stock, SEAM, None)):
+    if not caches_latents(stock):
         return f"`{stock.__name__}` caches keys and values, and no latents"
     return latent_operands(core).reason
 

@@ -88,7 +88,7 @@ class MlaAbsorbed(ModuleTarget):
     def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
         """Return the stock module, of a class that absorbs."""
         from ktc.attention.absorbed import Absorption, absorb
-        from ktc.attention.latent import LatentSizes
+        from ktc.attention.latent_sizes import LatentSizes
 
         sizes = LatentSizes(**{name: arguments[name] for name in ("heads", "nope", "rope", "value", "latent")})
         absorption = Absorption(sizes, arguments["kv_b"], arguments["absorb"], bool(arguments["elide"]))

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from ktc import twin
-from ktc.attention.absorbed import SEAM, AbsorbedAttention, Absorption, absorb
-from ktc.attention.latent import LatentSizes, attend
+from ktc.attention.absorbed import AbsorbedAttention, Absorption, absorb
+from ktc.attention.latent import attend
+from ktc.attention.latent_sizes import LatentSizes
 from ktc.capture import open_model
+from ktc.diagnostics import InputRefused
+from ktc.hf.latent_cache import caches_latents
 from ktc.prove.compare import InDouble
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +40,7 @@ FAMILIES = [
 
 
 def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
-    yield from (module for module in model.modules() if callable(getattr(module, SEAM, None)))
+    yield from (module for module in model.modules() if caches_latents(type(module)))
 
 
 def absorbed(stock: PreTrainedModel, **settings: Any) -> PreTrainedModel:
@@ -53,7 +56,7 @@ def absorbed(stock: PreTrainedModel, **settings: Any) -> PreTrainedModel:
 def stock_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     model = twin.build(open_model(f"tiny:{name}", fetch_weights=False).config, 7, dtype, "cpu").eval()
     model.set_experts_implementation("eager")
-    if not any(callable(getattr(type(module), SEAM, None)) for module in model.modules()):
+    if not any(caches_latents(type(module)) for module in model.modules()):
         pytest.skip("this transformers caches expanded keys")
     return model
 
@@ -225,6 +228,13 @@ def test_eager_attention_returns_its_weights(deepseek: PreTrainedModel) -> None:
     torch.testing.assert_close(found[1][0], found[0][0], atol=1e-6, rtol=1e-5)
 
 
+def test_another_attention_implementation_is_refused(deepseek: PreTrainedModel) -> None:
+    model = absorbed(deepseek, absorb="never")
+    next(latent_modules(model)).stock_config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(InputRefused, match="L450"):
+        decoded(model)
+
+
 def test_the_break_even_is_where_both_cost_the_same() -> None:
     sizes = LatentSizes(heads=128, nope=128, rope=64, value=128, latent=512)
     assert [round(sizes.break_even(positions)) for positions in (128, 1024, 16384)] == [73, 146, 169]
@@ -237,7 +247,7 @@ def test_the_break_even_is_where_both_cost_the_same() -> None:
 
 def test_another_module_is_refused(deepseek: PreTrainedModel) -> None:
     sizes = LatentSizes(4, 16, 8, 16, 32)
-    with pytest.raises(ValueError, match="has no `expand_kv`"):
+    with pytest.raises(ValueError, match="caches keys and values, and no latents"):
         absorb(nn.Linear(2, 2), Absorption(sizes, "kv_b_proj", "always", True))
     module = copy.deepcopy(next(latent_modules(deepseek)))
     with pytest.raises(ValueError, match="instead of"):
