@@ -159,6 +159,13 @@ class WeightSource:
         return "mxfp4" if found is not None and found.method == "mxfp4" and found.block == (1, 32) else None
 
     @property
+    def plain_rows(self) -> str | None:
+        """The type of GGUF's blocks of a whole matrix (out, in) that can be kept as stored, else None."""
+        whole = self.transform == "copy" and self.expert is None and self.part is None and self.span is None
+        plain = whole and not self.steps and not self.viewed and len(self.shape) == 2
+        return self.dtype if plain and self.block is not None else None
+
+    @property
     def kept_as(self) -> tuple[str, int] | None:
         """The weight format of kernels that can multiply the stored data, and the weights per group or block."""
         blocks = self.plain_blocks

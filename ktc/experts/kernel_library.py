@@ -112,6 +112,17 @@ class NativeLinear(Protocol):
     ) -> None: ...
 
 
+class NativePackedLinear(Protocol):
+    """`ktc::PackedLinearKernel`; see `packed_linear.hpp`."""
+
+    def packed_bytes(self, inputs: int, outputs: int, /) -> int: ...
+    def pack(self, packed: int, blocks: int, outputs: int, row_bytes: int, /) -> None: ...
+    def unpack(self, packed: int, target: int, inputs: int, outputs: int, /) -> None: ...
+    def forward(
+        self, engine: Engine, x: int, packed: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
+    ) -> None: ...
+
+
 class _Module(Protocol):
     def Engine(self, threads: int, nodes: list[tuple[int, ...]], /) -> Engine: ...
 
@@ -135,6 +146,10 @@ class Kernel:
     def linear(self) -> NativeLinear:
         """Return the kernel for linear layers of any size; the entry must be one."""
         return cast("NativeLinear", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+
+    def packed_linear(self) -> NativePackedLinear:
+        """Return the kernel for linear layers of any size in blocks; the entry must be one."""
+        return cast("NativePackedLinear", getattr(_opened(self.library.path, self.library.digest), self.entry)())
 
     def engine(self, threads: int, nodes: tuple[NumaNode, ...] = ()) -> Engine:
         """Return the engine of calls with this number of threads. All layers of a process share one set of threads."""

@@ -20,11 +20,7 @@ from torch.nn import functional as F
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.stream_ring import Ring, StreamSource, ring_of
 from ktc.experts.tracing import never_traced
-
-# What PEFT and torch ask of a weight without its values; properties are `__get__`.
-_WITHOUT_VALUES = frozenset(
-    {"__get__", "__repr__", "__format__", "dim", "size", "numel", "element_size", "is_floating_point", "is_complex"}
-)
+from ktc.linears.absent_weight import AbsentWeight
 
 
 class StreamedLinear(nn.Linear):
@@ -54,8 +50,7 @@ class StreamedLinear(nn.Linear):
         held = self.kept.flatten().view(torch.uint8)
         self.source = StreamSource(held, (held,), self)
         del self.weight
-        placeholder = torch.zeros((), dtype=weight.dtype, device=self.device).expand(weight.shape)
-        self.__dict__["weight"] = placeholder.as_subclass(_Elsewhere)  # unregistered: it has no values
+        self.__dict__["weight"] = AbsentWeight.of(weight.shape, weight.dtype, self.device)  # unregistered
         bias = self._parameters["bias"]
         if bias is not None:
             self.bias = nn.Parameter(bias.detach().to(self.device), requires_grad=False)
@@ -91,19 +86,6 @@ class StreamedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", streamed to {self.device}"
-
-
-class _Elsewhere(Tensor):
-    """A weight's shape, dtype and device without its values. Raises `InputRefused` (L448) for what computes with it."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name not in _WITHOUT_VALUES:
-            message = f"`{name}` reads the weight of a streamed layer, which is not on its device"
-            hint = "leave the layer out of `place(stream = ...)`"
-            raise InputRefused(Diagnostic("L448", message, hint=hint))
-        return cast("Any", super()).__torch_function__(func, types, args, kwargs or {})
 
 
 class _Product(torch.autograd.Function):

@@ -23,6 +23,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.isa import isa_of
 from ktc.model.assumptions import Assumptions
 from ktc.targets import MODULES
+from ktc.targets.kt_linear import STORED_LINEAR
 
 FILE = "ktc.json"
 SCHEMA = 8
@@ -40,6 +41,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, type]] = {
         **dict.fromkeys(("form", "parts", "inputs", "called"), str),
     },
     "streamed_linear": {"stream_buffer": int},
+    STORED_LINEAR: {"threads": int, "format": str},
 }
 
 

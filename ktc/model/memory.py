@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.module import FusedMoe
+from ktc.linears.stored_linear import StoredLinear
 from ktc.model.manifest import Manifest
 from ktc.model.placement import device_of
 
@@ -43,7 +44,7 @@ def tensor_bytes(model: nn.Module, placement: Mapping[str, str]) -> dict[str, in
         device = str(device_of(name, placement) if tensor.is_meta else tensor.device)
         totals[device] = totals.get(device, 0) + tensor.numel() * tensor.element_size()
     for module in model.modules():
-        if isinstance(module, FusedMoe):
+        if isinstance(module, FusedMoe | StoredLinear):
             totals["cpu"] = totals.get("cpu", 0) + module.packed_bytes
     return totals
 

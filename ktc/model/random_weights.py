@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ktc import host
 from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.experts.block_reference import random_blocks
 from ktc.experts.module import FusedMoe
 from ktc.experts.random_experts import STD, RandomExperts
+from ktc.linears.stored_linear import StoredLinear
 from ktc.model.memory import tensor_bytes
 from ktc.model.placement import device_of
 from ktc.model.progress import Progress, Tally
@@ -49,6 +52,10 @@ def fill_random(model: nn.Module, placement: Mapping[str, str], seed: int, progr
 
     with torch.no_grad(), ThreadPoolExecutor(host.usable_threads()) as pool:
         list(pool.map(fill, empty))
+    for fqn, layer in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        if isinstance(layer, StoredLinear):
+            generator = torch.Generator().manual_seed(zlib.crc32(fqn.encode()) + seed)
+            layer.load_blocks(random_blocks(layer.out_features, layer.in_features, layer.format, STD, generator))
     random = RandomExperts(seed)
     for layer, experts in enumerate(module for module in model.modules() if isinstance(module, FusedMoe)):
         random.fill(experts, layer, done)

@@ -15,12 +15,16 @@ from torch import nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.form import parse_form
-from ktc.experts.kernel_library import KernelLibrary
+from ktc.experts.kernel_library import Kernel, KernelLibrary
 from ktc.experts.own_module import StockExperts, parse_called, parse_held, parse_inputs, stock_experts
+from ktc.linears.lora_linear import KTLinear
+from ktc.linears.plain import is_plain_linear
+from ktc.linears.stored_linear import StoredLinear
 from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model.graph_block import graph_block
 from ktc.model.manifest import Rewrite
 from ktc.targets import MODULES
+from ktc.targets.kt_linear import STORED_LINEAR
 from ktc.targets.module_target import WrongModule
 
 
@@ -48,6 +52,8 @@ def realise(
                 made = own_experts(old, step.args)
             elif step.module == "streamed_linear":
                 made = streamed_linear(old, step)
+            elif step.module == STORED_LINEAR:
+                made = stored_linear(old, step, kernel)
             else:
                 made = MODULES[step.module].realise(old, step.args, kernel)
         except WrongModule as error:
@@ -70,6 +76,18 @@ def streamed_linear(module: nn.Module, step: Rewrite) -> StreamedLinear:
     if not isinstance(module, nn.Linear):
         raise WrongModule(f"a `{type(module).__name__}`")
     return StreamedLinear.from_linear(module, torch.device(step.device), step.args["stream_buffer"])
+
+
+def stored_linear(module: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Linear:
+    """Return the layer that takes the blocks of a file, without `kernel` one with PyTorch's weight and product.
+
+    Raises `WrongModule`.
+    """
+    if not isinstance(module, nn.Linear) or not is_plain_linear(module):
+        raise WrongModule(f"a `{type(module).__name__}`" + " with code of its own" * isinstance(module, nn.Linear))
+    if kernel is None:
+        return KTLinear.from_linear(module)
+    return StoredLinear.from_linear(module, kernel, step.args["format"], step.args["threads"])
 
 
 def _no_such_module(step: Rewrite, found: str) -> Diagnostic:

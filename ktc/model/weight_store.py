@@ -21,10 +21,12 @@ from ktc.checkpoint.values import read_weight
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.module import FusedMoe
 from ktc.experts.stock_layout import StockTensor
+from ktc.linears.stored_linear import StoredLinear
 from ktc.model.finite_weights import is_finite, not_finite
 from ktc.model.placement import device_of
 from ktc.model.progress import Progress
 from ktc.model.stored_experts import by_part, is_half, misfit_of_experts, stored_loader
+from ktc.model.stored_linears import misfit_of_blocks, rows_loader
 
 
 def fill(
@@ -48,7 +50,8 @@ def fill(
     done, total = 0, sum(sizes)
     with TensorReader(index.folder) as reader, torch.no_grad():
         for source, size in zip(sources, sizes, strict=True):
-            dtype, put_stored = _dtype(model, source), stored_loader(model, source, allow_nonfinite)
+            dtype = _dtype(model, source)
+            put_stored = stored_loader(model, source, allow_nonfinite) or rows_loader(model, source, allow_nonfinite)
             for expert in experts_of(source):
                 if put_stored is not None:
                     put_stored(reader, index, expert)
@@ -121,6 +124,8 @@ def _misfit(model: nn.Module, source: WeightSource) -> str:
         misfit = misfit_of_experts(module, source, leaf)
         if misfit:
             return misfit
+    if isinstance(module, StoredLinear) and leaf == "weight" and (misfit := misfit_of_blocks(module, source)):
+        return misfit
     return _misfit_of_slice(source, tuple(held.shape), leaf)
 
 
@@ -214,6 +219,8 @@ def check_filled(model: nn.Module) -> None:
     for name, module in modules:
         if isinstance(module, FusedMoe):
             empty += [f"{name} (expert {expert}, {part})" for expert, part in module.missing()]
+        if isinstance(module, StoredLinear) and module.packed is None:
+            empty.append(f"{name}.weight")
     if empty:
         shown = ", ".join(f"`{name}`" for name in empty[:5]) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
         hint = "`weights.json` does not belong to this model; compile it again"

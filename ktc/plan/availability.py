@@ -14,8 +14,8 @@ from ktc.dsl.ruleset import RuleSet
 from ktc.dsl.schema import SETTINGS
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import ON_EVERY_ISA
-from ktc.plan.linear_spec import LinearSpec
 from ktc.plan.prefill import asks_for_experts
+from ktc.plan.spec import Spec
 from ktc.plan.types import Claim, Plan, PlannedOnly
 from ktc.targets import TARGETS, Place
 
@@ -29,9 +29,7 @@ _PLAN_KEYS: dict[str, tuple[object, ...]] = {
 }
 
 
-def not_built(
-    claims: Sequence[Claim], chosen: Mapping[Claim, KernelSpec | LinearSpec], rules: RuleSet
-) -> tuple[Diagnostic, ...]:
+def not_built(claims: Sequence[Claim], chosen: Mapping[Claim, Spec], rules: RuleSet) -> tuple[Diagnostic, ...]:
     """Return one warning per location of the program that this version does not build (M066)."""
     found = [
         *_targets(claims),
@@ -78,7 +76,7 @@ def _settings(claims: Sequence[Claim]) -> Iterator[Diagnostic]:
                 yield _missing(f"`{claim.target.name}({name} = {value})`", claim, hint)
 
 
-def _kernels(chosen: Mapping[Claim, KernelSpec | LinearSpec]) -> Iterator[Diagnostic]:
+def _kernels(chosen: Mapping[Claim, Spec]) -> Iterator[Diagnostic]:
     for claim, spec in chosen.items():
         if not isinstance(spec, KernelSpec):
             continue

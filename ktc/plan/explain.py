@@ -13,7 +13,7 @@ from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.latent import told
-from ktc.plan.linear_spec import LinearSpec
+from ktc.plan.linear_spec import LinearSpec, PackedLinearSpec
 from ktc.plan.types import BlockRewrite, Claim, LoraPlan, OutsideLinear, Placement, PlannedOnly, Reason
 from ktc.plan.working_memory import slots_of
 from ktc.targets import CpuMoe, KtLinear, LoraExperts, LoraLinear, MlaAbsorbed
@@ -86,6 +86,8 @@ def _of_action(captured: CapturedModel, action: NodeAction, rewrite: BlockRewrit
 
 
 def _of_linear(target: Target, spec: Spec | None) -> str:
+    if isinstance(spec, PackedLinearSpec):
+        return f"{spec.weight_format} weights, {spec.isa} kernel for few and for many rows"
     if not isinstance(spec, LinearSpec) or not isinstance(target, KtLinear):
         return "is run by PyTorch"
     by = f"by the {spec.isa} kernel for {spec.dtype}"

@@ -1,19 +1,25 @@
-"""Choosing a linear kernel: a `kt_linear` claim, the dtype of the model, the layer's device, the host -> a LinearSpec.
+"""Choosing a linear kernel: a `kt_linear` claim, the model's dtype, the layer's device, the host -> its spec.
 
+With `gemv`, weights that a GGUF file stores in blocks are multiplied as they are stored, by few rows and by many: in
+programs that train nothing, unless `prefill = torch` asks for PyTorch's product.
 Refused (M077): `gemv` or `packed` for a layer on another device than the CPU, or with weights that they do not
 multiply. `auto` is PyTorch's product there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 
+from ktc.checkpoint import WeightSource
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.formats import BLOCKS
 from ktc.host import Host
-from ktc.plan.linear_spec import ISAS, Dtype, LinearSpec
+from ktc.isa import PREFERENCE
+from ktc.plan.kernel_spec import KERNELS
+from ktc.plan.linear_spec import ISAS, Dtype, LinearSpec, PackedLinearSpec
 from ktc.plan.types import Claim
 from ktc.targets import KtLinear
 
@@ -25,8 +31,13 @@ _DTYPES: Final[Mapping[torch.dtype, Dtype]] = {
 _PACKED: Final = (torch.bfloat16,)
 
 
-def choose_linear(claim: Claim, target: KtLinear, dtype: torch.dtype, device: str, host: Host) -> LinearSpec | None:
-    """Return the kernel of a claim, `None` if PyTorch runs the layer. Raise InputRefused (M077)."""
+def choose_linear(
+    claim: Claim, target: KtLinear, dtype: torch.dtype, device: str, host: Host, stored: str | None = None
+) -> LinearSpec | PackedLinearSpec | None:
+    """Return the kernel of a claim, `None` if PyTorch runs the layer. Raise InputRefused (M077).
+
+    `stored` is the format of blocks in which the weight may stay.
+    """
     named = [("gemv", _DTYPES)] * (target.kernel == "gemv") + [("packed", _PACKED)] * (target.prefill == "packed")
     for kernel, dtypes in named:
         if device != "cpu":
@@ -36,7 +47,22 @@ def choose_linear(claim: Claim, target: KtLinear, dtype: torch.dtype, device: st
             raise _unsuited(claim, kernel, f"its weights are {found}, which `{kernel}` does not multiply")
     if not named and not (target.prefill == "auto" and device == "cpu" and dtype in _PACKED):
         return None
+    if target.kernel == "gemv" and target.prefill != "torch" and dtype in _PACKED and stored is not None:
+        for isa in PREFERENCE:
+            if isa in host.isas and stored in KERNELS[isa]:
+                return PackedLinearSpec("packed_linear", "bf16", stored, isa)
     return LinearSpec("linear", _DTYPES[dtype], next(isa for isa in ISAS if isa in host.isas))
+
+
+def stored_rows(weights: Sequence[WeightSource]) -> Mapping[str, str]:
+    """Return the format of the linear layers whose weight a file stores in blocks that kernels multiply, by FQN."""
+    found: dict[str, str] = {}
+    for source in weights:
+        fqn, _, leaf = source.target.rpartition(".")
+        blocks = source.plain_rows
+        if blocks is not None and leaf == "weight" and blocks in BLOCKS and source.shape[1] % BLOCKS[blocks].whole == 0:
+            found[fqn] = blocks
+    return found
 
 
 def _unsuited(claim: Claim, kernel: str, why: str) -> InputRefused:

@@ -21,7 +21,8 @@ from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel
 from ktc.plan.latent import on_latents
-from ktc.plan.linears import choose_linear
+from ktc.plan.linear_spec import PackedLinearSpec
+from ktc.plan.linears import choose_linear, stored_rows
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.outside import outside_linears
 from ktc.plan.placement import device_of, place
@@ -57,8 +58,10 @@ def make_plan(
     claims = on_latents(captured, resolve_claims(captured, matches, rules))
     placements = place(claims, rules, host)
     devices = {p.fqn: p.device for p in placements}
-    chosen = _choose(captured, weights, claims, devices, host)
+    trains = rules.plan.get("mode") == "train" or any(claim.facet == "adapter" for claim in claims)
+    chosen = _choose(captured, weights, claims, devices, host, trains=trains)
     specs = {claim.path: spec for claim, spec in chosen.items() if isinstance(spec, KernelSpec)}
+    linears = {claim.path: spec for claim, spec in chosen.items() if isinstance(spec, PackedLinearSpec)}
     prefills, streams = plan_prefill(claims, rules, host), plan_streams(captured, claims, rules, host)
     rewrites = _group(captured, claims, chosen, devices, prefills)
     outside = outside_linears(captured, claims, chosen, devices)
@@ -68,11 +71,13 @@ def make_plan(
         raise InputRefused(_nothing_to_rewrite(captured, matches))
     threads = max((claim.target.num_threads(host) for claim in claims), default=1)
     mode = str(rules.plan.get("mode") or ("train" if lora else "infer"))
-    memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, prefills, outside)
+    memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, prefills, outside, linears)
     resident = stay_resident(prefills, specs, memory, rules, mode)
     if resident != prefills:
         rewrites = _group(captured, claims, chosen, devices, resident)
-        memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, resident, outside)
+        memory = _memory(
+            captured, rewrites, devices, specs, lora, rules, host, asked, streams, resident, outside, linears
+        )
     return Plan(
         host=host,
         mode=mode,
@@ -84,7 +89,7 @@ def make_plan(
         memory=memory,
         reasons=(
             *explain(captured, matches, rewrites, planned_only(claims), placements, claims, lora, host, outside),
-            *conversions(captured, weights, specs),
+            *conversions(captured, weights, specs, linears),
         ),
         warnings=(*matches.warnings, *_left_alone(captured, rewrites)),
         over_budget=over_budget(memory, mode, asked),
@@ -99,13 +104,16 @@ def _memory(
     captured: CapturedModel, rewrites: Sequence[BlockRewrite], devices: Mapping[str, str],
     specs: Mapping[str, KernelSpec], lora: LoraPlan | None, rules: RuleSet, host: Host, asked: Point,
     streams: Sequence[StreamedLinear], prefills: Mapping[str, Prefill], outside: Sequence[OutsideLinear],
+    linears: Mapping[str, PackedLinearSpec],
 ) -> MemoryPlan:  # fmt: skip
     """Return the memory plan with what streamed weights take on each device."""
     streaming = resident_bytes(prefills, specs)
     rings = expert_rings(prefills, specs) | {(each.device, max(each.buffer, each.nbytes)) for each in streams}
     for device, size in rings:
         streaming[device] = streaming.get(device, 0) + size
-    return plan_memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, streaming, outside)
+    return plan_memory(
+        captured, rewrites, devices, specs, lora, rules, host, asked, streams, streaming, outside, linears
+    )
 
 
 def _choose(
@@ -114,16 +122,20 @@ def _choose(
     claims: Sequence[Claim],
     devices: Mapping[str, str],
     host: Host,
+    *,
+    trains: bool,
 ) -> dict[Claim, Spec]:
     """Return the kernel of every claim whose target has one."""
     chosen: dict[Claim, Spec] = {}
+    in_blocks = stored_rows(() if trains else weights)
     for claim in claims:
         if isinstance(claim.target, CpuMoe):
             stored = _stored_formats(captured, weights, claim.path)
             chosen[claim] = choose_kernel(claim, claim.target, _node(captured, claim), stored, host)
         elif isinstance(claim.target, KtLinear):
             device = device_of(claim.path, devices)
-            if spec := choose_linear(claim, claim.target, captured.model.dtype, device, host):
+            blocks = in_blocks.get(claim.path)
+            if spec := choose_linear(claim, claim.target, captured.model.dtype, device, host, blocks):
                 chosen[claim] = spec
     return chosen
 

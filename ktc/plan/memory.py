@@ -18,7 +18,8 @@ from ktc.graph import ops
 from ktc.graph.typed import nodes_of
 from ktc.host import Host
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.packed_size import packed_bytes
+from ktc.plan.linear_spec import PackedLinearSpec
+from ktc.plan.packed_size import packed_bytes, packed_linear_bytes
 from ktc.plan.placement import budget_of, device_of, gib
 from ktc.plan.types import (
     ANY_SIZE,
@@ -49,12 +50,14 @@ def plan_memory(
     streams: Sequence[StreamedLinear] = (),
     streaming: Mapping[str, int] = MappingProxyType({}),
     outside: Sequence[OutsideLinear] = (),
+    linears: Mapping[str, PackedLinearSpec] = MappingProxyType({}),
 ) -> MemoryPlan:
     """Return the memory plan. `placements` maps FQNs to devices, `kernels` the FQN of experts to their kernel.
 
-    `asked` is the size of input that the user named. `streaming` has by device the bytes of `DeviceMemory.streaming`.
+    `linears` has the kernel of each linear layer that stays in blocks. `asked` is the size of input that the user
+    named. `streaming` has by device the bytes of `DeviceMemory.streaming`.
     """
-    weights = _weights(captured, {**placements, **{each.fqn: "cpu" for each in streams}}, kernels)
+    weights = _weights(captured, {**placements, **{each.fqn: "cpu" for each in streams}}, kernels, linears)
     adapters = _adapters(captured, lora, placements)
     devices = tuple(
         DeviceMemory(
@@ -96,7 +99,10 @@ def _asked_for_too_much(uses: Sequence[Workload], mode: str) -> Diagnostic | Non
 
 # Weights -------------------------------------------------------------------------------------------------------------
 def _weights(
-    captured: CapturedModel, placements: Mapping[str, str], kernels: Mapping[str, KernelSpec]
+    captured: CapturedModel,
+    placements: Mapping[str, str],
+    kernels: Mapping[str, KernelSpec],
+    linears: Mapping[str, PackedLinearSpec],
 ) -> dict[str, dict[str, int]]:
     """Return bytes by device and kind. A tensor that several modules share is on the device of the first."""
     kinds = _kinds(captured)
@@ -107,9 +113,12 @@ def _weights(
         of_device[kind] += size
 
     for fqn, tensor in _tensors(captured):
-        owner = fqn.rpartition(".")[0]
+        owner, _, leaf = fqn.rpartition(".")
+        size = tensor.numel() * tensor.element_size()
+        if owner in linears and leaf == "weight":
+            size = packed_linear_bytes(linears[owner], *tensor.shape)
         if owner not in kernels:  # what a kernel packs is counted as packed
-            add(device_of(owner, placements), _nearest(owner, kinds), tensor.numel() * tensor.element_size())
+            add(device_of(owner, placements), _nearest(owner, kinds), size)
     for spec in kernels.values():
         add("cpu", "experts", packed_bytes(spec))
     return {device: {kind: size for kind, size in held.items() if size} for device, held in totals.items()}

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.linears.plain import is_plain_linear
+from ktc.plan.linear_spec import LinearSpec, PackedLinearSpec
 from ktc.plan.placement import device_of
 from ktc.plan.spec import Spec
 from ktc.plan.types import Claim, OutsideLinear
@@ -40,12 +41,19 @@ def _outside(
         yield OutsideLinear(action, device_of(claim.path, devices))
 
 
+def multiplies_many_rows(action: NodeAction) -> bool:
+    """Return whether a kernel of ktc computes the layer's product with many rows."""
+    if isinstance(action.kernel, PackedLinearSpec):
+        return True
+    packed = isinstance(action.target, KtLinear) and action.target.prefill in ("packed", "auto")
+    return packed and isinstance(action.kernel, LinearSpec)
+
+
 def widest_product(captured: CapturedModel, outside: Sequence[OutsideLinear], threads: int) -> ProductRows | None:
     """Return the product of the widest of these layers that has a kernel for many rows, for its working memory."""
     widths = [
         max(captured.model.get_submodule(each.action.fqn).get_parameter("weight").shape)
         for each in outside
-        if isinstance(each.action.target, KtLinear) and each.action.kernel is not None
-        if each.action.target.prefill in ("packed", "auto")
+        if multiplies_many_rows(each.action)
     ]
     return ProductRows(max(widths), threads) if widths else None

@@ -1,14 +1,15 @@
-"""The packed weights of one layer's routed experts on the host, in bytes.
+"""The packed weights of one layer's routed experts, or of a linear layer in blocks, on the host, in bytes.
 
-In: a `KernelSpec`. Out: exactly what its kernel packs (`runtime/include/ktc/weight_format`); tests compare the two.
+In: a spec. Out: exactly what its kernel packs (`runtime/include/ktc/weight_format`); tests compare the two.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from ktc.formats import FORMATS, Blocks, Codes, Dense, WeightFormat
+from ktc.formats import BLOCKS, FORMATS, Blocks, Codes, Dense, WeightFormat
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.linear_spec import PackedLinearSpec
 
 PANEL: Final = 32  # kernels pad every width to whole panels
 
@@ -27,12 +28,21 @@ def packed_bytes(spec: KernelSpec) -> int:
     return experts * (first + down + biases)
 
 
+def packed_linear_bytes(spec: PackedLinearSpec, outputs: int, inputs: int) -> int:
+    """Bytes of a linear layer's weight in blocks."""
+    return padded(outputs) * _block_row_bytes(BLOCKS[spec.weight_format], padded(inputs))
+
+
+def _block_row_bytes(row: Blocks, columns: int) -> int:
+    in_span = row.weights * row.span
+    return -(-columns // in_span) * row.span * row.block_bytes
+
+
 def _row_bytes(spec: KernelSpec, weight_format: WeightFormat, columns: int) -> int:
     """Return the bytes of one output's weights, with the scales of their groups."""
     match FORMATS[weight_format]:
         case Blocks() as row:
-            in_span = row.weights * row.span
-            return -(-columns // in_span) * row.span * row.block_bytes
+            return _block_row_bytes(row, columns)
         case Codes() as row:
             group = spec.group_of(weight_format)
             groups = -(-columns // group) if group else 1

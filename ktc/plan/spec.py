@@ -1,4 +1,4 @@
-"""`Spec`: what one kernel is generated from, of either kind.
+"""`Spec`: what one kernel is generated from, of any kind.
 
 Every spec is hashable and has `op`, the name of its kind; `entry`, the kernel's name in a library; `dtype` and `isa`,
 what the kernel computes in and with which instructions; and `summary`, for people.
@@ -7,6 +7,6 @@ what the kernel computes in and with which instructions; and `summary`, for peop
 from __future__ import annotations
 
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.linear_spec import LinearSpec
+from ktc.plan.linear_spec import LinearSpec, PackedLinearSpec
 
-Spec = KernelSpec | LinearSpec
+Spec = KernelSpec | LinearSpec | PackedLinearSpec

@@ -13,21 +13,29 @@ from ktc.checkpoint import WeightSource
 from ktc.formats import BLOCKS, CODES, FORMATS, METHODS, WeightFormat
 from ktc.plan.explain import collapse
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.linear_spec import PackedLinearSpec
 from ktc.plan.types import Reason
 
 
 def conversions(
-    captured: CapturedModel, weights: Sequence[WeightSource], kernels: Mapping[str, KernelSpec]
+    captured: CapturedModel,
+    weights: Sequence[WeightSource],
+    kernels: Mapping[str, KernelSpec],
+    linears: Mapping[str, PackedLinearSpec],
 ) -> Iterator[Reason]:
     """Yield the weights that the loader converts, by format and module; from the config if `weights` is empty.
 
-    `kernels` has the kernel of each module of experts that one runs.
+    `kernels` has the kernel of each module of experts that one runs, `linears` that of each linear layer in blocks.
     """
     if not weights:
         yield from _by_config(captured, kernels)
     groups: dict[tuple[str, str], list[WeightSource]] = {}
     for source in weights:
-        text = _fate(source, kernels.get(source.target.rpartition(".")[0]), _name(captured))
+        owner, _, leaf = source.target.rpartition(".")
+        if owner in linears and leaf == "weight":
+            text = f"stored as {source.format}, multiplied as stored"
+        else:
+            text = _fate(source, kernels.get(owner), _name(captured))
         if text:
             parent, name = _split(source)
             kind = ["*" if part.isdigit() else part for part in (*parent.split("."), *([name] if source.part else []))]
@@ -102,7 +110,8 @@ def _paths(sources: Sequence[WeightSource]) -> str:
     """`model.layers.[1..60].self_attn.{q_proj,o_proj}`: the modules of one kind of parent as a choice."""
     parents, names = zip(*map(_split, sources), strict=True)
     choice = list(dict.fromkeys(names))
-    return f"{collapse(list(dict.fromkeys(parents)))}.{choice[0] if len(choice) == 1 else '{' + ','.join(choice) + '}'}"
+    leaf = choice[0] if len(choice) == 1 else "{" + ",".join(choice) + "}"
+    return f"{collapse(list(dict.fromkeys(parents)))}.{leaf}".lstrip(".")
 
 
 def _split(source: WeightSource) -> tuple[str, str]:

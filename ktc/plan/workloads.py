@@ -17,8 +17,7 @@ from ktc.graph.typed import nodes_by_name, nodes_of
 from ktc.host import Host
 from ktc.plan.activations import Adapter, Footprint, footprint
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.linear_spec import LinearSpec
-from ktc.plan.outside import widest_product
+from ktc.plan.outside import multiplies_many_rows, widest_product
 from ktc.plan.placement import device_of
 from ktc.plan.types import BlockRewrite, DeviceMemory, LoraPlan, OutsideLinear, Point, Workload
 from ktc.plan.working_memory import ProductRows, Slots, slots_of
@@ -259,9 +258,8 @@ def _product(captured: CapturedModel, key: str, rewrite: BlockRewrite | None, ho
     widths = [
         max(int(about["in_features"]), int(about["out_features"]))
         for action in rewrite.actions
-        if isinstance(action.target, KtLinear) and isinstance(action.kernel, LinearSpec)
+        if isinstance(action.target, KtLinear) and multiplies_many_rows(action)
         for about in [ops.attributes(nodes[action.node])]
-        if action.target.prefill in ("packed", "auto")
     ]
     return ProductRows(max(widths), host.workers) if widths else None
 

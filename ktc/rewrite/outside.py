@@ -19,5 +19,5 @@ def _rows(plan: Plan) -> Iterator[Rewrite]:
         action, target = each.action, each.action.target
         assert isinstance(target, KtLinear), f"`{target.name}` puts no linear layer"
         entry = action.kernel.entry if action.kernel else None
-        arguments = target.module_arguments(plan.host)
-        yield Rewrite(action.fqn, target.module, entry, each.device, arguments, action.rule, str(action.span))
+        arguments = target.module_arguments(action, plan.host)
+        yield Rewrite(action.fqn, target.placed(action), entry, each.device, arguments, action.rule, str(action.span))

@@ -39,7 +39,7 @@ def _row(action: NodeAction, fqn: str, device: str, node: fx.Node, host: Host) -
     assert isinstance(action.target, ModuleTarget), f"`{action.target.name}` puts no module"
     entry = action.kernel.entry if action.kernel else None
     arguments = action.target.recipe(action, node, host)
-    return Rewrite(fqn, action.target.module, entry, device, arguments, action.rule, str(action.span))
+    return Rewrite(fqn, action.target.placed(action), entry, device, arguments, action.rule, str(action.span))
 
 
 def _own_experts(block: RewrittenBlock, own: OwnExperts, site: str) -> Rewrite:

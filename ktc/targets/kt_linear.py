@@ -1,14 +1,15 @@
 """`kt_linear`: a linear layer is computed by the kernel that a rule names.
 
 It becomes `KTLinear` at its FQN. With `gemv` few rows without gradients are the kernel's. With `prefill = packed` many
-rows are, with gradients too; `auto` takes the faster of that and PyTorch's. All others are PyTorch's.
+rows are, with gradients too; `auto` takes the faster of that and PyTorch's. All others are PyTorch's. Where the plan
+leaves the weight in the blocks of a GGUF file, it becomes `StoredLinear`, and all products are the kernel's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from ktc.targets.module_target import Arguments, ModuleTarget
 from ktc.targets.settings import Words
@@ -24,6 +25,9 @@ LinearKernel = Annotated[Literal["torch", "gemv", "fp8", "q8", "w8a8"], Words("k
 ManyRowsKernel = Annotated[
     Literal["torch", "gemv", "fp8", "q8", "w8a8", "packed", "auto"], Words("many_rows")
 ]  # `gemv` to `w8a8` are planned
+
+
+STORED_LINEAR: Final = "stored_linear"  # the module of a layer whose weight stays in blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,18 @@ class KtLinear(ModuleTarget):
         """Return the library's entry, or the word of the rule where PyTorch is the kernel."""
         return action.kernel.entry if action.kernel else self.kernel
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
-        """Return the same arguments for every layer."""
-        return self.module_arguments(host)
+    def placed(self, action: NodeAction) -> str:
+        """Return `stored_linear` where the weight stays in the blocks of its file."""
+        return STORED_LINEAR if stored_format(action) else self.module
 
-    def module_arguments(self, host: Host) -> Arguments:
-        """Return the number of threads, which is the host's, and the kernels for few and for many rows."""
+    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+        """Return the same arguments for every layer with this kernel."""
+        return self.module_arguments(action, host)
+
+    def module_arguments(self, action: NodeAction, host: Host) -> Arguments:
+        """Return the number of threads, which is the host's, and the format or the kernels for few and many rows."""
+        if weight_format := stored_format(action):
+            return {"threads": host.workers, "format": weight_format}
         return {"threads": host.workers, "few": self.kernel, "many": self.prefill or "torch"}
 
     @staticmethod
@@ -66,3 +76,8 @@ class KtLinear(ModuleTarget):
         from ktc.targets.linear_module import linear_of_model
 
         return linear_of_model(old, arguments, kernel)
+
+
+def stored_format(action: NodeAction) -> str:
+    """Return the format of the blocks that the action's kernel multiplies, "" for plain weights."""
+    return str(getattr(action.kernel, "weight_format", ""))

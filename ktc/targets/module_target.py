@@ -42,6 +42,10 @@ class ModuleTarget(Target):
         """Return the module that replaces `node` in the graph. It runs without a kernel: proofs need no compiler."""
         raise NotImplementedError
 
+    def placed(self, action: NodeAction) -> str:
+        """Return the name in `ktc.json` of the module that this action puts."""
+        return self.module
+
     def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
         """Return the arguments of the module in the loaded model, as `arguments` declares them. `node` is its call."""
         return {}

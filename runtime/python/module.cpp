@@ -7,6 +7,7 @@
 #include "ktc_python/entries.hpp"
 #include "ktc_python/fused_moe.hpp"
 #include "ktc_python/linear.hpp"
+#include "ktc_python/packed_linear.hpp"
 
 namespace py = pybind11;
 
@@ -22,9 +23,14 @@ void ktc_python::expose(py::module_& library, const linear::Entry& entry) {
   library.def(entry.name, entry.make);
 }
 
+void ktc_python::expose(py::module_& library, const packed_linear::Entry& entry) {
+  library.def(entry.name, entry.make);
+}
+
 PYBIND11_MODULE(ktc_kernels, library) {
   ktc_python::add_engine(library);
   ktc_python::fused_moe::add_class(library);
   ktc_python::linear::add_class(library);
+  ktc_python::packed_linear::add_class(library);
   ktc_python::expose_entries(library);
 }

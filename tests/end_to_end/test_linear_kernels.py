@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
+import gguf_twins
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from peft import get_peft_model
 from transformers import AutoConfig
 
 import ktc
 from ktc import twin
+from ktc.compiler import analyse
 from ktc.linears.lora_linear import KTLinear
+from ktc.linears.stored_linear import StoredLinear
 from ktc.model.peft_glue import read_lora_config
+from ktc.plan import Plan
+from ktc.plan.linear_spec import PackedLinearSpec
 
 PROGRAM = """
 import "std/moe.ktr"
@@ -69,3 +76,53 @@ def test_a_head_that_is_tied_to_the_embeddings_takes_the_kernel_and_stays_tied(t
     with torch.no_grad():
         ours, stock = (each(input_ids=torch.full((1, 1), 5)).logits.float() for each in (loaded, model))
     assert float((ours - stock).norm() / stock.norm()) < 2e-2
+
+
+DECODE = """
+import "std/moe.ktr"
+rule experts { match moe.block => cpu_moe() }
+rule decode  { match linear at "**.self_attn.*", "lm_head" => kt_linear(gemv) }
+"""
+
+
+def test_linear_layers_of_a_gguf_file_are_multiplied_as_they_are_stored(tmp_path: Path) -> None:
+    """Attention and head stay in blocks, the plan counts and tells it, and generation is the reference's."""
+    written = gguf_twins.write("qwen3_moe", tmp_path / "model", experts=Type.Q8_0, rest=Type.Q8_0)
+    (tmp_path / "decode.ktr").write_text(DECODE)
+    plans: list[Plan] = []
+    out = ktc.compile(
+        written.folder, tmp_path / "decode.ktr", tmp_path / "out",
+        observe=lambda stage, value: plans.append(cast("Plan", value)) if stage == "plan" else None,
+    )  # fmt: skip
+    told = {reason.path for reason in plans[0].reasons if reason.text == "stored as q8_0, multiplied as stored"}
+    assert "lm_head" in told and any(path.startswith("model.layers.[0..1].self_attn.") for path in told)
+    model, reference = ktc.load(out), ktc.load(out, reference=True)
+    stored = {name for name, module in model.named_modules() if isinstance(module, StoredLinear)}
+    assert {"lm_head", "model.layers.1.self_attn.q_proj"} <= stored and len(stored) == 9
+    assert not any(isinstance(module, StoredLinear) for module in reference.modules())
+    ids = torch.arange(4, 16)[None]
+    exact = written.model(input_ids=ids).logits
+    for tokens in (ids, ids[:, :1]):
+        ours, stock = (each(input_ids=tokens).logits.float() for each in (model, reference))
+        assert float((ours - stock).norm() / stock.norm()) < 3e-2
+    assert float((reference(input_ids=ids).logits - exact).norm() / exact.norm()) < 1e-5
+    assert all(finding.state == "good" for finding in ktc.verify(out))
+
+
+def test_a_program_that_trains_or_asks_for_pytorch_keeps_plain_weights(tmp_path: Path) -> None:
+    folder = gguf_twins.write("qwen3_moe", tmp_path / "model", experts=Type.Q8_0, rest=Type.Q8_0).folder
+    attention = 'rule a { match linear at "**.self_attn.*" => kt_linear(gemv%s) }\n'
+    tuned = 'rule t { match linear at "**.q_proj" => lora_linear(rank = 4) }\n'
+    for number, (program, stays) in enumerate(
+        (
+            (attention % "", True),
+            (attention % ", prefill = auto", True),
+            (attention % ", prefill = torch", False),
+            (attention % "" + tuned, False),
+            (attention % "" + "plan { mode = train }\n", False),
+        )
+    ):
+        rules = tmp_path / f"{number}.ktr"
+        rules.write_text(program)
+        plan = analyse(folder, rules).plan
+        assert any(isinstance(spec, PackedLinearSpec) for spec in plan.kernels) == stays, program

@@ -52,8 +52,8 @@ class Row:
 class Agreement:
     """How an engine's logits after some prompts compare with ktc's.
 
-    `error` is the median relative Frobenius error, `same_next` in how many of the prompts the most probable token is the
-    same, `common` the mean share of ktc's ten most probable tokens among its ten.
+    `error` is the median relative Frobenius error, `same_next` in how many of the prompts the most probable token is
+    the same, `common` the mean share of ktc's ten most probable tokens among its ten.
     """
 
     impl: str

@@ -4,6 +4,7 @@
 
 #include "ktc/linear.hpp"
 #include "ktc/moe_kernel.hpp"
+#include "ktc/packed_linear.hpp"
 
 namespace pybind11 {
 class module_;
@@ -17,9 +18,13 @@ using Entry = ktc::KernelEntry;
 namespace linear {
 using Entry = ktc::LinearEntry;
 }
+namespace packed_linear {
+using Entry = ktc::PackedLinearEntry;
+}
 
 void expose(pybind11::module_& library, const fused_moe::Entry& entry);
 void expose(pybind11::module_& library, const linear::Entry& entry);
+void expose(pybind11::module_& library, const packed_linear::Entry& entry);
 
 // Exposes every kernel of the library.
 void expose_entries(pybind11::module_& library);

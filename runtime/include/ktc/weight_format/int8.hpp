@@ -13,6 +13,7 @@
 #include <string>
 
 #include "ktc/element.hpp"
+#include "ktc/isa/integer.hpp"
 #include "ktc/quantise_rows.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"

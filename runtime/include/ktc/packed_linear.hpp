@@ -1,0 +1,159 @@
+// y = x W^T + b with W in panels of blocks, as the experts have them: the linear layers of a GGUF file, multiplied as
+// they are stored. All rows of x are one expert's slots, so the loop, the panels and the products of few and of many
+// rows are those of the experts (`moe_sweep.hpp`).
+//
+// A value is one dot product, summed in fp32 and rounded once. Neither threads nor other rows decide the order of its
+// sum, but their number does: the products of few and of many rows add in different orders.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "ktc/decoded_panels.hpp"
+#include "ktc/engine.hpp"
+#include "ktc/moe_sweep.hpp"
+#include "ktc/panel_places.hpp"
+#include "ktc/routing.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/tensor_view.hpp"
+#include "ktc/weight_format/blocks.hpp"
+#include "ktc/weight_format/layout.hpp"
+#include "ktc/workspace.hpp"
+
+namespace ktc {
+
+// x (rows, inputs), bias (outputs) or null and out (rows, outputs) are contiguous bf16; `packed` is 64-byte aligned.
+struct PackedLinearArguments {
+  const bf16* x;
+  const std::byte* packed;
+  const bf16* bias;
+  bf16* out;
+  std::int64_t rows;
+  std::int64_t inputs;
+  std::int64_t outputs;
+};
+
+class PackedLinearKernel {
+ public:
+  virtual ~PackedLinearKernel() = default;
+  virtual std::int64_t packed_bytes(std::int64_t inputs, std::int64_t outputs) const = 0;
+  // `blocks` as a GGUF file stores them, (outputs, row_bytes). Throws std::invalid_argument where rows are no whole
+  // number of blocks.
+  virtual void pack(std::byte* packed, const std::uint8_t* blocks, std::int64_t outputs,
+                    std::int64_t row_bytes) const = 0;
+  // The weights (outputs, inputs), rounded to bf16.
+  virtual void unpack(const std::byte* packed, bf16* target, std::int64_t inputs, std::int64_t outputs) const = 0;
+  virtual void forward(Engine& engine, const PackedLinearArguments& arguments) const = 0;
+};
+
+// How a library lists such a kernel: its name, and the function that makes one.
+struct PackedLinearEntry {
+  const char* name;
+  std::unique_ptr<PackedLinearKernel> (*make)();
+};
+
+template <class Kernel>
+std::unique_ptr<PackedLinearKernel> make_packed_linear() {
+  return std::make_unique<Kernel>();
+}
+
+template <class Isa, class Panel>
+class PackedLinear final : public PackedLinearKernel {
+  using Lanes = typename Isa::Lanes;
+  using Accumulator = typename Isa::Accumulator;
+  using Panels = typename PanelSources<Isa, Panel>::Stored;
+  using Format = typename Panel::Format;
+  static_assert(std::is_same_v<typename Isa::Element, bf16> && std::is_same_v<Accumulator, float>);
+
+ public:
+  std::int64_t packed_bytes(std::int64_t inputs, std::int64_t outputs) const override {
+    return num_panels(outputs) * Panel::bytes(round_up(inputs, kPanelWidth));
+  }
+
+  void pack(std::byte* packed, const std::uint8_t* blocks, std::int64_t outputs,
+            std::int64_t row_bytes) const override {
+    if (row_bytes % Format::kStoredBytes != 0) {
+      throw std::invalid_argument("rows of " + std::to_string(row_bytes) + " bytes are no whole blocks of " +
+                                  Panel::kStored);
+    }
+    const std::int64_t inputs = row_bytes / Format::kStoredBytes * Format::kWeights;
+    Panel::pack_blocks(MatrixView(blocks, outputs, row_bytes), lanes(packed, inputs, outputs));
+  }
+
+  void unpack(const std::byte* packed, bf16* target, std::int64_t inputs, std::int64_t outputs) const override {
+    Panel::unpack(lanes(const_cast<std::byte*>(packed), inputs, outputs), MatrixView(target, outputs, inputs));
+  }
+
+  void forward(Engine& engine, const PackedLinearArguments& arguments) const override {
+    if (arguments.rows == 0) return;
+    const std::int64_t padded = round_up(arguments.inputs, kPanelWidth);
+    const std::vector<std::int64_t> only_expert(static_cast<std::size_t>(arguments.rows), 0);
+    const Routing routing(only_expert.data(), arguments.rows, 1, 1,
+                          {.most = Isa::kMaxRows, .least = Isa::kBlocked ? Isa::kStreamRows + 1 : 0});
+    const MatrixView x(arguments.x, arguments.rows, arguments.inputs);
+    const std::int64_t panels = num_panels(arguments.outputs);
+    PanelPlaces places(Panel::bytes(padded));
+    places.add(arguments.packed, 0, {0, panels});
+    engine.exclusively([&](const Team& team, Workspace& workspace) {
+      Region<bf16> rows(arguments.rows * padded), scratch(Panels::scratch_size(padded) * team.threads());
+      Region<Accumulator> sums(sums_at_hand<Isa>() * team.threads());
+      workspace.lay_out(rows, scratch, sums);
+      const PanelQueues<Isa> queues(routing, {panels, padded, PanelTurns::kNone}, team.threads());
+      team.run([&](const Worker& worker) {
+        const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
+        gather_slots<Isa>(routing, x, padded, Range::share(num_groups, worker.index, worker.count), rows.data());
+        worker.barrier.arrive_and_wait();
+        sweep<Isa>(routing, queues.of(worker.index),
+                   Panels(places, padded, scratch.data() + worker.index * Panels::scratch_size(padded)), rows.data(),
+                   sums.data() + worker.index * sums_at_hand<Isa>(), Output{arguments});
+      });
+    });
+  }
+
+ private:
+  static std::int64_t num_panels(std::int64_t outputs) { return (outputs + kPanelWidth - 1) / kPanelWidth; }
+
+  static weight_format::PartLanes lanes(std::byte* packed, std::int64_t inputs, std::int64_t outputs) {
+    return {.panels = packed,
+            .num_panels = num_panels(outputs),
+            .padded_k = round_up(inputs, kPanelWidth),
+            .first_lane = 0,
+            .lanes = kPanelWidth};
+  }
+
+  // Writes the sums of a panel to the rows of the output.
+  struct Output {
+    const PackedLinearArguments& arguments;
+
+    void begin(PanelPart) const {}
+    void end(PanelPart) const {}
+    void prefetch(const SlotGroup&, PanelPart) const {}
+    void complete(Isa&, const SlotGroup&, PanelPart, Accumulator*) const {}
+
+    void operator()(const SlotGroup& group, PanelPart part, const Accumulator* tile) const {
+      const std::int64_t first = part.panel * kPanelWidth;
+      const std::int64_t columns = std::min(kPanelWidth, arguments.outputs - first);
+      bf16 bias[kPanelWidth] = {};
+      if (arguments.bias != nullptr) std::copy_n(arguments.bias + first, columns, bias);
+      for (int row = 0; row < group.rows; ++row) {
+        bf16* out = arguments.out + (group.first_slot + row) * arguments.outputs + first;
+        alignas(64) bf16 rounded[kPanelWidth];
+        bf16* target = columns == kPanelWidth ? out : rounded;
+        for (int half = 0; half < kPanelWidth; half += kHalfPanel) {
+          Lanes sum = Lanes::load(tile + row * kPanelWidth + half);
+          if (arguments.bias != nullptr) sum = sum + Lanes::from_elements(bias + half);
+          sum.to_elements(target + half);
+        }
+        if (target == rounded) std::copy_n(rounded, columns, out);
+      }
+    }
+  };
+};
+
+}  // namespace ktc

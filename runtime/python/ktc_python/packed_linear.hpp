@@ -1,0 +1,47 @@
+// `ktc::PackedLinearKernel` as a Python class. Calls that compute or copy weights release the GIL.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+#include "ktc/packed_linear.hpp"
+#include "ktc_python/address.hpp"
+
+namespace ktc_python::packed_linear {
+
+namespace py = pybind11;
+
+inline void pack(const ktc::PackedLinearKernel& kernel, Address packed, Address blocks, std::int64_t outputs,
+                 std::int64_t row_bytes) {
+  const py::gil_scoped_release release;
+  kernel.pack(at(packed), at<std::uint8_t>(blocks), outputs, row_bytes);
+}
+
+inline void unpack(const ktc::PackedLinearKernel& kernel, Address packed, Address target, std::int64_t inputs,
+                   std::int64_t outputs) {
+  const py::gil_scoped_release release;
+  kernel.unpack(at(packed), at<ktc::bf16>(target), inputs, outputs);
+}
+
+inline void forward(const ktc::PackedLinearKernel& kernel, ktc::Engine& engine, Address x, Address packed, Address bias,
+                    Address out, std::int64_t rows, std::int64_t inputs, std::int64_t outputs) {
+  const py::gil_scoped_release release;
+  kernel.forward(engine, {.x = at<ktc::bf16>(x),
+                          .packed = at(packed),
+                          .bias = at<ktc::bf16>(bias),
+                          .out = at<ktc::bf16>(out),
+                          .rows = rows,
+                          .inputs = inputs,
+                          .outputs = outputs});
+}
+
+inline void add_class(py::module_& library) {
+  py::class_<ktc::PackedLinearKernel>(library, "PackedLinearKernel", py::module_local())
+      .def("packed_bytes", &ktc::PackedLinearKernel::packed_bytes)
+      .def("pack", &pack)
+      .def("unpack", &unpack)
+      .def("forward", &forward);
+}
+
+}  // namespace ktc_python::packed_linear
