@@ -16,11 +16,13 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.experts.module import FusedMoe
 from ktc.hf import remote_code
+from ktc.linears.stored_linear import StoredLinear
+from ktc.model.growing_cache import growing
 from ktc.model.load_as import load_as
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ _DECIDED = frozenset({
     "device_map", "experts_implementation", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder",
     "offload_state_dict", "tp_plan", "tp_size",
 })  # fmt: skip
+
+
+_CACHE = "past_key_values"
 
 
 class CompiledModel:
@@ -114,7 +119,23 @@ class CompiledModel:
         if only_trainable:
             return counted
         modules = cast("nn.Module", self).modules()
-        return counted + sum(module.num_parameters() for module in modules if isinstance(module, FusedMoe))
+        for module in modules:
+            if isinstance(module, FusedMoe):
+                counted += module.num_parameters()
+            elif isinstance(module, StoredLinear):
+                counted += module.in_features * module.out_features
+        return counted
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Make the cache of stock `generate`, with room for the next tokens. A caller's cache stays as it is."""
+        given = model_kwargs.get(_CACHE)
+        prepared = cast("Any", super())._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        made = model_kwargs.get(_CACHE)
+        if given is None and type(made) is DynamicCache and not getattr(made, "offloading", False):
+            growing(made)
+        return prepared
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """Return False: `generate` with a static cache would compile the model, and experts' kernels are no graph."""

@@ -20,6 +20,8 @@ from ktc.bench.candidate import Seconds, measured
 from ktc.bench.child import Child
 from ktc.bench.decode.request import Case
 from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.model.compiled_model import CompiledModel
+from ktc.model.growing_cache import growing
 
 STEPS: Final = {1: 4}  # of a round, by the batch; 2 for others
 _TIMEOUT_SECONDS: Final = 900
@@ -75,7 +77,7 @@ class LocalEngine:
         if case.kind == "prefill":
             ids = torch.tensor([prompt_of(case.tokens, vocabulary)])
             with measured() as spent:
-                self.step(ids, DynamicCache(config=self._config))
+                self.step(ids, self._new_cache())
             return spent[0]
         steps = steps_of(case)
         ids = torch.arange(case.batch)[:, None]
@@ -93,11 +95,16 @@ class LocalEngine:
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Read the prompt in one call."""
-        return self.step(torch.tensor([list(tokens)]), DynamicCache(config=self._config))[0].float()
+        return self.step(torch.tensor([list(tokens)]), self._new_cache())[0].float()
+
+    def _new_cache(self) -> Any:
+        """Return the cache that `generate` makes: a compiled model's has room for the next tokens."""
+        cache = DynamicCache(config=self._config)
+        return growing(cache) if isinstance(self.model, CompiledModel) else cache
 
     def filled_cache(self, case: Case) -> Any:
         """Return a cache with the tokens of a decode case."""
-        config, cache = self._config, DynamicCache(config=self._config)
+        config, cache = self._config, self._new_cache()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if case.tokens:
             size = (case.batch, config.num_key_value_heads, case.tokens, head_dim)

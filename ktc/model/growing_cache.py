@@ -1,0 +1,62 @@
+"""Keys and values in memory with room for further tokens, so that a step of decoding copies one token and not all.
+
+In: a `DynamicCache` that nobody else holds. Out: the same cache, whose full-attention layers append in place. Values
+and shapes are those of `DynamicLayer`, which concatenates. A tensor that a caller changed (beams, crops, repeats) is
+copied once into new memory. Under autograd and tracing layers concatenate as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+_ROOM: Final = 64  # tokens: a copy in so many steps, and at most as many rows without a use
+
+
+def growing(cache: DynamicCache) -> DynamicCache:
+    """Change the layers of `cache` that hold every token; sliding and other layers stay as they are."""
+    for layer in cast("list[Any]", cache.layers):
+        if type(layer) is DynamicLayer:
+            layer.__class__ = GrowingLayer
+    return cache
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values (B, heads, L, head_dim) as views of memory that has room for up to 64 tokens more."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Append (B, heads, T, head_dim), and return all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        needs_grad = key_states.requires_grad or value_states.requires_grad
+        if (torch.is_grad_enabled() and needs_grad) or torch.compiler.is_compiling():
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.keys = self._appended("_room_of_keys", cast("Tensor", self.keys), key_states)
+        self.values = self._appended("_room_of_values", cast("Tensor", self.values), value_states)
+        return self.keys, self.values
+
+    def _appended(self, name: str, held: Tensor, new: Tensor) -> Tensor:
+        length = held.shape[-2] if held.numel() else 0
+        whole = length + new.shape[-2]
+        room = cast("Tensor | None", vars(self).get(name))
+        if room is None or room.shape[-2] < whole or not _begins(room, held, new):
+            room = new.new_empty((*new.shape[:-2], -(-whole // _ROOM) * _ROOM, new.shape[-1]))
+            if length:
+                room[..., :length, :] = held
+            setattr(self, name, room)
+        room[..., length:whole, :] = new
+        return room[..., :whole, :]
+
+
+def _begins(room: Tensor, held: Tensor, new: Tensor) -> bool:
+    """Return whether `held` is the first rows of `room`, and `new` fits behind them."""
+    sizes = (room.shape[:-2], room.shape[-1], room.dtype, room.device)
+    if sizes != (new.shape[:-2], new.shape[-1], new.dtype, new.device) or held.shape[:-2] != room.shape[:-2]:
+        return False
+    return held.numel() > 0 and held.data_ptr() == room.data_ptr() and held.stride() == room.stride()
