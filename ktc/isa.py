@@ -47,7 +47,7 @@ _AMX: Final = (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 # The slowest first; each implies those before it.
 _ROWS: Final = (
     InstructionSet("scalar", frozenset(), (), dtypes=("bf16", "fp32", "fp64")),
-    InstructionSet("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
+    InstructionSet("avx2", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c")),
     InstructionSet("avx512", _AVX512_CPU, _AVX512),
     InstructionSet("avx512_bf16", _BF16_CPU, _BF16, bf16_products=True),
     InstructionSet("amx", _AMX_CPU, _AMX, bf16_products=True, tiles=True, linear=False),

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
+#include "ktc/code_products.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
@@ -18,29 +18,7 @@
 #include "ktc/weight_format/packed.hpp"
 #include "ktc/weight_format/quantised.hpp"
 
-#if defined(__AVX512BF16__)
-#include "ktc/weight_format/multiply_blocks.hpp"
-#include "ktc/weight_format/multiply_codes.hpp"
-#endif
-
 namespace ktc {
-
-// The most rows for which an ISA multiplies codes directly.
-template <class Isa, class Panel>
-constexpr int code_rows() {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<typename Isa::Lanes, avx512_bf16::Lanes>) {
-    // An ISA with tiles has packed larger groups in the order of the tiles.
-    constexpr int kRows = Isa::kBlocked ? Isa::kStreamRows : weight_format::kMaxCodeRows;
-    static_assert(kRows <= weight_format::kMaxCodeRows);
-    if constexpr (weight_format::StoredInBlocks<Panel>) return kRows;
-    if constexpr (requires(__m512i line) { weight_format::bf16_numbers(typename Panel::Code{}, line, 0); }) {
-      return kRows;
-    }
-  }
-#endif
-  return 0;
-}
 
 template <class Isa, class PanelType>
 class DecodedPanels {
@@ -48,7 +26,9 @@ class DecodedPanels {
   using Panel = PanelType;
   using Element = typename Isa::Element;
   using Ahead = FetchAhead<Isa>;
-  static constexpr int kStreamRows = code_rows<Isa, Panel>();
+  using Products = CodeProducts<Isa, Panel>;
+  static constexpr int kStreamRows = Products::kRows;
+  static constexpr int kStreamGroups = Products::kGroups;
   static constexpr bool kMultipliesCodes = kStreamRows > 0;
 
   // `scratch` holds `scratch_size(contraction)` elements.
@@ -64,7 +44,7 @@ class DecodedPanels {
   void start(PanelPart) const {}
   const Element* current(PanelPart part) {
     const std::int64_t block = part.first_k / kPanelWidth;
-    summed_ = nullptr;  // the sums were in the scratch
+    products_.forget();  // what it has was in the scratch
     weight_format::decode_blocks<typename Isa::Lanes, Panel>(panel(part.expert, part.panel), block,
                                                              block + part.size_k / kPanelWidth, scratch_);
     return scratch_;
@@ -79,44 +59,15 @@ class DecodedPanels {
   void advance() const {}
 
   // A whole panel and up to `kStreamRows` rows, without decoding.
-  void multiply_codes([[maybe_unused]] int rows, [[maybe_unused]] PanelPart part, [[maybe_unused]] const Element* a,
-                      [[maybe_unused]] typename Isa::Accumulator* tile) {
-#if defined(__AVX512BF16__)
-    if constexpr (weight_format::StoredInBlocks<Panel> && kMultipliesCodes) {
-      const float* sums = sums_of(rows, a);
-      const std::byte* stored = panel(part.expert, part.panel);
-      if (sums != nullptr || !weight_format::kWantsFinite<typename Panel::Format>) {
-        return weight_format::multiply_blocks<Panel>(rows, contraction_, a, sums, stored, tile);
-      }
-      weight_format::multiply_decoded<Panel>(rows, contraction_, a, stored, tile);
-    } else if constexpr (kMultipliesCodes) {
-      weight_format::multiply_codes<Panel>(rows, contraction_, a, panel(part.expert, part.panel), tile);
-    }
-#endif
+  void multiply_codes(int rows, PanelPart part, const Element* a, typename Isa::Accumulator* tile) {
+    products_.multiply(rows, contraction_, a, panel(part.expert, part.panel), tile, scratch_);
   }
 
  private:
-#if defined(__AVX512BF16__)
-  // The sums of the rows at `a`, for formats that need them, made once for all panels of an expert; null where not
-  // finite.
-  const float* sums_of(int rows, const Element* a) {
-    if constexpr (weight_format::kWantsFinite<typename Panel::Format>) {
-      auto* sums = reinterpret_cast<float*>(scratch_);
-      if (summed_ != a) {
-        finite_ = weight_format::sum_blocks(rows, contraction_, a, sums);
-        summed_ = a;
-      }
-      return finite_ ? sums : nullptr;
-    }
-    return nullptr;
-  }
-#endif
-
   PanelPlaces places_;
   std::int64_t contraction_;
   Element* scratch_;
-  const Element* summed_ = nullptr;
-  bool finite_ = true;
+  Products products_;
 };
 
 // Fetches one block from each of several panels, line by line, evenly over `calls` of `step`: a block at once would
@@ -167,6 +118,7 @@ class DecodedTransposedPanels {
   using Element = typename Isa::Element;
   using Ahead = FetchBlocksAhead;
   static constexpr int kStreamRows = 0;
+  static constexpr int kStreamGroups = 0;
   static constexpr bool kMultipliesCodes = false;
 
   // `scratch` holds `scratch_size(num_panels)` elements.

@@ -242,7 +242,7 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
     const std::int64_t steps = part.size_k / kDepth;
     const SlotGroup* group = here.begin();
     const std::int64_t num_groups = here.num_groups();
-    const bool streams = num_groups == 1 && group->rows <= Panels::kStreamRows;
+    const bool streams = num_groups <= Panels::kStreamGroups && group->rows <= Panels::kStreamRows;
     auto ahead = streams ? typename Panels::Ahead{}
                          : window.work_ahead(panels, num_groups * Isa::steps_ahead(group->rows, steps));
     const auto* packed = Panels::kMultipliesCodes && streams ? nullptr : panels.current(part);
@@ -252,10 +252,10 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
       if (here.ends_sum()) epilogue.prefetch(*group, part);
       const auto* a = rows + group->first_slot * contraction + part.first_k * group->rows;
       if constexpr (Panels::kMultipliesCodes) {
-        if (streams) {  // the only group, and all of its panel
+        if (streams) {  // all groups, and the whole panel
           panels.multiply_codes(group->rows, part, a, tile);
           finish(here, *group, part, tile);
-          break;
+          continue;
         }
       }
       if (here.begins_sum()) {

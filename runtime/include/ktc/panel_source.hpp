@@ -31,7 +31,9 @@ class StoredPanels {
  public:
   using Element = typename Isa::Element;
   using Ahead = FetchAhead<Isa>;
-  static constexpr int kStreamRows = Isa::kStreamRows;  // this few rows are multiplied while read from memory
+  // So few rows, in so few groups, are multiplied while read from memory.
+  static constexpr int kStreamRows = Isa::kStreamRows;
+  static constexpr int kStreamGroups = 1;
   static constexpr bool kMultipliesCodes = false;
 
   // No scratch is needed; quantised weights take one.
@@ -156,6 +158,7 @@ class TransposedPanels {
   using Element = typename Isa::Element;
   using Ahead = TransposeAhead<Isa>;
   static constexpr int kStreamRows = 0;
+  static constexpr int kStreamGroups = 0;
   static constexpr bool kMultipliesCodes = false;
 
   // `scratch` holds `scratch_size(num_panels)` elements.

@@ -1,4 +1,4 @@
-// AVX2 with FMA: bf16 is widened to fp32 by a shift, and multiplied there.
+// AVX2 with FMA and F16C: bf16 is widened to fp32 by a shift, and multiplied there.
 #pragma once
 
 #include <immintrin.h>
@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "ktc/element.hpp"
+#include "ktc/isa/avx2_words.hpp"
 #include "ktc/math.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/half_precision.hpp"
@@ -23,6 +24,20 @@ class Lanes {
   static Lanes load(const float* source) { return {_mm256_loadu_ps(source), _mm256_loadu_ps(source + 8)}; }
   static Lanes from_elements(const bf16* source) { return {widened(source), widened(source + 8)}; }
   static Lanes from_elements(const weight_format::fp16* source) { return {widened(source), widened(source + 8)}; }
+  static Lanes from_words(__m256i words) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(words))),
+            _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1)))};
+  }
+  // Bits of fp16.
+  static Lanes from_halves(__m256i halves) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+  }
+  // Each of eight values twice.
+  static Lanes twice(__m256 eight) {
+    const __m256i low = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
+    const __m256i high = _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7);
+    return {_mm256_permutevar8x32_ps(eight, low), _mm256_permutevar8x32_ps(eight, high)};
+  }
   // Differences of integers, exact before they are rounded.
   static Lanes from_integers(const std::int32_t* sums, const std::int32_t* offsets) {
     const auto eight = [](const std::int32_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); };
@@ -126,16 +141,8 @@ class Lanes {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
   }
 
-  // As `fp16` converts one: AVX2 does not promise F16C.
   static __m256 widened(const weight_format::fp16* source) {
-    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
-    const __m256i magnitude = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fff)), 13);
-    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x8000)), 16);
-    const __m256 finite = _mm256_mul_ps(_mm256_castsi256_ps(magnitude), _mm256_set1_ps(0x1p112f));
-    const __m256i other = _mm256_or_si256(magnitude, _mm256_set1_epi32(0x7f800000));
-    const __m256i is_other = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7bff << 13));
-    const __m256 value = _mm256_blendv_ps(finite, _mm256_castsi256_ps(other), _mm256_castsi256_ps(is_other));
-    return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
   }
 
   // Rounds to nearest even; a NaN keeps its upper bits and becomes quiet.
@@ -209,8 +216,12 @@ struct Isa {
   using Element = bf16;
   using Accumulator = float;
   using Lanes = avx2::Lanes;
+  using Words = avx2::Words;
   static constexpr int kMaxRows = avx2::kMaxRows;
   static constexpr int kStreamRows = 0;
+  // Up to two groups of this many rows are multiplied with codes as they are stored.
+  static constexpr int kWordRows = avx2::kMaxRows;
+  static constexpr int kWordGroups = 2;
   // In fp32, 6 rows x 2 vectors are 12 accumulators; 2 vectors of weights and a row's value fit beside.
   static constexpr int kFp32Rows = 6;
   static constexpr int kFp32Halves = 1;

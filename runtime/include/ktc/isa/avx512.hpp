@@ -10,6 +10,7 @@
 #include "ktc/element.hpp"
 #include "ktc/isa/avx512_lanes.hpp"
 #include "ktc/isa/avx512_transpose.hpp"
+#include "ktc/isa/avx512_words.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc::avx512 {
@@ -84,8 +85,12 @@ struct Isa {
   using Element = bf16;
   using Accumulator = float;
   using Lanes = avx512::Lanes<IntegerRounding>;
+  using Words = avx512::Words;
   static constexpr int kMaxRows = avx512::kMaxRows;
   static constexpr int kStreamRows = avx512::kStreamRows;
+  // A group of up to this many rows is multiplied with codes as they are stored.
+  static constexpr int kWordRows = 8;
+  static constexpr int kWordGroups = 1;
   static constexpr int kFp32Rows = 12;
   static constexpr int kFp32Halves = 2;
   static constexpr bool kBlocked = false;

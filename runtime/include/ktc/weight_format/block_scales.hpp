@@ -9,7 +9,7 @@
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/half_precision.hpp"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -31,6 +31,11 @@ inline void widen_halves(const std::byte* line, float* values) {
   const __m512i halves = _mm512_loadu_si512(line);
   _mm512_storeu_ps(values, _mm512_cvtph_ps(_mm512_castsi512_si256(halves)));
   _mm512_storeu_ps(values + kHalfPanel, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
+#elif defined(__F16C__)
+  for (std::int64_t eight = 0; eight < kPanelWidth; eight += 8) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(line + 2 * eight));
+    _mm256_storeu_ps(values + eight, _mm256_cvtph_ps(halves));
+  }
 #else
   const auto* halves = reinterpret_cast<const fp16*>(line);
   for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) values[lane] = static_cast<float>(halves[lane]);
@@ -45,6 +50,12 @@ void multiply_by(const Byte* factors, float* values) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(factors + half));
     const __m512i wide = std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
     _mm512_storeu_ps(values + half, _mm512_mul_ps(_mm512_loadu_ps(values + half), _mm512_cvtepi32_ps(wide)));
+  }
+#elif defined(__AVX2__)
+  for (std::int64_t eight = 0; eight < kPanelWidth; eight += 8) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(factors + eight));
+    const __m256i wide = std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+    _mm256_storeu_ps(values + eight, _mm256_mul_ps(_mm256_loadu_ps(values + eight), _mm256_cvtepi32_ps(wide)));
   }
 #else
   for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) values[lane] *= static_cast<float>(factors[lane]);

@@ -194,4 +194,7 @@ struct BlockPanel {
   }
 };
 
+template <class Panel>
+concept StoredInBlocks = requires { Panel::kStored; };
+
 }  // namespace ktc::weight_format

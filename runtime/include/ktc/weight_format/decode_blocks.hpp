@@ -13,9 +13,6 @@
 
 namespace ktc::weight_format {
 
-template <class Panel>
-concept StoredInBlocks = requires { Panel::kStored; };
-
 // The numbers of `kVectors` vectors of a block, from vector `index` x `kVectors` on: the step that an ISA may
 // specialise.
 template <class Lanes, class Panel>
@@ -105,4 +102,6 @@ void decode_blocks(const std::byte* panel, std::int64_t first, std::int64_t last
 
 #if defined(__AVX512BW__)
 #include "ktc/weight_format/decode_blocks_avx512.hpp"
+#elif defined(__AVX2__)
+#include "ktc/weight_format/decode_avx2.hpp"
 #endif

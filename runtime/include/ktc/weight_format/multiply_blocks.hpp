@@ -14,7 +14,6 @@
 
 #include "ktc/element.hpp"
 #include "ktc/isa/avx512_bf16.hpp"
-#include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/decode_blocks.hpp"
@@ -164,21 +163,6 @@ void multiply_blocks(int rows, std::int64_t padded_k, const bf16* a, const float
     return std::array<Multiply, sizeof...(row)>{&multiply_blocks_of<Panel, static_cast<int>(row) + 1>...};
   }(std::make_index_sequence<kMaxCodeRows>{});
   kByRows[static_cast<std::size_t>(rows - 1)](padded_k, a, a_sums, panel, tile);
-}
-
-// The same block by block through bf16 weights: an infinity of a row is then never subtracted from another.
-template <class Panel>
-void multiply_decoded(int rows, std::int64_t padded_k, const bf16* a, const std::byte* panel, float* tile) {
-  using Isa = avx512_bf16::Isa;
-  alignas(64) bf16 weights[kBlock];
-  alignas(64) float product[kMaxCodeRows * kPanelWidth];
-  FetchAhead<Isa> ahead;
-  std::fill(tile, tile + rows * kPanelWidth, 0.0f);
-  for (std::int64_t block = 0; block < padded_k / kPanelWidth; ++block, a += rows * kPanelWidth) {
-    decode_blocks<Isa::Lanes, Panel>(panel, block, block + 1, weights);
-    Isa::multiply(rows, kPanelWidth / 2, a, weights, product, ahead);
-    for (int i = 0; i < rows * kPanelWidth; ++i) tile[i] += product[i];
-  }
 }
 
 }  // namespace ktc::weight_format

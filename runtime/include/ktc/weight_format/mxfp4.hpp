@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/block_scales.hpp"
@@ -33,9 +34,10 @@ struct MXFP4 {
     head[lane] = static_cast<std::byte>(stored[0]);
   }
   static void scales(const std::byte* head, std::int64_t block, float (*scale)[kPanelWidth], float*) {
-    for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
-      scale[0][lane] = half_power(std::to_integer<std::uint32_t>(head[block * kBlockHeadBytes + lane]));
-    }
+    const auto* exponents = reinterpret_cast<const std::uint8_t*>(head) + block * kBlockHeadBytes;
+    std::uint32_t bits[kPanelWidth];
+    for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) bits[lane] = half_power_bits(exponents[lane]);
+    std::memcpy(scale[0], bits, sizeof(bits));
   }
 
   static void quantise(const float* weights, std::uint8_t* stored) {
@@ -62,9 +64,10 @@ struct MXFP4 {
   static constexpr std::array<float, 16> kNumbers = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
   // 2^(exponent - 128): the two smallest are denormals.
-  static float half_power(std::uint32_t exponent) {
-    return std::bit_cast<float>(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
+  static std::uint32_t half_power_bits(std::uint32_t exponent) {
+    return exponent < 2 ? 0x00200000u * (exponent + 1) : (exponent - 1) << 23;
   }
+  static float half_power(std::uint32_t exponent) { return std::bit_cast<float>(half_power_bits(exponent)); }
 };
 using MXFP4Panel = BlockPanel<MXFP4>;
 

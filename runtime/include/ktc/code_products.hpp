@@ -1,0 +1,126 @@
+// Products of a few rows with a panel's codes as they are stored: memory limits an expert with so few tokens, and
+// decoded weights would be written and read again. Each ISA has one way for each type of panel, or none.
+//
+//   kRows       the most rows of a group; 0 where codes are always decoded.
+//   kGroups     the most groups of an expert.
+//   multiply    a whole panel, [k / 2][rows][2] x [k][32]; `scratch` has 32 elements for each of `contraction`.
+//   forget      whatever `multiply` left in the scratch is gone.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "ktc/element.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/weight_format/blocks.hpp"
+#include "ktc/weight_format/code_words.hpp"
+#include "ktc/weight_format/fixed_point_rows.hpp"
+#include "ktc/weight_format/multiply_decoded.hpp"
+#include "ktc/weight_format/multiply_words.hpp"
+
+#if defined(__AVX512BF16__)
+#include "ktc/weight_format/multiply_blocks.hpp"
+#include "ktc/weight_format/multiply_codes.hpp"
+#endif
+
+namespace ktc {
+
+template <class Isa, class Panel>
+class CodeProducts {
+ public:
+  static constexpr int kRows = 0;
+  static constexpr int kGroups = 0;
+
+  void multiply(int, std::int64_t, const typename Isa::Element*, const std::byte*, typename Isa::Accumulator*,
+                typename Isa::Element*) {}
+  void forget() {}
+};
+
+// Rows in 16-bit fixed point, converted once for all panels of an expert.
+template <class Isa, class Panel>
+  requires(weight_format::IntegerCodes<Panel>::kExist && requires { typename Isa::Words; })
+class CodeProducts<Isa, Panel> {
+ public:
+  static constexpr int kRows = Isa::kWordRows;
+  static constexpr int kGroups = Isa::kWordGroups;
+  static_assert(kRows <= Isa::kMaxRows);
+
+  void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16* scratch) {
+    const std::byte* converted = of(rows, contraction, a, scratch);
+    if (converted == nullptr) {
+      return weight_format::multiply_decoded<Isa, Panel>(rows, contraction, a, panel, tile);
+    }
+    weight_format::multiply_words<typename Isa::Words, Panel>(
+        contraction, weight_format::fixed_point_rows(converted, rows, contraction), panel, tile);
+  }
+  void forget() { groups_ = {}; }
+
+ private:
+  struct Group {
+    const bf16* a = nullptr;
+    bool finite = false;
+  };
+
+  // The converted rows of the group at `a`, null where a value is not finite. Groups take turns in the scratch.
+  const std::byte* of(int rows, std::int64_t contraction, const bf16* a, bf16* scratch) {
+    constexpr std::int64_t kBytes = kPanelWidth * sizeof(bf16);  // of the scratch, for each of the contraction
+    static_assert(kGroups * weight_format::fixed_point_bytes(kRows, kPanelWidth) <= kBytes * kPanelWidth);
+    const auto place = [&](std::size_t index) {
+      return reinterpret_cast<std::byte*>(scratch) +
+             static_cast<std::int64_t>(index) * weight_format::fixed_point_bytes(kRows, contraction);
+    };
+    for (std::size_t index = 0; index < kGroups; ++index) {
+      if (groups_[index].a == a) return groups_[index].finite ? place(index) : nullptr;
+    }
+    const std::size_t index = next_;
+    next_ = (next_ + 1) % kGroups;
+    groups_[index] = {a, weight_format::to_fixed_point(rows, contraction, a, place(index))};
+    return groups_[index].finite ? place(index) : nullptr;
+  }
+
+  std::array<Group, kGroups> groups_{};
+  std::size_t next_ = 0;
+};
+
+#if defined(__AVX512BF16__)
+// Codes as bf16 numbers, which they are exactly, multiplied with the rows as they are.
+template <class Isa, class Panel>
+inline constexpr bool kHasBf16Numbers = [] {
+  if constexpr (!std::is_same_v<typename Isa::Lanes, avx512_bf16::Lanes>) return false;
+  if constexpr (weight_format::StoredInBlocks<Panel>) return true;
+  return requires(__m512i line) { weight_format::bf16_numbers(typename Panel::Code{}, line, 0); };
+}();
+
+template <class Isa, class Panel>
+  requires kHasBf16Numbers<Isa, Panel>
+class CodeProducts<Isa, Panel> {
+ public:
+  // An ISA with tiles has packed larger groups in the order of the tiles.
+  static constexpr int kRows = Isa::kBlocked ? Isa::kStreamRows : weight_format::kMaxCodeRows;
+  static constexpr int kGroups = 1;
+  static_assert(kRows <= weight_format::kMaxCodeRows);
+
+  void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16* scratch) {
+    if constexpr (!weight_format::StoredInBlocks<Panel>) {
+      weight_format::multiply_codes<Panel>(rows, contraction, a, panel, tile);
+    } else if constexpr (!weight_format::kWantsFinite<typename Panel::Format>) {
+      weight_format::multiply_blocks<Panel>(rows, contraction, a, nullptr, panel, tile);
+    } else {
+      auto* sums = reinterpret_cast<float*>(scratch);
+      if (summed_ != a) finite_ = weight_format::sum_blocks(rows, contraction, a, sums);
+      summed_ = a;
+      if (finite_) return weight_format::multiply_blocks<Panel>(rows, contraction, a, sums, panel, tile);
+      weight_format::multiply_decoded<avx512_bf16::Isa, Panel>(rows, contraction, a, panel, tile);
+    }
+  }
+  void forget() { summed_ = nullptr; }
+
+ private:
+  const bf16* summed_ = nullptr;  // the rows whose sums are in the scratch
+  bool finite_ = true;
+};
+#endif
+
+}  // namespace ktc

@@ -1,0 +1,54 @@
+// Vectors of 16-bit words with AVX2, of 8 outputs with two neighbours of k each: see `code_words.hpp`.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ktc/element.hpp"
+
+namespace ktc::avx2 {
+
+struct Words {
+  using Vector = __m256i;
+  using Floats = __m256;
+  static constexpr int kOutputs = 8;
+
+  static Vector load(const std::byte* words) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(words)); }
+  // Signed bytes.
+  static Vector widened(const std::byte* bytes) {
+    return _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  static Vector all(std::int16_t word) { return _mm256_set1_epi16(word); }
+  static Vector right(Vector words, int bits) { return _mm256_srli_epi16(words, bits); }
+  static Vector left(Vector words, int bits) { return _mm256_slli_epi16(words, bits); }
+  static Vector both(Vector a, Vector b) { return _mm256_and_si256(a, b); }
+  // The bits of `a` where `mask` has ones, and those of `b`, which has none there.
+  static Vector joined(Vector mask, Vector a, Vector b) { return _mm256_or_si256(_mm256_and_si256(mask, a), b); }
+  // The entry of each byte's lower four bits, of bytes below 128.
+  static Vector looked_up(const std::uint8_t* table, Vector bytes) {
+    const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), bytes);
+  }
+
+  static Vector sums(std::int32_t value) { return _mm256_set1_epi32(value); }
+  static Vector pairs(std::int32_t two_words) { return _mm256_set1_epi32(two_words); }
+  static Vector add_products(Vector sums, Vector a, Vector b) {
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+  }
+
+  static Floats to_floats(Vector sums) { return _mm256_cvtepi32_ps(sums); }
+  static Floats all(float value) { return _mm256_set1_ps(value); }
+  static Floats load(const float* values) { return _mm256_loadu_ps(values); }
+  static Floats load(const bf16* values) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  static void store(Floats values, float* target) { _mm256_storeu_ps(target, values); }
+  static Floats product(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+  static Floats add_product(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
+  static Floats subtract_product(Floats a, Floats b, Floats sum) { return _mm256_fnmadd_ps(a, b, sum); }
+};
+
+}  // namespace ktc::avx2

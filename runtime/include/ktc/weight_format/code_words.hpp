@@ -1,0 +1,158 @@
+// The codes of a block as 16-bit words, in the vectors of an ISA's `Words`: each holds `kOutputs` outputs with two
+// neighbours of k, the operand of a product of words (VPMADDWD).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "ktc/element.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/weight_format/blocks.hpp"
+#include "ktc/weight_format/codes.hpp"
+#include "ktc/weight_format/quantised.hpp"
+
+namespace ktc::weight_format {
+
+// The bits of a panel's codes, the integers that they stand for, and the scales of 32 weights of each output. Panels
+// whose numbers are no integers of 8 bits have none.
+template <class Panel>
+struct IntegerCodes {
+  static constexpr bool kExist = false;
+};
+
+template <StoredInBlocks Panel>
+  requires(Panel::Format::kBits <= 8)
+struct IntegerCodes<Panel> {
+  using Format = typename Panel::Format;
+  static constexpr bool kExist = true;
+  static constexpr int kBits = Format::kBits;
+  static constexpr int kHighBits = Panel::kHighBits;
+  static constexpr std::int64_t kHighAt = Panel::kLowBytes;
+  static constexpr int kScales = Format::kScales;
+  static constexpr bool kMins = Format::kMins;
+  static constexpr int number(unsigned code) { return static_cast<int>(Format::number(code)); }
+  static bool begins_span(std::int64_t block) { return block % Panel::kSpanBlocks == 0; }
+
+  // Of `Words::kOutputs` outputs from `lane` on.
+  template <class Words>
+  class Scales {
+   public:
+    Scales(const std::byte* panel, std::int64_t block)
+        : stored_(panel + Panel::scales_at(block), block % Panel::kSpanBlocks) {}
+    typename Words::Floats scale(int group, std::int64_t lane) const { return Words::load(stored_.scale[group] + lane); }
+    typename Words::Floats min(std::int64_t lane) const { return Words::load(stored_.min + lane); }
+
+   private:
+    BlockScales<Format> stored_;
+  };
+};
+
+template <std::int64_t kGroup>
+struct IntegerCodes<QuantisedPanel<Int4, kGroup>> {
+  using Panel = QuantisedPanel<Int4, kGroup>;
+  static constexpr bool kExist = true;
+  static constexpr int kBits = Int4::kBits;
+  static constexpr int kHighBits = 0;
+  static constexpr std::int64_t kHighAt = 0;
+  static constexpr int kScales = 1;
+  static constexpr bool kMins = false;
+  static constexpr int number(unsigned code) { return static_cast<int>(code) - 8; }
+  static bool begins_span(std::int64_t block) { return block % Panel::kGroupBlocks == 0; }
+
+  template <class Words>
+  class Scales {
+   public:
+    Scales(const std::byte* panel, std::int64_t block)
+        : stored_(reinterpret_cast<const bf16*>(panel + Panel::scales_at(block))) {}
+    typename Words::Floats scale(int, std::int64_t lane) const { return Words::load(stored_ + lane); }
+
+   private:
+    const bf16* stored_;
+  };
+};
+
+// The words of a code are its number plus `kOffset`. Those of four bits that are no row of neighbours are looked up,
+// as bytes; the upper byte of each word, a zero, is looked up too.
+template <class Panel>
+struct WordNumbers {
+  using Codes = IntegerCodes<Panel>;
+  static constexpr bool kSigned = Codes::kBits == 8;
+  static constexpr unsigned kCount = 1u << Codes::kBits;
+  static constexpr bool kNeighbours = [] {
+    for (unsigned code = 0; code < kCount; ++code) {
+      if (Codes::number(code) != Codes::number(0) + static_cast<int>(code)) return false;
+    }
+    return true;
+  }();
+  static constexpr bool kLookedUp = !kSigned && !kNeighbours;
+  static_assert(!kLookedUp || Codes::kBits == 4);
+  static constexpr int kLeast = [] {
+    int least = 0;
+    for (unsigned code = 0; code < kCount; ++code) least = std::min(least, Codes::number(code));
+    return least;
+  }();
+  static constexpr int kOffset = kSigned     ? 0
+                                 : kLookedUp ? -kLeast + 256 * (Codes::number(0) - kLeast)
+                                             : -Codes::number(0);
+  alignas(16) static constexpr std::array<std::uint8_t, 16> kTable = [] {
+    std::array<std::uint8_t, 16> table{};
+    for (unsigned code = 0; code < 16; ++code) {
+      table[code] = static_cast<std::uint8_t>(Codes::number(code % kCount) - kLeast);
+    }
+    return table;
+  }();
+};
+
+// Some vectors of a block whose codes are read together, of `Words::kOutputs` outputs of each half panel: the strip
+// `strip`. Vector after vector, as in `blocks.hpp`, the outputs are of the first and of the second half.
+template <class Words, class Panel>
+class CodeWords {
+  using Codes = IntegerCodes<Panel>;
+  using Numbers = WordNumbers<Panel>;
+  using Vector = typename Words::Vector;
+
+ public:
+  static constexpr int kVectors = Codes::kHighBits > 0 ? 16 / Codes::kHighBits : 16 / Codes::kBits;
+  static constexpr int kLines = Numbers::kSigned ? 1 : kVectors / 4;
+
+  [[gnu::always_inline]] CodeWords(const std::byte* block, std::int64_t index, std::int64_t strip) {
+    if constexpr (Numbers::kSigned) {
+#pragma GCC unroll 2
+      for (int vector = 0; vector < kVectors; ++vector) {
+        low_[vector] = Words::widened(block + (index * kVectors + vector) * kPanelWidth + strip * sizeof(Vector) / 2);
+      }
+    } else {
+      const std::byte* lines = block + strip * sizeof(Vector);
+#pragma GCC unroll 4
+      for (int line = 0; line < kLines; ++line) low_[line] = Words::load(lines + (index * kLines + line) * kLine);
+      if constexpr (Codes::kHighBits > 0) high_ = Words::load(lines + Codes::kHighAt + index * kLine);
+    }
+  }
+
+  [[gnu::always_inline]] Vector words(int vector) const {
+    if constexpr (Numbers::kSigned) {
+      return low_[vector];
+    } else {
+      const Vector four_bits = Words::all(std::int16_t{0xf});
+      const int at = vector % 4 * 4;
+      const Vector low = at > 0 ? Words::right(low_[vector / 4], at) : low_[vector / 4];
+      if constexpr (Codes::kHighBits > 0) {
+        constexpr int kMask = ((1 << Codes::kHighBits) - 1) << 4;
+        const int up = 4 - vector * Codes::kHighBits;
+        const Vector moved = up >= 0 ? Words::left(high_, up) : Words::right(high_, -up);
+        return Words::joined(four_bits, low, Words::both(moved, Words::all(std::int16_t{kMask})));
+      }
+      const Vector code = at == 12 ? low : Words::both(low, four_bits);
+      if constexpr (Numbers::kLookedUp) return Words::looked_up(Numbers::kTable.data(), code);
+      return code;
+    }
+  }
+
+ private:
+  Vector low_[Numbers::kSigned ? kVectors : kLines];
+  Vector high_;
+};
+
+}  // namespace ktc::weight_format

@@ -1,0 +1,103 @@
+// Packed rows of bf16 as 16-bit fixed point, for products with integer codes: 32 values of a row share a scale, the
+// power of two with which the largest has 15 bits. A value above 1/128 of the largest keeps all bits of its bf16; the
+// error of a smaller one is at most 2^-15 of the largest.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "ktc/element.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc::weight_format {
+
+// Of 32 values of a row: a value is `scale` times its word. The words' sums are of the first 16 and of the others.
+struct FixedPointBlock {
+  float scale;
+  std::int32_t sums[2];
+
+  float sum() const { return scale * static_cast<float>(sums[0] + sums[1]); }
+};
+
+// `words` [k / 2][rows][2], as the packed rows; `blocks` [k / 32][rows].
+struct FixedPointRows {
+  const std::int16_t* words;
+  const FixedPointBlock* blocks;
+  int rows;
+};
+
+// The bytes of `rows` rows: words, then blocks.
+constexpr std::int64_t fixed_point_bytes(int rows, std::int64_t padded_k) {
+  return rows * (padded_k * 2 + padded_k / kPanelWidth * static_cast<std::int64_t>(sizeof(FixedPointBlock)));
+}
+
+// 32 neighbours. Returns whether all are finite; only then is `words` written. Values below 2^-100 count as zero where
+// the largest is one, since the inverse of the scale might not be finite.
+inline bool to_fixed_point(const std::uint16_t* bits, std::int16_t* words, FixedPointBlock& block) {
+  constexpr int kBias = 127;
+  constexpr int kWordBits = 14;  // of the largest, below its first
+  std::uint16_t largest = 0;
+  for (int k = 0; k < kPanelWidth; ++k) largest = std::max<std::uint16_t>(largest, bits[k] & 0x7fff);
+  const int exponent = (largest >> 7) - kBias;
+  block = {0, {0, 0}};
+  if (exponent > kBias) return false;
+  if (exponent < -100) {
+    std::fill(words, words + kPanelWidth, std::int16_t{});
+    return true;
+  }
+  const auto power = [](int of_two) { return std::bit_cast<float>(static_cast<std::uint32_t>(of_two + kBias) << 23); };
+  const float inverse = power(kWordBits - exponent);
+  block.scale = power(exponent - kWordBits);
+  for (int k = 0; k < kPanelWidth; ++k) {
+    // Adding 1.5 x 2^23 rounds to an integer, to nearest even, and leaves it in the lower bits.
+    const float value = std::bit_cast<float>(static_cast<std::uint32_t>(bits[k]) << 16) * inverse + 0x1.8p23f;
+    words[k] = static_cast<std::int16_t>(std::bit_cast<std::uint32_t>(value));
+  }
+  for (int half = 0; half < 2; ++half) {
+    std::int32_t sum = 0;
+    for (int k = 0; k < kHalfPanel; ++k) sum += words[half * kHalfPanel + k];
+    block.sums[half] = sum;
+  }
+  return true;
+}
+
+inline FixedPointRows fixed_point_rows(const std::byte* converted, int rows, std::int64_t padded_k) {
+  return {.words = reinterpret_cast<const std::int16_t*>(converted),
+          .blocks = reinterpret_cast<const FixedPointBlock*>(converted + rows * padded_k * 2),
+          .rows = rows};
+}
+
+// Packed rows [k / 2][rows][2] into `target`, of `fixed_point_bytes`. Returns whether all values are finite; otherwise
+// the result is meaningless.
+inline bool to_fixed_point(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
+  constexpr std::int64_t kPairs = kPanelWidth / 2;
+  constexpr std::size_t kPairBytes = 2 * sizeof(bf16);
+  auto* words = reinterpret_cast<std::int16_t*>(target);
+  auto* blocks = reinterpret_cast<FixedPointBlock*>(target + rows * padded_k * 2);
+  bool finite = true;
+  for (std::int64_t k = 0; k < padded_k; k += kPanelWidth, a += rows * kPanelWidth, words += rows * kPanelWidth) {
+    for (int row = 0; row < rows; ++row, ++blocks) {
+      std::uint16_t bits[kPanelWidth];
+      std::int16_t row_words[kPanelWidth];
+      if (rows == 1) {
+        std::memcpy(bits, a, sizeof(bits));
+        finite &= to_fixed_point(bits, row_words, *blocks);
+        std::memcpy(words, row_words, sizeof(row_words));
+        continue;
+      }
+      for (std::int64_t pair = 0; pair < kPairs; ++pair) {
+        std::memcpy(bits + 2 * pair, a + (pair * rows + row) * 2, kPairBytes);
+      }
+      finite &= to_fixed_point(bits, row_words, *blocks);
+      for (std::int64_t pair = 0; pair < kPairs; ++pair) {
+        std::memcpy(words + (pair * rows + row) * 2, row_words + 2 * pair, kPairBytes);
+      }
+    }
+  }
+  return finite;
+}
+
+}  // namespace ktc::weight_format

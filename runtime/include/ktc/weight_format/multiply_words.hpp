@@ -1,0 +1,133 @@
+// A few rows multiplied with integer codes as they are stored, for ISAs without VDPBF16PS. Rows are 16-bit fixed point
+// (`fixed_point_rows.hpp`), so that one VPMADDWD does what takes two multiplications in fp32, and codes are not
+// converted. The sum of 32 products is exact. It is multiplied by both scales and added in fp32, block after block:
+// the order of a sum depends on neither the ISA nor the other rows.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "ktc/prefetch.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/weight_format/code_words.hpp"
+#include "ktc/weight_format/fixed_point_rows.hpp"
+
+namespace ktc::weight_format {
+
+// For this many rows at a time, AVX2's registers hold the sums of a strip beside codes and a row's value.
+inline constexpr int kWordRows = 4;
+
+// Two words of a row read as one integer, without a violation of the aliasing rules.
+using WordPair [[gnu::may_alias]] = std::int32_t;
+
+template <class Words, class Panel, int kRows>
+[[gnu::noinline]] void multiply_words_of(std::int64_t padded_k, const FixedPointRows& x, int first_row,
+                                         const std::byte* panel, float* tile) {
+  using Codes = IntegerCodes<Panel>;
+  using Lines = CodeWords<Words, Panel>;
+  using Vector = typename Words::Vector;
+  using Floats = typename Words::Floats;
+  constexpr int kStrips = static_cast<int>(kHalfPanel / Words::kOutputs);
+  constexpr std::int64_t kSteps = kBlock / kPanelWidth / Lines::kVectors / Codes::kScales;  // of a scale
+  constexpr std::int64_t kPairs = kPanelWidth / 2;
+  constexpr std::int64_t kStreamAhead = 4096;
+  Floats total[kStrips][2][kRows];
+#pragma GCC unroll 2
+  for (auto& strip : total) {
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) strip[0][row] = strip[1][row] = Words::all(0.0f);
+  }
+
+  const auto* pairs = reinterpret_cast<const WordPair*>(x.words) + first_row;
+  const FixedPointBlock* of_rows = x.blocks + first_row;
+  const std::int64_t stride = x.rows;
+  for (std::int64_t block = 0; block < padded_k / kPanelWidth; ++block, pairs += kPairs * stride, of_rows += stride) {
+    const std::byte* codes = panel + Panel::codes_at(block);
+    if (Codes::begins_span(block)) {
+      const std::byte* head = panel + Panel::scales_at(block) + kStreamAhead;
+      for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 0);
+    }
+    for (std::int64_t at = 0; at < Panel::kBlockBytes; at += kCacheLine) {
+      __builtin_prefetch(codes + kStreamAhead + at, 0, 0);
+    }
+    const typename Codes::template Scales<Words> scales(panel, block);
+#pragma GCC unroll 2
+    for (int strip = 0; strip < kStrips; ++strip) {
+      const std::int64_t lane = strip * Words::kOutputs;
+#pragma GCC unroll 2
+      for (int group = 0; group < Codes::kScales; ++group) {
+        Vector sum[2][kRows];
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+          constexpr auto kOffset = static_cast<std::uint32_t>(WordNumbers<Panel>::kOffset);
+          const std::int32_t* sums = of_rows[row].sums;
+          const auto of_words = static_cast<std::uint32_t>(Codes::kScales == 2 ? sums[group] : sums[0] + sums[1]);
+          sum[0][row] = sum[1][row] = Words::sums(static_cast<std::int32_t>(0u - kOffset * of_words));  // modulo 2^32
+        }
+#pragma GCC unroll 1
+        for (std::int64_t step = group * kSteps; step < (group + 1) * kSteps; ++step) {
+          const Lines lines(codes, step, strip);
+          const WordPair* at = pairs + step * (Lines::kVectors / 2) * stride;
+#pragma GCC unroll 16
+          for (int vector = 0; vector < Lines::kVectors; ++vector) {
+            const Vector words = lines.words(vector);
+#pragma GCC unroll 8
+            for (int row = 0; row < kRows; ++row) {
+              Vector& to = sum[vector % 2][row];
+              to = Words::add_products(to, words, Words::pairs(at[vector / 2 * stride + row]));
+            }
+          }
+        }
+#pragma GCC unroll 2
+        for (int side = 0; side < 2; ++side) {
+          const Floats scale = scales.scale(group, side * kHalfPanel + lane);
+#pragma GCC unroll 8
+          for (int row = 0; row < kRows; ++row) {
+            const Floats both = Words::product(scale, Words::all(of_rows[row].scale));  // a power of two: exact
+            Floats& to = total[strip][side][row];
+            to = Words::add_product(Words::to_floats(sum[side][row]), both, to);
+          }
+        }
+      }
+      if constexpr (Codes::kMins) {
+#pragma GCC unroll 2
+        for (int side = 0; side < 2; ++side) {
+          const Floats min = scales.min(side * kHalfPanel + lane);
+#pragma GCC unroll 8
+          for (int row = 0; row < kRows; ++row) {
+            Floats& to = total[strip][side][row];
+            to = Words::subtract_product(Words::all(of_rows[row].sum()), min, to);
+          }
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 2
+    for (int strip = 0; strip < kStrips; ++strip) {
+      float* to = tile + (first_row + row) * kPanelWidth + strip * Words::kOutputs;
+      Words::store(total[strip][0][row], to);
+      Words::store(total[strip][1][row], to + kHalfPanel);
+    }
+  }
+}
+
+// tile[row][32] = sum over k of x[k][row] * panel[k][32], of any number of rows. More than `kWordRows` read the panel
+// again, from L2.
+template <class Words, class Panel>
+void multiply_words(std::int64_t padded_k, const FixedPointRows& x, const std::byte* panel, float* tile) {
+  using Multiply = void (*)(std::int64_t, const FixedPointRows&, int, const std::byte*, float*);
+  static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
+    return std::array<Multiply, sizeof...(row)>{&multiply_words_of<Words, Panel, static_cast<int>(row) + 1>...};
+  }(std::make_index_sequence<kWordRows>{});
+  for (int first = 0; first < x.rows; first += kWordRows) {
+    const int rows = std::min(kWordRows, x.rows - first);
+    kByRows[static_cast<std::size_t>(rows - 1)](padded_k, x, first, panel, tile);
+  }
+}
+
+}  // namespace ktc::weight_format
