@@ -42,22 +42,25 @@ inline void widen_halves(const std::byte* line, float* values) {
 #endif
 }
 
-// 32 values times as many integers of a byte.
+// A line of 32 halves in fp32, each times an integer of a byte.
 template <class Byte>
-void multiply_by(const Byte* factors, float* values) {
+void widen_products(const std::byte* line, const Byte* factors, float* values) {
 #if defined(__AVX512F__)
   for (std::int64_t half = 0; half < kPanelWidth; half += kHalfPanel) {
+    const __m512 halves = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + 2 * half)));
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(factors + half));
     const __m512i wide = std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
-    _mm512_storeu_ps(values + half, _mm512_mul_ps(_mm512_loadu_ps(values + half), _mm512_cvtepi32_ps(wide)));
+    _mm512_storeu_ps(values + half, _mm512_mul_ps(halves, _mm512_cvtepi32_ps(wide)));
   }
-#elif defined(__AVX2__)
+#elif defined(__F16C__)
   for (std::int64_t eight = 0; eight < kPanelWidth; eight += 8) {
+    const __m256 halves = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line + 2 * eight)));
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(factors + eight));
     const __m256i wide = std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
-    _mm256_storeu_ps(values + eight, _mm256_mul_ps(_mm256_loadu_ps(values + eight), _mm256_cvtepi32_ps(wide)));
+    _mm256_storeu_ps(values + eight, _mm256_mul_ps(halves, _mm256_cvtepi32_ps(wide)));
   }
 #else
+  widen_halves(line, values);
   for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) values[lane] *= static_cast<float>(factors[lane]);
 #endif
 }
@@ -100,23 +103,26 @@ struct ScalesAndMins {
       head[kPlanesAt + plane * kPanelWidth + lane] = static_cast<std::byte>(stored[4 + plane]);
     }
   }
-  static void scales(const std::byte* head, std::int64_t block, float (*scale)[kPanelWidth], float* min) {
-    widen_halves(head, scale[0]);
-    widen_halves(head + kMinsAt, min);
+  [[gnu::always_inline]] static void scales(const std::byte* head, std::int64_t block, float (*scale)[kPanelWidth],
+                                            float* min) {
     const auto* planes = reinterpret_cast<const std::uint8_t*>(head + kPlanesAt) + block % 4 * kPanelWidth;
     const std::uint8_t* for_scale = planes;
     const std::uint8_t* for_min = planes + 4 * kPanelWidth;
     const std::uint8_t* lower = planes + 8 * kPanelWidth;  // of the last four: four bits of either
     alignas(32) std::uint8_t six[2][kPanelWidth];
-    for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
-      const bool whole = block < 4;
-      six[0][lane] = static_cast<std::uint8_t>(whole ? for_scale[lane] & 0x3f
-                                                     : (lower[lane] & 0xf) | (for_scale[lane] >> 2 & 0x30));
-      six[1][lane] =
-          static_cast<std::uint8_t>(whole ? for_min[lane] & 0x3f : lower[lane] >> 4 | (for_min[lane] >> 2 & 0x30));
+    if (block < 4) {
+      for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
+        six[0][lane] = for_scale[lane] & 0x3f;
+        six[1][lane] = for_min[lane] & 0x3f;
+      }
+    } else {
+      for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
+        six[0][lane] = static_cast<std::uint8_t>((lower[lane] & 0xf) | (for_scale[lane] >> 2 & 0x30));
+        six[1][lane] = static_cast<std::uint8_t>(lower[lane] >> 4 | (for_min[lane] >> 2 & 0x30));
+      }
     }
-    multiply_by(six[0], scale[0]);
-    multiply_by(six[1], min);
+    widen_products(head, six[0], scale[0]);
+    widen_products(head + kMinsAt, six[1], min);
   }
 
  private:

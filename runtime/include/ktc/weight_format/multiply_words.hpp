@@ -31,7 +31,9 @@ template <class Words, class Panel, int kRows>
   using Vector = typename Words::Vector;
   using Floats = typename Words::Floats;
   constexpr int kStrips = static_cast<int>(kHalfPanel / Words::kOutputs);
+  constexpr int kTogether = kRows <= 2 ? kStrips : 1;  // of strips whose sums fit the registers: a value is read once
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / Lines::kVectors / Codes::kScales;  // of a scale
+  constexpr std::int64_t kStepLines = Panel::kBlockBytes / kCacheLine / (kSteps * Codes::kScales);
   constexpr std::int64_t kPairs = kPanelWidth / 2;
   constexpr std::int64_t kStreamAhead = 4096;
   Floats total[kStrips][2][kRows];
@@ -50,56 +52,69 @@ template <class Words, class Panel, int kRows>
       const std::byte* head = panel + Panel::scales_at(block) + kStreamAhead;
       for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 0);
     }
-    for (std::int64_t at = 0; at < Panel::kBlockBytes; at += kCacheLine) {
-      __builtin_prefetch(codes + kStreamAhead + at, 0, 0);
-    }
     const typename Codes::template Scales<Words> scales(panel, block);
 #pragma GCC unroll 2
-    for (int strip = 0; strip < kStrips; ++strip) {
-      const std::int64_t lane = strip * Words::kOutputs;
+    for (int first = 0; first < kStrips; first += kTogether) {
 #pragma GCC unroll 2
       for (int group = 0; group < Codes::kScales; ++group) {
-        Vector sum[2][kRows];
+        Vector sum[kTogether][2][kRows];
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
           constexpr auto kOffset = static_cast<std::uint32_t>(WordNumbers<Panel>::kOffset);
           const std::int32_t* sums = of_rows[row].sums;
           const auto of_words = static_cast<std::uint32_t>(Codes::kScales == 2 ? sums[group] : sums[0] + sums[1]);
-          sum[0][row] = sum[1][row] = Words::sums(static_cast<std::int32_t>(0u - kOffset * of_words));  // modulo 2^32
+          const auto start = static_cast<std::int32_t>(0u - kOffset * of_words);  // modulo 2^32
+#pragma GCC unroll 2
+          for (auto& strip : sum) strip[0][row] = strip[1][row] = Words::sums(start);
         }
-#pragma GCC unroll 1
+#pragma GCC unroll 2
         for (std::int64_t step = group * kSteps; step < (group + 1) * kSteps; ++step) {
-          const Lines lines(codes, step, strip);
+          if (first == 0) {
+#pragma GCC unroll 5
+            for (std::int64_t line = 0; line < kStepLines; ++line) {
+              __builtin_prefetch(codes + kStreamAhead + (step * kStepLines + line) * kCacheLine, 0, 0);
+            }
+          }
           const WordPair* at = pairs + step * (Lines::kVectors / 2) * stride;
+#pragma GCC unroll 2
+          for (int strip = 0; strip < kTogether; ++strip) {
+            const Lines lines(codes, step, first + strip);
 #pragma GCC unroll 16
-          for (int vector = 0; vector < Lines::kVectors; ++vector) {
-            const Vector words = lines.words(vector);
+            for (int vector = 0; vector < Lines::kVectors; ++vector) {
+              const Vector words = lines.words(vector);
 #pragma GCC unroll 8
-            for (int row = 0; row < kRows; ++row) {
-              Vector& to = sum[vector % 2][row];
-              to = Words::add_products(to, words, Words::pairs(at[vector / 2 * stride + row]));
+              for (int row = 0; row < kRows; ++row) {
+                Vector& to = sum[strip][vector % 2][row];
+                to = Words::add_products(to, words, Words::pairs(at[vector / 2 * stride + row]));
+              }
             }
           }
         }
 #pragma GCC unroll 2
-        for (int side = 0; side < 2; ++side) {
-          const Floats scale = scales.scale(group, side * kHalfPanel + lane);
+        for (int strip = 0; strip < kTogether; ++strip) {
+#pragma GCC unroll 2
+          for (int side = 0; side < 2; ++side) {
+            const Floats scale = scales.scale(group, side * kHalfPanel + (first + strip) * Words::kOutputs);
 #pragma GCC unroll 8
-          for (int row = 0; row < kRows; ++row) {
-            const Floats both = Words::product(scale, Words::all(of_rows[row].scale));  // a power of two: exact
-            Floats& to = total[strip][side][row];
-            to = Words::add_product(Words::to_floats(sum[side][row]), both, to);
+            for (int row = 0; row < kRows; ++row) {
+              const Floats both = Words::product(scale, Words::all(of_rows[row].scale));  // a power of two: exact
+              Floats& to = total[first + strip][side][row];
+              to = Words::add_product(Words::to_floats(sum[strip][side][row]), both, to);
+            }
           }
         }
       }
-      if constexpr (Codes::kMins) {
-#pragma GCC unroll 2
-        for (int side = 0; side < 2; ++side) {
-          const Floats min = scales.min(side * kHalfPanel + lane);
+    }
+    if constexpr (Codes::kMins) {
 #pragma GCC unroll 8
-          for (int row = 0; row < kRows; ++row) {
+      for (int row = 0; row < kRows; ++row) {
+        const Floats of_row = Words::all(of_rows[row].sum());
+#pragma GCC unroll 2
+        for (int strip = 0; strip < kStrips; ++strip) {
+#pragma GCC unroll 2
+          for (int side = 0; side < 2; ++side) {
             Floats& to = total[strip][side][row];
-            to = Words::subtract_product(Words::all(of_rows[row].sum()), min, to);
+            to = Words::subtract_product(of_row, scales.min(side * kHalfPanel + strip * Words::kOutputs), to);
           }
         }
       }

@@ -39,8 +39,7 @@ struct Q6_K {
   static void scales(const std::byte* head, std::int64_t block, float (*scale)[kPanelWidth], float*) {
     for (std::int64_t group = 0; group < kScales; ++group) {
       const auto* factors = reinterpret_cast<const std::int8_t*>(head + kFactorsAt) + (2 * block + group) * kPanelWidth;
-      widen_halves(head, scale[group]);
-      multiply_by(factors, scale[group]);
+      widen_products(head, factors, scale[group]);
     }
   }
 
