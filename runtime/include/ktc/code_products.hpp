@@ -18,6 +18,7 @@
 #include "ktc/weight_format/code_words.hpp"
 #include "ktc/weight_format/fixed_point_rows.hpp"
 #include "ktc/weight_format/multiply_decoded.hpp"
+#include "ktc/weight_format/multiply_numbers.hpp"
 #include "ktc/weight_format/multiply_words.hpp"
 
 #if defined(__AVX512BF16__)
@@ -38,51 +39,79 @@ class CodeProducts {
   void forget() {}
 };
 
-// Rows in 16-bit fixed point, converted once for all panels of an expert.
-template <class Isa, class Panel>
-  requires(weight_format::IntegerCodes<Panel>::kExist && requires { typename Isa::Words; })
-class CodeProducts<Isa, Panel> {
+// Rows in another form, made once for all panels of an expert. `Rows` has the bytes of so many rows, makes them, and
+// multiplies with them unless they could not be made.
+template <class Isa, class Panel, class Rows>
+class ConvertedRows {
  public:
   static constexpr int kRows = Isa::kWordRows;
   static constexpr int kGroups = Isa::kWordGroups;
   static_assert(kRows <= Isa::kMaxRows);
 
   void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16* scratch) {
-    const std::byte* converted = of(rows, contraction, a, scratch);
-    if (converted == nullptr) {
-      return weight_format::multiply_decoded<Isa, Panel>(rows, contraction, a, panel, tile);
+    constexpr std::int64_t kBytes = kPanelWidth * kPanelWidth * sizeof(bf16);  // of the scratch, for a block
+    static_assert(kGroups * Rows::bytes(kRows, kPanelWidth) <= kBytes);
+    std::size_t index = 0;
+    while (index < groups_.size() && groups_[index].a != a) ++index;
+    const bool known = index < groups_.size();
+    if (!known) {
+      index = next_;  // groups take turns in the scratch
+      next_ = (next_ + 1) % groups_.size();
     }
-    weight_format::multiply_words<typename Isa::Words, Panel>(
-        contraction, weight_format::fixed_point_rows(converted, rows, contraction), panel, tile);
+    auto* converted =
+        reinterpret_cast<std::byte*>(scratch) + static_cast<std::int64_t>(index) * Rows::bytes(kRows, contraction);
+    if (!known) groups_[index] = {a, Rows::convert(rows, contraction, a, converted)};
+    if (groups_[index].exact) return Rows::multiply(rows, contraction, converted, panel, tile);
+    weight_format::multiply_decoded<Isa, Panel>(rows, contraction, a, panel, tile);
   }
   void forget() { groups_ = {}; }
 
  private:
   struct Group {
     const bf16* a = nullptr;
-    bool finite = false;
+    bool exact = false;
   };
-
-  // The converted rows of the group at `a`, null where a value is not finite. Groups take turns in the scratch.
-  const std::byte* of(int rows, std::int64_t contraction, const bf16* a, bf16* scratch) {
-    constexpr std::int64_t kBytes = kPanelWidth * sizeof(bf16);  // of the scratch, for each of the contraction
-    static_assert(kGroups * weight_format::fixed_point_bytes(kRows, kPanelWidth) <= kBytes * kPanelWidth);
-    const auto place = [&](std::size_t index) {
-      return reinterpret_cast<std::byte*>(scratch) +
-             static_cast<std::int64_t>(index) * weight_format::fixed_point_bytes(kRows, contraction);
-    };
-    for (std::size_t index = 0; index < kGroups; ++index) {
-      if (groups_[index].a == a) return groups_[index].finite ? place(index) : nullptr;
-    }
-    const std::size_t index = next_;
-    next_ = (next_ + 1) % kGroups;
-    groups_[index] = {a, weight_format::to_fixed_point(rows, contraction, a, place(index))};
-    return groups_[index].finite ? place(index) : nullptr;
-  }
 
   std::array<Group, kGroups> groups_{};
   std::size_t next_ = 0;
 };
+
+template <class Isa, class Panel>
+struct WordRows {
+  static constexpr std::int64_t bytes(int rows, std::int64_t padded_k) {
+    return weight_format::fixed_point_bytes(rows, padded_k);
+  }
+  static bool convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
+    return weight_format::to_fixed_point(rows, padded_k, a, target);
+  }
+  static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const std::byte* panel, float* tile) {
+    const auto words = weight_format::fixed_point_rows(x, rows, padded_k);
+    weight_format::multiply_words<typename Isa::Words, Panel>(padded_k, words, panel, tile);
+  }
+};
+
+template <class Isa, class Panel>
+struct FloatRows {
+  static constexpr std::int64_t bytes(int rows, std::int64_t padded_k) {
+    return rows * padded_k * static_cast<std::int64_t>(sizeof(float));
+  }
+  static bool convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
+    weight_format::widen_rows(rows, padded_k, a, reinterpret_cast<float*>(target));
+    return true;
+  }
+  static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const std::byte* panel, float* tile) {
+    const auto* values = reinterpret_cast<const float*>(x);
+    weight_format::multiply_numbers<typename Isa::Lanes, Panel>(rows, padded_k, values, panel, tile);
+  }
+};
+
+template <class Isa, class Panel>
+  requires(weight_format::IntegerCodes<Panel>::kExist && requires { typename Isa::Words; })
+class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, Panel, WordRows<Isa, Panel>> {};
+
+template <class Isa, class Panel>
+  requires(weight_format::FloatNumbers<Panel>::kExist && requires { typename Isa::Words; })
+class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, Panel, FloatRows<Isa, Panel>> {};
 
 #if defined(__AVX512BF16__)
 // Codes as bf16 numbers, which they are exactly, multiplied with the rows as they are.

@@ -32,6 +32,11 @@ class Lanes {
   static Lanes from_halves(__m256i halves) {
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
   }
+  // Two values again and again.
+  static Lanes pairs(const float* two) {
+    const __m256 eight = _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(two)));
+    return {eight, eight};
+  }
   // Each of eight values twice.
   static Lanes twice(__m256 eight) {
     const __m256i low = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);

@@ -13,6 +13,9 @@
 
 namespace ktc::avx512 {
 
+// Two fp32 read as one double, without a violation of the aliasing rules.
+using AnyDouble [[gnu::may_alias]] = double;
+
 template <class Rounding>
 class Lanes {
  public:
@@ -28,6 +31,10 @@ class Lanes {
   }
   static Lanes from_elements(const weight_format::fp16* source) {
     return Lanes(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))));
+  }
+  // Two values again and again.
+  static Lanes pairs(const float* two) {
+    return Lanes(_mm512_castpd_ps(_mm512_set1_pd(*reinterpret_cast<const AnyDouble*>(two))));
   }
   // Differences of integers, exact before they are rounded.
   static Lanes from_integers(const std::int32_t* sums, const std::int32_t* offsets) {

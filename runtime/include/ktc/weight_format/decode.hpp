@@ -14,6 +14,9 @@
 
 namespace ktc::weight_format {
 
+// The factor by which the bits of an E4M3 number, as those of an fp16, are too small.
+inline constexpr float kFp8AsHalf = 0x1p8f;
+
 // The steps that an ISA may specialise; this version works on every ISA. A vector of 32 elements, 16 outputs with two
 // neighbours of k each, is two `Lanes`.
 template <class Lanes>

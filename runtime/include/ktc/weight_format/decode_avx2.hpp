@@ -28,13 +28,15 @@ struct Decoding<avx2::Lanes> {
     const __m256i codes = _mm256_and_si256(_mm256_srli_epi16(words, 4 * vector), _mm256_set1_epi16(0xf));
     return Lanes::from_words(_mm256_sub_epi16(codes, _mm256_set1_epi16(8)));
   }
-  // As fp16, whose exponent has another bias and which has the same denormals.
   static Lanes numbers(Fp8, const std::byte* line, int vector, int half) {
+    return halves(line, vector, half) * Lanes(kFp8AsHalf);
+  }
+  // The same as fp16, whose exponent has another bias and which has the same denormals. The sign is extended into the
+  // bit below it, which is removed.
+  static Lanes halves(const std::byte* line, int vector, int half) {
     const __m128i codes = _mm_load_si128(reinterpret_cast<const __m128i*>(line) + 2 * vector + half);
-    const __m256i words = _mm256_cvtepu8_epi16(codes);
-    const __m256i magnitude = _mm256_slli_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0x7f)), 7);
-    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0x80)), 8);
-    return Lanes::from_halves(_mm256_or_si256(magnitude, sign)) * Lanes(0x1p8f);
+    const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+    return Lanes::from_halves(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<short>(0xbf80))));
   }
 };
 

@@ -30,12 +30,14 @@ struct Decoding<avx512::Lanes<Rounding>> {
     const __m512i nibbles = _mm512_srli_epi32(_mm512_cvtepu16_epi32(words), static_cast<unsigned>(4 * vector));
     return Lanes(_mm512_permutexvar_ps(nibbles, table));
   }
-  // As fp16, whose exponent has another bias and which has the same denormals.
   static Lanes numbers(Fp8, const std::byte* line, int vector, int half) {
-    const __m256i words = _mm256_cvtepu8_epi16(codes(line, vector, half));
-    const __m256i magnitude = _mm256_slli_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0x7f)), 7);
-    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0x80)), 8);
-    return Lanes(_mm512_cvtph_ps(_mm256_or_si256(magnitude, sign))) * Lanes(0x1p8f);
+    return halves(line, vector, half) * Lanes(kFp8AsHalf);
+  }
+  // The same as fp16, whose exponent has another bias and which has the same denormals. The sign is extended into the
+  // bit below it, which is removed.
+  static Lanes halves(const std::byte* line, int vector, int half) {
+    const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes(line, vector, half)), 7);
+    return Lanes(_mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<short>(0xbf80)))));
   }
 
  private:

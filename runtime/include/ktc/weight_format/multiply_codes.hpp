@@ -16,6 +16,7 @@
 #include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/codes.hpp"
+#include "ktc/weight_format/decode.hpp"
 #include "ktc/weight_format/quantised.hpp"
 
 namespace ktc::weight_format {
@@ -42,19 +43,17 @@ inline constexpr int kMaxCodeRows = 6;
 [[gnu::always_inline]] inline __m256i half_line(__m512i line, int vector) {
   return vector == 0 ? _mm512_castsi512_si256(line) : _mm512_extracti64x4_epi64(line, 1);
 }
-// As fp16 the codes are 2^-8 of their values.
+// As fp16 the codes are 2^-8 of their values. `Decoding::halves` has the same steps.
 [[gnu::always_inline]] inline __m512bh bf16_numbers(Fp8, __m512i line, int vector) {
-  const __m512i words = _mm512_cvtepu8_epi16(half_line(line, vector));
-  const __m512i magnitude = _mm512_slli_epi16(_mm512_and_si512(words, _mm512_set1_epi16(0x7f)), 7);
-  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(words, _mm512_set1_epi16(0x80)), 8);
-  const __m512i halves = _mm512_or_si512(magnitude, sign);
+  const __m512i words = _mm512_slli_epi16(_mm512_cvtepi8_epi16(half_line(line, vector)), 7);
+  const __m512i halves = _mm512_and_si512(words, _mm512_set1_epi16(static_cast<short>(0xbf80)));
   const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
   const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
   return _mm512_cvtne2ps_pbh(high, low);
 }
 // The factor by which `bf16_numbers` are too small.
 template <class Code>
-inline constexpr float kNumberScale = std::is_same_v<Code, Fp8> ? 0x1p8f : 1.0f;
+inline constexpr float kNumberScale = std::is_same_v<Code, Fp8> ? kFp8AsHalf : 1.0f;
 
 [[gnu::always_inline]] inline __m512 sixteen(const bf16* scales) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
