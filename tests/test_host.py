@@ -11,7 +11,7 @@ import pytest
 from ktc import environment, host, host_file
 from ktc.diagnostics import HostLacks, InputRefused
 
-AVX512 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"})
+AVX512 = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"})
 
 
 def refused(tmp_path: Path, text: str) -> InputRefused:

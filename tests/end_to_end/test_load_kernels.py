@@ -82,7 +82,7 @@ def test_kernels_for_another_machine_are_refused_before_they_run(
     shutil.copytree(with_kernels, other)
     manifest = json.loads((other / "ktc.json").read_text())
     (other / "ktc.json").write_text(json.dumps({**manifest, "isa": "amx"}))
-    monkeypatch.setattr("ktc.host._cpu_features", lambda: frozenset({"avx2", "fma"}))
+    monkeypatch.setattr("ktc.host._cpu_features", lambda: frozenset({"avx2", "fma", "f16c"}))
     with pytest.raises(HostLacks):
         load(other)
     assert load(other, reference=True).dtype is torch.float32

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from kernel_layers import ISAS, Layer, built, error, random_layer, run, spec_of
+from kernel_layers import CODE_ROWS, ISAS, Layer, built, error, random_layer, run, spec_of
 from lora_layers import adapt, assert_close, run_adapted
 from torch import Tensor
 
@@ -33,8 +33,8 @@ QUANTISED = tuple(name for name in NAMES if BLOCKS[name].quantises)
 MADE: tuple[WeightFormat, WeightFormat] = ("q8_0", "q4_0")
 OTHERS = tuple(name for name in BLOCKS if name not in ("q4_k", "q6_k", *MADE))
 PAIRS = (("q4_k", "q6_k"), MADE, *zip((OTHERS[1:] + OTHERS[:1])[::2], OTHERS[::2], strict=True))
-# So few rows of an expert are multiplied with the codes themselves, of formats exact in bf16.
-CODE_ROWS = {"avx512_bf16": 6, "amx": 4}
+# Rows of these are 16-bit fixed point or fp32 when they are few; others multiply bf16, which keeps 8 bits of fp16.
+WIDE_ROWS = ("avx2", "avx512")
 # Hidden and intermediate in blocks, experts, experts per token, tokens, and how many experts get any.
 SHAPES = {
     "no tokens": (1, 1, 4, 2, 0, 4),
@@ -52,7 +52,7 @@ def spec_for(isa: Isa, pair: tuple[WeightFormat, WeightFormat]) -> KernelSpec:
     return replace(spec_of(isa), format_gate_up=pair[0], format_down=pair[1])
 
 
-QUICK = [spec_for(ISAS[0], PAIRS[0])]
+QUICK = [spec_for(ISAS[0], PAIRS[0]), *(spec_for(isa, MADE) for isa in WIDE_ROWS[:1] if isa in ISAS[1:])]
 SLOW = [spec for isa in ISAS for pair in PAIRS if (spec := spec_for(isa, pair)) not in QUICK]
 SPECS = [*QUICK, *(pytest.param(spec, marks=pytest.mark.slow) for spec in SLOW)]
 Library = Callable[[KernelSpec], KernelLibrary]
@@ -88,7 +88,8 @@ def module_for(library: Library, spec: KernelSpec, layer: Layer, **options: obje
         blocks = random_blocks(rows, columns, weight_format, columns**-0.5, generator)
         module.load_blocks(expert, part, blocks)
         exact = dequantise_blocks(blocks, weight_format)
-        values.copy_(exact.bfloat16() if weight_format == "fp16" else exact)  # fp16 is rounded however many rows
+        rounded = weight_format == "fp16" and spec.isa not in WIDE_ROWS
+        values.copy_(exact.bfloat16() if rounded else exact)
     return module
 
 
@@ -203,6 +204,26 @@ def test_output_and_gradients_are_those_of_the_weights(
     assert error(d_x, d_x_by) <= (5e-3 if by_codes else 4e-3)
     scale = max(d_weights_by.norm(), products.norm())  # a few may cancel to their own rounding
     assert (d_weights - d_weights_by).norm() <= 5e-3 * scale
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
+def test_one_to_nine_tokens_of_an_expert(library: Library, spec: KernelSpec) -> None:
+    layer = layer_for(spec, (3, 2, 1, 1, 9, 1))
+    module = module_for(library, spec, layer)
+    exact, _, _ = layer.expected()
+    for expert, part, values in matrices(layer):
+        values.copy_(module.expert(expert, part))
+    rounded, _, _ = layer.expected()
+    x, weights = layer.x.bfloat16(), layer.weights.float()
+    alone = torch.cat([module(x[row : row + 1], layer.index[:1], weights[row : row + 1]) for row in range(9)])
+    for rows in range(1, 10):
+        out = module(x[:rows], layer.index[:rows], weights[:rows])
+        by_codes = rows <= CODE_ROWS.get(spec.isa, 0)
+        assert error(out, (exact if by_codes else rounded)[:rows]) <= 3e-3
+        if by_codes and spec.isa in WIDE_ROWS:
+            assert torch.equal(out, alone[:rows]), rows
+    both = module_for(library, spec, layer_for(spec, (3, 2, 1, 1, 9, 1)), threads=2)
+    assert torch.equal(both(x[:7], layer.index[:7], weights[:7]), module(x[:7], layer.index[:7], weights[:7]))
 
 
 def uses_codes(spec: KernelSpec, layer: Layer) -> bool:

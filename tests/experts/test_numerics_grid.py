@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 import torch
-from kernel_layers import ISAS, Layer, built, random_layer, spec_of
+from kernel_layers import CODE_ROWS, ISAS, Layer, built, random_layer, spec_of
 from lora_layers import Adapted, adapt, run_adapted
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from ktc.experts.module import FusedMoe
 from ktc.experts.quantised_reference import quantise
 from ktc.experts.stock_layout import ExpertPart, canonical_parts
 from ktc.formats import WeightFormat
-from ktc.isa import Isa
 from ktc.plan.kernel_spec import KernelSpec
 
 pytestmark = pytest.mark.slow
@@ -45,8 +44,6 @@ ROUTINGS: Final = ((1, 1, 1), (4, 4, 4), (5, 2, 5), (16, 2, 2), (32, 1, 1), (64,
 TOKENS: Final = (1, 2, 3, 5, 7, 13, 17, 64, 129, 1000, 4097)  # the last two with the first routing alone
 FEW_VALUES: Final = 1024  # a case with fewer values in a result is pooled with the others
 RANKS: Final = ((0, 0), (1, 8), (33, 0), (0, 5), (128, 16))
-# So few rows of an expert are multiplied with the codes themselves, by the ISAs that have bf16 products.
-CODE_ROWS: Final[dict[Isa, int]] = {"avx512_bf16": 6, "amx": 4}
 BOUNDS: Final = (3e-3, 4e-3, 5e-3, 5e-3, 5e-3, 5e-3, 5e-3)  # output, hidden states, routing weights, four factors
 
 
@@ -107,7 +104,7 @@ def module_for(library: KernelLibrary, spec: KernelSpec, layer: Layer, **options
 
 
 def exact_stock(layer: Layer, spec: KernelSpec, module: FusedMoe) -> Layer:
-    """What forward multiplies: code x scale where an expert has few rows and the ISA bf16 products, else its rounding.
+    """What forward multiplies: code x scale where an expert has few rows, except on the scalar ISA, else its rounding.
 
     The layer's own weights become the rounded ones, which backward multiplies.
     """
