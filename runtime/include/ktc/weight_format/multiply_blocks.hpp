@@ -14,6 +14,7 @@
 
 #include "ktc/element.hpp"
 #include "ktc/isa/avx512_bf16.hpp"
+#include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/decode_blocks.hpp"
@@ -81,7 +82,6 @@ template <class Panel, int kRows>
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / kVectors / kGroups;  // of a group
   constexpr int kStepLines = static_cast<int>(Panel::kBlockBytes / 64 / (kSteps * kGroups));
   constexpr int kSplit = kRows <= 2 ? 2 : 1;  // few rows: with only one sum, each product would wait for the last
-  constexpr int kStreamAhead = 4096;
   __m512 total[2][kRows];
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row) total[0][row] = total[1][row] = _mm512_setzero_ps();
@@ -92,7 +92,7 @@ template <class Panel, int kRows>
     const std::byte* head = panel + Panel::scales_at(block);
     const std::byte* codes = panel + Panel::codes_at(block);
     if (block % Panel::kSpanBlocks == 0) {
-      for (std::int64_t at = 0; at < Panel::kScaleBytes; at += 64) __builtin_prefetch(head + kStreamAhead + at, 0, 0);
+      for (std::int64_t at = 0; at < Panel::kScaleBytes; at += 64) __builtin_prefetch(head + kCodesAhead + at, 0, 0);
     }
     const BlockScales<Format> scales(head, block % Panel::kSpanBlocks);
     for (int group = 0; group < kGroups; ++group) {
@@ -105,7 +105,7 @@ template <class Panel, int kRows>
       for (std::int64_t step = group * kSteps; step < (group + 1) * kSteps; ++step, pairs += kVectors / 2 * kRows) {
 #pragma GCC unroll 5
         for (int line = 0; line < kStepLines; ++line) {
-          __builtin_prefetch(codes + kStreamAhead + (step * kStepLines + line) * 64, 0, 0);
+          __builtin_prefetch(codes + kCodesAhead + (step * kStepLines + line) * 64, 0, 0);
         }
         const Lines lines(codes, step);
 #pragma GCC unroll 16

@@ -14,6 +14,7 @@
 
 #include "ktc/element.hpp"
 #include "ktc/isa/avx512_bf16.hpp"
+#include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/codes.hpp"
 #include "ktc/weight_format/decode.hpp"
@@ -69,7 +70,6 @@ template <class Panel, int kRows>
   constexpr int kVectors = 16 / Code::kBits;  // of a line; two of them have the same pair of k
   constexpr int kPairs = kVectors / 2;
   constexpr int kSplit = kRows <= 2 ? kPairs : 1;  // few rows: with only one sum, each product would wait for the last
-  constexpr int kStreamAhead = 4096;
   __m512 total[2][kRows];
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row) total[0][row] = total[1][row] = _mm512_setzero_ps();
@@ -87,7 +87,7 @@ template <class Panel, int kRows>
       for (int row = 0; row < kRows; ++row) sum[split][0][row] = sum[split][1][row] = _mm512_setzero_ps();
     }
     for (; line < panel; line += kLine, pairs += kPairs * kRows) {
-      __builtin_prefetch(line + kStreamAhead, 0, 0);
+      __builtin_prefetch(line + kCodesAhead, 0, 0);
       const __m512i stored = _mm512_load_si512(line);
 #pragma GCC unroll 4
       for (int vector = 0; vector < kVectors; ++vector) {

@@ -63,7 +63,6 @@ template <class Lanes, class Panel, int kRows>
                                            float* tile) {
   using Numbers = FloatNumbers<Panel>;
   constexpr std::int64_t kPairs = kPanelWidth / 2;
-  constexpr std::int64_t kStreamAhead = 4096;
   constexpr std::int64_t kPairBytes = Panel::kBlockBytes / kPairs;
   struct Zero {
     Lanes lanes{0.0f};
@@ -81,7 +80,7 @@ template <class Lanes, class Panel, int kRows>
         if (side == 0) {
 #pragma GCC unroll 2
           for (std::int64_t at = 0; at < kPairBytes; at += kCacheLine) {
-            __builtin_prefetch(codes + kStreamAhead + pair * kPairBytes + at, 0, 0);
+            __builtin_prefetch(codes + kCodesAhead + pair * kPairBytes + at, 0, 0);
           }
         }
 #pragma GCC unroll 2

@@ -35,7 +35,6 @@ template <class Words, class Panel, int kRows>
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / Lines::kVectors / Codes::kScales;  // of a scale
   constexpr std::int64_t kStepLines = Panel::kBlockBytes / kCacheLine / (kSteps * Codes::kScales);
   constexpr std::int64_t kPairs = kPanelWidth / 2;
-  constexpr std::int64_t kStreamAhead = 4096;
   Floats total[kStrips][2][kRows];
 #pragma GCC unroll 2
   for (auto& strip : total) {
@@ -49,7 +48,7 @@ template <class Words, class Panel, int kRows>
   for (std::int64_t block = 0; block < padded_k / kPanelWidth; ++block, pairs += kPairs * stride, of_rows += stride) {
     const std::byte* codes = panel + Panel::codes_at(block);
     if (Codes::begins_span(block)) {
-      const std::byte* head = panel + Panel::scales_at(block) + kStreamAhead;
+      const std::byte* head = panel + Panel::scales_at(block) + kCodesAhead;
       for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 0);
     }
     const typename Codes::template Scales<Words> scales(panel, block);
@@ -72,7 +71,7 @@ template <class Words, class Panel, int kRows>
           if (first == 0) {
 #pragma GCC unroll 5
             for (std::int64_t line = 0; line < kStepLines; ++line) {
-              __builtin_prefetch(codes + kStreamAhead + (step * kStepLines + line) * kCacheLine, 0, 0);
+              __builtin_prefetch(codes + kCodesAhead + (step * kStepLines + line) * kCacheLine, 0, 0);
             }
           }
           const WordPair* at = pairs + step * (Lines::kVectors / 2) * stride;
