@@ -207,22 +207,22 @@ def test_output_and_gradients_are_those_of_the_weights(
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_one_to_nine_tokens_of_an_expert(library: Library, spec: KernelSpec) -> None:
-    layer = layer_for(spec, (3, 2, 1, 1, 9, 1))
+def test_few_tokens_of_an_expert_are_multiplied_with_the_codes(library: Library, spec: KernelSpec) -> None:
+    layer = layer_for(spec, (3, 2, 1, 1, 17, 1))
     module = module_for(library, spec, layer)
     exact, _, _ = layer.expected()
     for expert, part, values in matrices(layer):
         values.copy_(module.expert(expert, part))
     rounded, _, _ = layer.expected()
     x, weights = layer.x.bfloat16(), layer.weights.float()
-    alone = torch.cat([module(x[row : row + 1], layer.index[:1], weights[row : row + 1]) for row in range(9)])
-    for rows in range(1, 10):
+    alone = torch.cat([module(x[row : row + 1], layer.index[:1], weights[row : row + 1]) for row in range(17)])
+    for rows in (*range(1, 10), 16, 17):
         out = module(x[:rows], layer.index[:rows], weights[:rows])
         by_codes = rows <= CODE_ROWS.get(spec.isa, 0)
         assert error(out, (exact if by_codes else rounded)[:rows]) <= 3e-3
         if by_codes and spec.isa in WIDE_ROWS:
             assert torch.equal(out, alone[:rows]), rows
-    both = module_for(library, spec, layer_for(spec, (3, 2, 1, 1, 9, 1)), threads=2)
+    both = module_for(library, spec, layer_for(spec, (3, 2, 1, 1, 17, 1)), threads=2)
     assert torch.equal(both(x[:7], layer.index[:7], weights[:7]), module(x[:7], layer.index[:7], weights[:7]))
 
 

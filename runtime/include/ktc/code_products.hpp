@@ -1,9 +1,9 @@
 // Products of a few rows with a panel's codes as they are stored: memory limits an expert with so few tokens, and
 // decoded weights would be written and read again. Each ISA has one way for each type of panel, or none.
 //
-//   kRows       the most rows of a group; 0 where codes are always decoded.
-//   kGroups     the most groups of an expert.
-//   multiply    a whole panel, [k / 2][rows][2] x [k][32]; `scratch` has 32 elements for each of `contraction`.
+//   kRows       the most rows of an expert, in any number of groups; 0 where codes are always decoded.
+//   multiply    one group with a whole panel, [k / 2][rows][2] x [k][32]; `scratch` has 32 elements for each of
+//               `contraction`.
 //   forget      whatever `multiply` left in the scratch is gone.
 #pragma once
 
@@ -32,7 +32,6 @@ template <class Isa, class Panel>
 class CodeProducts {
  public:
   static constexpr int kRows = 0;
-  static constexpr int kGroups = 0;
 
   void multiply(int, std::int64_t, const typename Isa::Element*, const std::byte*, typename Isa::Accumulator*,
                 typename Isa::Element*) {}
@@ -44,36 +43,42 @@ class CodeProducts {
 template <class Isa, class Panel, class Rows>
 class ConvertedRows {
  public:
-  static constexpr int kRows = Isa::kWordRows;
-  static constexpr int kGroups = Isa::kWordGroups;
-  static_assert(kRows <= Isa::kMaxRows);
+  static constexpr int kRows = Isa::kCodeRows;
 
   void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16* scratch) {
-    constexpr std::int64_t kBytes = kPanelWidth * kPanelWidth * sizeof(bf16);  // of the scratch, for a block
-    static_assert(kGroups * Rows::bytes(kRows, kPanelWidth) <= kBytes);
+    static_assert(Rows::bytes(kRows, kPanelWidth) <= kPanelWidth * kPanelWidth * std::int64_t{sizeof(bf16)});
     std::size_t index = 0;
     while (index < groups_.size() && groups_[index].a != a) ++index;
-    const bool known = index < groups_.size();
-    if (!known) {
-      index = next_;  // groups take turns in the scratch
-      next_ = (next_ + 1) % groups_.size();
-    }
-    auto* converted =
-        reinterpret_cast<std::byte*>(scratch) + static_cast<std::int64_t>(index) * Rows::bytes(kRows, contraction);
-    if (!known) groups_[index] = {a, Rows::convert(rows, contraction, a, converted)};
-    if (groups_[index].exact) return Rows::multiply(rows, contraction, converted, panel, tile);
+    if (index == groups_.size()) index = add(rows, contraction, a, scratch);
+    const Group& group = groups_[index];
+    if (group.exact) return Rows::multiply(rows, contraction, group.converted, panel, tile);
     weight_format::multiply_decoded<Isa, Panel>(rows, contraction, a, panel, tile);
   }
-  void forget() { groups_ = {}; }
+  void forget() {
+    groups_ = {};
+    num_groups_ = 0;
+    num_rows_ = 0;
+  }
 
  private:
   struct Group {
     const bf16* a = nullptr;
+    const std::byte* converted = nullptr;
     bool exact = false;
   };
 
-  std::array<Group, kGroups> groups_{};
-  std::size_t next_ = 0;
+  // Convert a group into the scratch, where one expert's have space: those of others are then forgotten.
+  std::size_t add(int rows, std::int64_t contraction, const bf16* a, bf16* scratch) {
+    if (num_groups_ == groups_.size() || num_rows_ + rows > kRows) forget();
+    std::byte* converted = reinterpret_cast<std::byte*>(scratch) + Rows::bytes(num_rows_, contraction);
+    groups_[num_groups_] = {a, converted, Rows::convert(rows, contraction, a, converted)};
+    num_rows_ += rows;
+    return num_groups_++;
+  }
+
+  std::array<Group, (kRows + Isa::kMaxRows - 1) / Isa::kMaxRows> groups_{};
+  std::size_t num_groups_ = 0;
+  int num_rows_ = 0;
 };
 
 template <class Isa, class Panel>
@@ -101,7 +106,7 @@ struct FloatRows {
   }
   static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const std::byte* panel, float* tile) {
     const auto* values = reinterpret_cast<const float*>(x);
-    weight_format::multiply_numbers<typename Isa::Lanes, Panel>(rows, padded_k, values, panel, tile);
+    weight_format::multiply_numbers<typename Isa::Lanes, Panel, Isa::kNumberRows>(rows, padded_k, values, panel, tile);
   }
 };
 
@@ -128,7 +133,6 @@ class CodeProducts<Isa, Panel> {
  public:
   // An ISA with tiles has packed larger groups in the order of the tiles.
   static constexpr int kRows = Isa::kBlocked ? Isa::kStreamRows : weight_format::kMaxCodeRows;
-  static constexpr int kGroups = 1;
   static_assert(kRows <= weight_format::kMaxCodeRows);
 
   void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16* scratch) {

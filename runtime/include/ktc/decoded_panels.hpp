@@ -28,7 +28,6 @@ class DecodedPanels {
   using Ahead = FetchAhead<Isa>;
   using Products = CodeProducts<Isa, Panel>;
   static constexpr int kStreamRows = Products::kRows;
-  static constexpr int kStreamGroups = Products::kGroups;
   static constexpr bool kMultipliesCodes = kStreamRows > 0;
 
   // `scratch` holds `scratch_size(contraction)` elements.
@@ -58,7 +57,7 @@ class DecodedPanels {
   }
   void advance() const {}
 
-  // A whole panel and up to `kStreamRows` rows, without decoding.
+  // A whole panel and one group of an expert with up to `kStreamRows` rows, without decoding.
   void multiply_codes(int rows, PanelPart part, const Element* a, typename Isa::Accumulator* tile) {
     products_.multiply(rows, contraction_, a, panel(part.expert, part.panel), tile, scratch_);
   }
@@ -118,7 +117,6 @@ class DecodedTransposedPanels {
   using Element = typename Isa::Element;
   using Ahead = FetchBlocksAhead;
   static constexpr int kStreamRows = 0;
-  static constexpr int kStreamGroups = 0;
   static constexpr bool kMultipliesCodes = false;
 
   // `scratch` holds `scratch_size(num_panels)` elements.

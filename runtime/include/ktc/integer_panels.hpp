@@ -18,7 +18,6 @@ class IntegerPanels {
   using Panel = weight_format::Int8Panel;
   using Ahead = FetchAhead<IntegerIsa>;
   static constexpr int kStreamRows = IntegerIsa::kStreamRows;
-  static constexpr int kStreamGroups = 1;
   static constexpr bool kMultipliesCodes = false;
 
   IntegerPanels(const PanelPlaces& places, std::int64_t padded_k)

@@ -242,7 +242,8 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
     const std::int64_t steps = part.size_k / kDepth;
     const SlotGroup* group = here.begin();
     const std::int64_t num_groups = here.num_groups();
-    const bool streams = num_groups <= Panels::kStreamGroups && group->rows <= Panels::kStreamRows;
+    const SlotGroup* last = here.end() - 1;
+    const bool streams = last->first_slot + last->rows - group->first_slot <= Panels::kStreamRows;
     auto ahead = streams ? typename Panels::Ahead{}
                          : window.work_ahead(panels, num_groups * Isa::steps_ahead(group->rows, steps));
     const auto* packed = Panels::kMultipliesCodes && streams ? nullptr : panels.current(part);

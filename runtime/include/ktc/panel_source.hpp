@@ -31,9 +31,8 @@ class StoredPanels {
  public:
   using Element = typename Isa::Element;
   using Ahead = FetchAhead<Isa>;
-  // So few rows, in so few groups, are multiplied while read from memory.
+  // So few rows of an expert are multiplied while read from memory.
   static constexpr int kStreamRows = Isa::kStreamRows;
-  static constexpr int kStreamGroups = 1;
   static constexpr bool kMultipliesCodes = false;
 
   // No scratch is needed; quantised weights take one.
@@ -158,7 +157,6 @@ class TransposedPanels {
   using Element = typename Isa::Element;
   using Ahead = TransposeAhead<Isa>;
   static constexpr int kStreamRows = 0;
-  static constexpr int kStreamGroups = 0;
   static constexpr bool kMultipliesCodes = false;
 
   // `scratch` holds `scratch_size(num_panels)` elements.

@@ -41,7 +41,9 @@ struct IntegerCodes<Panel> {
    public:
     Scales(const std::byte* panel, std::int64_t block)
         : stored_(panel + Panel::scales_at(block), block % Panel::kSpanBlocks) {}
-    typename Words::Floats scale(int group, std::int64_t lane) const { return Words::load(stored_.scale[group] + lane); }
+    typename Words::Floats scale(int group, std::int64_t lane) const {
+      return Words::load(stored_.scale[group] + lane);
+    }
     typename Words::Floats min(std::int64_t lane) const { return Words::load(stored_.min + lane); }
 
    private:

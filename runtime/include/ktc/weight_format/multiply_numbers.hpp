@@ -1,5 +1,5 @@
-// A few rows multiplied with weights that are no integer codes, for ISAs without VDPBF16PS: fp8 and fp16, as fp32 numbers
-// with rows of fp32. Nothing is rounded but the sums.
+// A few rows multiplied with weights that are no integer codes, for ISAs without VDPBF16PS: fp8 and fp16, as fp32
+// numbers with rows of fp32. Nothing is rounded but the sums.
 #pragma once
 
 #include <algorithm>
@@ -55,9 +55,6 @@ inline void widen_rows(int rows, std::int64_t padded_k, const bf16* a, float* ta
   std::transform(a, a + rows * padded_k, target, [](bf16 value) { return static_cast<float>(value); });
 }
 
-// For this many rows at a time, AVX2's registers hold the sums of 16 outputs beside numbers and a row's values.
-inline constexpr int kNumberRows = 2;
-
 template <class Lanes, class Panel, int kRows>
 [[gnu::noinline]] void multiply_numbers_of(std::int64_t padded_k, const float* x, int stride, const std::byte* panel,
                                            float* tile) {
@@ -86,7 +83,7 @@ template <class Lanes, class Panel, int kRows>
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
           const Lanes numbers = Numbers::template numbers<Lanes>(codes, 2 * pair + side, half);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
           for (int row = 0; row < kRows; ++row) {
             Lanes& to = sum[half][row].lanes;
             to = fused_multiply_add(numbers, Lanes::pairs(x + (pair * stride + row) * 2), to);
@@ -95,7 +92,7 @@ template <class Lanes, class Panel, int kRows>
       }
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int row = 0; row < kRows; ++row) {
           Lanes& to = total[side][half][row].lanes;
           if constexpr (Numbers::kScaled) {
@@ -119,14 +116,21 @@ template <class Lanes, class Panel, int kRows>
   }
 }
 
-// tile[row][32] = sum over k of x[k][row] * panel[k][32], of any number of rows, which `widen_rows` gave.
-template <class Lanes, class Panel>
+// tile[row][32] = sum over k of x[k][row] * panel[k][32], of any number of rows, which `widen_rows` gave; `kMost` at a
+// time, whose sums of 16 outputs fit the registers beside numbers and a row's values.
+template <class Lanes, class Panel, int kMost>
 void multiply_numbers(int rows, std::int64_t padded_k, const float* x, const std::byte* panel, float* tile) {
   int row = 0;
-  for (; row + kNumberRows <= rows; row += kNumberRows) {
-    multiply_numbers_of<Lanes, Panel, kNumberRows>(padded_k, x + 2 * row, rows, panel, tile + row * kPanelWidth);
+  for (; row + kMost <= rows; row += kMost) {
+    multiply_numbers_of<Lanes, Panel, kMost>(padded_k, x + 2 * row, rows, panel, tile + row * kPanelWidth);
   }
-  if (row < rows) multiply_numbers_of<Lanes, Panel, 1>(padded_k, x + 2 * row, rows, panel, tile + row * kPanelWidth);
+  if (kMost > 2 && row + 2 <= rows) {
+    multiply_numbers_of<Lanes, Panel, 2>(padded_k, x + 2 * row, rows, panel, tile + row * kPanelWidth);
+    row += 2;
+  }
+  if (row < rows) {
+    multiply_numbers_of<Lanes, Panel, 1>(padded_k, x + 2 * row, rows, panel, tile + row * kPanelWidth);
+  }
 }
 
 }  // namespace ktc::weight_format
