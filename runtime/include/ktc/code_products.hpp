@@ -4,7 +4,7 @@
 //   kRows       the most rows of an expert, in any number of groups; 0 where codes are always decoded.
 //   multiply    one group with a whole panel, [k / 2][rows][2] x [k][32]; `scratch` has 32 elements for each of
 //               `contraction`.
-//   forget      whatever `multiply` left in the scratch is gone.
+//   forget      the scratch was overwritten: `multiply` must not read what it left there.
 #pragma once
 
 #include <array>
@@ -38,8 +38,8 @@ class CodeProducts {
   void forget() {}
 };
 
-// Rows in another form, made once for all panels of an expert. `Rows` has the bytes of so many rows, makes them, and
-// multiplies with them unless they could not be made.
+// Rows in another form, made once for all panels of an expert. `Rows` knows the bytes of a number of rows, converts
+// them, and multiplies with them if they could be converted.
 template <class Isa, class Panel, class Rows>
 class ConvertedRows {
  public:

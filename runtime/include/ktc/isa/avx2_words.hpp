@@ -24,7 +24,7 @@ struct Words {
   static Vector right(Vector words, int bits) { return _mm256_srli_epi16(words, bits); }
   static Vector left(Vector words, int bits) { return _mm256_slli_epi16(words, bits); }
   static Vector both(Vector a, Vector b) { return _mm256_and_si256(a, b); }
-  // The bits of `a` where `mask` has ones, and those of `b`, which has none there.
+  // The bits of `a` where `mask` has ones, and those of `b`, whose bits are zero there.
   static Vector joined(Vector mask, Vector a, Vector b) { return _mm256_or_si256(_mm256_and_si256(mask, a), b); }
   // The entry of each byte's lower four bits, of bytes below 128.
   static Vector looked_up(const std::uint8_t* table, Vector bytes) {

@@ -24,7 +24,7 @@ struct Words {
   static Vector right(Vector words, int bits) { return _mm512_srli_epi16(words, static_cast<unsigned>(bits)); }
   static Vector left(Vector words, int bits) { return _mm512_slli_epi16(words, static_cast<unsigned>(bits)); }
   static Vector both(Vector a, Vector b) { return _mm512_and_si512(a, b); }
-  // The bits of `a` where `mask` has ones, and those of `b`, which has none there.
+  // The bits of `a` where `mask` has ones, and those of `b`, whose bits are zero there.
   static Vector joined(Vector mask, Vector a, Vector b) {
     constexpr int kAndOr = 0xea;  // (first and second) or third
     return _mm512_ternarylogic_epi32(mask, a, b, kAndOr);

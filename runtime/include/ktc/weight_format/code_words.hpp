@@ -15,8 +15,8 @@
 
 namespace ktc::weight_format {
 
-// The bits of a panel's codes, the integers that they stand for, and the scales of 32 weights of each output. Panels
-// whose numbers are no integers of 8 bits have none.
+// The bits of a panel's codes, the integers that they stand for, and the scales of 32 weights of each output. Only
+// panels whose numbers are integers of up to 8 bits have them.
 template <class Panel>
 struct IntegerCodes {
   static constexpr bool kExist = false;
@@ -75,7 +75,7 @@ struct IntegerCodes<QuantisedPanel<Int4, kGroup>> {
   };
 };
 
-// The words of a code are its number plus `kOffset`. Those of four bits that are no row of neighbours are looked up,
+// The words of a code are its number plus `kOffset`. Four-bit codes whose numbers are not consecutive are looked up,
 // as bytes; the upper byte of each word, a zero, is looked up too.
 template <class Panel>
 struct WordNumbers {

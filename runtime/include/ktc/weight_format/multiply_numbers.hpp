@@ -1,4 +1,4 @@
-// A few rows multiplied with weights that are no integer codes, for ISAs without VDPBF16PS: fp8 and fp16, as fp32
+// A few rows multiplied with weights other than integer codes, for ISAs without VDPBF16PS: fp8 and fp16, as fp32
 // numbers with rows of fp32. Nothing is rounded but the sums.
 #pragma once
 
