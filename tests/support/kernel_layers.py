@@ -45,8 +45,8 @@ FORMS = (
 EVERYWHERE = (FORMS[0], FORMS[1])
 EXACT = (FORMS[0], FORMS[1], FORMS[5], FORMS[6], FORMS[7])
 Dtype = Literal["bf16", "fp32", "fp64"]
-# So few rows of an expert are multiplied with the codes themselves; of more rows, and for all gradients, products are of
-# code x scale rounded to bf16.
+# So few rows of an expert are multiplied with the codes themselves. Products of more rows, and those of all gradients,
+# are of code x scale rounded to bf16.
 CODE_ROWS: dict[Isa, int] = {"avx2": 16, "avx512": 16, "avx512_bf16": 6, "amx": 4}
 
 
