@@ -8,28 +8,24 @@ chosen by name in the module's own config, computes on them, or expands them and
 
 from __future__ import annotations
 
-import copy
 import logging
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
+from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.interface import AnsweredAttention, answer, chosen, implementation_of, stock_function
 from ktc.attention.latent import attend
 from ktc.attention.latent_sizes import LatentSizes
 from ktc.attention.up_projection import up_projection
-from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.hf.latent_cache import EXPAND, caches_latents
 
 log = logging.getLogger(__name__)
 
 Absorb = Literal["never", "decode", "prefill", "always"]
 NAME: Final = "ktc_latent"  # of the attention function in transformers' register
-_INNER: Final = ("sdpa", "eager")  # attention functions that take expanded keys and a mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +45,11 @@ class Absorption:
         return few if self.absorb == "decode" else not few
 
 
-class AbsorbedAttention:
+class AbsorbedAttention(AnsweredAttention):
     """Mixin before the stock class of a latent attention module."""
 
     absorption: Absorption
-    stock_config: Any
-    stock_class: type[nn.Module]
+    decode: DecodeAttention | None
     told: str = ""
 
     def expand_kv(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,8 +57,11 @@ class AbsorbedAttention:
         return latent, k_rope
 
 
-def absorb(module: nn.Module, absorption: Absorption) -> nn.Module:
-    """Give `module` the class that absorbs. Raises ValueError for a module without the seam, or of other sizes."""
+def absorb(module: nn.Module, absorption: Absorption, decode: DecodeAttention | None = None) -> nn.Module:
+    """Give `module` the class that absorbs; `decode` computes the calls that it serves.
+
+    Raises ValueError for a module that caches no latents, or of other sizes.
+    """
     stock = type(module)
     if not caches_latents(stock):
         raise ValueError(f"`{stock.__name__}` caches keys and values, and no latents")
@@ -72,13 +70,9 @@ def absorb(module: nn.Module, absorption: Absorption) -> nn.Module:
     found = tuple(cast("Tensor", kv_b.weight).shape)
     if found != wanted:
         raise ValueError(f"its `{absorption.kv_b}` is {list(found)} instead of {list(wanted)}")
-    AttentionInterface.register(NAME, latent_attention)
+    answer(module, NAME, latent_attention, AbsorbedAttention)
     made = cast("Any", module)
-    made.stock_config = made.config
-    made.config = copy.copy(made.config)
-    made.config._attn_implementation_internal = NAME
-    made.absorption = absorption
-    module.__class__ = type(f"Absorbed{stock.__name__}", (AbsorbedAttention, stock), {"stock_class": stock})
+    made.absorption, made.decode = absorption, decode
     return module
 
 
@@ -95,12 +89,17 @@ def latent_attention(
     own = cast("Any", module)
     absorption: Absorption = own.absorption
     new, positions = query.shape[2], latent.shape[2]
-    implementation = str(own.stock_config._attn_implementation)
-    mask = attention_mask if indices is None else _chosen(attention_mask, indices, positions, query.dtype)
+    implementation = implementation_of(own)
+    mask = attention_mask if indices is None else chosen(attention_mask, indices, positions, query.dtype)
     if absorption.serves(new, positions):
         sizes = absorption.sizes
         up = up_projection(module.get_submodule(absorption.kv_b), sizes.heads, sizes.nope)
         if not isinstance(up, str):
+            heads = Heads(latent, latent, k_rope)
+            if own.decode is not None and implementation != "eager" and own.decode.serves(query, heads, mask):
+                q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
+                summed = own.decode(q_latent, heads, scale=cast("float", scaling), mask=mask, sinks=s_aux)
+                return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
             out, weights = attend(
                 query, latent[:, 0], k_rope[:, 0], up, scale=cast("float", scaling), mask=mask, sinks=s_aux,
                 dropout=dropout, elide=absorption.elide,
@@ -110,27 +109,7 @@ def latent_attention(
     stock = own.stock_class
     key, value = cast("tuple[Tensor, Tensor]", getattr(stock, EXPAND)(module, latent, k_rope))
     options = more if s_aux is None else {**more, "s_aux": s_aux}
-    inner = _inner(stock, implementation)
-    return inner(module, query, key, value, mask, scaling=scaling, dropout=dropout, **options)
-
-
-def _chosen(mask: Tensor | None, indices: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
-    """Return `mask` without the positions that the indexer left out."""
-    B, T, _ = indices.shape
-    kept = indices.new_zeros((B, T, positions), dtype=torch.bool).scatter(-1, indices.long(), True).unsqueeze(1)
-    if mask is None:
-        return kept if T == 1 else kept & kept.new_ones(T, positions).tril(positions - T)
-    return mask & kept if mask.dtype == torch.bool else mask.masked_fill(~kept, torch.finfo(dtype).min)
-
-
-def _inner(stock: type[nn.Module], implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the stock attention function, which computes on expanded keys and values."""
-    if implementation not in _INNER:
-        message = f"attention absorbed by ktc runs beside `sdpa` or `eager`, and not `{implementation}`"
-        raise InputRefused(Diagnostic("L450", message, hint='load it with `attn_implementation="sdpa"`'))
-    if implementation == "eager":
-        return cast("Any", sys.modules[stock.__module__]).eager_attention_forward
-    return cast("Any", AttentionInterface())[implementation]
+    return stock_function(own)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **options)
 
 
 def _tell(module: Any, reason: str) -> None:

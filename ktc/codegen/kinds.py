@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from ktc.codegen import fused_moe, linear, packed_linear
+from ktc.codegen import attention, fused_moe, linear, packed_linear
 from ktc.codegen.self_test import self_test
+from ktc.codegen.self_test_attention import self_test_attention
 from ktc.codegen.self_test_linear import self_test_linear
 from ktc.codegen.self_test_packed_linear import self_test_packed_linear
 from ktc.diagnostics import Diagnostic
@@ -38,6 +39,7 @@ KINDS: Final[Mapping[str, Kind[Any]]] = {
     "fused_moe": Kind(fused_moe.choices, self_test, fused_moe.unsupported),
     "linear": Kind(linear.choices, self_test_linear),
     "packed_linear": Kind(packed_linear.choices, self_test_packed_linear),
+    "attention": Kind(attention.choices, self_test_attention),
 }
 
 

@@ -7,10 +7,10 @@ from typing import Final
 from ktc.isa import INSTRUCTION_SETS
 from ktc.plan.linear_spec import LinearSpec
 
-_ELEMENTS: Final = {"bf16": "ktc::bf16", "fp16": "ktc::weight_format::fp16", "fp32": "float"}
+ELEMENTS: Final = {"bf16": "ktc::bf16", "fp16": "ktc::weight_format::fp16", "fp32": "float"}
 
 
 def choices(spec: LinearSpec) -> dict[str, object]:
     """Return the template's variables. The scalar ISA computes in bf16, or has lanes of fp32 for other elements."""
-    lanes = _ELEMENTS["bf16" if spec.dtype == "bf16" else "fp32"]
-    return {"isa": INSTRUCTION_SETS[spec.isa].cxx_type(lanes), "element": _ELEMENTS[spec.dtype]}
+    lanes = ELEMENTS["bf16" if spec.dtype == "bf16" else "fp32"]
+    return {"isa": INSTRUCTION_SETS[spec.isa].cxx_type(lanes), "element": ELEMENTS[spec.dtype]}

@@ -17,7 +17,7 @@ from ktc.linears.gemv import DTYPES
 from ktc.plan.linear_spec import LinearSpec
 
 # Relative Frobenius error; a dtype's own rounding is 2e-3, 3e-4 and 3e-8.
-_TOLERANCE: Final = {"bf16": 3e-3, "fp16": 1e-3, "fp32": 1e-6}
+TOLERANCE: Final = {"bf16": 3e-3, "fp16": 1e-3, "fp32": 1e-6}
 _SHAPES: Final = ((37, 70), (64, 96), (1, 5))  # outputs, inputs
 _ROWS: Final = (1, 3, 8)
 
@@ -30,9 +30,9 @@ def self_test_linear(kernel: Kernel, spec: LinearSpec) -> None:
         x, weight, bias = (torch.randn(size, generator=generator).to(DTYPES[spec.dtype]) for size in sizes)
         expected: Tensor = x.double() @ weight.double().T + bias.double()
         whole = _product(kernel, x, weight, bias)
-        error = _norm(whole.double() - expected) / _norm(expected)
-        if not error <= _TOLERANCE[spec.dtype]:
-            raise _wrong(spec, f"differs from the reference by {error:.1e}, allowed are {_TOLERANCE[spec.dtype]:.0e}")
+        error = norm(whole.double() - expected) / norm(expected)
+        if not error <= TOLERANCE[spec.dtype]:
+            raise _wrong(spec, f"differs from the reference by {error:.1e}, allowed are {TOLERANCE[spec.dtype]:.0e}")
         for rows in _ROWS:
             if not torch.equal(_product(kernel, x[:rows], weight, bias, threads=3), whole[:rows]):
                 raise _wrong(spec, f"has other bits for {rows} rows with three threads")
@@ -46,7 +46,7 @@ def _product(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor, threads: i
     return out
 
 
-def _norm(tensor: Tensor) -> float:
+def norm(tensor: Tensor) -> float:
     return float(tensor.square().sum().sqrt())
 
 

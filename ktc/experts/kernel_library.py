@@ -123,6 +123,27 @@ class NativePackedLinear(Protocol):
     ) -> None: ...
 
 
+class NativeAttention(Protocol):
+    """`ktc::AttentionKernel`; see `decode_attention.hpp`. A view is an address, three strides and a width."""
+
+    def forward(
+        self,
+        engine: Engine,
+        query: int,
+        keys: tuple[int, int, int, int, int],
+        more_keys: tuple[int, int, int, int, int],
+        values: tuple[int, int, int, int, int],
+        mask: int,
+        mask_batch: int,
+        mask_token: int,
+        sinks: int,
+        out: int,
+        sizes: tuple[int, int, int, int, int],
+        scale: float,
+        /,
+    ) -> None: ...
+
+
 class _Module(Protocol):
     def Engine(self, threads: int, nodes: list[tuple[int, ...]], /) -> Engine: ...
 
@@ -150,6 +171,10 @@ class Kernel:
     def packed_linear(self) -> NativePackedLinear:
         """Return the kernel for linear layers of any size in blocks; the entry must be one."""
         return cast("NativePackedLinear", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+
+    def attention(self) -> NativeAttention:
+        """Return the kernel for attention of any sizes; the entry must be one."""
+        return cast("NativeAttention", getattr(_opened(self.library.path, self.library.digest), self.entry)())
 
     def engine(self, threads: int, nodes: tuple[NumaNode, ...] = ()) -> Engine:
         """Return the engine of calls with this number of threads. All layers of a process share one set of threads."""

@@ -64,14 +64,15 @@ def told(captured: CapturedModel, block: str, action: NodeAction) -> str:
     """Return in words when an attention is absorbed."""
     target, graph = action.target, captured.block(block).graph
     assert isinstance(target, MlaAbsorbed) and graph is not None, "the reason of another rewrite"
+    by = f"; a few new tokens without gradients by the {action.kernel.isa} kernel" if action.kernel else ""
     how = "scores are two products" if target.move_elision else "latents and rotary keys are concatenated"
     if target.absorb in ("never", "always"):
-        return f"attention on the compressed cache, {target.absorb} absorbed ({how})"
+        return f"attention on the compressed cache, {target.absorb} absorbed ({how}){by}"
     found = latent_operands(nodes_by_name(graph)[action.node])
     sizes = LatentSizes(found.heads, found.nope, found.rope, found.value, found.rank)
     limits = " and ".join(f"{sizes.break_even(each):.0f} at {each:,}" for each in _SHOWN)
     side = "fewer" if target.absorb == "decode" else "more"
     return (
         f"attention on the compressed cache, absorbed ({how}) for {side} new tokens than the break-even ({limits} "
-        "positions), expanded for others"
+        f"positions), expanded for others{by}"
     )

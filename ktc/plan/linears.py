@@ -23,7 +23,7 @@ from ktc.plan.linear_spec import ISAS, Dtype, LinearSpec, PackedLinearSpec
 from ktc.plan.types import Claim
 from ktc.targets import KtLinear
 
-_DTYPES: Final[Mapping[torch.dtype, Dtype]] = {
+DTYPES: Final[Mapping[torch.dtype, Dtype]] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
@@ -38,7 +38,7 @@ def choose_linear(
 
     `stored` is the format of blocks in which the weight may stay.
     """
-    named = [("gemv", _DTYPES)] * (target.kernel == "gemv") + [("packed", _PACKED)] * (target.prefill == "packed")
+    named = [("gemv", DTYPES)] * (target.kernel == "gemv") + [("packed", _PACKED)] * (target.prefill == "packed")
     for kernel, dtypes in named:
         if device != "cpu":
             raise _unsuited(claim, kernel, f"the layer is on {device}, and `{kernel}` runs on the CPU")
@@ -51,7 +51,7 @@ def choose_linear(
         for isa in PREFERENCE:
             if isa in host.isas and stored in KERNELS[isa]:
                 return PackedLinearSpec("packed_linear", "bf16", stored, isa)
-    return LinearSpec("linear", _DTYPES[dtype], next(isa for isa in ISAS if isa in host.isas))
+    return LinearSpec("linear", DTYPES[dtype], next(isa for isa in ISAS if isa in host.isas))
 
 
 def stored_rows(weights: Sequence[WeightSource]) -> Mapping[str, str]:

@@ -17,6 +17,7 @@ from ktc.match import Matches
 from ktc.plan.adapters import plan_lora
 from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
+from ktc.plan.decode_attention import choose_attention
 from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel
@@ -42,6 +43,7 @@ from ktc.plan.types import (
     StreamedLinear,
 )
 from ktc.targets import CpuMoe, KtLinear, ModuleTarget
+from ktc.targets.settings import FLASH_DECODE
 from ktc.targets.target import NodeAction, Prefill
 
 
@@ -137,6 +139,9 @@ def _choose(
             blocks = in_blocks.get(claim.path)
             if spec := choose_linear(claim, claim.target, captured.model.dtype, device, host, blocks):
                 chosen[claim] = spec
+        elif claim.target.settings.get("kernel") == FLASH_DECODE and claim.node:
+            device = device_of(claim.path, devices)
+            chosen[claim] = choose_attention(claim, captured.model.dtype, device, host)
     return chosen
 
 

@@ -1,19 +1,28 @@
 """`fused_attention`: the core of attention is computed by the kernel that a rule names.
 
-It is not built: `compile` refuses it by name.
+The attention module keeps its own code, projections, masks and cache; `ktc.attention.decoding` is the function that it
+calls for the core.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, AttentionKernel
-from ktc.targets.target import Target
+from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
+from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, FLASH_DECODE, AttentionKernel
+from ktc.targets.target import NodeAction
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+    from ktc.experts.kernel_library import Kernel
+    from ktc.host import Host
 
 
 @dataclass(frozen=True, slots=True)
-class FusedAttention(Target):
+class FusedAttention(ModuleTarget):
     """`kernel` names the core."""
 
     kernel: AttentionKernel
@@ -22,4 +31,40 @@ class FusedAttention(Target):
     fills: ClassVar = "kernel"
     accepts: ClassVar = ("attention", "mla")
     absorbs: ClassVar = ("core",)
+    available: ClassVar = True
+    built: ClassVar = {"kernel": (FLASH_DECODE,)}
     without_backward: ClassVar = ATTENTION_WITHOUT_BACKWARD
+    module: ClassVar = "decoding_attention"
+    arguments: ClassVar = {"threads": int}
+
+    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+        """Return the core with the settings of the node."""
+        from ktc.graph.sdpa_core import SdpaCore
+
+        scale, causal, window = cast("tuple[float, bool, int]", node.args[3:6])
+        return SdpaCore(scale, causal, window, softcap=cast("float | None", node.args[8]))
+
+    def inputs(self, node: fx.Node) -> tuple[Any, ...]:
+        """Return queries, keys and values, and where the core has them sinks, a mask and a bias."""
+        from ktc.graph import ops
+
+        query, keys, values, *_ = node.args
+        more = node.args[ops.SDPA_SINKS], node.args[ops.SDPA_MASK], node.args[9]
+        while more and more[-1] is None:
+            more = more[:-1]
+        return query, keys, values, *more
+
+    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+        """Return the number of threads, which is the host's."""
+        return {"threads": host.workers}
+
+    @staticmethod
+    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+        """Return the stock module, of a class that decodes by the kernel."""
+        from ktc.attention.decode import DecodeAttention
+        from ktc.attention.decoding import decoding
+
+        try:
+            return decoding(old, None if kernel is None else DecodeAttention(kernel, arguments["threads"]))
+        except ValueError as error:
+            raise WrongModule(f"a `{type(old).__name__}`: {error}") from error

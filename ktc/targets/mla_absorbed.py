@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ktc.targets.lora_linear import LoraLinear
 from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
-from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, AttentionKernel, Phase, Words
+from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, FLASH_DECODE, AttentionKernel, Phase, Words
 from ktc.targets.target import NodeAction
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ class MlaAbsorbed(ModuleTarget):
     absorbs: ClassVar = ("kv_b", "core")
     hosts: ClassVar = (LoraLinear.name,)
     available: ClassVar = True
-    built: ClassVar = {"cache": ("compressed",), "kernel": ("sdpa",)}
+    built: ClassVar = {"cache": ("compressed",), "kernel": ("sdpa", FLASH_DECODE)}
     without_backward: ClassVar = ATTENTION_WITHOUT_BACKWARD
     module: ClassVar = "absorbed_attention"
     arguments: ClassVar = {
-        **dict.fromkeys(("heads", "nope", "rope", "value", "latent", "elide"), int),
+        **dict.fromkeys(("heads", "nope", "rope", "value", "latent", "elide", "threads"), int),
         **dict.fromkeys(("kv_b", "absorb"), str),
     }
 
@@ -82,18 +82,26 @@ class MlaAbsorbed(ModuleTarget):
 
         about = ops.attributes(node)
         sizes: Arguments = {name: int(about[name]) for name in ("heads", "nope", "rope", "value", "latent")}
-        return {**sizes, "kv_b": str(about["kv_b"]), "absorb": self.absorb, "elide": int(self.move_elision)}
+        return {
+            **sizes,
+            "kv_b": str(about["kv_b"]),
+            "absorb": self.absorb,
+            "elide": int(self.move_elision),
+            "threads": host.workers,
+        }
 
     @staticmethod
     def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
         """Return the stock module, of a class that absorbs."""
         from ktc.attention.absorbed import Absorption, absorb
+        from ktc.attention.decode import DecodeAttention
         from ktc.attention.latent_sizes import LatentSizes
 
         sizes = LatentSizes(**{name: arguments[name] for name in ("heads", "nope", "rope", "value", "latent")})
         absorption = Absorption(sizes, arguments["kv_b"], arguments["absorb"], bool(arguments["elide"]))
         try:
-            return absorb(old, absorption)
+            decode = None if kernel is None else DecodeAttention(kernel, arguments["threads"])
+            return absorb(old, absorption, decode)
         except AttributeError as error:
             raise WrongModule(f"a `{type(old).__name__}` without `{arguments['kv_b']}`") from error
         except ValueError as error:

@@ -41,5 +41,7 @@ Dtype = Annotated[str, Words("dtype")]
 Device = Annotated[str, Words("device")]
 Phase = Annotated[str, Words("phase")]
 
-AttentionKernel = Annotated[Literal["sdpa", "flash", "flashinfer", "eager"], Words("attn")]
+# `flash_decode` computes few new tokens without gradients, `sdpa` all other calls.
+AttentionKernel = Annotated[Literal["sdpa", "flash", "flashinfer", "eager", "flash_decode"], Words("attn")]
+FLASH_DECODE = "flash_decode"
 ATTENTION_WITHOUT_BACKWARD = frozenset({"flashinfer"})

@@ -89,6 +89,11 @@ class Spec(Protocol):
         """The name under which the kernel library exposes it."""
         ...
 
+    @property
+    def isa(self) -> str:
+        """The instruction set that it is built for."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Prefill:

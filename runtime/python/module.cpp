@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "ktc_python/attention.hpp"
 #include "ktc_python/engine.hpp"
 #include "ktc_python/entries.hpp"
 #include "ktc_python/fused_moe.hpp"
@@ -27,10 +28,15 @@ void ktc_python::expose(py::module_& library, const packed_linear::Entry& entry)
   library.def(entry.name, entry.make);
 }
 
+void ktc_python::expose(py::module_& library, const attention::Entry& entry) {
+  library.def(entry.name, entry.make);
+}
+
 PYBIND11_MODULE(ktc_kernels, library) {
   ktc_python::add_engine(library);
   ktc_python::fused_moe::add_class(library);
   ktc_python::linear::add_class(library);
   ktc_python::packed_linear::add_class(library);
+  ktc_python::attention::add_class(library);
   ktc_python::expose_entries(library);
 }

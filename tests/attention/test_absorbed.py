@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from decoding_models import CHUNKS, LENGTH, absorbed, decoded, difference, inputs, latent_modules, stock_model
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from ktc import twin
 from ktc.attention.absorbed import AbsorbedAttention, Absorption, absorb
 from ktc.attention.latent import attend
 from ktc.attention.latent_sizes import LatentSizes
-from ktc.capture import open_model
 from ktc.diagnostics import InputRefused
-from ktc.hf.latent_cache import caches_latents
 from ktc.prove.compare import InDouble
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CHUNKS = (20, 1, 1, 5, 8)
-LENGTH = sum(CHUNKS)
 QUICK = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 FAMILIES = [
     *QUICK,
@@ -39,28 +34,6 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
-    yield from (module for module in model.modules() if caches_latents(type(module)))
-
-
-def absorbed(stock: PreTrainedModel, **settings: Any) -> PreTrainedModel:
-    """A copy of a model whose latent attention absorbs."""
-    model = copy.deepcopy(stock)
-    for module in latent_modules(model):
-        of: Any = module
-        sizes = LatentSizes(of.num_heads, of.qk_nope_head_dim, of.qk_rope_head_dim, of.v_head_dim, of.kv_lora_rank)
-        absorb(module, Absorption(sizes, "kv_b_proj", **{"absorb": "always", "elide": True, **settings}))
-    return model
-
-
-def stock_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    model = twin.build(open_model(f"tiny:{name}", fetch_weights=False).config, 7, dtype, "cpu").eval()
-    model.set_experts_implementation("eager")
-    if not any(caches_latents(type(module)) for module in model.modules()):
-        pytest.skip("this transformers caches expanded keys")
-    return model
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def stock(request: pytest.FixtureRequest) -> PreTrainedModel:
     return stock_model(request.param)
@@ -69,30 +42,6 @@ def stock(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def deepseek() -> PreTrainedModel:
     return stock_model("deepseek_v2")
-
-
-def inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Three sequences, two of them padded on the left."""
-    ids = torch.randint(3, model.config.vocab_size, (3, LENGTH), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    mask[1, :5], mask[2, :9] = 0, 0
-    return ids, mask
-
-
-def decoded(model: PreTrainedModel, cache: Any = None) -> Tensor:
-    """Logits of all tokens that are no padding, computed chunk by chunk with a cache."""
-    ids, mask = inputs(model)
-    cache, at, out = cache or DynamicCache(config=model.config), 0, list[Tensor]()
-    with torch.no_grad():
-        for chunk in CHUNKS:
-            given = {"attention_mask": mask[:, : at + chunk], "past_key_values": cache, "use_cache": True}
-            out.append(model(input_ids=ids[:, at : at + chunk], **given).logits)
-            at += chunk
-    return torch.cat(out, 1)[mask.bool()]
-
-
-def difference(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @pytest.mark.parametrize("elide", [True, False], ids=["elided", "concatenated"])

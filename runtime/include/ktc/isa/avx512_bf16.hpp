@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "ktc/element.hpp"
+#include "ktc/isa/avx512_bf16_pairs.hpp"
 #include "ktc/isa/avx512_lanes.hpp"
 #include "ktc/isa/avx512_transpose.hpp"
 #include "ktc/shape.hpp"
@@ -88,6 +89,10 @@ struct Isa {
   static constexpr int kFp32Rows = 12;
   static constexpr int kFp32Halves = 2;
   static constexpr bool kBlocked = false;
+  template <int kRows, int kColumns>
+  using DotSums = avx512_bf16::DotSums<kRows, kColumns>;
+  template <int kRows>
+  using WeightedSums = avx512_bf16::WeightedSums<kRows>;
 
   static void require() {}
 

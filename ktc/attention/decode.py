@@ -1,0 +1,90 @@
+"""`DecodeAttention`: attention of few new tokens over a cache in host memory, by a kernel.
+
+In: queries and what the cache holds, of the kernel's dtype. Out: attention's output, rounded once. It is not
+differentiable, and takes the calls that `serves` accepts.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativeAttention, permitted_threads
+from ktc.linears.gemv import DTYPES, is_plain, is_traced
+
+_MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
+_BYTES_PER_THREAD: Final = 128 << 10  # with less, waking a thread costs more than it saves
+_NOTHING: Final = (0, 0, 0, 0, 0)
+
+
+class Heads(NamedTuple):
+    """A cache: keys (B, K, L, k) and values (B, K, L, v); of latent attention rotary keys (B, K, L, r) beside."""
+
+    keys: Tensor
+    values: Tensor
+    more_keys: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """A kernel, and the most threads it may use."""
+
+    kernel: Kernel
+    threads: int
+
+    def serves(self, query: Tensor, heads: Heads, mask: Tensor | None) -> bool:
+        """Return whether the kernel takes this call: few tokens, under `no_grad`, plain CPU tensors of its dtype."""
+        if torch.is_grad_enabled() or query.shape[2] > _MOST_TOKENS or is_traced():
+            return False
+        tensors = [query, *(each for each in heads if each is not None)]
+        dtype = DTYPES[self.kernel.dtype]
+        if not all(t.dtype == dtype and t.device.type == "cpu" and is_plain(t) for t in tensors):
+            return False
+        if torch.is_autocast_enabled("cpu") or any(each.stride(-1) != 1 for each in tensors[1:]):
+            return False
+        return mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
+
+    def __call__(
+        self, query: Tensor, heads: Heads, *, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Compute query (B, H, T, k + r) -> (B, T, H, v). Without a `mask` new tokens are the last positions.
+
+        `mask` is bool, (B or 1, 1, T, L); `sinks` (H,) are further scores without a value.
+        """
+        B, H, T, _ = query.shape
+        query = query.detach().contiguous()
+        positions, key_heads = heads.keys.shape[2], heads.keys.shape[1]
+        out = query.new_empty((B, T, H, heads.values.shape[-1]))
+        seen = None if mask is None else mask[:, 0, :, :positions].expand(B, T, positions)
+        if seen is not None and seen.stride(-1) != 1:
+            seen = seen.contiguous()
+        sink = None if sinks is None else sinks.detach().float().contiguous()
+        nbytes = sum(each.nbytes for each in heads if each is not None)
+        native, engine = _opened(self.kernel, min(self.threads, max(1, nbytes // _BYTES_PER_THREAD)))
+        with TURNS:
+            native.forward(
+                engine, query.data_ptr(), _view(heads.keys), _view(heads.more_keys), _view(heads.values), *_mask(seen),
+                0 if sink is None else sink.data_ptr(), out.data_ptr(),
+                (B, key_heads, H // key_heads, T, positions), scale,
+            )  # fmt: skip
+        return out
+
+
+def _view(tensor: Tensor | None) -> tuple[int, int, int, int, int]:
+    if tensor is None:
+        return _NOTHING
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.shape[-1]
+
+
+def _mask(seen: Tensor | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if seen is None else (seen.data_ptr(), seen.stride(0), seen.stride(1))
+
+
+@functools.cache
+def _opened(kernel: Kernel, threads: int) -> tuple[NativeAttention, Engine]:
+    """Return a kernel, and the engine of its calls with at most this number of threads."""
+    return kernel.attention(), kernel.engine(permitted_threads(threads))

@@ -1,0 +1,28 @@
+"""`AttentionSpec`: a kernel for attention of few new tokens over a cache, everything its template may ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ktc.isa import Isa
+from ktc.plan.linear_spec import Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One kernel, for any sizes. `dtype` is that of queries, cache and outputs; sums are fp32."""
+
+    op: Literal["attention"]
+    dtype: Dtype
+    isa: Isa
+
+    @property
+    def entry(self) -> str:
+        """The name under which the kernel library exposes it."""
+        return f"Attention_{self.dtype}_{self.isa}"
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """Describe the computation and the weight format, for a table of kernels."""
+        return f"{self.op} (decode)", "any", "any", "", "", self.dtype

@@ -1,0 +1,134 @@
+// Products of bf16 by VDPBF16PS where both operands are as stored: dot products of rows, and sums of weighted rows.
+#pragma once
+
+#include <immintrin.h>
+
+#include <bit>
+#include <cstdint>
+#include <utility>
+
+#include "ktc/element.hpp"
+
+namespace ktc::avx512_bf16 {
+
+// Up to 32 neighbours, zeros after them.
+[[gnu::always_inline]] inline __m512i loaded(const bf16* source, std::int64_t count) {
+  if (count >= 32) return _mm512_loadu_si512(source);
+  return _mm512_maskz_loadu_epi16((std::uint32_t{1} << count) - 1, source);
+}
+
+// The sums of four registers, in their order.
+inline __m128 sums_of_four(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+// sums[row][column] of a[row] . b[column], in registers.
+template <int kRows, int kColumns>
+class DotSums {
+ public:
+  [[gnu::always_inline]] DotSums() {
+    // Loops over registers are unrolled, or the compiler keeps the sums in memory.
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 4
+      for (int column = 0; column < kColumns; ++column) sums_[row][column] = _mm512_setzero_ps();
+    }
+  }
+
+  // `a` is followed by zeros up to a multiple of 32.
+  [[gnu::always_inline]] void add(const bf16* a, std::int64_t a_stride, const bf16* b, std::int64_t b_stride,
+                                  std::int64_t width) {
+    for (std::int64_t at = 0; at < width; at += 32) {
+      __m512bh columns[kColumns];
+#pragma GCC unroll 4
+      for (int column = 0; column < kColumns; ++column) {
+        columns[column] = std::bit_cast<__m512bh>(loaded(b + column * b_stride + at, width - at));
+      }
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const auto values = std::bit_cast<__m512bh>(_mm512_loadu_si512(a + row * a_stride + at));
+#pragma GCC unroll 4
+        for (int column = 0; column < kColumns; ++column) {
+          sums_[row][column] = _mm512_dpbf16_ps(sums_[row][column], values, columns[column]);
+        }
+      }
+    }
+  }
+
+  [[gnu::always_inline]] void store(float* target, std::int64_t stride, float scale) const {
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row, target += stride) {
+      if constexpr (kColumns == 4) {
+        const auto& s = sums_[row];
+        _mm_storeu_ps(target, _mm_mul_ps(sums_of_four(s[0], s[1], s[2], s[3]), _mm_set1_ps(scale)));
+      } else {
+#pragma GCC unroll 4
+        for (int column = 0; column < kColumns; ++column) {
+          target[column] = _mm512_reduce_add_ps(sums_[row][column]) * scale;
+        }
+      }
+    }
+  }
+
+ private:
+  __m512 sums_[kRows][kColumns];
+};
+
+// 32 columns of sums over rows: sums[row][column] += sum over k of weights[row][k] values[k][column].
+template <int kRows>
+class WeightedSums {
+ public:
+  [[gnu::always_inline]] WeightedSums(const float* from, std::int64_t stride) {
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row, from += stride) {
+      const __m512 left = _mm512_loadu_ps(from), right = _mm512_loadu_ps(from + 16);
+      low_[row] = _mm512_permutex2var_ps(left, kLow(), right);
+      high_[row] = _mm512_permutex2var_ps(left, kHigh(), right);
+    }
+  }
+
+  // `weights` are followed by zeros up to an even count.
+  [[gnu::always_inline]] void add(const bf16* weights, std::int64_t weight_stride, const bf16* values,
+                                  std::int64_t stride, std::int64_t count, std::int64_t columns) {
+    for (std::int64_t k = 0; k < count; k += 2, values += 2 * stride) {
+      const __m512i one = loaded(values, columns);
+      const __m512i other = k + 1 < count ? loaded(values + stride, columns) : _mm512_setzero_si512();
+      const auto low = std::bit_cast<__m512bh>(_mm512_unpacklo_epi16(one, other));
+      const auto high = std::bit_cast<__m512bh>(_mm512_unpackhi_epi16(one, other));
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        std::int32_t pair;
+        __builtin_memcpy(&pair, weights + row * weight_stride + k, sizeof pair);
+        const auto weight = std::bit_cast<__m512bh>(_mm512_set1_epi32(pair));
+        low_[row] = _mm512_dpbf16_ps(low_[row], weight, low);
+        high_[row] = _mm512_dpbf16_ps(high_[row], weight, high);
+      }
+    }
+  }
+
+  [[gnu::always_inline]] void store(float* target, std::int64_t stride) const {
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row, target += stride) {
+      _mm512_storeu_ps(target, _mm512_permutex2var_ps(low_[row], kLeft(), high_[row]));
+      _mm512_storeu_ps(target + 16, _mm512_permutex2var_ps(low_[row], kRight(), high_[row]));
+    }
+  }
+
+ private:
+  // Interleaving of 16-bit values works within 128 bits: `low` has columns 0 to 3 of every eight, `high` the others.
+  static __m512i kLow() { return _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27); }
+  static __m512i kHigh() { return _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31); }
+  static __m512i kLeft() { return _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23); }
+  static __m512i kRight() { return _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31); }
+
+  __m512 low_[kRows];
+  __m512 high_[kRows];
+};
+
+}  // namespace ktc::avx512_bf16

@@ -1,0 +1,55 @@
+// `ktc::AttentionKernel` as a Python class. A call releases the GIL.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstdint>
+
+#include "ktc/decode_attention.hpp"
+#include "ktc_python/address.hpp"
+
+namespace ktc_python::attention {
+
+namespace py = pybind11;
+
+// Address, the strides of batch, head and position, and the width.
+using View = std::array<std::uintptr_t, 5>;
+
+inline ktc::CacheView view_of(const View& view) {
+  return {.data = at<const void>(view[0]),
+          .batch = static_cast<std::int64_t>(view[1]),
+          .head = static_cast<std::int64_t>(view[2]),
+          .position = static_cast<std::int64_t>(view[3]),
+          .width = static_cast<std::int64_t>(view[4])};
+}
+
+// `sizes`: batch, key heads, query heads of each, tokens, positions.
+inline void forward(const ktc::AttentionKernel& kernel, ktc::Engine& engine, Address query, const View& keys,
+                    const View& more_keys, const View& values, Address mask, std::int64_t mask_batch,
+                    std::int64_t mask_token, Address sinks, Address out, const std::array<std::int64_t, 5>& sizes,
+                    float scale) {
+  const py::gil_scoped_release release;
+  kernel.forward(engine, {.query = at<const void>(query),
+                          .keys = view_of(keys),
+                          .more_keys = view_of(more_keys),
+                          .values = view_of(values),
+                          .mask = at<const std::uint8_t>(mask),
+                          .mask_batch = mask_batch,
+                          .mask_token = mask_token,
+                          .sinks = at<const float>(sinks),
+                          .out = at<void>(out),
+                          .batch = sizes[0],
+                          .key_heads = sizes[1],
+                          .group = sizes[2],
+                          .tokens = sizes[3],
+                          .positions = sizes[4],
+                          .scale = scale});
+}
+
+inline void add_class(py::module_& library) {
+  py::class_<ktc::AttentionKernel>(library, "AttentionKernel", py::module_local()).def("forward", &forward);
+}
+
+}  // namespace ktc_python::attention

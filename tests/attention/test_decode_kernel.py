@@ -1,0 +1,128 @@
+"""The decode kernel is attention: any sizes, masks, sinks and strides, every instruction set and dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_layers import ISAS, built, quick_or_slow
+from torch import Tensor
+
+from ktc.attention.decode import DecodeAttention, Heads
+from ktc.linears.gemv import DTYPES
+from ktc.plan.attention_spec import AttentionSpec
+from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SPECS = [
+    AttentionSpec("attention", dtype, isa) for isa in LINEAR_ISAS if isa in ISAS for dtype in ("bf16", "fp16", "fp32")
+]
+QUICK = (SPECS[0], SPECS[-1], *(spec for spec in SPECS if spec.isa == "avx2" and spec.dtype == "bf16"))
+ERROR = {"bf16": 3e-3, "fp16": 5e-4, "fp32": 2e-6}
+# Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values.
+SHAPES = [
+    (1, 1, 1, 1, 1, 16, 0, 16), (2, 4, 2, 1, 65, 33, 0, 17), (1, 16, 1, 1, 200, 64, 16, 64),
+    (1, 70, 1, 2, 131, 24, 8, 40),    (3, 6, 3, 5, 37, 128, 0, 128), (1, 2, 2, 1, 9000, 32, 0, 32),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in SPECS])
+def spec(request: pytest.FixtureRequest) -> AttentionSpec:
+    return request.param
+
+
+def decoder(spec: AttentionSpec, threads: int = 1) -> DecodeAttention:
+    return DecodeAttention(built((spec,)).kernel(spec.entry), threads)
+
+
+def drawn(spec: AttentionSpec, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Heads]:
+    batch, heads, key_heads, tokens, positions, width, rope, value_width = shape
+    draw = torch.Generator().manual_seed(seed)
+    sizes = (heads, tokens, width + rope), (key_heads, positions, width), (key_heads, positions, value_width)
+    query, keys, values = (torch.randn(batch, *size, generator=draw).to(DTYPES[spec.dtype]) for size in sizes)
+    more = torch.randn(batch, key_heads, positions, rope, generator=draw).to(DTYPES[spec.dtype]) if rope else None
+    return query, Heads(keys, values, more)
+
+
+def reference(
+    query: Tensor, heads: Heads, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """(B, T, H, v) in fp64."""
+    keys = heads.keys if heads.more_keys is None else torch.cat([heads.keys, heads.more_keys], -1)
+    keys, values = (
+        each.double().repeat_interleave(query.shape[1] // keys.shape[1], 1) for each in (keys, heads.values)
+    )
+    scores = query.double() @ keys.transpose(2, 3) * scale
+    new, positions = scores.shape[-2:]
+    seen = torch.ones(new, positions, dtype=torch.bool).tril(positions - new) if mask is None else mask
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return (torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ values).transpose(1, 2)
+    return (scores.softmax(-1).nan_to_num() @ values).transpose(1, 2)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_is_that_of_fp64_and_of_any_number_of_threads(spec: AttentionSpec, shape: tuple[int, ...]) -> None:
+    query, heads = drawn(spec, shape)
+    found = decoder(spec)(query, heads, scale=0.3)
+    assert error(found, reference(query, heads, 0.3)) <= ERROR[spec.dtype]
+    assert torch.equal(decoder(spec, threads=3)(query, heads, scale=0.3), found)
+
+
+def test_masked_positions_are_not_seen_and_a_token_that_sees_none_is_zero(spec: AttentionSpec) -> None:
+    query, heads = drawn(spec, (3, 4, 2, 2, 150, 32, 0, 32))
+    mask = torch.rand(3, 1, 2, 150, generator=torch.Generator().manual_seed(4)) < 0.3
+    mask[1, :, 1] = False
+    mask[2, :, :, :140] = False  # left padding, whole stretches of it
+    found = decoder(spec)(query, heads, scale=0.3, mask=mask)
+    assert error(found, reference(query, heads, 0.3, mask)) <= ERROR[spec.dtype]
+    assert not found[1, 1].any()
+    wide = torch.cat([mask, mask], -1)[:1].expand(3, -1, -1, -1)  # of a static cache, shared by the sequences
+    found = decoder(spec)(query, heads, scale=0.3, mask=wide)
+    assert error(found, reference(query, heads, 0.3, mask[:1])) <= ERROR[spec.dtype]
+
+
+def test_sinks_take_part_in_the_sum(spec: AttentionSpec) -> None:
+    query, heads = drawn(spec, (2, 6, 2, 1, 90, 48, 0, 16))
+    sinks = torch.tensor([0.0, 3.0, -3.0, 1.0, 9.0, -1e4])
+    found = decoder(spec)(query, heads, scale=0.3, sinks=sinks)
+    assert error(found, reference(query, heads, 0.3, sinks=sinks)) <= ERROR[spec.dtype]
+
+
+def test_a_cache_is_read_where_it_is(spec: AttentionSpec) -> None:
+    """A static cache is longer than what it holds, and some caches have positions before heads."""
+    query, heads = drawn(spec, (2, 4, 2, 1, 80, 32, 0, 32))
+    keys, values = (each.transpose(1, 2).contiguous().transpose(1, 2)[:, :, :70] for each in heads[:2])
+    found = decoder(spec)(query, Heads(keys, values), scale=0.3)
+    assert error(found, reference(query, Heads(keys, values), 0.3)) <= ERROR[spec.dtype]
+
+
+def test_scores_of_any_size_have_a_finite_result(spec: AttentionSpec) -> None:
+    query, heads = drawn(spec, (1, 2, 1, 1, 200, 32, 0, 32))
+    found = decoder(spec)(query, heads, scale=300.0)
+    assert error(found, reference(query, heads, 300.0)) <= 3 * ERROR[spec.dtype]
+
+
+def test_a_nan_in_the_cache_is_seen(spec: AttentionSpec) -> None:
+    query, heads = drawn(spec, (1, 2, 2, 1, 100, 32, 0, 32))
+    heads.keys[0, 1, 50, 3] = torch.nan
+    found = decoder(spec)(query, heads, scale=0.3)
+    assert bool(found[0, 0, 1].isnan().all())
+    assert bool(found[0, 0, 0].isfinite().all())
+
+
+def test_only_calls_that_it_computes_are_taken(spec: AttentionSpec) -> None:
+    query, heads = drawn(spec, (1, 2, 2, 1, 8, 16, 0, 16))
+    decode = decoder(spec)
+    assert not decode.serves(query, heads, None), "gradients"
+    with torch.no_grad():
+        assert decode.serves(query, heads, None)
+        assert decode.serves(query, heads, torch.ones(1, 1, 1, 8, dtype=torch.bool))
+        assert not decode.serves(query, heads, torch.zeros(1, 1, 1, 8)), "a mask that is added"
+        assert not decode.serves(query.double(), heads, None)
+        assert not decode.serves(query.expand(1, 2, 64, 16), heads, None), "many tokens"
+        assert not decode.serves(query, Heads(heads.keys.transpose(2, 3), heads.values), None), "strides"
