@@ -50,7 +50,7 @@ def decoding_attention(
 def _is_plain(
     module: Any, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, more: dict[str, Any]
 ) -> bool:
-    """Return whether the call is softmax(scale q K^T + mask) V, and nobody asks for its weights."""
+    """Return whether the call is softmax(scale q K^T + mask) V, and its weights are not required."""
     if dropout or any(more.get(name) is not None for name in _BEYOND):
         return False
     if more.get("output_attentions") or module.stock_config.output_attentions:

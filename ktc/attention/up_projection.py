@@ -59,7 +59,7 @@ def _per_head(rows: Tensor, matrices: Tensor) -> Tensor:
 
 
 def _by_rows(rows: Tensor, matrices: Tensor) -> Tensor:
-    """(B, H, T, k), (H, m, k) -> (B, H, T, m). Matrices first: as transposed second ones, bf16 takes six times as long."""
+    """(B, H, T, k), (H, m, k) -> (B, H, T, m). In bf16 the matrices as second factors take six times as long."""
     B, H, T, _ = rows.shape
     out = torch.bmm(matrices, rows.transpose(0, 1).reshape(H, B * T, -1).transpose(1, 2))
     return out.view(H, -1, B, T).permute(2, 0, 3, 1)

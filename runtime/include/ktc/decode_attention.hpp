@@ -226,7 +226,7 @@ class DecodeAttention final : public AttentionKernel {
     }
 
     // What is read next: the values of these positions, and keys one block ahead. Blocks of keys and of values
-    // alternate, which the hardware takes for no stream.
+    // alternate, which the hardware does not prefetch as a stream.
     [[gnu::always_inline]] void fetch(std::int64_t head, std::int64_t position, std::int64_t count) const {
       const auto lines = [&](const CacheView& view, std::int64_t first) {
         const auto* from = reinterpret_cast<const char*>(at(view, head, first));
