@@ -235,7 +235,16 @@ def test_a_missing_program_is_refused_with_a_suggestion(tmp_path: Path) -> None:
 # The schema itself -----------------------------------------------------------------------------------------------
 def test_the_targets_of_this_version() -> None:
     available = {name for name, target in TARGETS.items() if target.available}
-    assert available == {"lora_linear", "lora_experts", "kt_linear", "cpu_moe", "fused_attention", "mla_absorbed", "place", "keep"}
+    assert available == {
+        "lora_linear",
+        "lora_experts",
+        "kt_linear",
+        "cpu_moe",
+        "fused_attention",
+        "mla_absorbed",
+        "place",
+        "keep",
+    }
 
 
 def test_every_default_of_the_schema_has_the_type_of_its_setting() -> None:
