@@ -1,15 +1,18 @@
 // The interface between the generated `bindings.cpp`, which lists the kernels of a library, and `module.cpp`, which is
-// the same for every library. It does not include pybind11, whose headers take longer to compile than the kernels.
+// the same for every library. It includes nothing: `bindings.cpp` is compiled for every library, only names entries,
+// and the headers of pybind11 take longer to compile than the kernels.
 #pragma once
-
-#include "ktc/decode_attention.hpp"
-#include "ktc/linear.hpp"
-#include "ktc/moe_kernel.hpp"
-#include "ktc/packed_linear.hpp"
 
 namespace pybind11 {
 class module_;
 }
+
+namespace ktc {
+struct AttentionEntry;
+struct KernelEntry;
+struct LinearEntry;
+struct PackedLinearEntry;
+}  // namespace ktc
 
 namespace ktc_python {
 
