@@ -131,7 +131,7 @@ def compilers(run_folder: Path) -> dict[str, str]:
     cached_compiler.remove_unused(OBJECTS)
     return {
         kind: str(cached_compiler.installed(run_folder / kind, real.path, real.version, OBJECTS, flag))
-        for kind, flag in (("quick", "-O1"), ("optimised", "-O3"))
+        for kind, flag in (("quick", cached_compiler.QUICK), ("optimised", "-O3"))
     }
 
 
@@ -188,10 +188,12 @@ def kernel_source() -> KernelSource:
 @pytest.fixture(scope="session")
 def kernels(kernel_source: KernelSource) -> KernelLibrary:
     """Their library, built once per run."""
+    from merged_units import merged
+
     from ktc import host
     from ktc.codegen.build import build
 
-    return build(kernel_source, host.detect())
+    return build(merged(kernel_source), host.detect())
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_layers import FORMS, ISAS, built, quick_or_slow, spec_of
 
-from ktc.experts.form import parse_form
+from ktc.experts.kernel_library import Kernel, KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.experts.random_experts import RandomExperts
 from ktc.experts.stock_layout import parts_of
@@ -25,10 +25,13 @@ FORMATS = [quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in (*CODES
 EXPERTS = 11
 
 
-def made(spec: KernelSpec | None, form: str = "silu", seed: int = 3, layer: int = 0) -> FusedMoe:
-    kernel = built((spec,)).kernel(spec.entry) if spec is not None else None
+def made(spec: KernelSpec, seed: int = 3) -> FusedMoe:
+    return filled(built((spec,)).kernel(spec.entry), seed=seed)
+
+
+def filled(kernel: Kernel | None, form: str = "silu", seed: int = 3) -> FusedMoe:
     module = FusedMoe(EXPERTS, 256, 512, 2, form, kernel=kernel)
-    RandomExperts(seed).fill(module, layer, lambda size: None)
+    RandomExperts(seed).fill(module, 0, lambda size: None)
     return module
 
 
@@ -52,11 +55,9 @@ def test_experts_of_every_format_are_finite_and_the_same_for_a_seed(spec: Kernel
 
 
 @pytest.mark.parametrize("form", FORMS[:2])
-def test_experts_of_other_forms_and_without_a_kernel_too(form: str) -> None:
-    asked = parse_form(form)
-    spec = replace(spec_of(ISAS[0], form=form), gated=asked.gated, biased=asked.biased)
-    for kernel in (spec, None):
-        assert_random(made(kernel, form))
+def test_experts_of_other_forms_and_without_a_kernel_too(kernels: KernelLibrary, form: str) -> None:
+    for kernel in (kernels.kernel(spec_of(ISAS[0], form=form).entry), None):
+        assert_random(filled(kernel, form))
 
 
 def test_consecutive_layers_differ_and_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:

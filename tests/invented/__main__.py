@@ -32,7 +32,7 @@ def main(patterns: list[str]) -> int:
         os.environ["KTC_CACHE_DIR"] = str(folder / "cache")
         compiler = find_compiler()
         if compiler is not None:
-            quick = cached_compiler.installed(folder, compiler.path, compiler.version, OBJECTS, "-O1")
+            quick = cached_compiler.installed(folder, compiler.path, compiler.version, OBJECTS, cached_compiler.QUICK)
             os.environ["CXX"] = str(quick)
         (folder / "modules").mkdir()
         with code_of_models_below(folder / "modules"):

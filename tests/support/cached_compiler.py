@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNUSED_DAYS = 14
+QUICK = "-O1"  # of the quick tests
 
 
 def installed(folder: Path, compiler: str, version: str, objects: Path, optimise: str) -> Path:
