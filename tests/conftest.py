@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -14,6 +15,7 @@ import cached_compiler
 import pytest
 from filelock import FileLock
 from places import GOLDEN, OBJECTS, TESTS
+from shared_captures import CAPTURING, SHARING, SharedCaptures
 
 if TYPE_CHECKING:
     from ktc.codegen.render import KernelSource
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files with what the code gives now")
     parser.addoption("--optimised", action="store_true", help="build kernels with the flags of the product, not at -O1")
+
+
+def pytest_collection_finish() -> None:
+    """Torch and transformers, which live as long as the process, are not searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -118,6 +126,33 @@ def _own_cache(run_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KTC_CACHE_DIR", str(run_folder / "cache"))
         yield
+
+
+@pytest.fixture(scope="session")
+def shared_captures() -> SharedCaptures:
+    """The captures of this process, by config."""
+    from ktc.capture import capture
+
+    return SharedCaptures(capture)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_captures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In the rooms that share captures a config is captured once (`tests/support/shared_captures.py`)."""
+    if request.path.relative_to(TESTS).parts[0] not in SHARING:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for stage in CAPTURING:
+            patch.setattr(f"{stage}.capture", request.getfixturevalue("shared_captures"))
+        yield
+
+
+@pytest.fixture
+def own_captures(shared_captures: SharedCaptures, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture is a part of the subject: it is not shared."""
+    for stage in CAPTURING:
+        monkeypatch.setattr(f"{stage}.capture", shared_captures.capture)
 
 
 @pytest.fixture(scope="session")

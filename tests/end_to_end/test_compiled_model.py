@@ -163,6 +163,7 @@ def test_the_base_refuses_to_be_saved_and_says_what_to_use(package: ModuleType, 
     assert not (tmp_path / "base").exists()
 
 
+@pytest.mark.usefixtures("own_captures")
 def test_a_compilation_is_repeatable(package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = folder_of(package)
     monkeypatch.delitem(sys.modules, first.name)
@@ -173,6 +174,7 @@ def test_a_compilation_is_repeatable(package: ModuleType, tmp_path: Path, monkey
             assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path.name
 
 
+@pytest.mark.usefixtures("own_captures")
 def test_a_model_object_stands_for_the_folder_it_came_from(package: ModuleType, tmp_path: Path) -> None:
     model = stock(package, torch.bfloat16)
     family = next(f for f in RULES if f in folder_of(package).name)

@@ -1,0 +1,44 @@
+"""One capture for every compilation of an equal config in a process: a capture is frozen and takes seconds.
+
+Rooms whose subject is what comes after the capture share them (`SHARING`). The rooms `capture`, `census`, `invented`,
+`mutants`, `prove` and `rewrite` never do, nor does a test with the fixture `own_captures`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ktc.capture import CapturedModel, ModelSource
+
+SHARING: Final = frozenset({
+    "adapters", "bench", "checkpoint", "cli", "end_to_end", "evaluate", "fidelity", "generate", "llama_factory",
+    "model", "plan", "training", "tune",
+})  # fmt: skip
+CAPTURING: Final = ("ktc.compiler", "ktc.prove.witness")  # the modules whose `capture` is shared
+
+
+@dataclass(slots=True)
+class SharedCaptures:
+    """Stands in for `ktc.capture.capture`, which is called once for each config."""
+
+    capture: Callable[[ModelSource], CapturedModel]
+    known: dict[tuple[object, ...], CapturedModel] = field(default_factory=dict[tuple[object, ...], "CapturedModel"])
+
+    def __call__(self, source: ModelSource) -> CapturedModel:
+        """The capture of this source. Code of a model's own is captured each time: its files may have changed."""
+        if source.own_code:
+            return self.capture(source)
+        key = type(source.config), source.folder is None, content(source)
+        if key not in self.known:
+            self.known[key] = self.capture(source)
+        return replace(self.known[key], source=source)
+
+
+def content(source: ModelSource) -> str:
+    """The config as text, without the folder that it was read from."""
+    values = {name: value for name, value in source.config.to_dict().items() if name != "_name_or_path"}
+    return json.dumps(values, default=str, sort_keys=True)
