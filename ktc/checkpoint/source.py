@@ -160,7 +160,7 @@ class WeightSource:
 
     @property
     def plain_rows(self) -> str | None:
-        """The type of GGUF's blocks of a whole matrix (out, in) that can be kept as stored, else None."""
+        """The type of GGUF's blocks of a whole matrix (out, in) that can be kept as stored, or None."""
         whole = self.transform == "copy" and self.expert is None and self.part is None and self.span is None
         plain = whole and not self.steps and not self.viewed and len(self.shape) == 2
         return self.dtype if plain and self.block is not None else None

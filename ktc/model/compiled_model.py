@@ -138,7 +138,7 @@ class CompiledModel:
         return prepared
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        """Return False: `generate` with a static cache would compile the model, and experts' kernels are no graph."""
+        """Return False: `generate` with a static cache would compile the model, which fails for kernels of experts."""
         return False
 
     # transformers reads the source of the class's module to learn what it can do, and treats classes from elsewhere as

@@ -1,6 +1,6 @@
 """Keys and values in memory with room for further tokens, so that a step of decoding copies one token and not all.
 
-In: a `DynamicCache` that nobody else holds. Out: the same cache, whose full-attention layers append in place. Values
+In: a `DynamicCache` that only the caller holds. Out: the same cache, whose full-attention layers append in place. Values
 and shapes are those of `DynamicLayer`, which concatenates. A tensor that a caller changed (beams, crops, repeats) is
 copied once into new memory. Under autograd and tracing layers concatenate as before.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-_ROOM: Final = 64  # tokens: a copy in so many steps, and at most as many rows without a use
+_ROOM: Final = 64  # tokens: the steps between two copies, and at most this many unused rows
 
 
 def growing(cache: DynamicCache) -> DynamicCache:

@@ -114,8 +114,8 @@ def _moved(value: Any, device: torch.device) -> Any:
 def device_map(placement: Mapping[str, str]) -> dict[str, int] | None:
     """Return the GPUs of the placement as Hugging Face's `hf_device_map`, `None` for a single device.
 
-    What stands on the CPU is left out: PEFT takes a module there for offloaded and, when it loads an adapter, places
-    the whole model anew.
+    Modules on the CPU are left out: PEFT takes them for offloaded and, when it loads an adapter, places the whole model
+    again.
     """
     if len(set(placement.values())) < 2:
         return None

@@ -1,7 +1,7 @@
 """Choosing a linear kernel: a `kt_linear` claim, the model's dtype, the layer's device, the host -> its spec.
 
 With `gemv`, weights that a GGUF file stores in blocks are multiplied as they are stored, by few rows and by many: in
-programs that train nothing, unless `prefill = torch` asks for PyTorch's product.
+programs that train nothing, unless `prefill = torch` requires PyTorch's product.
 Refused (M077): `gemv` or `packed` for a layer on another device than the CPU, or with weights that they do not
 multiply. `auto` is PyTorch's product there.
 """

@@ -43,8 +43,8 @@ class PackedLinearKernel {
  public:
   virtual ~PackedLinearKernel() = default;
   virtual std::int64_t packed_bytes(std::int64_t inputs, std::int64_t outputs) const = 0;
-  // `blocks` as a GGUF file stores them, (outputs, row_bytes). Throws std::invalid_argument where rows are no whole
-  // number of blocks.
+  // `blocks` as a GGUF file stores them, (outputs, row_bytes). Throws std::invalid_argument unless rows are
+  // whole numbers of blocks.
   virtual void pack(std::byte* packed, const std::uint8_t* blocks, std::int64_t outputs,
                     std::int64_t row_bytes) const = 0;
   // The weights (outputs, inputs), rounded to bf16.
