@@ -1,8 +1,8 @@
 """Keys and values in memory with room for further tokens, so that a step of decoding copies one token and not all.
 
 In: a `DynamicCache` that only the caller holds. Out: the same cache, whose full-attention layers append in place.
-Values and shapes are those of `DynamicLayer`, which concatenates. A tensor that a caller changed (beams, crops, repeats) is
-copied once into new memory. Under autograd and tracing layers concatenate as before.
+Values and shapes are those of `DynamicLayer`, which concatenates. A tensor that a caller changed (beams, crops,
+repeats) is copied once into new memory. Under autograd and tracing layers concatenate as before.
 """
 
 from __future__ import annotations
