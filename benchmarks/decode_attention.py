@@ -1,10 +1,11 @@
-"""Decode attention on the CPU: ktc's kernel beside PyTorch, one layer, one new token, one thread.
+"""Decode attention on the CPU: ktc's kernel beside PyTorch, one layer, one new token.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/decode_attention.py [--isa avx2] [--rounds 7] [--positions 4096]
+    python benchmarks/decode_attention.py --threads 16
 
 Rows: grouped-query attention with 32 query and 8 key heads of 128 (scaled_dot_product_attention), and latent attention
 of DeepSeek-V2-Lite (16 heads, latents of 512, rotary keys of 64; expanded keys as stock code, and absorbed by
-PyTorch). Milliseconds of processor time, medians of rounds in which the candidates take turns; the cache's bytes over
+PyTorch). Milliseconds of processor time (of several threads: of wall time), medians of rounds in which the candidates take turns; the cache's bytes over
 them, and its share of the read bandwidth that the same rounds measured.
 """
 
@@ -78,18 +79,20 @@ def main() -> None:
     parser.add_argument("--isa", choices=ISAS, default=best)
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
     spec = AttentionSpec("attention", "bf16", options.isa)
-    decode = DecodeAttention(build(render([spec], {spec: "bench"}), host.detect()).kernel(spec.entry), 1)
+    decode = DecodeAttention(build(render([spec], {spec: "bench"}), host.detect()).kernel(spec.entry), options.threads)
     candidates = grouped(options.positions, decode) | latent(options.positions, decode)
     cold = torch.ones(COLD // 8, dtype=torch.int64)
     times: dict[str, list[float]] = {name: [] for name in (*candidates, "read")}
     with torch.no_grad():
         for _ in range(options.rounds + 1):
             for name, (run, _) in candidates.items():
-                times["read"].append(seconds(cold.sum))
-                times[name].append(seconds(run))
+                times["read"].append(seconds(cold.sum, clock))
+                times[name].append(seconds(run, clock))
     read = COLD / statistics.median(times["read"])
     print(f"{options.positions} positions, {options.isa}, read {read / 1e9:.1f} GB/s")
     for name, (_, nbytes) in candidates.items():
@@ -97,11 +100,11 @@ def main() -> None:
         print(f"{name:24}{found * 1e3:9.2f} ms {nbytes / found / 1e9:7.1f} GB/s  {nbytes / found / read:5.2f} of read")
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Return the processor time of a call."""
-    began = time.process_time()
+def seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Return the time of a call."""
+    began = clock()
     run()
-    return time.process_time() - began
+    return clock() - began
 
 
 if __name__ == "__main__":
