@@ -5,8 +5,8 @@
 
 Rows: grouped-query attention with 32 query and 8 key heads of 128 (scaled_dot_product_attention), and latent attention
 of DeepSeek-V2-Lite (16 heads, latents of 512, rotary keys of 64; expanded keys as stock code, and absorbed by
-PyTorch). Milliseconds of processor time (of several threads: of wall time), medians of rounds in which the candidates take turns; the cache's bytes over
-them, and its share of the read bandwidth that the same rounds measured.
+PyTorch). Milliseconds of processor time (of several threads: of wall time), medians of rounds in which the candidates
+take turns; the cache's bytes over them, and its share of the read bandwidth that the same rounds measured.
 """
 
 from __future__ import annotations
