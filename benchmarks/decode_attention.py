@@ -1,7 +1,7 @@
 """Decode attention on the CPU: ktc's kernel beside PyTorch, one layer, one new token.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/decode_attention.py [--isa avx2] [--rounds 7] [--positions 4096]
-    python benchmarks/decode_attention.py --threads 16
+    OMP_WAIT_POLICY=passive python benchmarks/decode_attention.py --threads 16
 
 Rows: grouped-query attention with 32 query and 8 key heads of 128 (scaled_dot_product_attention), and latent attention
 of DeepSeek-V2-Lite (16 heads, latents of 512, rotary keys of 64; expanded keys as stock code, and absorbed by
