@@ -7,6 +7,7 @@ and the newest supported releases.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from places import ROOT
 from torch import nn
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DynamicCache, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ktc.capture.forms import reads_rows
@@ -25,10 +26,10 @@ from ktc.model.watch import HOOKS
 
 KNOWN = {
     "_apply", "_apply_gate", "_attn_implementation", "_attn_implementation_internal", "_base",
-    "_build_generation_config", "_dynamo",
-    "_experts_implementation", "_from_config", "_init_weights", "_is_hf_initialized", "_keep_in_fp32_modules",
-    "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict",
-    "_non_persistent_buffers_set", "_python_dispatch", "_pytree", "_register_custom_module", "_schema",
+    "_build_generation_config", "_dynamo", "_experts_implementation", "_from_config", "_init_weights",
+    "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
+    "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_non_persistent_buffers_set",
+    "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module", "_schema",
     "_subclasses", "_supports_sdpa", "_validate_request",
 }  # fmt: skip
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
@@ -134,6 +135,17 @@ def test_a_class_says_what_stays_in_fp32_and_what_a_checkpoint_may_have_besides(
 def test_a_class_reads_its_source_for_what_it_can_do(name: str) -> None:
     """`CompiledModel` overrides both, since its own source has none of it."""
     assert getattr(Qwen3MoeForCausalLM, name)() is True
+
+
+def test_generation_leaves_its_cache_in_the_arguments_of_the_model(model: PreTrainedModel) -> None:
+    """`CompiledModel` gives the `DynamicCache` there room to grow."""
+    given: dict[str, object] = {}
+    config = copy.deepcopy(model.generation_config)
+    config.cache_implementation, config.use_cache = None, True
+    named = inspect.signature(model._prepare_cache_for_generation).parameters
+    values = {"generation_config": config, "model_kwargs": given, "batch_size": 1, "max_cache_length": 8}
+    model._prepare_cache_for_generation(**{name: values.get(name) for name in named})
+    assert isinstance(given["past_key_values"], DynamicCache)
 
 
 def test_generation_asks_the_model_whether_it_compiles_it() -> None:

@@ -164,7 +164,7 @@ def test_a_compiled_layer_is_traced_as_pytorchs(library: KernelLibrary) -> None:
 
 
 def test_a_wrong_kernel_is_found(library: KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test_linear, "_TOLERANCE", {"bf16": 1e-9})
+    monkeypatch.setattr(self_test_linear, "TOLERANCE", {"bf16": 1e-9})
     with pytest.raises(KtcError, match=r"H225.*Linear_bf16"):
         self_test_linear.self_test_linear(library.kernel(SPECS[0].entry), SPECS[0])
 
