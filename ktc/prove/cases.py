@@ -147,7 +147,7 @@ def _forward(
     try:
         model(input_ids=tokens[:, run.cached :], use_cache=bool(run.cached), **given)
     except Exception:
-        if not run.cached:  # foreign code may take one token alone after a cache
+        if not run.cached or run.length == 1:  # foreign code may take one token alone after a cache
             raise
         for found in calls.values():
             found[:] = [call for call in found if call[0] != run.name]
