@@ -96,7 +96,8 @@ def latent_attention(
         up = up_projection(module.get_submodule(absorption.kv_b), sizes.heads, sizes.nope)
         if not isinstance(up, str):
             heads = Heads(latent, latent, k_rope)
-            if own.decode is not None and implementation != "eager" and own.decode.serves(query, heads, mask):
+            plain = implementation != "eager" and not dropout
+            if own.decode is not None and plain and own.decode.serves(query, heads, mask):
                 q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
                 summed = own.decode(q_latent, heads, scale=cast("float", scaling), mask=mask, sinks=s_aux)
                 return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
