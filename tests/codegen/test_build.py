@@ -390,6 +390,15 @@ def test_an_entry_that_was_not_built_is_named(kernels: KernelLibrary) -> None:
         kernels.kernel("FusedMoe_other")
 
 
+@pytest.mark.parametrize("level", ["-Og", "-O3"])
+def test_a_struct_by_value_arrives_in_every_call(level: str, tmp_path: Path) -> None:
+    tools, program = toolchain.find(host.detect()), tmp_path / "by_value"
+    source = Path(__file__).parent / "by_value.cpp"
+    flags = [level if flag == "-O3" else flag for flag in tools.flags(ISAS[0], source.name)]
+    subprocess.run([tools.compiler.path, *flags, str(source), "-o", str(program)], check=True)
+    assert subprocess.run([program], check=False).returncode == 0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif("avx512_bf16" not in ISAS, reason="this machine has no AVX512-BF16")
 @pytest.mark.usefixtures("optimised")

@@ -31,6 +31,8 @@ struct Constants {
   static constexpr double kAlpha = 1;
   static constexpr double kLimit = std::numeric_limits<double>::infinity();
   static constexpr double kUpOffset = 0;
+  static constexpr double kGateCap = std::numeric_limits<double>::infinity();
+  static constexpr double kUpCap = std::numeric_limits<double>::infinity();
 };
 using Shape = MoeShape<kDynamic, kDynamic, kDynamic, kDynamic>;
 using GatedSilu = Gated<Silu, Constants>;
