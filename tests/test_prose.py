@@ -96,6 +96,7 @@ HELD = (
     "ktc/prove",
     "ktc/resources.py",
     "ktc/rewrite",
+    "ktc/serving",
     "ktc/targets",
     "ktc/text_files.py",
     "ktc/training",

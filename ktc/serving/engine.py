@@ -1,0 +1,293 @@
+"""`Engine`: one thread that answers many requests, which join and leave running batches.
+
+In: frozen `Request`s. Out: `Event`s with their tokens, one list for each step. A turn of the thread reads prompts, at
+most a chunk of tokens, and then takes one step with the batch of every adapter. A fault ends the requests that it
+concerns with an error, and the thread goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from ktc.serving.batch import LoneBatch, RowBatch
+from ktc.serving.decoder import Decoder, choose
+from ktc.serving.generation import Generation
+from ktc.serving.reading import Reading
+from ktc.serving.request import End, Event, Limits, Refused, Request
+
+log = logging.getLogger(__name__)
+
+Emit = Callable[[Sequence[Event]], None]
+_PADDED = 1.5  # prompts are read side by side with at most so many times their tokens
+
+
+class Adapters(Protocol):
+    """The adapters of a model."""
+
+    def use(self, name: str) -> None:
+        """Make one active, or none for ""."""
+        ...
+
+
+class NoAdapters:
+    """The adapters of a model that has none, or one that is always active."""
+
+    def use(self, name: str) -> None:
+        """Do nothing."""
+
+
+class Engine:
+    """`start` before `submit`; `emit` is called on the engine's thread and must return soon."""
+
+    def __init__(self, decoder: Decoder, limits: Limits, emit: Emit, adapters: Adapters | None = None) -> None:
+        self.limits = limits
+        self._decoder, self._emit, self._adapters = decoder, emit, adapters or NoAdapters()
+        self._thread = threading.Thread(target=self._run, name="ktc-serving", daemon=True)
+        # Shared with other threads, under `_changed`.
+        self._changed = threading.Condition()
+        self._waiting: deque[Request] = deque()
+        self._cancelled: set[str] = set()
+        self._active: set[str] = set()
+        self._stopping = self._aborting = False
+        # Of the engine's thread.
+        self._reading: Reading | None = None
+        self._batches: dict[str, RowBatch | LoneBatch] = {}
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Take on a request. Raises Refused."""
+        most = self.longest
+        if most is not None and request.longest > most:
+            what = f"{len(request.tokens)} tokens and {request.max_new_tokens} new ones"
+            raise Refused("too long", f"{what} do not fit the cache, which has room for {most}")
+        with self._changed:
+            if self._stopping:
+                raise Refused("stopping", "the server stops")
+            if len(self._active) >= self.limits.batch + self.limits.waiting:
+                raise Refused("busy", f"{len(self._active)} requests are running or waiting")
+            self._active.add(request.name)
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def cancel(self, name: str) -> None:
+        """End a request at the next step; an unknown name is ignored."""
+        with self._changed:
+            if name in self._active:
+                self._cancelled.add(name)
+                self._changed.notify()
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Refuse new requests, answer the running ones for at most `grace` seconds, and end the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+            if grace:
+                self._changed.wait_for(lambda: not self._active, grace)
+            self._aborting = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that the cache has room for; None without a limit."""
+        nbytes = self.limits.cache_bytes
+        return None if nbytes is None or self._decoder.alone else self._decoder.size.tokens(nbytes)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests whose prompts are not read yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests that take steps."""
+        return sum(len(batch.running) for batch in list(self._batches.values()))
+
+    @property
+    def cache_bytes(self) -> int:
+        """The memory of the keys and values of running requests."""
+        return sum(batch.nbytes for batch in list(self._batches.values()))
+
+    # The thread -------------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._has_work or self._cancelled or self._aborting)
+                if self._aborting:
+                    break
+            try:
+                self._turn()
+            except Exception as error:  # noqa: BLE001  # no request may wait for ever
+                self._fail_all(error)
+        self._finish({name: End(None, "the server stops") for name in self._active})
+
+    @property
+    def _has_work(self) -> bool:
+        return self._reading is not None or bool(self._batches)
+
+    def _turn(self) -> None:
+        self._drop_cancelled()
+        self._read()
+        for adapter in list(self._batches):
+            self._step(adapter)
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            gone, self._cancelled = self._cancelled, set()
+            self._waiting = deque(each for each in self._waiting if each.name not in gone)
+        if not gone:
+            return
+        for adapter, batch in list(self._batches.items()):
+            for at in reversed(range(len(batch.running))):
+                if batch.running[at].request.name in gone:
+                    self._leave(adapter, at)
+        if self._reading is not None and all(each.request.name in gone for each in self._reading.generations):
+            self._reading = None
+        self._finish({name: End("cancelled") for name in gone})
+
+    # Prompts ----------------------------------------------------------------------------------------------------------
+    def _read(self) -> None:
+        """Read prompts, a chunk of tokens in all."""
+        left = self.limits.prefill_chunk
+        while left > 0:
+            reading = self._reading = self._reading or self._next_reading()
+            if reading is None:
+                return
+            try:
+                self._adapters.use(reading.adapter)
+                left -= reading.advance(reading.tokens if self._decoder.alone else left)
+                if reading.scores is not None:
+                    self._reading = None
+                    self._join(reading)
+            except Exception as error:
+                self._reading = None
+                log.exception("prompts could not be read")
+                self._fail(reading.generations, error)
+
+    def _next_reading(self) -> Reading | None:
+        """Prepare the next requests that there is room for."""
+        prepared = [each for request in self._admitted() if (each := self._prepared(request)) is not None]
+        return Reading(self._decoder, prepared[0].request.adapter, prepared) if prepared else None
+
+    def _prepared(self, request: Request) -> Generation | None:
+        try:
+            return Generation(request, self._decoder.model, self._decoder.tokenizer)
+        except Exception as error:
+            log.exception("a request could not be prepared")
+            self._finish({request.name: End(None, _words(error))})
+            return None
+
+    def _admitted(self) -> list[Request]:
+        """Take the first waiting request, and others to read beside it, where there is room."""
+        found: list[Request] = []
+        with self._changed:
+            for request in [each for each in self._waiting if each.name not in self._cancelled]:
+                if self._fits([*found, request]):
+                    found.append(request)
+                    self._waiting.remove(request)
+                elif not found:
+                    break
+        return found
+
+    def _fits(self, asked: Sequence[Request]) -> bool:
+        """Return whether these requests can be read side by side, and run with those that run."""
+        if self.num_running + len(asked) > self.limits.batch:
+            return False
+        if len(asked) > 1:
+            lengths = [len(each.tokens) for each in asked]
+            padded = len(asked) * max(lengths)
+            if self._decoder.alone or asked[0].adapter != asked[-1].adapter:
+                return False
+            if padded > min(self.limits.prefill_chunk, _PADDED * sum(lengths)):
+                return False
+        if self.limits.cache_bytes is None or self._decoder.alone:
+            return True
+        running = {name: [each.request.longest for each in batch.running] for name, batch in self._batches.items()}
+        for each in asked:
+            running.setdefault(each.adapter, []).append(each.longest)
+        return sum(len(rows) * self._decoder.size.of(max(rows)) for rows in running.values()) <= self.limits.cache_bytes
+
+    def _join(self, reading: Reading) -> None:
+        """Choose the first tokens of prompts that are read; those that go on join the batch."""
+        assert reading.scores is not None
+        tokens = choose(reading.generations, reading.scores)
+        ends = self._add(reading.generations, tokens)
+        batch = self._batches.get(reading.adapter)
+        for at, (generation, end) in enumerate(zip(reading.generations, ends, strict=True)):
+            if end is None and generation.request.name in self._active:
+                if batch is None:
+                    made = LoneBatch if self._decoder.alone else RowBatch
+                    batch = self._batches[reading.adapter] = made(self._decoder)
+                if isinstance(batch, RowBatch):
+                    batch.join(generation, reading.row(at))
+                else:
+                    batch.join(generation, reading.cache)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+    def _step(self, adapter: str) -> None:
+        """Take one step with a batch. A fault ends its requests."""
+        batch = self._batches[adapter]
+        try:
+            self._adapters.use(adapter)
+            tokens = choose(batch.running, batch.step())
+            ends = self._add(batch.running, tokens)
+            for at in reversed(range(len(ends))):
+                if ends[at] is not None:
+                    self._leave(adapter, at)
+        except Exception as error:
+            log.exception("a step of decoding failed")
+            del self._batches[adapter]
+            self._fail(batch.running, error)
+
+    def _leave(self, adapter: str, at: int) -> None:
+        batch = self._batches[adapter]
+        batch.leave(at)
+        if not batch.running:
+            del self._batches[adapter]
+
+    def _add(self, generations: Sequence[Generation], tokens: Sequence[int]) -> list[End | None]:
+        """Add one token to each sequence, and emit them."""
+        ends = [each.add(token) for each, token in zip(generations, tokens, strict=True)]
+        events = [
+            Event(each.request.name, (token,), end) for each, token, end in zip(generations, tokens, ends, strict=True)
+        ]
+        self._emit([event for event in events if event.name in self._active])
+        self._forget(event.name for event in events if event.end is not None)
+        return ends
+
+    # Ends -------------------------------------------------------------------------------------------------------------
+    def _fail(self, generations: Iterable[Generation], error: Exception) -> None:
+        self._finish({each.request.name: End(None, _words(error)) for each in generations})
+
+    def _fail_all(self, error: Exception) -> None:
+        log.exception("the engine failed, and ends all of its requests", exc_info=error)
+        self._reading, self._batches = None, {}
+        with self._changed:
+            self._waiting.clear()
+            names = list(self._active)
+        self._finish({name: End(None, _words(error)) for name in names})
+
+    def _finish(self, ends: dict[str, End]) -> None:
+        """Emit ends without a token, for requests that have not ended before."""
+        with self._changed:
+            events = [Event(name, (), end) for name, end in ends.items() if name in self._active]
+        self._forget(ends)
+        if events:
+            self._emit(events)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        with self._changed:
+            self._active.difference_update(list(names))
+            self._changed.notify_all()
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

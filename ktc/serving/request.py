@@ -1,0 +1,71 @@
+"""What the engine is asked for, and what it answers.
+
+A `Request` is frozen: tokens, an adapter by name, the generation config of transformers, stop texts. `Event`s carry its
+tokens as they come, and how it ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Finish = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to continue. `config` is a `GenerationConfig`; `seed` None draws by no seed of the user's.
+
+    `adapter` "" is the model without one. A `stop` text ends the answer after the token that completes it.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    config: Any = field(repr=False)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    adapter: str = ""
+
+    @property
+    def longest(self) -> int:
+        """The tokens that its cache holds at most: the last token is not read."""
+        return len(self.tokens) + self.max_new_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a request ended: `error` is "" where it was answered, or cancelled."""
+
+    finish: Finish | None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """New tokens of a request, and its end with the last of them."""
+
+    name: str
+    tokens: tuple[int, ...] = ()
+    end: End | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine takes on. `cache_bytes` bounds keys and values of running requests together.
+
+    `batch` requests run at once, `waiting` more are kept; `prefill_chunk` tokens of prompts are read between two steps.
+    """
+
+    batch: int = 32
+    waiting: int = 256
+    cache_bytes: int | None = None
+    prefill_chunk: int = 512
+
+
+class Refused(Exception):
+    """A request that the engine does not take. `reason` is "busy", "too long" or "stopping"."""
+
+    def __init__(self, reason: Literal["busy", "too long", "stopping"], message: str) -> None:
+        super().__init__(message)
+        self.reason = reason

@@ -1,0 +1,209 @@
+"""`RowCache`: the cache of a running batch, which sequences join and leave.
+
+In: a sequence's keys and values, as a cache of transformers made them, one tensor per layer. Out: a `DynamicCache` of
+all of them, aligned at the last token, so masks and windows are those of a batch that is padded on the left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ktc.serving.band import ROOM, Band
+
+
+class LayerRow(NamedTuple):
+    """Keys and values (heads, length, width) of one sequence in one layer; a window keeps its last tokens only."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRow:
+    """One sequence of `length` tokens in all layers; None for a layer that shares another's keys."""
+
+    length: int
+    layers: tuple[LayerRow | None, ...]
+    windows: tuple[int | None, ...]  # of each layer; None keeps every token
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer is not None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every layer holds every token, so that the row can be shortened."""
+        return all(layer is None or layer.keys.shape[1] == self.length for layer in self.layers)
+
+    def first(self, length: int) -> CachedRow:
+        """Return the first `length` tokens, as views. The row must be whole, or the length its own."""
+        layers = tuple(layer and LayerRow(*(each[:, :length] for each in layer)) for layer in self.layers)
+        return self if length == self.length else CachedRow(length, layers, self.windows)
+
+    def clone(self) -> CachedRow:
+        """Return a copy that holds no other sequence's memory."""
+        layers = tuple(layer and LayerRow(*(each.clone() for each in layer)) for layer in self.layers)
+        return CachedRow(self.length, layers, self.windows)
+
+
+def window_of(layer: Any) -> int | None:
+    """Return the sliding window of a layer of a cache, None where it keeps every token."""
+    return int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
+
+
+def cached_row(cache: DynamicCache, at: int, kept: Tensor | None, length: int) -> CachedRow:
+    """Return one sequence of a cache of transformers. `kept` are its columns, None for the last `length`."""
+    layers = cast("list[Any]", cache.layers)
+    return CachedRow(
+        length, tuple(_layer_row(each, at, kept, length) for each in layers), tuple(map(window_of, layers))
+    )
+
+
+def _layer_row(layer: Any, at: int, kept: Tensor | None, length: int) -> LayerRow | None:
+    if not layer.is_initialized:
+        return None
+    if kept is not None:
+        return LayerRow(layer.keys[at].index_select(1, kept), layer.values[at].index_select(1, kept))
+    return LayerRow(layer.keys[at, :, -length:], layer.values[at, :, -length:])
+
+
+class RowCache:
+    """The rows of a batch in one `cache`; each is as long as its sequence, and `columns` as the longest."""
+
+    def __init__(self, room: int = ROOM) -> None:
+        self.cache = DynamicCache()
+        self.lengths: list[int] = []
+        self._room = room
+
+    @property
+    def columns(self) -> int:
+        return max(self.lengths, default=0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self._layers)
+
+    @property
+    def _layers(self) -> Sequence[_RowLayer | _SlidingRowLayer]:
+        return cast("Any", self.cache.layers)
+
+    def join(self, row: CachedRow) -> None:
+        """Add a sequence after the others."""
+        if not self.lengths:
+            made = [_RowLayer(self._room) if window is None else _SlidingRowLayer(window, self._room)
+                    for window in row.windows]  # fmt: skip
+            cast("Any", self.cache).layers = made
+        self.lengths.append(row.length)
+        for layer, content in zip(self._layers, row.layers, strict=True):
+            if content is not None:
+                layer.join(content)
+            layer.set_columns(self.columns)
+
+    def leave(self, at: int) -> None:
+        """Remove a sequence; the last one takes its place."""
+        self.lengths[at] = self.lengths[-1]
+        self.lengths.pop()
+        if not self.lengths:
+            self.cache = DynamicCache()
+        for layer in self._layers:
+            layer.leave(at)
+            layer.set_columns(self.columns)
+
+    def row(self, at: int) -> CachedRow:
+        """Return a copy of a sequence."""
+        length = self.lengths[at]
+        layers = self._layers
+        return CachedRow(length, tuple(each.row(at, length) for each in layers), tuple(map(window_of, layers))).clone()
+
+    def appended(self) -> None:
+        """Count the token that a forward pass has appended to every sequence."""
+        self.lengths = [length + 1 for length in self.lengths]
+
+
+class _Rows:
+    """The bands of a layer; empty until a row with content joins."""
+
+    _keys: Band | None
+    _values: Band | None
+    _room: int
+    is_initialized: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(band.nbytes for band in self._bands)
+
+    @property
+    def _bands(self) -> tuple[Band, ...]:
+        return () if self._keys is None or self._values is None else (self._keys, self._values)
+
+    def join(self, row: LayerRow) -> None:
+        if self._keys is None or self._values is None:
+            self._keys, self._values = Band(row.keys, self._room), Band(row.values, self._room)
+            self.is_initialized = True
+        self._keys.join(row.keys)
+        self._values.join(row.values)
+
+    def leave(self, at: int) -> None:
+        for band in self._bands:
+            band.leave(at)
+
+    def row(self, at: int, length: int) -> LayerRow | None:
+        if self._keys is None or self._values is None:
+            return None
+        kept = min(length, self._keys.width)
+        return LayerRow(self._keys.row(at, kept), self._values.row(at, kept))
+
+
+class _RowLayer(_Rows, DynamicLayer):
+    """A layer that keeps every token."""
+
+    def __init__(self, room: int) -> None:
+        DynamicLayer.__init__(self)
+        self._keys = self._values = None
+        self._room = room
+        self._columns = 0
+
+    def set_columns(self, columns: int) -> None:
+        """Keep the columns that a row still has."""
+        self._columns = columns
+        for band in self._bands:
+            band.trim(columns)
+
+    def get_seq_length(self) -> int:
+        return self._columns
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append (rows, heads, T, width), and return all keys and values."""
+        assert self._keys is not None and self._values is not None
+        self._columns += key_states.shape[2]
+        return self._keys.append(key_states), self._values.append(value_states)
+
+
+class _SlidingRowLayer(_Rows, DynamicSlidingWindowLayer):
+    """A layer that keeps the last `window` - 1 tokens."""
+
+    def __init__(self, window: int, room: int) -> None:
+        DynamicSlidingWindowLayer.__init__(self, sliding_window=window)
+        self._keys = self._values = None
+        self._room = room
+
+    def set_columns(self, columns: int) -> None:
+        """Keep the columns that a row still has."""
+        self.cumulative_length = columns
+        for band in self._bands:
+            band.trim(min(columns, self.sliding_window - 1))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append (rows, heads, T, width), and return the keys and values before and in it."""
+        assert self._keys is not None and self._values is not None
+        self.cumulative_length += key_states.shape[2]
+        found = self._keys.append(key_states), self._values.append(value_states)
+        for band in self._bands:
+            band.trim(self.sliding_window - 1)
+        return found

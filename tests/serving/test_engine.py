@@ -1,0 +1,258 @@
+"""The engine answers every request as if it were alone, whoever joins, leaves or fails beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from decoding_models import stock_model
+from transformers import GenerationConfig, PreTrainedModel
+
+from ktc.serving.batch import RowBatch
+from ktc.serving.decoder import Decoder
+from ktc.serving.engine import Engine
+from ktc.serving.request import End, Event, Limits, Refused, Request
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [(5, 9, 33), tuple(range(20, 43)), (7,), (50, 4, 4, 61, 8, 90, 12), (5, 9, 34), tuple(range(30, 41))]
+# Full attention; latent; sliding windows of 16 tokens and sinks.
+FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss")
+
+
+class Answers:
+    """Collects events; `wait` returns the tokens and the end of a request."""
+
+    def __init__(self) -> None:
+        self._tokens, self._ends = defaultdict[str, list[int]](list), dict[str, End]()
+        self._changed = threading.Condition()
+        self.on_event: Callable[[Event], None] = lambda event: None
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        with self._changed:
+            for event in events:
+                assert event.name not in self._ends, "an event after the end"
+                self._tokens[event.name] += event.tokens
+                if event.end is not None:
+                    self._ends[event.name] = event.end
+            self._changed.notify_all()
+        for event in events:
+            self.on_event(event)
+
+    def wait(self, name: str) -> tuple[list[int], End]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: name in self._ends, 60), f"{name} has no end"
+            return self._tokens[name], self._ends[name]
+
+
+def config_of(model: PreTrainedModel, **settings: Any) -> GenerationConfig:
+    config = GenerationConfig.from_model_config(model.config)
+    config.update(eos_token_id=None, pad_token_id=0, do_sample=False, **settings)
+    return config
+
+
+def alone(model: PreTrainedModel, prompt: Sequence[int], config: GenerationConfig, num_tokens: int) -> list[int]:
+    config = GenerationConfig.from_dict({**config.to_dict(), "max_new_tokens": num_tokens})
+    found: Any = model.generate(torch.tensor([prompt]), generation_config=config)
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return stock_model(request.param, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return stock_model("qwen3_moe", torch.float32)
+
+
+class Served:
+    """An engine and what it answers."""
+
+    def __init__(self, model: PreTrainedModel, limits: Limits, **more: Any) -> None:
+        self.answers = Answers()
+        self.engine = Engine(Decoder(model, None), limits, self.answers, **more)
+
+    def __enter__(self) -> Served:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+
+    def ask(self, name: str, prompt: Sequence[int], num_tokens: int, config: Any, **more: Any) -> None:
+        self.engine.submit(Request(name, tuple(prompt), num_tokens, config, **more))
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(batch=3, prefill_chunk=8)], ids=["together", "three in chunks"])
+def test_a_busy_batch_gives_the_tokens_of_each_alone(family: PreTrainedModel, limits: Limits) -> None:
+    config = config_of(family)
+    counts = [24, 16, 12, 1, 7, 26]
+    with Served(family, limits) as served:
+        for at, (prompt, count) in enumerate(zip(PROMPTS, counts, strict=True)):
+            served.ask(str(at), prompt, count, config)
+        found = [served.answers.wait(str(at)) for at in range(len(PROMPTS))]
+    assert [end for _, end in found] == [End("length")] * len(PROMPTS)
+    assert [tokens for tokens, _ in found] == [
+        alone(family, prompt, config, count) for prompt, count in zip(PROMPTS, counts, strict=True)
+    ]
+
+
+def test_requests_that_come_later_join_and_do_not_disturb(model: PreTrainedModel) -> None:
+    config = config_of(model)
+    with Served(model, Limits()) as served:
+        later = iter(range(1, len(PROMPTS)))
+
+        def ask_next(event: Event) -> None:
+            if event.name == "0" and (at := next(later, None)) is not None:
+                served.ask(str(at), PROMPTS[at], 6, config)
+
+        served.answers.on_event = ask_next
+        served.ask("0", PROMPTS[0], 20, config)
+        found = [served.answers.wait(str(at))[0] for at in range(len(PROMPTS))]
+    assert found[0] == alone(model, PROMPTS[0], config, 20)
+    assert found[1:] == [alone(model, prompt, config, 6) for prompt in PROMPTS[1:]]
+
+
+def test_draws_follow_the_seed_as_generate_does_whoever_runs_beside(model: PreTrainedModel) -> None:
+    drawn = config_of(model, temperature=1.3, top_p=0.9, top_k=40, repetition_penalty=1.2)
+    drawn.do_sample = True
+    torch.manual_seed(11)
+    expected = alone(model, PROMPTS[1], drawn, 12)
+    with Served(model, Limits()) as served:
+        for at, prompt in enumerate(PROMPTS):
+            served.ask(f"beside {at}", prompt, 5 + at, config_of(model) if at % 2 else drawn, seed=at)
+        served.ask("it", PROMPTS[1], 12, drawn, seed=11)
+        assert served.answers.wait("it")[0] == expected
+    with Served(model, Limits()) as served:
+        served.ask("it", PROMPTS[1], 12, drawn, seed=11)
+        assert served.answers.wait("it")[0] == expected
+
+
+def test_an_end_token_ends_an_answer_and_belongs_to_it(model: PreTrainedModel) -> None:
+    config = config_of(model)
+    whole = alone(model, PROMPTS[0], config, 12)
+    config.eos_token_id = [whole[5]]
+    with Served(model, Limits()) as served:
+        served.ask("0", PROMPTS[0], 12, config)
+        served.ask("1", PROMPTS[1], 3, config_of(model))
+        tokens, end = served.answers.wait("0")
+    assert (tokens, end) == (whole[: whole.index(whole[5]) + 1], End("stop"))
+
+
+def test_a_cancelled_request_leaves_and_the_others_go_on(model: PreTrainedModel) -> None:
+    config = config_of(model)
+    asked = threading.Event()
+    with Served(model, Limits(batch=2)) as served:
+
+        def cancel(event: Event) -> None:
+            assert asked.wait(60)
+            served.engine.cancel("0")
+            served.engine.cancel("waiting")
+
+        served.answers.on_event = cancel
+        served.ask("0", PROMPTS[0], 400, config)
+        served.ask("1", PROMPTS[1], 10, config)
+        served.ask("waiting", PROMPTS[2], 400, config)
+        served.ask("after", PROMPTS[3], 8, config)
+        asked.set()
+        assert served.answers.wait("waiting")[1] == served.answers.wait("0")[1] == End("cancelled")
+        assert served.answers.wait("1")[0] == alone(model, PROMPTS[1], config, 10)
+        assert served.answers.wait("after")[0] == alone(model, PROMPTS[3], config, 8)
+        assert served.engine.num_running == served.engine.cache_bytes == 0
+
+
+def test_a_fault_ends_the_requests_of_its_batch_and_the_engine_goes_on(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, step, faults = config_of(model), RowBatch.step, iter([True])
+
+    def failing(batch: RowBatch) -> Any:
+        if len(batch.running[0].tokens) > len(PROMPTS[0]) + 3 and next(faults, False):
+            raise RuntimeError("out of luck")
+        return step(batch)
+
+    monkeypatch.setattr(RowBatch, "step", failing)
+    with Served(model, Limits()) as served:
+        for at in (0, 1):
+            served.ask(str(at), PROMPTS[at], 20, config)
+        ends = [served.answers.wait(str(at))[1] for at in (0, 1)]
+        served.ask("after", PROMPTS[0], 20, config)
+        assert served.answers.wait("after") == (alone(model, PROMPTS[0], config, 20), End("length"))
+    assert [(end.finish, end.error) for end in ends] == [(None, "RuntimeError: out of luck")] * 2
+
+
+def test_a_request_that_cannot_be_prepared_or_read_fails_alone(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, scores = config_of(model), Decoder.scores
+
+    def failing(decoder: Decoder, ids: Any, *more: Any) -> Any:
+        if ids.shape[1] == 23:
+            raise RuntimeError("unreadable")
+        return scores(decoder, ids, *more)
+
+    monkeypatch.setattr(Decoder, "scores", failing)
+    wrong = config_of(model)
+    wrong.do_sample, wrong.temperature = True, -1.0
+    with Served(model, Limits()) as served:
+        served.ask("0", PROMPTS[0], 8, config)
+        served.ask("unread", PROMPTS[1], 8, config)
+        served.ask("wrong", PROMPTS[2], 8, wrong)
+        assert "unreadable" in served.answers.wait("unread")[1].error
+        assert "temperature" in served.answers.wait("wrong")[1].error
+        assert served.answers.wait("0")[0] == alone(model, PROMPTS[0], config, 8)
+
+
+def test_what_does_not_fit_waits_and_what_never_fits_is_refused(model: PreTrainedModel) -> None:
+    config = config_of(model)
+    size = Decoder(model, None).size
+    with Served(model, Limits(cache_bytes=size.of(30))) as served:
+        assert served.engine.longest == 30
+        with pytest.raises(Refused) as refused:
+            served.ask("long", PROMPTS[1], 9, config)
+        assert refused.value.reason == "too long"
+        for at in range(4):
+            served.ask(str(at), PROMPTS[at], 8, config)
+        found = [served.answers.wait(str(at))[0] for at in range(4)]
+    assert found == [alone(model, prompt, config, 8) for prompt in PROMPTS[:4]]
+
+
+def test_requests_beyond_the_waiting_ones_are_refused(model: PreTrainedModel) -> None:
+    config = config_of(model)
+    with Served(model, Limits(batch=1, waiting=1)) as served:
+        served.ask("0", PROMPTS[0], 400, config)
+        served.ask("1", PROMPTS[0], 2, config)
+        with pytest.raises(Refused) as refused:
+            served.ask("2", PROMPTS[0], 2, config)
+        assert refused.value.reason == "busy"
+        served.engine.cancel("0")
+        assert served.answers.wait("1")[1] == End("length")
+        served.engine.stop()
+        with pytest.raises(Refused) as refused:
+            served.ask("3", PROMPTS[0], 2, config)
+        assert refused.value.reason == "stopping"
+
+
+def test_stopping_ends_what_runs(model: PreTrainedModel) -> None:
+    with Served(model, Limits(batch=1)) as served:
+        served.ask("0", PROMPTS[0], 400, config_of(model))
+        served.ask("1", PROMPTS[0], 400, config_of(model))
+    assert {served.answers.wait(name)[1] for name in "01"} == {End(None, "the server stops")}
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "llama4"])
+def test_a_model_whose_cache_cannot_be_joined_answers_each_request_alone(name: str) -> None:
+    model = stock_model(name, torch.float32)
+    config, decoder = config_of(model), Decoder(model, None)
+    assert "layers of another kind" in decoder.alone
+    with Served(model, Limits(prefill_chunk=8)) as served:
+        for at, prompt in enumerate(PROMPTS[:3]):
+            served.ask(str(at), prompt, 6, config)
+        found = [served.answers.wait(str(at))[0] for at in range(3)]
+    assert found == [alone(model, prompt, config, 6) for prompt in PROMPTS[:3]]
