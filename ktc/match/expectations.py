@@ -37,6 +37,11 @@ def unmet_requirements(rules: RuleSet, facts: Facts) -> list[Diagnostic]:
     return problems
 
 
+def may_match_nothing(rule: RuleDefinition, rules: RuleSet, facts: Facts) -> bool:
+    """Return whether the rule's `expect` allows no match."""
+    return not _count_mismatch(rule, rules, facts, 0)
+
+
 def unmet_expectation(
     rule: RuleDefinition, rules: RuleSet, facts: Facts, counts: Counts, nearest: Sequence[NearMiss]
 ) -> Diagnostic | None:

@@ -19,7 +19,7 @@ from ktc.graph import ops
 from ktc.graph.fold import tensor_inputs
 from ktc.graph.typed import nodes_of
 from ktc.host import Host
-from ktc.match.expectations import Counts, unmet_expectation, unmet_requirements
+from ktc.match.expectations import Counts, may_match_nothing, unmet_expectation, unmet_requirements
 from ktc.match.facts import Facts, common_path
 from ktc.match.term import Attempt, BudgetExceeded, TermMatcher
 from ktc.match.types import Match, Matches, NearMiss, NodeRef, SubMatch
@@ -50,7 +50,8 @@ def match(captured: CapturedModel, rules: RuleSet, host: Host) -> Matches:
         problems += [] if problem is None else [problem]
     if problems:
         raise InputRefused(*problems)
-    return Matches(tuple(found), tuple(misses), rules.warnings)
+    optional = frozenset(rule.name for rule in rules.rules if may_match_nothing(rule, rules, facts))
+    return Matches(tuple(found), tuple(misses), rules.warnings, optional)
 
 
 # candidates ----------------------------------------------------------------------------------------------------------

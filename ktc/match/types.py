@@ -79,11 +79,15 @@ class NearMiss:
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """All matches in the order of the rules, and the near misses of rules without a match."""
+    """All matches in the order of the rules, and the near misses of rules without a match.
+
+    `optional` has the rules that may match nothing, by name.
+    """
 
     matches: tuple[Match, ...]
     near_misses: tuple[NearMiss, ...]
     warnings: tuple[Diagnostic, ...] = ()
+    optional: frozenset[str] = frozenset()
 
     def of(self, rule: str) -> tuple[Match, ...]:
         """Return the matches of the rule `rule`."""

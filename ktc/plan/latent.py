@@ -1,7 +1,8 @@
 """Latent attention on the compressed cache: whether `mla_absorbed` fits what it claims, and what the plan says of it.
 
-In: the claims and the captured model. Out: the claims that are carried out; the up-projection vanishes into the core.
-Refused (M081): attention that does not work on latents, and stock classes that cache expanded keys.
+In: the claims, the matches and the captured model. Out: the claims that are carried out, and a warning (M081) for each
+attention that does not work on latents or whose class caches expanded keys, where its rule may match nothing. The
+up-projection vanishes into the core. Refused (M081): such an attention under a rule that expects matches.
 """
 
 from __future__ import annotations
@@ -12,22 +13,30 @@ from torch import fx
 
 from ktc.attention.latent_sizes import LatentSizes
 from ktc.capture import CapturedModel
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.graph import ops
 from ktc.graph.latent import latent_operands
 from ktc.graph.typed import nodes_by_name
 from ktc.hf.latent_cache import caches_latents
+from ktc.match import Matches
 from ktc.plan.types import Claim
 from ktc.targets import MlaAbsorbed
 from ktc.targets.target import NodeAction
 
 _SHOWN = (1_024, 16_384)  # positions for which the break-even is reported
+_LISTED = 3  # modules of one warning
 
 
-def on_latents(captured: CapturedModel, claims: Sequence[Claim]) -> tuple[Claim, ...]:
-    """Return the claims without those on up-projections that their attention absorbs. Raises InputRefused (M081)."""
+def on_latents(
+    captured: CapturedModel, claims: Sequence[Claim], matches: Matches
+) -> tuple[tuple[Claim, ...], tuple[Diagnostic, ...]]:
+    """Return the claims without those on up-projections that their attention absorbs, and the warnings.
+
+    Raises InputRefused (M081).
+    """
     kept: list[Claim] = []
     problems: dict[tuple[str, str], Diagnostic] = {}
+    left: dict[tuple[str, str], list[Claim]] = {}
     for claim in claims:
         if not isinstance(claim.target, MlaAbsorbed) or not claim.node:
             kept.append(claim)
@@ -35,16 +44,26 @@ def on_latents(captured: CapturedModel, claims: Sequence[Claim]) -> tuple[Claim,
         node = _node(captured, claim)
         if ops.operator(node) != "sdpa":
             continue
-        kept.append(claim)
-        if reason := _reason(captured, claim, node):
+        reason = _reason(captured, claim, node)
+        if not reason:
+            kept.append(claim)
+        elif claim.rule in matches.optional:
+            left.setdefault((claim.block, reason), []).append(claim)
+        else:
             message = f"`{claim.target.name}` on `{claim.site}`: {reason}"
             problems.setdefault((claim.block, reason), Diagnostic("M081", message, claim.span, hint=_HINT))
     if problems:
         raise InputRefused(*problems.values())
-    return tuple(kept)
+    return tuple(kept), tuple(_left_alone(reason, claims) for (_, reason), claims in left.items())
 
 
-_HINT = "narrow the rule, and leave this attention to the model's own code; see `ktc explain M081`"
+def _left_alone(reason: str, claims: Sequence[Claim]) -> Diagnostic:
+    where = listing((claim.site for claim in claims), _LISTED)
+    message = f"{where} keep the model's own code, without `{claims[0].target.name}`: {reason}"
+    return Diagnostic("M081", message, claims[0].span, hint="see `ktc explain M081`", severity="warning")
+
+
+_HINT = "narrow the rule, or write `expect >= 0`, and the model's own code stays; see `ktc explain M081`"
 
 
 def _reason(captured: CapturedModel, claim: Claim, core: fx.Node) -> str:

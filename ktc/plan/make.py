@@ -57,7 +57,7 @@ def make_plan(
     conflicts and for a program that rewrites nothing, HostLacks for an ISA or a GPU that the host lacks. A plan that is
     over budget, or requests targets that are not built, is a value that records it.
     """
-    claims = on_latents(captured, resolve_claims(captured, matches, rules))
+    claims, left = on_latents(captured, resolve_claims(captured, matches, rules), matches)
     placements = place(claims, rules, host)
     devices = {p.fqn: p.device for p in placements}
     trains = rules.plan.get("mode") == "train" or any(claim.facet == "adapter" for claim in claims)
@@ -93,7 +93,7 @@ def make_plan(
             *explain(captured, matches, rewrites, planned_only(claims), placements, claims, lora, host, outside),
             *conversions(captured, weights, specs, linears),
         ),
-        warnings=(*matches.warnings, *_left_alone(captured, rewrites)),
+        warnings=(*matches.warnings, *left, *_left_alone(captured, rewrites)),
         over_budget=over_budget(memory, mode, asked),
         unavailable=unavailable,
         planned_only=planned_only(claims),

@@ -13,6 +13,7 @@ import ktc
 from ktc import dsl
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.host import Gpu
+from ktc.plan import latent
 from ktc.plan.report import plan_json
 from ktc.rewrite import recipe, rewrite
 
@@ -45,6 +46,27 @@ def test_an_overridden_rule_loses_its_claim_and_keeps_its_others(tmp_path: Path)
 
 def test_an_adapter_on_something_that_is_no_linear_layer_is_refused(tmp_path: Path) -> None:
     assert refused("rule a { match moe.block as m => lora_linear(rank = 4) on m.router.gate }", tmp_path) == ("M065",)
+
+
+@pytest.fixture
+def keys_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes of the model cache keys and values, as in older releases of transformers."""
+    monkeypatch.setattr(latent, "caches_latents", lambda stock: False)
+
+
+@pytest.mark.usefixtures("keys_in_the_cache")
+def test_attention_without_latents_is_left_alone_by_a_rule_that_may_match_nothing() -> None:
+    _, plan = planned(captured("deepseek_v2"), dsl.load("moe-inference", {}))
+    assert [each.code for each in plan.warnings] == ["M081"]
+    assert "`model.layers.0.self_attn`, `model.layers.1.self_attn`" in plan.warnings[0].message
+    targets = {action.target.name for each in plan.rewrites for action in each.actions}
+    assert targets == {"cpu_moe", "kt_linear"}
+
+
+@pytest.mark.usefixtures("keys_in_the_cache")
+@pytest.mark.parametrize("expect", ["", "expect >= 1", "expect 3"])
+def test_attention_without_latents_is_refused_where_the_rule_expects_it(expect: str, tmp_path: Path) -> None:
+    assert refused(f"rule a {{ match attn.mla {expect} => mla_absorbed() }}", tmp_path) == ("M081",)
 
 
 def test_a_program_that_rewrites_nothing_is_refused(tmp_path: Path) -> None:
