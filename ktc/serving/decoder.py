@@ -37,7 +37,7 @@ class CacheSize:
         return sum(nbytes * (tokens if most is None else min(tokens, most)) for nbytes, most in self.layers)
 
     def tokens(self, nbytes: int) -> int | None:
-        """Return the longest sequence within so many bytes, None where every length fits."""
+        """Return the longest sequence within a number of bytes, None where every length fits."""
         if self.of(1 << 40) <= nbytes:
             return None
         low, high = 0, 1 << 40

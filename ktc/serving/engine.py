@@ -2,7 +2,7 @@
 
 In: frozen `Request`s. Out: `Event`s with their tokens, one list for each step. A turn of the thread reads prompts, at
 most a chunk of tokens, and then takes one step with the batch of every adapter. A fault ends the requests that it
-concerns with an error, and the thread goes on.
+concerns with an error, and the thread continues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ktc.serving.request import End, Event, Limits, Refused, Request
 log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[Event]], None]
-_PADDED = 1.5  # prompts are read side by side with at most so many times their tokens
+_PADDED = 1.5  # prompts are read side by side with at most this many times their tokens
 
 
 class Adapters(Protocol):
@@ -34,7 +34,7 @@ class Adapters(Protocol):
 
 
 class NoAdapters:
-    """The adapters of a model that has none, or one that is always active."""
+    """No adapters, or one that is always active."""
 
     def use(self, name: str) -> None:
         """Do nothing."""
@@ -216,7 +216,7 @@ class Engine:
         return sum(len(rows) * self._decoder.size.of(max(rows)) for rows in running.values()) <= self.limits.cache_bytes
 
     def _join(self, reading: Reading) -> None:
-        """Choose the first tokens of prompts that are read; those that go on join the batch."""
+        """Choose the first tokens of prompts that are read; the others join the batch."""
         assert reading.scores is not None
         tokens = choose(reading.generations, reading.scores)
         ends = self._add(reading.generations, tokens)

@@ -59,7 +59,7 @@ class Generation:
 
 
 class _Prepared:
-    """What `generate` prepares, taken where it would decode."""
+    """The preparations of `generate`, up to where it would decode."""
 
     cache: DynamicCache | None
     processors: Any

@@ -1,4 +1,4 @@
-"""What the engine is asked for, and what it answers.
+"""Requests to the engine, and its answers.
 
 A `Request` is frozen: tokens, an adapter by name, the generation config of transformers, stop texts. `Event`s carry its
 tokens as they come, and how it ended.
@@ -52,7 +52,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine takes on. `cache_bytes` bounds keys and values of running requests together.
+    """Bounds of the engine. `cache_bytes` bounds keys and values of running requests together.
 
     `batch` requests run at once, `waiting` more are kept; `prefill_chunk` tokens of prompts are read between two steps.
     """
