@@ -29,8 +29,8 @@ KNOWN = {
     "_build_generation_config", "_dynamo", "_experts_implementation", "_from_config", "_init_weights",
     "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_non_persistent_buffers_set",
-    "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module", "_schema",
-    "_subclasses", "_supports_sdpa", "_validate_request",
+    "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module", "_resolve_model",
+    "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request",
 }  # fmt: skip
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
 
@@ -210,8 +210,15 @@ def test_handlers_of_requests_check_and_configure_where_ours_do() -> None:
     pytest.importorskip("fastapi")
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
 
-    for name in ("_validate_request", "_build_generation_config"):
+    for name in ("_validate_request", "_build_generation_config", "_resolve_model"):
         assert callable(getattr(ChatCompletionHandler, name))
+
+
+def test_an_error_of_a_stream_carries_a_message() -> None:
+    pytest.importorskip("fastapi")
+    from transformers.cli.serving.utils import _StreamError
+
+    assert _StreamError("out of luck").msg == "out of luck"
 
 
 def test_foreign_names_are_found(tmp_path: Path) -> None:

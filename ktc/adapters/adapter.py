@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
@@ -100,14 +101,38 @@ def attach(
 
     adapter = read_adapter(folder)
     require_fit(adapter, model, str(model.name_or_path))
-    try:
+    with _refusing_misfits(folder, model):
         attached = PeftModel.from_pretrained(model, str(folder), adapter_name=adapter_name, is_trainable=trainable)
+    require_whole(adapter, attached, adapter_name)
+    return attached
+
+
+def attach_several(model: PreTrainedModel, folders: Mapping[str, Path]) -> PeftModel:
+    """Attach the adapters of `folders`, by PEFT's names of them, in place and in eval mode; the first is active.
+
+    All of them are checked before any is attached. Raise `InputRefused` as `attach` does.
+    """
+    adapters = {name: read_adapter(folder) for name, folder in folders.items()}
+    for adapter in adapters.values():
+        require_fit(adapter, model, str(model.name_or_path))
+    (first, folder), *others = folders.items()
+    attached = attach(model, folder, adapter_name=first)
+    for name, folder in others:
+        with _refusing_misfits(folder, model):
+            attached.load_adapter(str(folder), adapter_name=name)
+        require_whole(adapters[name], attached, name)
+    return attached
+
+
+@contextmanager
+def _refusing_misfits(folder: Path, model: PreTrainedModel) -> Generator[None]:
+    """Raise InputRefused (A603) where PEFT cannot load an adapter."""
+    try:
+        yield
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         message = f"adapter `{folder.name}` does not load on `{model.name_or_path}`: {_first_line(error)}"
         hint = f"`ktc export {folder} --layout per-expert` writes a layout that the installed peft reads"
         raise InputRefused(Diagnostic("A603", message, hint=hint)) from error
-    require_whole(adapter, attached, adapter_name)
-    return attached
 
 
 def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "default") -> None:

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from ktc.cli.amounts import size
 from ktc.cli.options import (
-    AdapterFolder,
     CompiledModel,
     Reference,
     Trust,
@@ -25,28 +25,60 @@ from ktc.cli.session_options import in_session
 def command(
     session: Session,
     out: CompiledModel,
-    adapter: AdapterFolder = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="A|NAME=A",
+            help="Use this adapter, a folder that PEFT saved; with a name (repeatable) for requests of that `model`.",
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option("--host", help="The address to listen at; one that is not local is reachable by others.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 chooses a free one.")] = 8000,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Requests that run at once.")] = 32,
+    max_waiting: Annotated[
+        int, typer.Option("--max-waiting", min=0, help="Requests that wait beside them; more are answered with 429.")
+    ] = 256,
+    max_cache_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--max-cache-memory", min=0.001, metavar="GIB",
+            help="Keys and values of running requests. Default: half of the free memory.",
+        ),
+    ] = None,
+    prefill_chunk: Annotated[
+        int, typer.Option("--prefill-chunk", min=1, help="Tokens of prompts that are read between two steps.")
+    ] = 512,
     reference: Reference = False,
     weights: Weights = None,
     trust: Trust = False,
-) -> None:
+) -> None:  # fmt: skip
     """Serve a compiled model over HTTP with OpenAI's API: chat, completions and responses, with streaming."""
     session.require_versions()
-    from ktc.generate import serve
-    from ktc.generate.language_model import open_language_model
+    from ktc.serving import server as serve
+    from ktc.serving.models import named_adapters, open_served_models
+    from ktc.serving.request import Limits
 
     serve.require_server()
+    adapters = tuple(adapter or ())
+    named_adapters(adapters)
     with serve.listen(host, port) as listening:
         session.diagnose(serve.exposure(host))
-        opened = open_language_model(
-            out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust
-        )
+        models = open_served_models(out, adapters, reference=reference, weights=weights, trust_remote_code=trust)
         session.go_on()
-        server = serve.make_server(opened)
-        session.result({"url": serve.url(listening), "model": opened.name, "adapter": opened.adapter or None})
-        session.console.print(f"{opened.name} is served at {serve.url(listening)} (Ctrl-C ends)", markup=False)
+        cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
+        server, notes = serve.make_server(models, Limits(max_batch, max_waiting, cache_bytes, prefill_chunk))
+        session.diagnose(notes)
+        opened = models.default.opened
+        session.result({
+            "url": serve.url(listening), "model": opened.name, "models": list(models.names),
+            "adapter": opened.adapter or None, "cache_bytes": cache_bytes,
+        })  # fmt: skip
+        names = ", ".join(models.names)
+        session.console.print(
+            f"{names} is served at {serve.url(listening)}, with {size(cache_bytes)} of cache (Ctrl-C ends)",
+            markup=False,
+        )
         server.run(sockets=[listening])

@@ -78,16 +78,29 @@ def open_language_model(
     folder = adapter if adapter is not None and (adapter / _TOKENIZER).is_file() else out
     tokenizer = read_tokenizer(folder, "G701", padding_side="left")
     model: Any = load(out, weights=weights, reference=reference, trust_remote_code=trust_remote_code)
-    rows = int(model.get_input_embeddings().weight.shape[0])
-    if len(tokenizer) > rows:
-        message = f"the tokenizer has {len(tokenizer)} tokens, `{out.name}` has embeddings for {rows}"
-        raise InputRefused(Diagnostic("G701", message, hint="use the tokenizer that the model was trained with"))
+    _require_rows(tokenizer, model, out.name)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if adapter is not None:
         model = attach(model, adapter)
     model.eval()
     limit = longest if isinstance(longest, int) and longest > 0 else None
     return LanguageModel(model, tokenizer, out.resolve().name, "" if adapter is None else str(adapter), limit)
+
+
+def read_adapter_tokenizer(adapter: Path, opened: LanguageModel) -> Any:
+    """Return the tokenizer in the folder of an adapter, otherwise the model's. Raises InputRefused (G701)."""
+    if not (adapter / _TOKENIZER).is_file():
+        return opened.tokenizer
+    tokenizer = read_tokenizer(adapter, "G701", padding_side="left")
+    _require_rows(tokenizer, opened.model, opened.name)
+    return tokenizer
+
+
+def _require_rows(tokenizer: Any, model: Any, name: str) -> None:
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if len(tokenizer) > rows:
+        message = f"the tokenizer has {len(tokenizer)} tokens, `{name}` has embeddings for {rows}"
+        raise InputRefused(Diagnostic("G701", message, hint="use the tokenizer that the model was trained with"))
 
 
 @contextmanager

@@ -50,14 +50,14 @@ class CacheSize:
 class Decoder:
     """`alone` says why sequences cannot share a cache, "" where they can."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any) -> None:
         """Read one short prompt, which shows the cache."""
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._arguments = frozenset(inspect.signature(self._base.forward).parameters)
         self.device = cast("torch.device", model.get_input_embeddings().weight.device)
         asked = Request("probe", (0, 1), 1, model.generation_config)
-        probe = Generation(asked, model, tokenizer)
+        probe = Generation(asked, model)
         self.alone = self._reason(probe.cache)
         self.size = CacheSize(())
         if probe.cache is not None and not self.alone:

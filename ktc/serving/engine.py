@@ -179,7 +179,7 @@ class Engine:
 
     def _prepared(self, request: Request) -> Generation | None:
         try:
-            return Generation(request, self._decoder.model, self._decoder.tokenizer)
+            return Generation(request, self._decoder.model)
         except Exception as error:
             log.exception("a request could not be prepared")
             self._finish({request.name: End(None, _words(error))})

@@ -20,7 +20,7 @@ from ktc.serving.request import End, Request
 class Generation:
     """`tokens` are the prompt and the answer so far; the cache of a running one lacks the last of them."""
 
-    def __init__(self, request: Request, model: Any, tokenizer: Any) -> None:
+    def __init__(self, request: Request, model: Any) -> None:
         """Prepare a request. Raises ValueError for a generation config that transformers rejects."""
         self.request = request
         self.tokens = list(request.tokens)
@@ -33,7 +33,7 @@ class Generation:
         self._seen = prompt if self._processors else None
         self._generator = torch.Generator(prompt.device)
         self._generator.manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
-        self._stop = _StopTexts(request.stop, tokenizer) if request.stop else None
+        self._stop = _StopTexts(request.stop, request.tokenizer) if request.stop else None
 
     @property
     def takes_the_likeliest(self) -> bool:

@@ -16,7 +16,8 @@ Finish = Literal["stop", "length", "cancelled"]
 class Request:
     """One sequence to continue. `config` is a `GenerationConfig`; `seed` None draws by no seed of the user's.
 
-    `adapter` "" is the model without one. A `stop` text ends the answer after the token that completes it.
+    `adapter` "" is the model without one. A `stop` text, read by the fast `tokenizer`, ends the answer after the token
+    that completes it.
     """
 
     name: str
@@ -24,8 +25,9 @@ class Request:
     max_new_tokens: int
     config: Any = field(repr=False)
     seed: int | None = None
-    stop: tuple[str, ...] = ()
     adapter: str = ""
+    stop: tuple[str, ...] = ()
+    tokenizer: Any = field(default=None, repr=False)
 
     @property
     def longest(self) -> int:

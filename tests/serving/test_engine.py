@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from decoding_models import stock_model
+from engine_answers import Answers
 from transformers import GenerationConfig, PreTrainedModel
 
 from ktc.serving.batch import RowBatch
@@ -22,31 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [(5, 9, 33), tuple(range(20, 43)), (7,), (50, 4, 4, 61, 8, 90, 12), (5, 9, 34), tuple(range(30, 41))]
 # Full attention; latent; sliding windows of 16 tokens and sinks.
 FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss")
-
-
-class Answers:
-    """Collects events; `wait` returns the tokens and the end of a request."""
-
-    def __init__(self) -> None:
-        self._tokens, self._ends = defaultdict[str, list[int]](list), dict[str, End]()
-        self._changed = threading.Condition()
-        self.on_event: Callable[[Event], None] = lambda event: None
-
-    def __call__(self, events: Sequence[Event]) -> None:
-        with self._changed:
-            for event in events:
-                assert event.name not in self._ends, "an event after the end"
-                self._tokens[event.name] += event.tokens
-                if event.end is not None:
-                    self._ends[event.name] = event.end
-            self._changed.notify_all()
-        for event in events:
-            self.on_event(event)
-
-    def wait(self, name: str) -> tuple[list[int], End]:
-        with self._changed:
-            assert self._changed.wait_for(lambda: name in self._ends, 60), f"{name} has no end"
-            return self._tokens[name], self._ends[name]
 
 
 def config_of(model: PreTrainedModel, **settings: Any) -> GenerationConfig:
@@ -76,7 +51,7 @@ class Served:
 
     def __init__(self, model: PreTrainedModel, limits: Limits, **more: Any) -> None:
         self.answers = Answers()
-        self.engine = Engine(Decoder(model, None), limits, self.answers, **more)
+        self.engine = Engine(Decoder(model), limits, self.answers, **more)
 
     def __enter__(self) -> Served:
         self.engine.start()
@@ -211,7 +186,7 @@ def test_a_request_that_cannot_be_prepared_or_read_fails_alone(
 
 def test_what_does_not_fit_waits_and_what_never_fits_is_refused(model: PreTrainedModel) -> None:
     config = config_of(model)
-    size = Decoder(model, None).size
+    size = Decoder(model).size
     with Served(model, Limits(cache_bytes=size.of(30))) as served:
         assert served.engine.longest == 30
         with pytest.raises(Refused) as refused:
@@ -249,7 +224,7 @@ def test_stopping_ends_what_runs(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "llama4"])
 def test_a_model_whose_cache_cannot_be_joined_answers_each_request_alone(name: str) -> None:
     model = stock_model(name, torch.float32)
-    config, decoder = config_of(model), Decoder(model, None)
+    config, decoder = config_of(model), Decoder(model)
     assert "layers of another kind" in decoder.alone
     with Served(model, Limits(prefill_chunk=8)) as served:
         for at, prompt in enumerate(PROMPTS[:3]):

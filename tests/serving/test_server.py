@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,14 @@ import pytest
 
 from ktc import versions
 from ktc.diagnostics import HostLacks, InputRefused
-from ktc.generate import serve
 from ktc.generate.answers import Sampling, answer
-from ktc.generate.language_model import LanguageModel, open_language_model
+from ktc.generate.language_model import LanguageModel
 from ktc.generate.prompts import render
+from ktc.serving import server as serve
+from ktc.serving.batch import RowBatch
+from ktc.serving.decoder import Decoder
+from ktc.serving.models import ServedModels, open_served_models
+from ktc.serving.request import Limits
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -35,14 +41,26 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def opened(compiled: Path) -> LanguageModel:
-    return open_language_model(compiled, reference=True)
+def models(compiled: Path) -> ServedModels:
+    return open_served_models(compiled, reference=True)
 
 
 @pytest.fixture(scope="module")
-def address(opened: LanguageModel) -> Iterator[str]:
+def opened(models: ServedModels) -> LanguageModel:
+    return models.default.opened
+
+
+@pytest.fixture(scope="module")
+def address(models: ServedModels) -> Iterator[str]:
+    with served(models, Limits(batch=4)) as url:
+        yield url
+
+
+@contextmanager
+def served(models: ServedModels, limits: Limits) -> Iterator[str]:
     listening = serve.listen("127.0.0.1", 0)
-    server = serve.make_server(opened)
+    server, notes = serve.make_server(models, limits)
+    assert notes == ()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     while not server.started:
@@ -167,6 +185,104 @@ def test_draws_follow_the_seed_also_at_once(client: Any, opened: LanguageModel) 
     assert len(set(alone)) > 1
 
 
+def metric(address: str, name: str) -> float:
+    """The sum of the samples of a metric whose names and labels begin so."""
+    text = request(address.replace("/v1", "/metrics"))[1]
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+def wait_for(address: str, name: str, wanted: float) -> None:
+    end = time.monotonic() + 60
+    while metric(address, name) != wanted:
+        assert time.monotonic() < end, f"{name} is {metric(address, name)}"
+        time.sleep(0.02)
+
+
+def sent(address: str, body: Any) -> socket.socket:
+    """A connection over which a completion is requested, and nothing read."""
+    port, data = int(address.rsplit(":", 1)[1].removesuffix("/v1")), json.dumps(body).encode()
+    opened = socket.socket()
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    opened.connect(("127.0.0.1", port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    opened.sendall(f"{head}\r\n\r\n".encode() + data)
+    return opened
+
+
+LONG = {"prompt": "Rain falls", "max_tokens": 400, "temperature": 0}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(address: str, stream: bool) -> None:
+    name = 'ktc_requests_total{model="v2_twin",outcome="cancelled"}'
+    before = metric(address, name)
+    connection = sent(address, {**LONG, "stream": stream})
+    wait_for(address, "ktc_requests_running", 1)
+    connection.close()
+    wait_for(address, name, before + 1)
+    wait_for(address, "ktc_requests_running", 0)
+
+
+def test_a_client_that_does_not_read_delays_nobody(address: str, client: Any, opened: LanguageModel) -> None:
+    with sent(address, {**LONG, "stream": True}):
+        found = client.completions.create(model=opened.name, prompt="Rain falls", max_tokens=8, temperature=0)
+        assert found.choices[0].text == expected(opened, "Rain falls", Sampling(8), raw=True)
+    wait_for(address, "ktc_requests_running", 0)
+
+
+def test_more_requests_than_may_wait_are_told_to_come_later(models: ServedModels) -> None:
+    with served(models, Limits(batch=1, waiting=0)) as address, sent(address, LONG):
+        wait_for(address, "ktc_requests_running", 1)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            asked = urllib.request.Request(f"{address}/completions", json.dumps(LONG).encode())
+            asked.add_header("Content-Type", "application/json")
+            urllib.request.urlopen(asked, timeout=60)
+        assert (refused.value.code, refused.value.headers["Retry-After"]) == (429, "1")
+        assert metric(address, 'ktc_requests_total{model="v2_twin",outcome="refused"}') == 1
+
+
+def test_a_fault_is_a_500_for_its_requests_and_the_server_continues(
+    models: ServedModels, opened: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, faults = RowBatch.step, iter([True, True])
+
+    def failing(batch: RowBatch) -> Any:
+        if next(faults, False):
+            raise RuntimeError('out of "luck"')
+        return step(batch)
+
+    monkeypatch.setattr(RowBatch, "step", failing)
+    body = {**LONG, "max_tokens": 8}
+    with served(models, Limits()) as address:
+        status, words = request(f"{address}/completions", body)
+        assert (status, "out of" in words) == (500, True)
+        status, words = request(f"{address}/completions", {**body, "stream": True})
+        last = [json.loads(line.removeprefix("data: ")) for line in words.splitlines() if line][-1]
+        assert last == {"error": "RuntimeError: out of 'luck'"}
+        status, words = request(f"{address}/completions", body)
+        assert json.loads(words)["choices"][0]["text"] == expected(opened, "Rain falls", Sampling(8), raw=True)
+
+
+def test_a_prompt_that_the_cache_cannot_hold_is_refused(models: ServedModels, opened: LanguageModel) -> None:
+    size = Decoder(opened.model).size
+    with served(models, Limits(cache_bytes=size.of(20))) as address:
+        status, words = request(f"{address}/completions", {**LONG, "prompt": "word " * 30})
+        assert (status, "the room of the cache is 21" in words) == (400, True)
+        status, words = request(f"{address}/completions", {**LONG, "prompt": "Rain"})
+        used = json.loads(words)["usage"]
+        assert (status, used["total_tokens"]) == (200, 21)
+
+
+def test_metrics_count_tokens_and_times(address: str, client: Any, opened: LanguageModel) -> None:
+    names = ("ktc_prompt_tokens_total", "ktc_generated_tokens_total", "ktc_time_to_first_token_seconds_count",
+             "ktc_time_per_token_seconds_count")  # fmt: skip
+    before = [metric(address, name) for name in names]
+    client.completions.create(model=opened.name, prompt="Rain falls", max_tokens=8, temperature=0)
+    length = len(render(opened, "Rain falls", raw=True).input_ids)
+    assert [metric(address, name) - was for name, was in zip(names, before, strict=True)] == [length, 8, 1, 7]
+    assert metric(address, "ktc_cache_bytes") == 0
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
@@ -180,7 +296,7 @@ def test_draws_follow_the_seed_also_at_once(client: Any, opened: LanguageModel) 
         ),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}, 422, "n"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "unknown": 2}, 422, "unknown"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "model": "other"}, 400, "other"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "model": "other"}, 404, "other"),
         ("completions", {"prompt": ""}, 422, "prompt"),
         ("completions", {"prompt": "word " * 4000}, 400, "length is"),
         ("completions", {"prompt": "word " * 4000, "stream": True}, 400, "length is"),

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible endpoint for one compiled model, using the server of transformers.
+"""An OpenAI-compatible endpoint for a compiled model and its adapters, using the server of transformers.
 
-Input: a `LanguageModel` and a listening socket. Output: a server that runs until it is stopped. Refused: a missing
-package of the extra `serve` (H230), an unavailable address (G720), an unsupported tokenizer (G721).
+Input: `ServedModels`, `Limits` and a listening socket. Output: a server that runs until it is stopped. Refused: a
+missing package of the extra `serve` (H230), an unavailable address (G720), an unsupported tokenizer (G721).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from ktc import versions
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
-from ktc.generate.language_model import LanguageModel
+from ktc.serving.models import ServedModels
+from ktc.serving.request import Limits
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
-PACKAGES = ("fastapi", "openai", "pydantic", "uvicorn")
+PACKAGES = ("fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")
 _GRACE = 5  # seconds for running answers when the server stops
 
 
@@ -66,17 +67,34 @@ def exposure(host: str) -> tuple[Diagnostic, ...]:
     return (Diagnostic("G722", message, hint=hint, severity="warning"),)
 
 
-def make_server(opened: LanguageModel) -> Server:
-    """Return the server. `run(sockets=[...])` runs it until `should_exit` is set or a signal ends it."""
+def make_server(models: ServedModels, limits: Limits) -> tuple[Server, tuple[Diagnostic, ...]]:
+    """Return the server, and notes on how it serves the model.
+
+    `run(sockets=[...])` runs it until `should_exit` is set or a signal ends it. Raises InputRefused (G721).
+    """
     import uvicorn
 
-    from ktc.generate.serving_app import serving_app
+    from ktc.serving.application import make_application
 
-    if not getattr(opened.tokenizer, "is_fast", False):
+    if not all(getattr(served.opened.tokenizer, "is_fast", False) for served in models.names.values()):
         message = "the server of transformers streams with fast tokenizers only, and the model's is a slow one"
         raise InputRefused(Diagnostic("G721", message, hint="use `ktc generate --chat`"))
-    app = serving_app(opened)
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE))
+    made = make_application(models, limits)
+    config = uvicorn.Config(made.app, log_level="warning", timeout_graceful_shutdown=_GRACE)
+    return uvicorn.Server(config), tuple(_notes(made.alone))
+
+
+def _notes(alone: str) -> Iterator[Diagnostic]:
+    if alone:
+        message = f"requests take turns, and share no batch: {alone}"
+        yield Diagnostic("G724", message, hint="throughput is that of one request", severity="note")
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that are available on this machine."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
 
 
 def url(listening: socket.socket) -> str:

@@ -1,0 +1,124 @@
+"""The server of transformers in front of the engine.
+
+Input: `ServedModels` and `Limits`. Output: the FastAPI application, reduced to the paths that the models support, with
+`/metrics` added. A request that is too long or has a value of a wrong type is refused with 400 or 422, one beyond the
+limits with 429.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastapi import HTTPException, Response
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerationState, Modality
+
+from ktc.serving import handlers
+from ktc.serving.answers import Answers
+from ktc.serving.decoder import Decoder
+from ktc.serving.disconnect import CancelOnDisconnect
+from ktc.serving.engine import Engine
+from ktc.serving.metrics import CONTENT_TYPE, Metrics
+from ktc.serving.models import LoadedAdapters, ServedModels
+from ktc.serving.request import Limits
+
+PATHS: Final = frozenset({"/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions",
+                          "/v1/responses"})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """The ASGI application, and the engine that it asks. `alone` says why requests do not share batches, or ""."""
+
+    app: Any
+    engine: Engine
+    alone: str
+
+
+def make_application(models: ServedModels, limits: Limits) -> Application:
+    """Return the application with its engine started; the end of the application stops the engine."""
+    opened = models.default.opened
+    adapters = LoadedAdapters(opened.model)
+    adapters.use(models.default.adapter)
+    decoder = Decoder(opened.model)
+    metrics = Metrics()
+    answers = Answers(models, metrics)
+    engine = Engine(decoder, limits, answers.emit, adapters)
+    answers.engine = engine
+    metrics.watch(engine)
+    engine.start()
+    return Application(_application(models, answers, metrics), engine, decoder.alone)
+
+
+def _application(models: ServedModels, answers: Answers, metrics: Metrics) -> Any:
+    build: Any = build_server
+    manager, state = _Models(models, answers), _Generation(answers)
+    given = {
+        "chat_handler": handlers.Chat(manager, state),
+        "completion_handler": handlers.Completion(manager, state),
+        "response_handler": handlers.Response(manager, state),
+        "transcription_handler": None,
+        "systemone_handler": None,
+        "generation_state": state,
+    }
+    known = inspect.signature(build).parameters  # releases before 5.23 have fewer
+    app = build(manager, **{name: value for name, value in given.items() if name in known})
+
+    @app.get("/metrics")
+    def read_metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in PATHS]
+    app.add_middleware(CancelOnDisconnect)
+    return app
+
+
+class _Models(ModelManager):
+    """A model manager with the loaded model under each of its names."""
+
+    def __init__(self, models: ServedModels, answers: Answers) -> None:
+        super().__init__()
+        self.default = next(iter(models.names))
+        self._models, self._answers, self._since = models, answers, int(time.time())
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id
+
+    def load_model_and_processor(self, model_id: str, *_: Any, **__: Any) -> Any:
+        found = self._models.names.get(model_id)
+        if found is None:
+            raise HTTPException(
+                404, f"there is no model `{model_id}`; /v1/models lists {', '.join(self._models.names)}"
+            )
+        return found.opened.model, found.opened.tokenizer
+
+    @staticmethod
+    def get_model_modality(*_: Any, **__: Any) -> Modality:
+        return Modality.LLM
+
+    def get_gen_models(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, *_: Any, **__: Any
+    ) -> list[dict[str, Any]]:
+        return [
+            {"id": name, "object": "model", "created": self._since, "owned_by": "ktc"} for name in self._models.names
+        ]
+
+    def shutdown(self) -> None:
+        """Stop the engine."""
+        self._answers.engine.stop()
+
+
+class _Generation(GenerationState):
+    """One place answers for all paths and models."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def get_manager(self, *_: Any, **__: Any) -> Any:
+        return self._answers
