@@ -51,6 +51,13 @@ def command(
     prefill_chunk: Annotated[
         int, typer.Option("--prefill-chunk", min=1, help="Tokens of prompts that are read between two steps.")
     ] = 512,
+    prefix_cache_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--prefix-cache-memory", min=0, metavar="GIB",
+            help="Keys and values kept for prompts that begin alike; 0: none. Default: an eighth of the free memory.",
+        ),
+    ] = None,
     reference: Reference = False,
     weights: Weights = None,
     trust: Trust = False,
@@ -69,12 +76,15 @@ def command(
         models = open_served_models(out, adapters, reference=reference, weights=weights, trust_remote_code=trust)
         session.go_on()
         cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
-        server, notes = serve.make_server(models, Limits(max_batch, max_waiting, cache_bytes, prefill_chunk))
+        prefix_bytes = serve.free_memory() // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)
+        limits = Limits(max_batch, max_waiting, cache_bytes, prefill_chunk, prefix_bytes)
+        server, notes = serve.make_server(models, limits)
         session.diagnose(notes)
         opened = models.default.opened
         session.result({
             "url": serve.url(listening), "model": opened.name, "models": list(models.names),
             "adapter": opened.adapter or None, "cache_bytes": cache_bytes,
+            "prefix_cache_bytes": prefix_bytes,
         })  # fmt: skip
         names = ", ".join(models.names)
         session.console.print(

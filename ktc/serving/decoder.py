@@ -32,6 +32,11 @@ class CacheSize:
 
     layers: tuple[tuple[int, int | None], ...]
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer keeps the last tokens only."""
+        return any(most is not None for _, most in self.layers)
+
     def of(self, tokens: int) -> int:
         """Return the bytes of a sequence."""
         return sum(nbytes * (tokens if most is None else min(tokens, most)) for nbytes, most in self.layers)

@@ -16,6 +16,7 @@ from typing import Protocol
 from ktc.serving.batch import LoneBatch, RowBatch
 from ktc.serving.decoder import Decoder, choose
 from ktc.serving.generation import Generation
+from ktc.serving.prefix_cache import PrefixCache
 from ktc.serving.reading import Reading
 from ktc.serving.request import End, Event, Limits, Refused, Request
 
@@ -56,6 +57,8 @@ class Engine:
         # Of the engine's thread.
         self._reading: Reading | None = None
         self._batches: dict[str, RowBatch | LoneBatch] = {}
+        self._prefixes = PrefixCache(0 if decoder.alone else limits.prefix_bytes)
+        self.cached_tokens = 0  # of prompts, which were not read again
 
     def start(self) -> None:
         """Start the thread."""
@@ -116,6 +119,11 @@ class Engine:
         """The memory of the keys and values of running requests."""
         return sum(batch.nbytes for batch in list(self._batches.values()))
 
+    @property
+    def prefix_bytes(self) -> int:
+        """The memory of the keys and values kept for prompts with the same beginning."""
+        return self._prefixes.nbytes
+
     # The thread -------------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         while True:
@@ -175,7 +183,11 @@ class Engine:
     def _next_reading(self) -> Reading | None:
         """Prepare the next requests that there is room for."""
         prepared = [each for request in self._admitted() if (each := self._prepared(request)) is not None]
-        return Reading(self._decoder, prepared[0].request.adapter, prepared) if prepared else None
+        if not prepared:
+            return None
+        known = [self._prefixes.find(each.request.adapter, each.tokens) for each in prepared]
+        self.cached_tokens += sum(row.length for row in known if row is not None)
+        return Reading(self._decoder, prepared[0].request.adapter, prepared, known)
 
     def _prepared(self, request: Request) -> Generation | None:
         try:
@@ -202,10 +214,13 @@ class Engine:
         if self.num_running + len(asked) > self.limits.batch:
             return False
         if len(asked) > 1:
-            lengths = [len(each.tokens) for each in asked]
-            padded = len(asked) * max(lengths)
             if self._decoder.alone or asked[0].adapter != asked[-1].adapter:
                 return False
+            known = [self._prefixes.length(each.adapter, each.tokens) for each in asked]
+            if any(known) and self._decoder.size.has_windows:
+                return False
+            lengths = [len(each.tokens) - held for each, held in zip(asked, known, strict=True)]
+            padded = len(asked) * max(lengths)
             if padded > min(self.limits.prefill_chunk, _PADDED * sum(lengths)):
                 return False
         if self.limits.cache_bytes is None or self._decoder.alone:
@@ -222,6 +237,8 @@ class Engine:
         ends = self._add(reading.generations, tokens)
         batch = self._batches.get(reading.adapter)
         for at, (generation, end) in enumerate(zip(reading.generations, ends, strict=True)):
+            if self.limits.prefix_bytes and not self._decoder.alone:
+                self._prefixes.add(reading.adapter, generation.request.tokens, reading.row(at).clone())
             if end is None and generation.request.name in self._active:
                 if batch is None:
                     made = LoneBatch if self._decoder.alone else RowBatch
@@ -241,6 +258,8 @@ class Engine:
             ends = self._add(batch.running, tokens)
             for at in reversed(range(len(ends))):
                 if ends[at] is not None:
+                    if self.limits.prefix_bytes and isinstance(batch, RowBatch):
+                        self._prefixes.add(adapter, batch.running[at].tokens[:-1], batch.row(at))
                     self._leave(adapter, at)
         except Exception as error:
             log.exception("a step of decoding failed")

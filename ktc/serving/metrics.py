@@ -30,12 +30,16 @@ class Metrics:
         )
         self._running = Gauge("ktc_requests_running", "Requests in running batches", registry=of)
         self._waiting = Gauge("ktc_requests_waiting", "Requests whose prompts are not read yet", registry=of)
+        self._prefix_tokens = Gauge("ktc_cached_prompt_tokens", "Tokens of prompts that were cached", registry=of)
+        self._prefix_bytes = Gauge("ktc_prefix_cache_bytes", "Keys and values kept for prompts", registry=of)
         self._cache = Gauge("ktc_cache_bytes", "Keys and values of running requests", registry=of)
 
     def watch(self, engine: Engine) -> None:
         """Read the gauges from `engine`."""
         self._running.set_function(lambda: engine.num_running)
         self._waiting.set_function(lambda: engine.num_waiting)
+        self._prefix_tokens.set_function(lambda: engine.cached_tokens)
+        self._prefix_bytes.set_function(lambda: engine.prefix_bytes)
         self._cache.set_function(lambda: engine.cache_bytes)
 
     def text(self) -> bytes:

@@ -57,12 +57,14 @@ class Limits:
     """Bounds of the engine. `cache_bytes` bounds keys and values of running requests together.
 
     `batch` requests run at once, `waiting` more are kept; `prefill_chunk` tokens of prompts are read between two steps.
+    `prefix_bytes` bounds the keys and values that are kept for prompts with the same beginning.
     """
 
     batch: int = 32
     waiting: int = 256
     cache_bytes: int | None = None
     prefill_chunk: int = 512
+    prefix_bytes: int = 0
 
 
 class Refused(Exception):

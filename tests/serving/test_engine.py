@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from decoding_models import stock_model
-from engine_answers import Answers
-from transformers import GenerationConfig, PreTrainedModel
+from engine_answers import Answers, alone, config_of
+from transformers import PreTrainedModel
 
 from ktc.serving.batch import RowBatch
 from ktc.serving.decoder import Decoder
@@ -22,18 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [(5, 9, 33), tuple(range(20, 43)), (7,), (50, 4, 4, 61, 8, 90, 12), (5, 9, 34), tuple(range(30, 41))]
 # Full attention; latent; sliding windows of 16 tokens and sinks.
 FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss")
-
-
-def config_of(model: PreTrainedModel, **settings: Any) -> GenerationConfig:
-    config = GenerationConfig.from_model_config(model.config)
-    config.update(eos_token_id=None, pad_token_id=0, do_sample=False, **settings)
-    return config
-
-
-def alone(model: PreTrainedModel, prompt: Sequence[int], config: GenerationConfig, num_tokens: int) -> list[int]:
-    config = GenerationConfig.from_dict({**config.to_dict(), "max_new_tokens": num_tokens})
-    found: Any = model.generate(torch.tensor([prompt]), generation_config=config)
-    return found[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -1,10 +1,14 @@
-"""What a serving engine emits, collected by request."""
+"""Events of a serving engine, collected by request, and the same answers by `generate` alone."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
 
 from ktc.serving.request import End, Event
 
@@ -32,3 +36,15 @@ class Answers:
         with self._changed:
             assert self._changed.wait_for(lambda: name in self._ends, 60), f"{name} has no end"
             return self._tokens[name], self._ends[name]
+
+
+def config_of(model: PreTrainedModel, **settings: Any) -> GenerationConfig:
+    config = GenerationConfig.from_model_config(model.config)
+    config.update(eos_token_id=None, pad_token_id=0, do_sample=False, **settings)
+    return config
+
+
+def alone(model: PreTrainedModel, prompt: Sequence[int], config: GenerationConfig, num_tokens: int) -> list[int]:
+    config = GenerationConfig.from_dict({**config.to_dict(), "max_new_tokens": num_tokens})
+    found: Any = model.generate(torch.tensor([prompt]), generation_config=config)
+    return found[0, len(prompt) :].tolist()

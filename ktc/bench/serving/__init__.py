@@ -1,0 +1,1 @@
+"""Load tests of `ktc serve`: many clients of OpenAI's API, and one."""
