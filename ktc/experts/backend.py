@@ -12,7 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ktc.experts import host_node
 from ktc.experts.cpu_backend import Activations, CpuKernel
+from ktc.experts.graph_backend import HostNode
 from ktc.experts.grouped_products import described
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.reference_backend import Reference
@@ -73,4 +75,6 @@ def choose(
         return Reference(weights)
     if offload is not None and tokens >= offload.min_tokens:
         return Streamed(packed, form, offload.devices, offload.buffer, offload.resident)
+    if (nodes := host_node.current()) is not None:
+        return HostNode(packed, form, nodes)
     return CpuKernel(packed, form, weights.dtype, activations)

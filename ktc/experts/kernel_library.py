@@ -37,6 +37,15 @@ class Engine(Protocol):
     workspace_bytes: int
 
 
+class NativeHostCall(Protocol):
+    """`ktc::HostCall`; see `host_call.hpp`."""
+
+    function: int
+    address: int
+
+    def rethrow(self) -> None: ...
+
+
 class NativeKernel(Protocol):
     """`ktc::MoeKernel`. Pointers are addresses; see `moe_kernel.hpp` for the shapes behind them."""
 
@@ -73,6 +82,19 @@ class NativeKernel(Protocol):
         lora_down: NativeLora,
         /,
     ) -> None: ...
+    def host_call(
+        self,
+        engine: Engine,
+        packed: int,
+        x: int,
+        index: int,
+        weights: int,
+        out: int,
+        tokens: int,
+        lora_gate_up: NativeLora,
+        lora_down: NativeLora,
+        /,
+    ) -> NativeHostCall: ...
     def backward(
         self,
         engine: Engine,

@@ -12,6 +12,7 @@ import functools
 import json
 import mmap
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NoReturn
 
@@ -21,7 +22,15 @@ from torch import Tensor
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts import kernel_clock
 from ktc.experts.form import ExpertPart, ExpertsSizes
-from ktc.experts.kernel_library import TURNS, Engine, Kernel, KernelLibrary, nodes_for, permitted_threads
+from ktc.experts.kernel_library import (
+    TURNS,
+    Engine,
+    Kernel,
+    KernelLibrary,
+    NativeHostCall,
+    nodes_for,
+    permitted_threads,
+)
 from ktc.experts.lora import NO_LORA, ExpertsLora, native_argument
 from ktc.experts.saved_buffers import SavedBuffers
 from ktc.formats import STORED, WeightFormat
@@ -32,6 +41,28 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _HUGE_PAGE: Final = 2 << 20
 Numa = Literal["none", "shard"]  # whether weights are cut for the nodes of the machine that loads them
 _SAVED: Final = SavedBuffers()  # one for all layers: backward frees what the next forward takes
+
+
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """A C function and its argument. `kept` is what the call reads and writes."""
+
+    native: NativeHostCall
+    kept: tuple[object, ...]
+
+    @property
+    def function(self) -> int:
+        """The address of the function, which takes a pointer, throws nothing and calls nothing of CUDA."""
+        return self.native.function
+
+    @property
+    def address(self) -> int:
+        """The argument of the function."""
+        return self.native.address
+
+    def rethrow(self) -> None:
+        """Raise what the first failed call since the last `rethrow` has thrown."""
+        self.native.rethrow()
 
 
 class PackedExperts:
@@ -244,6 +275,24 @@ class PackedExperts:
                 *(native_argument(each, None, interleaved=interleaved) for each in read.products),
             )
         return out_TH, saved
+
+    def host_call(
+        self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, lora: ExpertsLora,
+        *, interleaved: bool,
+    ) -> HostCall:  # fmt: skip
+        """Return `forward` without gradients as a C function, on these tensors: what they hold when it is called."""
+        read = lora.to(self.weight_dtype)
+        native = self._native.host_call(
+            self._engine,
+            self._packed,
+            x_TH.data_ptr(),
+            index_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            out_TH.data_ptr(),
+            x_TH.shape[0],
+            *(native_argument(each, None, interleaved=interleaved) for each in read.products),
+        )
+        return HostCall(native, (self, x_TH, index_TK, weights_TK, out_TH, read))
 
     def backward(
         self,

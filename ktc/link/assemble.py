@@ -59,6 +59,7 @@ def assemble(
         assumptions=_assumptions(captured, steps),
         placement={p.fqn: p.device for p in plan.placements} | {each.fqn: "cpu" for each in plan.streams},
         memory={held.device: held.weights for held in plan.devices},
+        cuda_graph=plan.cuda_graph,
         model_type=captured.source.config.model_type,
         lora=None
         if lora is None

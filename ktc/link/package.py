@@ -50,8 +50,8 @@ class Package:
     `LoraConfig` or `None`. `proofs` are the reports of the rewrites, and `blocks` the code of blocks by its file.
     `assumptions` are the facts about the stock model on which the rewrites rest.
     `own_code` states whether the class is defined by the checkpoint's code, and `code` is the sha256 of those files.
-    `memory` is the planned bytes of tensors per device. `model_type` is the stock one: a checkpoint may use a name that
-    transformers does not know.
+    `memory` is the planned bytes of tensors per device, and `cuda_graph` whether decoding steps are captured.
+    `model_type` is the stock one: a checkpoint may use a name that transformers does not know.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Package:
     model_type: str = ""
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
     assumptions: Assumptions = NO_ASSUMPTIONS
+    cuda_graph: bool = False
     own_code: bool = False
     code: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -177,6 +178,7 @@ def _manifest(package: Package, files: Mapping[str, str]) -> Manifest:
         assumptions=package.assumptions,
         placement=dict(package.placement),
         memory=dict(package.memory),
+        cuda_graph=package.cuda_graph,
         files=files,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.experts.module import FusedMoe
 from ktc.hf import remote_code
 from ktc.linears.stored_linear import StoredLinear
+from ktc.model.cuda_graph import CACHE, DecodeGraphs
 from ktc.model.growing_cache import growing
 from ktc.model.load_as import load_as
 
@@ -42,11 +43,10 @@ _DECIDED = frozenset({
 })  # fmt: skip
 
 
-_CACHE = "past_key_values"
-
-
 class CompiledModel:
-    """Mixin before a stock causal LM."""
+    """Mixin before a stock causal LM. `decode_graphs` computes the decoding steps of `generate`, where there is one."""
+
+    decode_graphs: DecodeGraphs | None = None
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> PreTrainedModel:
@@ -130,16 +130,25 @@ class CompiledModel:
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Make the cache of stock `generate`, with room for the next tokens. A caller's cache stays as it is."""
-        given = model_kwargs.get(_CACHE)
+        given = model_kwargs.get(CACHE)
         prepared = cast("Any", super())._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        made = model_kwargs.get(_CACHE)
+        made = model_kwargs.get(CACHE)
         if given is None and type(made) is DynamicCache and not getattr(made, "offloading", False):
             growing(made)
         return prepared
 
-    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        """Return False: `generate` with a static cache would compile the model, which fails for kernels of experts."""
-        return False
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any, *args: Any) -> bool:
+        """Return whether `generate` takes its steps from `get_compiled_call`.
+
+        `torch.compile`, which stock code would use with a static cache, fails for kernels of experts.
+        """
+        return self.decode_graphs is not None and not generation_config.disable_compile
+
+    def get_compiled_call(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """Return the function for decoding steps: captured ones where the plan has them."""
+        if self.decode_graphs is None:
+            return cast("Any", super()).get_compiled_call(*args, **kwargs)
+        return functools.partial(self.decode_graphs.step, cast("PreTrainedModel", self))
 
     # transformers reads the source of the class's module to learn what it can do, and treats classes from elsewhere as
     # unknown code whose tensors keep their names. Ours is the stock class, so the stock class answers.

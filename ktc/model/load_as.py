@@ -29,6 +29,7 @@ from ktc.hf import remote_code
 from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model import assumptions, peft_glue, process_gpu, weight_store, weights_stage
 from ktc.model.buffers import compute_buffers
+from ktc.model.cuda_graph import DecodeGraphs
 from ktc.model.manifest import Manifest, Versions, check_sealed, read_manifest
 from ktc.model.memory import check_bytes
 from ktc.model.packed_store import PackedStore
@@ -92,6 +93,8 @@ def load_as(
             module.begin()
     watch(model, manifest.rewrites, remembered, folder)
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
+    if manifest.cuda_graph and not reference:
+        cast("Any", model).decode_graphs = DecodeGraphs()
     return _finished(model, folder, base, placement)
 
 

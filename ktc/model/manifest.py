@@ -26,7 +26,7 @@ from ktc.targets import MODULES
 from ktc.targets.kt_linear import STORED_LINEAR
 
 FILE = "ktc.json"
-SCHEMA = 8
+SCHEMA = 9
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -126,7 +126,8 @@ class Rewrite:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The whole record. `placement` maps module names to devices; the nearest ancestor's entry counts. `memory` has the
-    bytes of tensors that the plan puts on each device, nothing where there was no plan.
+    bytes of tensors that the plan puts on each device, nothing where there was no plan. With `cuda_graph` the loaded
+    model captures its decoding steps.
 
     `files` has the sha256 of the files in `SEALED`, and of the code of blocks.
     """
@@ -144,6 +145,7 @@ class Manifest:
     assumptions: Assumptions
     placement: Mapping[str, str]
     memory: Mapping[str, int]
+    cuda_graph: bool
     files: Mapping[str, str]
 
     def to_json(self) -> str:

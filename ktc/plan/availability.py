@@ -23,7 +23,7 @@ from ktc.targets import TARGETS, Place
 _PLAN_KEYS: dict[str, tuple[object, ...]] = {
     "auto": ("none",),
     "grads": (),
-    "cuda_graph": ("never",),
+    "cuda_graph": ("never", "decode"),
     "weights": ("safetensors",),
     "recompute": ("none",),
 }
@@ -100,18 +100,22 @@ def _idle_keys(claims: Sequence[Claim]) -> Mapping[str, str]:
 
 
 def _plan_keys(rules: RuleSet, idle: Mapping[str, str]) -> Iterator[Diagnostic]:
+    for setting in plan_settings(rules):
+        key, value = setting.key.text, rules.plan.get(setting.key.text)
+        if key in idle:
+            message = f"`plan {{ {key} }}` has no effect: {idle[key]}"
+            yield Diagnostic("M066", message, setting.span, hint=f"leave `{key}` out", severity="warning")
+        if key in _PLAN_KEYS and value not in _PLAN_KEYS[key]:
+            message = f"`plan {{ {key} = {value} }}` is not available in this version"
+            yield Diagnostic("M066", message, setting.span, hint=f"leave `{key}` out", severity="warning")
+
+
+def plan_settings(rules: RuleSet) -> Iterator[syntax.Setting]:
+    """Yield the settings of the `plan` block."""
     for unit in rules.units:
         for block in unit.module.declarations:
-            if not isinstance(block, syntax.Block) or block.kind != "plan":
-                continue
-            for setting in block.settings:
-                key, value = setting.key.text, rules.plan.get(setting.key.text)
-                if key in idle:
-                    message = f"`plan {{ {key} }}` has no effect: {idle[key]}"
-                    yield Diagnostic("M066", message, setting.span, hint=f"leave `{key}` out", severity="warning")
-                if key in _PLAN_KEYS and value not in _PLAN_KEYS[key]:
-                    message = f"`plan {{ {key} = {value} }}` is not available in this version"
-                    yield Diagnostic("M066", message, setting.span, hint=f"leave `{key}` out", severity="warning")
+            if isinstance(block, syntax.Block) and block.kind == "plan":
+                yield from block.settings
 
 
 def _missing(what: str, claim: Claim, hint: str) -> Diagnostic:

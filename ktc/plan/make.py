@@ -18,6 +18,7 @@ from ktc.plan.adapters import plan_lora
 from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
 from ktc.plan.decode_attention import choose_attention
+from ktc.plan.decode_graph import decide_graph
 from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.kernels import StoredFormat, StoredFormats, choose_kernel
@@ -69,6 +70,7 @@ def make_plan(
     outside = outside_linears(captured, claims, chosen, devices)
     unavailable = not_built(claims, chosen, rules)
     lora = plan_lora(captured, claims, rules)
+    graph = decide_graph(captured, claims, devices, streams, rules)
     if not rewrites and not outside and not unavailable:
         raise InputRefused(_nothing_to_rewrite(captured, matches))
     threads = max((claim.target.num_threads(host) for claim in claims), default=1)
@@ -92,13 +94,15 @@ def make_plan(
         reasons=(
             *explain(captured, matches, rewrites, planned_only(claims), placements, claims, lora, host, outside),
             *conversions(captured, weights, specs, linears),
+            *graph.reasons,
         ),
-        warnings=(*matches.warnings, *left, *_left_alone(captured, rewrites)),
+        warnings=(*matches.warnings, *left, *_left_alone(captured, rewrites), *graph.warnings(rules)),
         over_budget=over_budget(memory, mode, asked),
         unavailable=unavailable,
         planned_only=planned_only(claims),
         streams=streams,
         outside=outside,
+        cuda_graph=graph.used,
     )
 
 

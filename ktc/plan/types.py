@@ -185,6 +185,7 @@ class Plan:
     planned_only: tuple[PlannedOnly, ...] = ()
     streams: tuple[StreamedLinear, ...] = ()
     outside: tuple[OutsideLinear, ...] = ()
+    cuda_graph: bool = False  # decoding steps are captured
 
     @property
     def devices(self) -> tuple[DeviceMemory, ...]:

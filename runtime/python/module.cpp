@@ -34,7 +34,7 @@ void ktc_python::expose(py::module_& library, const attention::Entry& entry) {
 
 PYBIND11_MODULE(ktc_kernels, library) {
   ktc_python::add_engine(library);
-  ktc_python::fused_moe::add_class(library);
+  ktc_python::fused_moe::add_classes(library);
   ktc_python::linear::add_class(library);
   ktc_python::packed_linear::add_class(library);
   ktc_python::attention::add_class(library);

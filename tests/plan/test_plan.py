@@ -110,10 +110,10 @@ def test_everything_that_is_not_built_is_planned_and_told_once(tmp_path: Path) -
     _, plan = planned(captured("deepseek_v2"), rules(text, tmp_path))
     told = sorted(d.message.partition(" is not")[0] for d in plan.unavailable)
     assert told == [
-        "`place(prefill = cpu)`", "`plan { auto = intensity }`", "`plan { cuda_graph = decode }`", "`sparse_attention`",
-        "a kernel for `fp32` weights",
+        "`place(prefill = cpu)`", "`plan { auto = intensity }`", "`sparse_attention`", "a kernel for `fp32` weights",
     ]  # fmt: skip
     assert all(d.span is not None and d.severity == "warning" for d in plan.unavailable)
+    assert [d.code for d in plan.warnings if d.span is not None] == ["M082"]
     assert any("planned, not available" in r.text for r in plan.reasons)
     (load,) = plan.devices
     assert load.weights > sum(t.bytes for m in captured("deepseek_v2").modules for t in m.tensors)  # as fp32
@@ -229,8 +229,38 @@ def test_a_rule_whose_matches_share_a_node_rewrites_it_once(tmp_path: Path) -> N
 def test_compile_refuses_what_check_only_plans(tmp_path: Path) -> None:
     out = tmp_path / "compiled_here"
     with pytest.raises(InputRefused) as refusal:
-        ktc.compile("tiny:deepseek_v2", "mla-inference", out, host=CPU)
+        ktc.compile("tiny:qwen3_moe", "qwen3-moe-int4-qat", out, host=CPU)
     assert {d.code for d in refusal.value.diagnostics} == {"M066"}
     assert {d.severity for d in refusal.value.diagnostics} == {"error"}
     assert not out.exists()
-    assert all(d.severity == "warning" for d in ktc.check("mla-inference", "tiny:deepseek_v2", host=CPU))
+    assert all(d.severity == "warning" for d in ktc.check("qwen3-moe-int4-qat", "tiny:qwen3_moe", host=CPU))
+
+
+@pytest.mark.parametrize(
+    ("more", "gpus", "obstacle"),
+    [
+        ("", 1, None),
+        ("", 0, "the model is on the CPU"),
+        ("rule last { match module at 'model.layers.2' => place(cuda:1) }", 2, "the model is on 2 GPUs"),
+        ("rule table { match embedding => place(cpu) }", 1, "`model.embed_tokens.weight` is on the CPU"),
+        (
+            "rule sent { match module at 'model.layers.1.self_attn' => place(stream = cuda:0) }",
+            1,
+            "are sent to the GPU",
+        ),
+    ],
+)
+def test_decoding_is_captured_where_all_but_experts_is_on_one_gpu(
+    more: str, gpus: int, obstacle: str | None, tmp_path: Path
+) -> None:
+    text = """
+    param device : device = auto
+    rule all { match module at "model", "lm_head" => place($device) }
+    plan { cuda_graph = decode }
+    """
+    host = replace(CPU, gpus=(Gpu("test", 24 << 30),) * gpus)
+    _, plan = planned(captured("deepseek_v2"), rules(EXPERTS + text + more.replace("'", '"'), tmp_path), host)
+    told = [d.message for d in plan.warnings if d.code == "M082"]
+    assert plan.cuda_graph == (obstacle is None)
+    assert told == [] if obstacle is None else obstacle in told[0]
+    assert any("CUDA graphs" in reason.text for reason in plan.reasons) == plan.cuda_graph

@@ -1,0 +1,104 @@
+"""Experts of the CPU as host nodes of a CUDA graph: the GPU's stream waits for a C function that runs their kernel.
+
+In: while `HostNodes.recorded` is entered, the calls of experts by a model on a GPU, in a stream that may be captured.
+Out: the same results on the GPU. Each call is copies to pinned memory, a host function, and a copy back. The layers of
+a step share the pinned memory, since each of them needs the one before. `check` raises the errors of host functions. A
+replayed graph runs no Python.
+Refused: a process without CUDA's runtime library, a stream that takes no host function (`RuntimeError`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ktc.experts.lora import ExpertsLora
+from ktc.experts.packed import HostCall, PackedExperts
+
+Launch = Callable[[int, int], None]  # the addresses of a C function and of its argument
+_CURRENT: Final[ContextVar[HostNodes | None]] = ContextVar("host_nodes", default=None)
+
+
+class HostNodes:
+    """The calls of experts in one step of a model, and the memory that they share with the GPU."""
+
+    def __init__(self, launch: Launch | None = None) -> None:
+        self._launch = launch or on_current_stream
+        self._calls: list[tuple[PackedExperts, HostCall]] = []
+        self._buffers: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+
+    @contextmanager
+    def recorded(self) -> Generator[None]:
+        """Take the calls of experts, and forget those of the last time, which no stream may still run."""
+        self._calls.clear()
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+
+    def run(
+        self, packed: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora,
+        *, interleaved: bool,
+    ) -> Tensor:  # fmt: skip
+        """Enqueue the call of a layer's experts: `(T, H), (T, K) int64, (T, K) -> (T, H)`, all on the GPU.
+
+        Dtypes are the kernel's, and factors of LoRA are in host memory.
+        """
+        x, index, weights = self._on_host("x", x_TH), self._on_host("i", index_TK), self._on_host("w", weights_TK)
+        out = self._buffer("out", x)
+        call = packed.host_call(x, index, weights, out, lora, interleaved=interleaved)
+        self._calls.append((packed, call))
+        self._launch(call.function, call.address)
+        return out.to(x_TH.device, non_blocking=True)
+
+    def check(self, name_of: Callable[[PackedExperts], str]) -> None:
+        """Raise what a call has thrown since the last check, with the name of its layer. Its stream must be done."""
+        for packed, call in self._calls:
+            try:
+                call.rethrow()
+            except Exception as error:
+                error.add_note(f"in the experts of `{name_of(packed)}`, computed within a CUDA graph")
+                raise
+
+    def _on_host(self, name: str, tensor: Tensor) -> Tensor:
+        return self._buffer(name, tensor).copy_(tensor, non_blocking=True)
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        """Return pinned memory in the shape of a tensor. None is made in a capture: the steps before it have."""
+        key = name, like.shape, like.dtype
+        if key not in self._buffers:
+            pinned = torch.cuda.is_available()
+            self._buffers[key] = torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
+        return self._buffers[key]
+
+
+def current() -> HostNodes | None:
+    """Return what takes the calls of experts, None outside of `HostNodes.recorded`."""
+    return _CURRENT.get()
+
+
+def on_current_stream(function: int, argument: int) -> None:
+    """Enqueue `function(argument)` in the current stream of CUDA. Raises `RuntimeError` where that fails."""
+    status = _launcher()(torch.cuda.current_stream().cuda_stream, function, argument)
+    if status != 0:
+        raise RuntimeError(f"a host function could not be put into the stream: CUDA error {status}")
+
+
+@functools.cache
+def _launcher() -> Callable[[int, int, int], int]:
+    """Return `cudaLaunchHostFunc` of the runtime library that torch has loaded: torch has no binding of it."""
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
+    if not loaded:
+        raise RuntimeError("this process has not loaded CUDA's runtime library (libcudart)")
+    function = ctypes.CDLL(min(loaded)).cudaLaunchHostFunc
+    function.argtypes, function.restype = [ctypes.c_void_p] * 3, ctypes.c_int
+    return function

@@ -1,0 +1,260 @@
+"""Decoding steps of a model on a GPU as CUDA graphs: captured once per batch size and capacity, then replayed.
+
+In: the arguments of a step as `generate` makes them, one new token per sequence after a cache. Out: the model's output;
+the cache has one position more. A step is the model's own forward on fixed addresses (`StepMemory`), with experts of
+the CPU as host nodes. Batches are filled up to a power of two by repeating the first sequence, which adds no expert.
+A graph has the addresses of weights and adapters, and no hook runs in it: it serves the model in the state in which it
+was captured, and the first step of each `generate` compares the states (`ModelState`).
+A step that cannot be captured is computed by the model itself, and the log says why, once (L451).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, masking_utils
+
+from ktc.diagnostics import Diagnostic, render
+from ktc.experts.host_node import HostNodes, Launch, on_current_stream
+from ktc.experts.module import FusedMoe
+from ktc.experts.packed import PackedExperts
+from ktc.model.model_state import ModelState, foreign_hook
+from ktc.model.step_memory import StepMemory, capacity_for, length_of, rounded, unfit
+
+log = logging.getLogger(__name__)
+
+CACHE: Final = "past_key_values"
+_IGNORED: Final = frozenset({CACHE, "cache_position", "use_cache", "return_dict", "logits_to_keep"})
+_READ: Final = ("input_ids", "position_ids", "attention_mask")
+_MAKE_MASKS: Final = "create_masks_for_generate"  # of a model with masks of its own, or of transformers
+_MEMORIES: Final = 6  # at most, of all sizes
+_WARM: Final = 2  # steps before the capture, in which libraries and allocators set themselves up
+Inputs = dict[str, Any]
+Compute = Callable[[], Any]  # to the output of a causal LM
+Record = Callable[[Compute, torch.device], tuple[Any, Callable[[], None]]]
+
+
+class DecodeGraphs:
+    """The captured steps of one model. Copies of the model begin without any.
+
+    `record` computes an output on `device` and returns it with a function that computes it again, at the same address.
+    """
+
+    def __init__(self, record: Record | None = None, launch: Launch = on_current_stream, device: str = "cuda") -> None:
+        self._record, self._launch, self._device = record or record_graph, launch, device
+        self._busy = threading.RLock()
+        self._memories: list[StepMemory] = []  # the last used last
+        self._steps: dict[int, CapturedStep] = {}  # by the id of their memory
+        self._state: ModelState | None = None
+        self._told: set[str] = set()
+        self._broken = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraphs:
+        return DecodeGraphs(self._record, self._launch, self._device)
+
+    def __reduce__(self) -> Any:
+        return DecodeGraphs, ()
+
+    def step(self, model: PreTrainedModel, **inputs: Any) -> Any:
+        """Return the output of `model(**inputs)`. A captured step computes it, where one can."""
+        with self._busy:
+            reason = self._broken or self._unserved(model, inputs)
+            captured = None if reason else self._captured(model, inputs)
+            if captured is not None:
+                return captured.run(model, inputs)
+        self._tell(reason or self._broken)
+        return model(**inputs)
+
+    def _unserved(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
+        """Return why a call cannot be a captured step, "" if it can."""
+        known = {*_READ, *_IGNORED}
+        more = sorted(name for name, value in inputs.items() if name not in known and value not in (None, False))
+        if more:
+            return f"it is called with `{more[0]}`"
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if ids is None or ids.device.type != self._device or ids.shape[1] != 1:
+            return f"it is not one new token per sequence on `{self._device}`"
+        if model.training or torch.is_grad_enabled():
+            return "it computes gradients"
+        if inputs.get("position_ids") is None:
+            return "it has no `position_ids`"
+        if mask is not None and mask.dim() != 2:
+            return "its attention mask is not one of padding"
+        return unfit(inputs.get(CACHE))
+
+    def _captured(self, model: PreTrainedModel, inputs: Inputs) -> CapturedStep | None:
+        """Return the step on the memory that holds the cache, None if there can be none."""
+        cache: DynamicCache = inputs[CACHE]
+        memory = next((each for each in self._memories if each.is_used_by(cache)), None)
+        try:
+            if memory is None or not memory.holds(cache):
+                self._renew(model)
+                memory = self._taken(cache, inputs["input_ids"].shape[0])
+            if id(memory) not in self._steps:
+                self._steps[id(memory)] = capture(model, memory, inputs, self._record, self._launch)
+            return self._steps[id(memory)]
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:  # of code not made for graphs
+            self._broken = str(error).strip().partition("\n")[0] or type(error).__name__
+            self._memories.clear()
+            self._steps.clear()
+            return None
+
+    def _taken(self, cache: DynamicCache, batch: int) -> StepMemory:
+        """Copy a cache into a free memory of its size, or into a new one."""
+        rows, capacity = rounded(batch), capacity_for(length_of(cache) + 1)
+        memory = next((m for m in self._memories if m.is_free(cache) and m.serves(cache, rows, capacity)), None)
+        if memory is None:
+            idle = [m for m in self._memories if m.is_free(cache) and not m.is_used_by(cache)]
+            for old in idle[: max(0, len(self._memories) + 1 - _MEMORIES)]:
+                self._memories.remove(old)
+                self._steps.pop(id(old), None)
+            memory = StepMemory(cache, rows, capacity)
+        else:
+            self._memories.remove(memory)
+        memory.take(cache)
+        for other in self._memories:
+            other.leave(cache)
+        self._memories.append(memory)
+        return memory
+
+    def _renew(self, model: PreTrainedModel) -> None:
+        """Forget the steps of another state of the model. Raises ValueError for a model with hooks of others."""
+        state = ModelState.of(model)
+        if not state.is_same(self._state):
+            self._steps.clear()
+            self._state = state
+        if hooked := foreign_hook(model):
+            raise ValueError(f"`{hooked}` has a forward hook")
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            message = f"a decoding step runs without a CUDA graph: {reason}"
+            hint = "see `ktc explain L451`"
+            log.warning("%s", render([Diagnostic("L451", message, hint=hint, severity="warning")]))
+
+
+# One step --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A step of a model on `memory`: `replay` reads `inputs` and writes the logits (rows, 1, V) of `output`."""
+
+    memory: StepMemory
+    inputs: Inputs
+    output: Any
+    replay: Callable[[], None]
+    nodes: HostNodes
+
+    def run(self, model: PreTrainedModel, inputs: Inputs) -> Any:
+        """Return the output for `inputs`, whose cache the memory holds."""
+        cache: DynamicCache = inputs[CACHE]
+        length, batch = length_of(cache), inputs["input_ids"].shape[0]
+        self.memory.position.fill_(length)
+        for name, value in step_inputs(self.memory, inputs).items():
+            self.inputs[name].copy_(value)
+        self.replay()
+        self.nodes.check(lambda packed: _name_of(model, packed))
+        self.memory.show(cache, length + 1)
+        return type(self.output)(logits=self.output.logits[:batch].clone(), past_key_values=cache)
+
+
+def capture(
+    model: PreTrainedModel, memory: StepMemory, inputs: Inputs, record: Record, launch: Launch
+) -> CapturedStep:  # fmt: skip
+    """Record a step of `model` on a memory that holds the cache of `inputs`.
+
+    Raises what the model and `record` raise, and `ValueError` for an output with more than logits.
+    """
+    memory.position.fill_(length_of(inputs[CACHE]))
+    held = {name: value.clone() for name, value in step_inputs(memory, inputs).items()}
+    nodes = HostNodes(launch)
+
+    def compute() -> Any:
+        given = held | {"attention_mask": masks_of(model, memory, held)}
+        with nodes.recorded():
+            return model(**given, past_key_values=memory.cache, use_cache=True, return_dict=True)
+
+    output, replay = record(compute, held["input_ids"].device)
+    more = sorted(name for name, value in output.items() if value is not None and name not in ("logits", CACHE))
+    if more:
+        raise ValueError(f"the model returns `{more[0]}`")
+    return CapturedStep(memory, held, output, replay, nodes)
+
+
+def record_graph(compute: Compute, device: torch.device) -> tuple[Any, Callable[[], None]]:
+    """Return the output of `compute`, and a function that replays it as a CUDA graph and waits for it.
+
+    Raises RuntimeError for an operation that cannot be captured, as one that waits for the GPU.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM):
+            compute()
+            stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        output = compute()
+    done = torch.cuda.Event(blocking=True)  # the thread sleeps: the cores belong to the experts
+
+    def replay() -> None:
+        graph.replay()
+        done.record()
+        done.synchronize()
+
+    return output, replay
+
+
+def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:
+    """Return what a step on `memory` reads, for all rows: ids, positions, and which columns are not padding."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    batch, length = ids.shape[0], length_of(inputs[CACHE]) + 1
+    present = torch.ones((batch, memory.capacity), dtype=torch.int64, device=ids.device)
+    if mask is not None:
+        present[:, :length] = mask
+    found = {"input_ids": ids, "position_ids": inputs["position_ids"], "attention_mask": present}
+    return {name: _rows(value, batch, memory.rows) for name, value in found.items()}
+
+
+def masks_of(model: PreTrainedModel, memory: StepMemory, inputs: Inputs) -> Any:
+    """Return the masks of a step as `generate` makes them for a static cache: (rows, 1, 1, capacity), or one per kind
+    of layers. Columns after the position are left out."""
+    ids = inputs["input_ids"]
+    make: Any = getattr(model, _MAKE_MASKS, getattr(masking_utils, _MAKE_MASKS))
+    no_values = torch.empty((*ids.shape, 0), dtype=model.dtype, device=ids.device)  # the sizes are read alone
+    options: dict[str, Any] = {
+        **inputs,
+        "config": model.config,
+        "inputs_embeds": no_values,
+        "input_embeds": no_values,  # of transformers before 5.3
+        "past_key_values": memory.cache,
+        "cache_position": memory.position,
+    }
+    known = inspect.signature(make).parameters
+    return make(**{name: value for name, value in options.items() if name in known})
+
+
+def _rows(value: Tensor, batch: int, rows: int) -> Tensor:
+    """Repeat the first of `batch` rows up to `rows`. A value of one row serves them all."""
+    if batch == rows or value.shape[0] == 1:
+        return value
+    if value.shape[0] != batch:
+        raise ValueError(f"an input of shape {list(value.shape)} has no row for each of {batch} sequences")
+    return torch.cat((value, value[:1].expand(rows - batch, *value.shape[1:])))
+
+
+def _name_of(model: nn.Module, packed: PackedExperts) -> str:
+    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    return next(name for name, each in modules if isinstance(each, FusedMoe) and each.weights.packed is packed)

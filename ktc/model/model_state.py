@@ -1,0 +1,70 @@
+"""The state of a model that a captured step depends on, to compare two of them.
+
+In: a model, with adapters or without. Out: a value that differs where a step would compute with other tensors, other
+modules or other settings. Values that change in place on a GPU are read at every replay, and still make another state:
+the kernels of experts may have copies of adapters in another dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from torch import Tensor, nn
+
+from ktc.model.watch import HOOKS
+
+_OWN: Final = frozenset(vars(nn.Module()))  # tensors, children and hooks, which are compared otherwise
+# Modules whose hooks do nothing in a decoding step that returns logits alone, or what a replay does too.
+_IDLE: Final = ("ktc.", "transformers.")
+_PLAIN: Final = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelState:
+    """`facts` are compared; `tensors` are kept, so that no other tensor gets the address of one of them."""
+
+    tensors: tuple[Tensor, ...]
+    facts: tuple[object, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelState:
+        """Return the present state."""
+        tensors = (*model.parameters(), *model.buffers())
+        config = getattr(model, "config", None)
+        found = (
+            *((id(each), each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors),
+            *(_facts(module) for module in model.modules()),
+            None if config is None else repr(config.to_dict()),
+        )
+        return cls(tensors, found)
+
+    def is_same(self, other: ModelState | None) -> bool:
+        """Return whether a step of the one state serves the other."""
+        return other is not None and self.facts == other.facts
+
+
+def foreign_hook(model: nn.Module) -> str:
+    """Return the name of a module with a forward hook of a user's, which a replay would not call, "" without one."""
+    for name, module in cast("Any", model).named_modules():
+        hooks = [hook for kind in HOOKS[:2] for hook in cast("dict[int, object]", vars(module)[kind]).values()]
+        if any(not getattr(hook, "__module__", "").startswith(_IDLE) for hook in hooks):
+            return name or type(module).__name__
+    return ""
+
+
+def _facts(module: nn.Module) -> tuple[object, ...]:
+    held = vars(module)
+    hooks = tuple(tuple(held[kind]) for kind in HOOKS[:2])
+    plain = tuple((name, spelled) for name, value in held.items() if name not in _OWN and (spelled := _spelled(value)))
+    return id(module), type(module), module.training, hooks, plain
+
+
+def _spelled(value: Any) -> str:
+    """Return a plain value, or a container of some, as text; "" for anything else."""
+    members: list[Any] = [value]
+    if isinstance(value, dict | list | tuple | set):
+        members = list(cast("Any", value))
+    if isinstance(value, dict):
+        members += cast("Any", value).values()
+    return repr(cast("object", value)) if all(isinstance(member, _PLAIN) for member in members) else ""

@@ -1,0 +1,179 @@
+"""Keys and values at fixed addresses, for a decoding step that is captured once and replayed.
+
+In: a `DynamicCache` of transformers, as `generate` fills it with a prompt. Out: the same content in `StepMemory`, of
+which the `DynamicCache` is then a view, and a cache of `StepLayer`s, through which a model reads and appends at the
+position that a tensor on the device holds. Layers with a window have all positions too: masks leave the others out.
+Refused (`unfit`): layers that hold something else than keys and values of each position, and empty ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+from ktc.model.growing_cache import GrowingLayer
+
+_WHOLE: Final = (DynamicLayer, GrowingLayer)
+_SHORTEST: Final = 256  # positions
+Shape = tuple[int, ...]
+
+
+def unfit(cache: object) -> str:
+    """Return why a cache cannot be held in a `StepMemory`, "" if it can."""
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        return f"the cache is a `{type(cache).__name__}`"
+    for layer in _layers(cache):
+        if type(layer) not in (*_WHOLE, DynamicSlidingWindowLayer):
+            return f"a layer of the cache is a `{type(layer).__name__}`"
+        if layer.keys is None or layer.keys.numel() == 0:
+            return "the cache is empty"
+        if getattr(layer, "record_past", False):
+            return "the cache keeps positions that are outside of its window"
+    return ""
+
+
+def _layers(cache: DynamicCache) -> list[Any]:
+    return cast("list[Any]", cache.layers)
+
+
+def length_of(cache: DynamicCache) -> int:
+    """Return the number of positions of a cache, of which layers with a window may hold fewer."""
+    return max(_length(layer) for layer in _layers(cache))
+
+
+def _length(layer: Any) -> int:
+    windowed = type(layer) is DynamicSlidingWindowLayer
+    return int(layer.cumulative_length if windowed else layer.keys.shape[-2])
+
+
+def rounded(number: int, least: int = 1) -> int:
+    """Return the power of two that is not smaller."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+class StepMemory:
+    """Keys and values of `rows` sequences with room for `capacity` positions, of every layer.
+
+    `position` (1,) int64 is where a step writes, and `cache` what its model gets. Rows beyond a batch repeat its first.
+    """
+
+    def __init__(self, cache: DynamicCache, rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        with torch.inference_mode(mode=False):  # a step within it may follow one outside
+            self.held = tuple(
+                (_empty(layer.keys, rows, capacity), _empty(layer.values, rows, capacity)) for layer in _layers(cache)
+            )
+            self.position = torch.zeros(1, dtype=torch.int64, device=self.held[0][0].device)
+        self.shapes = shapes_of(cache)
+        self.cache = Cache(layers=[
+            StepLayer(*pair, self.position, is_sliding=type(layer) is DynamicSlidingWindowLayer)
+            for layer, pair in zip(_layers(cache), self.held, strict=True)
+        ])  # fmt: skip
+        self._user: weakref.ref[DynamicCache] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(tensor.nbytes for pair in self.held for tensor in pair)
+
+    def is_used_by(self, cache: DynamicCache) -> bool:
+        """Return whether `take` made `cache` a view of this memory."""
+        return self._user is not None and self._user() is cache
+
+    def is_free(self, cache: DynamicCache) -> bool:
+        """Return whether no other cache is a view of this memory."""
+        return self._user is None or self._user() in (None, cache)
+
+    def leave(self, cache: DynamicCache) -> None:
+        """Let other caches use the memory that `cache` was a view of."""
+        if self.is_used_by(cache):
+            self._user = None
+
+    def serves(self, cache: DynamicCache, rows: int, capacity: int) -> bool:
+        """Return whether the memory has these sizes, and keys and values like those of `cache`."""
+        return (self.rows, self.capacity) == (rows, capacity) and self.shapes == shapes_of(cache)
+
+    def holds(self, cache: DynamicCache) -> bool:
+        """Return whether `cache` is a view of this memory, with room for another position."""
+        found, length = _layers(cache), length_of(cache)
+        if len(found) != len(self.held) or length >= self.capacity:
+            return False
+        return all(
+            _is_view(kept, memory) and _length(layer) == length
+            for layer, pair in zip(found, self.held, strict=True)
+            for kept, memory in zip((layer.keys, layer.values), pair, strict=True)
+        )
+
+    def take(self, cache: DynamicCache) -> None:
+        """Copy the content of `cache`, and make it a view of this memory."""
+        length = length_of(cache)
+        for layer, pair in zip(_layers(cache), self.held, strict=True):
+            for kept, memory in zip((layer.keys, layer.values), pair, strict=True):
+                batch, first = kept.shape[0], length - kept.shape[-2]
+                memory[:batch, :, first:length] = kept
+                memory[batch:, :, first:length] = kept[:1]
+        self._user = weakref.ref(cache)
+        self.show(cache, length)
+
+    def show(self, cache: DynamicCache, length: int) -> None:
+        """Make `cache` a view of the first `length` positions, as it would hold them."""
+        for layer, (keys, values) in zip(_layers(cache), self.held, strict=True):
+            batch, first = layer.keys.shape[0], 0
+            if type(layer) is DynamicSlidingWindowLayer:
+                layer.cumulative_length = length
+                first = max(0, length - layer.sliding_window + 1)
+            layer.keys, layer.values = keys[:batch, :, first:length], values[:batch, :, first:length]
+
+
+def shapes_of(cache: DynamicCache) -> tuple[tuple[Shape, Shape, torch.dtype, torch.device], ...]:
+    """Return what two caches that one memory can serve have in common, in each layer."""
+    found: list[tuple[Shape, Shape, torch.dtype, torch.device]] = []
+    for layer in _layers(cache):
+        keys, values = cast("Tensor", layer.keys), cast("Tensor", layer.values)
+        found.append(((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype, keys.device))
+    return tuple(found)
+
+
+def capacity_for(positions: int) -> int:
+    """Return the capacity of a memory for this many positions."""
+    return rounded(positions, _SHORTEST)
+
+
+def _empty(kept: Tensor, rows: int, capacity: int) -> Tensor:
+    # zeros: what a mask leaves out is still multiplied, by 0
+    return kept.new_zeros((rows, kept.shape[1], capacity, kept.shape[3]))
+
+
+def _is_view(kept: Tensor, memory: Tensor) -> bool:
+    if kept.shape[0] > memory.shape[0] or kept.stride() != memory.stride():
+        return False
+    return kept.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+class StepLayer(StaticLayer):
+    """Keys and values of all positions, (rows, heads, capacity, d), to which a step appends at `position`."""
+
+    def __init__(self, keys: Tensor, values: Tensor, position: Tensor, *, is_sliding: bool) -> None:
+        super().__init__(keys.shape[2])
+        self.keys, self.values, self.position = keys, values, position
+        self.is_sliding, self.is_initialized = is_sliding, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write keys and values (rows, heads, 1, d) at the position, and return those of all positions."""
+        keys, values = cast("Tensor", self.keys), cast("Tensor", self.values)
+        keys.index_copy_(2, self.position, key_states)
+        values.index_copy_(2, self.position, value_states)
+        return keys, values
+
+    def get_seq_length(self, *args: Any) -> Any:
+        """Return the position, a tensor: what a model computes from it is part of the captured step."""
+        return self.position[0]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of positions, and the first of them."""
+        return self.max_cache_len, 0

@@ -1,0 +1,101 @@
+"""On a machine with a GPU: decoding steps as CUDA graphs are those of eager code, with experts on the CPU or not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ktc
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+PROGRAM = """
+import "std/moe.ktr"
+import "std/attention.ktr" as attn
+rule latent  { match attn.mla expect >= 0 => mla_absorbed() }
+rule experts { match moe.block expect >= 0 => EXPERTS }
+rule all     { match module at "model", "lm_head" => place(cuda:0) }
+plan { mode = infer  cuda_graph = decode }
+"""
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    folder = tmp_path_factory.mktemp("graphs")
+
+    def loaded(family: str, experts: str = "cpu_moe()") -> Any:
+        out = folder / f"g_{family}_{len(list(folder.iterdir()))}"
+        rules = folder / f"{out.name}.ktr"
+        rules.write_text(PROGRAM.replace("EXPERTS", experts))
+        return ktc.load(ktc.compile(f"tiny:{family}", rules, out))
+
+    return loaded
+
+
+def generated(model: Any, rows: int, new: int, **options: Any) -> Tensor:
+    ids = torch.randint(3, model.config.vocab_size, (rows, 12), generator=torch.Generator().manual_seed(4)).cuda()
+    mask = torch.ones_like(ids)
+    mask[1:, :3] = 0
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return torch.stack(found.logits)
+
+
+def compared(model: Any, rows: int, new: int = 40) -> float:
+    """The distance of the first steps' logits; later ones may follow another token."""
+    ours, eager = generated(model, rows, new), generated(model, rows, new, disable_compile=True)
+    same = (ours.argmax(-1) == eager.argmax(-1)).all(-1).long().cumprod(0).bool()
+    assert int(same.sum()) >= 4
+    return float((ours[same] - eager[same]).norm() / eager[same].norm())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "gpt_oss", "mixtral"])
+def test_a_replayed_step_is_the_eager_one(
+    family: str, load: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(family)
+    with caplog.at_level(logging.WARNING):
+        assert all(compared(model, rows) <= 0.02 for rows in (1, 3))
+    assert not [record for record in caplog.records if "L451" in record.getMessage()]
+    assert len(model.decode_graphs._steps) == 2
+
+
+def test_a_thousand_steps(load: Callable[..., Any]) -> None:
+    model = load("deepseek_v2")
+    ours, eager = generated(model, 1, 300), generated(model, 1, 300, disable_compile=True)
+    assert torch.isfinite(ours).all()
+    assert float((ours[:4] - eager[:4]).norm() / eager[:4].norm()) <= 0.02
+
+
+def test_an_adapter_and_its_absence_are_captured_each(load: Callable[..., Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    tuned = get_peft_model(load("qwen3_moe"), LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.5)
+    with_it = generated(tuned, 1, 8)
+    assert compared(tuned, 1, 8) <= 0.02
+    with tuned.disable_adapter():
+        assert compared(tuned, 1, 8) <= 0.02
+        assert not torch.equal(generated(tuned, 1, 8), with_it)
+
+
+def test_an_expert_that_does_not_exist_is_told_with_its_layer(load: Callable[..., Any]) -> None:
+    model = load("qwen3_moe")
+    generated(model, 1, 4)
+    experts = model.model.layers[1].mlp.experts
+    wrong = experts.forward
+    experts.forward = lambda x, index, weights: wrong(x, index + 10_000, weights)
+    with pytest.raises(IndexError) as error:
+        generated(model, 1, 4)
+    del experts.forward
+    assert error.value.__notes__ or "expert" in str(error.value)
+    generated(model, 1, 4)

@@ -1,0 +1,29 @@
+"""Captured decoding steps without a GPU: what a CUDA graph would replay is computed again, at the same addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ktc.model.cuda_graph import Compute, DecodeGraphs
+
+
+def record_eagerly(compute: Compute, device: torch.device) -> tuple[Any, Callable[[], None]]:
+    output = compute()
+
+    def replay() -> None:
+        output.logits.copy_(compute().logits)
+
+    return output, replay
+
+
+def call_at_once(function: int, argument: int) -> None:
+    """What the stream of a GPU does with a host function when it reaches it."""
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+
+
+def eager_graphs() -> DecodeGraphs:
+    return DecodeGraphs(record_eagerly, call_at_once, "cpu")
