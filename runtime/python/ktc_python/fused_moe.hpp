@@ -166,8 +166,8 @@ inline void backward(const MoeKernel& kernel, ktc::Engine& engine, Address packe
 
 inline void add_classes(py::module_& library) {
   py::class_<HostCall>(library, "HostCall", py::module_local())
-      .def_property_readonly_static(
-          "function", [](const py::object&) { return reinterpret_cast<Address>(&HostCall::run); })
+      .def_property_readonly_static("function",
+                                    [](const py::object&) { return reinterpret_cast<Address>(&HostCall::run); })
       .def_property_readonly("address", [](HostCall& call) { return reinterpret_cast<Address>(&call); })
       .def("rethrow", &HostCall::rethrow);
   py::class_<MoeKernel>(library, "MoeKernel", py::module_local())
