@@ -67,7 +67,7 @@ app.add_typer(lf.app, name="lf")
 app.add_typer(bench.app, name="bench")
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the newer name, and the one before torch 2.9
-_RUNS_MODELS = frozenset({"train", "generate", "serve", "eval", "prove", "lf", "bench finetune"})
+_RUNS_MODELS = frozenset({"train", "generate", "serve", "eval", "prove", "lf", "bench finetune", "bench generate"})
 
 
 def _print_version(wanted: bool) -> None:

@@ -16,6 +16,7 @@ import typer
 from ktc.cli.bench_decode import decode_command
 from ktc.cli.bench_files import bar_of, require_distinct, require_writable
 from ktc.cli.bench_finetune import finetune_command
+from ktc.cli.bench_generate import generate_command
 from ktc.cli.bench_serve import serve_command
 from ktc.cli.bench_stream import stream_command
 from ktc.cli.session import Session
@@ -31,6 +32,7 @@ def bench() -> None:
 
 app.command("decode")(decode_command)
 app.command("finetune")(finetune_command)
+app.command("generate")(generate_command)
 app.command("serve")(serve_command)
 app.command("stream")(stream_command)
 

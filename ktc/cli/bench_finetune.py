@@ -21,7 +21,7 @@ from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
 if TYPE_CHECKING:
-    from ktc.bench.finetune.watch import Watch
+    from ktc.bench.watch import Watch
 
 
 @in_session()
@@ -108,7 +108,7 @@ def finetune_command(
     from ktc.bench.finetune.plot import draw
     from ktc.bench.finetune.run import run
 
-    with _watching(session) as watch:
+    with watching(session) as watch:
         report = run(request, watch)
     session.result(report.to_json())
     session.show(tables(report))
@@ -121,11 +121,11 @@ def finetune_command(
 
 
 @contextmanager
-def _watching(session: Session) -> Generator[Watch]:
+def watching(session: Session) -> Generator[Watch]:
     """Show a line for each finished stage, part and step, and on a terminal a bar for the running part."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    from ktc.bench.finetune.watch import Watch
+    from ktc.bench.watch import Watch
     from ktc.cli.report import StageReport
 
     columns: tuple[Any, ...] = (

@@ -20,8 +20,9 @@ from ktc import compiler, twin
 from ktc.bench.finetune import hf, memory
 from ktc.bench.finetune.report import LeftOut, Report, Row, Split, marked, median_step, whole_depth
 from ktc.bench.finetune.request import Request, Typed, parse
-from ktc.bench.finetune.stack import Stack, stack_of
-from ktc.bench.finetune.watch import Watch
+from ktc.bench.stack import Stack, stack_of
+from ktc.bench.stock import reason_against
+from ktc.bench.watch import Watch
 from ktc.cli import app as cli
 from ktc.cli.finetune_table import tables
 from ktc.diagnostics import HostLacks, InputRefused
@@ -108,7 +109,7 @@ def lora() -> LoraConfig:
 @pytest.mark.usefixtures("one_thread")
 def test_the_peer_measures_every_split_of_the_same_step(config: Path) -> None:
     request = parse(Typed(str(config), random_weights=True, length=16, accumulation=8, steps=2), gpus=0)
-    stack = stack_of(request, config.parent / "cut")
+    stack = stack_of(request.model, request.layers, config.parent / "cut")
     rows = [each for each in hf.measured(request, stack, lora(), SILENT, "cpu") if isinstance(each, Row)]
     assert [row.split for row in rows] == list(hf.splits(8))
     assert len({row.split for row in rows}) == 4
@@ -125,7 +126,8 @@ def test_a_split_that_runs_out_of_memory_is_told(config: Path, monkeypatch: pyte
 
     monkeypatch.setattr(hf, "_row", row)
     request = parse(Typed(str(config), random_weights=True, length=16, accumulation=8, steps=2), gpus=0)
-    found = list(hf.measured(request, stack_of(request, config.parent / "cut"), lora(), SILENT, "cpu"))
+    stack = stack_of(request.model, request.layers, config.parent / "cut")
+    found = list(hf.measured(request, stack, lora(), SILENT, "cpu"))
     assert found[-1] == LeftOut("hf", "batch 8 x 1", "CUDA out of memory. Tried")
     assert found[:-1] == [ROW] * 3
 
@@ -133,7 +135,7 @@ def test_a_split_that_runs_out_of_memory_is_told(config: Path, monkeypatch: pyte
 def test_a_peer_larger_than_the_gpu_is_left_out(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(hf.torch.cuda, "mem_get_info", lambda device: (0, 1 << 10))
-    reason = hf.reason_against(Stack(config, 3, 3, 2, 2))
+    reason = reason_against(Stack(config, 3, 3, 2, 2))
     assert reason.startswith("its weights need ")
     assert reason.endswith("and the GPU has 1.0 KiB")
 
@@ -217,11 +219,11 @@ def test_a_plot_has_a_known_ending(run: Run) -> None:
 )
 def test_a_number_of_layers_that_measures_nothing_is_refused(layers: int, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputRefused, match=message):
-        stack_of(request_of("deepseek-v3", layers), tmp_path / "cut")
+        stack_of(str(CONFIGS / "deepseek-v3"), layers, tmp_path / "cut")
 
 
 def test_the_first_layers_of_a_published_model_keep_their_sizes(tmp_path: Path) -> None:
-    stack = stack_of(request_of("deepseek-v3", 5), tmp_path / "cut")
+    stack = stack_of(str(CONFIGS / "deepseek-v3"), 5, tmp_path / "cut")
     assert (stack.depth, stack.with_experts, stack.with_experts_of_depth, stack.times_whole) == (61, 2, 58, 29)
     cut, whole = (
         json.loads((Path(each) / "config.json").read_text()) for each in (stack.model, CONFIGS / "deepseek-v3")
@@ -236,10 +238,6 @@ def test_lists_by_layer_are_cut_too() -> None:
     cut = {"num_hidden_layers": 2, "layer_types": ["a", "b"], "mlp_only_layers": [0], "hidden": 7}
     assert twin.first_layers(settings, 2) == cut
     assert twin.layers_with_experts(settings) == [1, 2]
-
-
-def request_of(model: str, layers: int) -> Request:
-    return parse(Typed(str(CONFIGS / model), random_weights=True, layers=layers), gpus=0)
 
 
 ROW = Row(

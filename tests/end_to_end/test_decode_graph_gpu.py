@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_steps import record_eagerly
 from torch import Tensor, nn
 
 import ktc
+from ktc.model.cuda_graph import DecodeGraphs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -67,11 +69,16 @@ def test_a_replayed_step_is_the_eager_one(
     assert len(model.decode_graphs._steps) == 2
 
 
-def test_a_thousand_steps(load: Callable[..., Any]) -> None:
+def test_a_thousand_replayed_steps_choose_the_tokens_of_the_same_steps_computed_eagerly(
+    load: Callable[..., Any],
+) -> None:
     model = load("deepseek_v2")
-    ours, eager = generated(model, 1, 300), generated(model, 1, 300, disable_compile=True)
-    assert torch.isfinite(ours).all()
-    assert float((ours[:4] - eager[:4]).norm() / eager[:4].norm()) <= 0.02
+    found = []
+    for graphs in (DecodeGraphs(), DecodeGraphs(record_eagerly)):
+        model.decode_graphs = graphs
+        found.append(generated(model, 1, 1000))
+        assert len(graphs._steps) == 3  # of 256, 512 and 1024 positions
+    assert torch.equal(*found)
 
 
 def test_an_adapter_and_its_absence_are_captured_each(load: Callable[..., Any]) -> None:
@@ -97,5 +104,5 @@ def test_an_expert_that_does_not_exist_is_told_with_its_layer(load: Callable[...
     with pytest.raises(IndexError) as error:
         generated(model, 1, 4)
     del experts.forward
-    assert error.value.__notes__ or "expert" in str(error.value)
+    assert "expert" in str(error.value)
     generated(model, 1, 4)

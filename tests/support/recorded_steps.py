@@ -16,6 +16,8 @@ def record_eagerly(compute: Compute, device: torch.device) -> tuple[Any, Callabl
 
     def replay() -> None:
         output.logits.copy_(compute().logits)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     return output, replay
 

@@ -7,33 +7,21 @@ that stock has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ktc.bench.finetune.device import StepClock, host_peak, peaks, reset_peaks, token_ids
 from ktc.bench.finetune.report import LeftOut, Row, Split, median_step
 from ktc.bench.finetune.request import Request
-from ktc.bench.finetune.stack import Stack
-from ktc.bench.finetune.watch import Watch
-from ktc.capture import open_model
-from ktc.model.buffers import compute_buffers
-from ktc.model.random_weights import fill_random
-from ktc.plan.placement import gib
+from ktc.bench.stack import Stack
+from ktc.bench.stock import stock_model
+from ktc.bench.watch import Watch
 
 _BETWEEN: Final = 4  # the batch between one sequence and all of a step
-
-
-def reason_against(stack: Stack) -> str:
-    """Return why the peer cannot run here, "" if it can."""
-    if not torch.cuda.is_available():
-        return "it needs a GPU, and this process sees none"
-    held, free = _bytes(_on_meta(stack)), torch.cuda.mem_get_info(0)[1]
-    return f"its weights need {gib(held)}, and the GPU has {gib(free)}" if held > free else ""
 
 
 def measured(
@@ -65,27 +53,9 @@ def splits(accumulation: int) -> tuple[Split, ...]:
 
 
 def _model(request: Request, stack: Stack, lora: LoraConfig, device: str, watch: Watch) -> PeftModel:
-    model, placement = _on_meta(stack), {"": device}
-
-    def progress(done: int, total: int) -> None:
-        watch.progress("weights of the peer", done, total)
-
-    fill_random(model, placement, request.seed, progress)
-    compute_buffers(model, placement)
-    model.tie_weights()
+    model = stock_model(stack, device, request.seed, watch.part("weights of the peer"))
     torch.manual_seed(request.seed)
     return cast("PeftModel", get_peft_model(model, lora)).train()
-
-
-def _on_meta(stack: Stack) -> PreTrainedModel:
-    config = open_model(stack.model, fetch_weights=False).config
-    make = cast("Callable[..., PreTrainedModel]", AutoModelForCausalLM.from_config)
-    with torch.device("meta"):
-        return make(config, dtype=torch.bfloat16, experts_implementation="grouped_mm")
-
-
-def _bytes(model: PreTrainedModel) -> int:
-    return sum(each.numel() * each.element_size() for each in model.parameters())
 
 
 def _row(

@@ -19,9 +19,9 @@ from ktc.bench.finetune.memory import require_room
 from ktc.bench.finetune.reference import reference_of
 from ktc.bench.finetune.report import Row
 from ktc.bench.finetune.request import STREAMED_TO, Place, Request, refused
-from ktc.bench.finetune.stack import Stack
 from ktc.bench.finetune.steps import measured
-from ktc.bench.finetune.watch import Watch
+from ktc.bench.stack import Stack
+from ktc.bench.watch import Watch
 from ktc.experts.module import FusedMoe
 from ktc.model import peft_glue
 from ktc.model.load import load

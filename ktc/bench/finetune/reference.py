@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktc.bench.finetune.request import Request, refused
-from ktc.bench.finetune.watch import Watch
+from ktc.bench.watch import Watch
 from ktc.experts.module import FusedMoe
 from ktc.experts.stock_layout import parts_of
 from ktc.linears.streamed_linear import StreamedLinear

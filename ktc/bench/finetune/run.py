@@ -19,8 +19,9 @@ from ktc.bench.finetune import hf, ours
 from ktc.bench.finetune.device import reset_peaks
 from ktc.bench.finetune.report import LeftOut, Report, Row, marked, whole_depth
 from ktc.bench.finetune.request import Request
-from ktc.bench.finetune.stack import Stack, stack_of
-from ktc.bench.finetune.watch import Watch
+from ktc.bench.stack import Stack, stack_of
+from ktc.bench.stock import reason_against
+from ktc.bench.watch import Watch
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ def run(request: Request, watch: Watch) -> Report:
     """
     with tempfile.TemporaryDirectory(prefix="ktc-finetune-") as name:
         folder, seconds = Path(name), dict[str, float]()
-        stack = stack_of(request, folder / "config")
+        stack = stack_of(request.model, request.layers, folder / "config")
         out = _timed(seconds, "compile", lambda: ours.compiled(request, stack, folder / "tuned_by_bench", watch))
         found: list[Row | LeftOut] = []
         lora, notes = ours.lora_of(request, out)
@@ -67,7 +68,7 @@ def _ours(request: Request, lora: LoraConfig, out: Path, watch: Watch, seconds: 
 
 
 def _peer(request: Request, stack: Stack, lora: LoraConfig, watch: Watch) -> list[Row | LeftOut]:
-    if reason := hf.reason_against(stack):
+    if reason := reason_against(stack):
         return [LeftOut("hf", "", reason)]
     return list(hf.measured(request, stack, lora, watch))
 

@@ -17,7 +17,7 @@ from transformers.trainer_callback import PrinterCallback
 from ktc.bench.finetune.device import StepClock, host_peak, peaks, reset_peaks, token_ids
 from ktc.bench.finetune.report import Row, Split, median_step
 from ktc.bench.finetune.request import Place, Request
-from ktc.bench.finetune.watch import Watch
+from ktc.bench.watch import Watch
 from ktc.training import KTrainer
 from ktc.training.report import report_of
 from ktc.training.step_trace import TRACED_STEP, StepTrace

@@ -13,3 +13,7 @@ class Watch:
     stage: Callable[[str, object], None]
     progress: Callable[[str, float, float], None]
     told: Callable[[str], None]
+
+    def part(self, name: str) -> Callable[[int, int], None]:
+        """Return the function that takes done and total of a part."""
+        return lambda done, total: self.progress(name, done, total)

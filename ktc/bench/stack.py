@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from ktc import twin
-from ktc.bench.finetune.request import Request, refused
 from ktc.capture import open_model
 from ktc.decode import read_json
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import write_file
 
 
@@ -39,26 +39,30 @@ class Stack:
         return self.with_experts_of_depth / self.with_experts
 
 
-def stack_of(request: Request, folder: Path) -> Stack:
-    """Return the layers of `request`. Their config is written into `folder` unless it is MODEL's own.
+def stack_of(model: str, layers: int | None, folder: Path) -> Stack:
+    """Return the first `layers` of MODEL, or all. Their config is written into `folder` unless it is MODEL's own.
 
     Raises InputRefused (U030), and what opening a model raises.
     """
-    source = open_model(request.model, fetch_weights=False)
+    source = open_model(model, fetch_weights=False)
     if source.folder is None:
-        raise refused(f"`{request.model}` has no folder with config.json")
+        raise _refused(f"`{model}` has no folder with config.json")
     settings = cast("dict[str, Any]", read_json((source.folder / "config.json").read_bytes()))
     depth = twin.depth_of(settings)
     if depth is None:
-        raise refused(f"config.json of `{request.model}` does not say how many layers the model has")
-    sparse, layers = twin.layers_with_experts(settings), request.layers or depth
+        raise _refused(f"config.json of `{model}` does not say how many layers the model has")
+    sparse, layers = twin.layers_with_experts(settings), layers or depth
     if layers > depth:
-        raise refused(f"`--layers {layers}`: the model has {depth}")
+        raise _refused(f"`--layers {layers}`: the model has {depth}")
     if layers <= min(sparse, default=depth):
-        raise refused(f"`--layers {layers}`: the first layer with experts is number {min(sparse, default=depth) + 1}")
+        raise _refused(f"`--layers {layers}`: the first layer with experts is number {min(sparse, default=depth) + 1}")
     kept = sum(number < layers for number in sparse)
     if layers == depth:
-        return Stack(request.model, layers, depth, kept, len(sparse))
+        return Stack(model, layers, depth, kept, len(sparse))
     folder.mkdir()
     write_file(folder / "config.json", json.dumps(twin.first_layers(settings, layers), indent=2))
     return Stack(folder, layers, depth, kept, len(sparse))
+
+
+def _refused(message: str) -> InputRefused:
+    return InputRefused(Diagnostic("U030", message, hint="`--help` lists the options"))
