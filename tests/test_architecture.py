@@ -55,7 +55,7 @@ IMPORTS = {
     "compile --help": (33, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
     "explain E040": (34, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
     "fmt --check rules": (88, ("ktc.host", "ktc.compiler", *_MODELS)),
-    "check moe-lora": (88, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
+    "check moe-lora": (89, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
     "import ktc.compiler": (180, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }

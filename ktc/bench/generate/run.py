@@ -11,7 +11,7 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -100,7 +100,8 @@ def _row(
     device = model.get_input_embeddings().weight.device
     generator = torch.Generator().manual_seed(request.seed)
     ids = torch.randint(_FIRST_TOKEN, model.config.vocab_size, (batch, context), generator=generator).to(device)
-    samples, clock, told = Samples(), _Clock(watch.part(impl), request.steps), _Told()
+    samples, clock, told = Samples(), _Clock(), _Told()
+    watch.progress(f"{impl}, batch {batch}, context {context}", 0, 1)  # not in each step, whose time it would take
     limits.measure(samples)
     logging.getLogger(cuda_graph.__name__).addHandler(told)
     try:
@@ -150,9 +151,8 @@ def experts_bytes(model: nn.Module, tokens: int) -> float:
 class _Clock(StoppingCriteria):
     """The seconds from token to token; the first is that of the prompt."""
 
-    def __init__(self, done: Callable[[int, int], None], total: int) -> None:
+    def __init__(self) -> None:
         self.steps: list[float] = []
-        self._done, self._total = done, total
 
     def start(self) -> None:
         self._last = time.perf_counter()
@@ -162,7 +162,6 @@ class _Clock(StoppingCriteria):
             torch.cuda.synchronize(input_ids.device)
         now = time.perf_counter()
         self.steps.append(now - self._last)
-        self._done(len(self.steps), self._total)
         self._last = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
