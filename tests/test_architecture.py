@@ -50,11 +50,11 @@ _LATER_STAGES = ("peft", "trl", "datasets", "graphlay", "ktc.prove", "ktc.codege
                  "ktc.training", "ktc.tune.train", "ktc.adapters", "ktc.generate", "ktc.serving", "ktc.bench.run",
                  "ktc.census", "ktc.kt_yaml")  # fmt: skip
 IMPORTS = {
-    "--version": (33, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "--help": (33, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "compile --help": (33, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "explain E040": (34, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "fmt --check rules": (88, ("ktc.host", "ktc.compiler", *_MODELS)),
+    "--version": (34, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
+    "--help": (34, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
+    "compile --help": (34, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
+    "explain E040": (35, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
+    "fmt --check rules": (89, ("ktc.host", "ktc.compiler", *_MODELS)),
     "check moe-lora": (89, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
     "import ktc.compiler": (180, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
