@@ -43,7 +43,8 @@ class Band:
         length = row.shape[1]
         slots = self._memory.shape[0]
         if self.rows == slots or length > self.end:
-            self._relocate(max(2 * slots, 1) if self.rows == slots else slots, max(self.width, length))
+            grown = slots + slots // 4 + 1 if self.rows == slots else slots
+            self._relocate(grown, max(self.width, length))
         self.left = min(self.left, self.end - length) if self.rows else self.end - length
         self._memory[self.rows].zero_()
         self._memory[self.rows, :, self.end - length : self.end] = row
