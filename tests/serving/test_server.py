@@ -9,17 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running_servers import served
 
 from ktc import versions
 from ktc.diagnostics import HostLacks, InputRefused
@@ -54,21 +53,6 @@ def opened(models: ServedModels) -> LanguageModel:
 def address(models: ServedModels) -> Iterator[str]:
     with served(models, Limits(batch=4)) as url:
         yield url
-
-
-@contextmanager
-def served(models: ServedModels, limits: Limits) -> Iterator[str]:
-    listening = serve.listen("127.0.0.1", 0)
-    server, notes = serve.make_server(models, limits)
-    assert notes == ()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    yield serve.url(listening)
-    server.should_exit = True
-    thread.join(timeout=20)
-    assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")

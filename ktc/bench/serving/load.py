@@ -44,7 +44,7 @@ class Outcome:
 
 
 async def drive(url: str, load: Load, seed: int = 0) -> tuple[list[Outcome], float]:
-    """Send requests from all clients for the given time; return the outcomes, and the seconds until the last ended."""
+    """Send requests from all clients for the given time, at least one each; return the outcomes and the whole time."""
     from openai import AsyncOpenAI
 
     started, outcomes = time.perf_counter(), list[Outcome]()
@@ -53,8 +53,10 @@ async def drive(url: str, load: Load, seed: int = 0) -> tuple[list[Outcome], flo
 
         async def run(number: int) -> None:
             chance = random.Random(1000 * seed + number)
-            while time.perf_counter() - started < load.seconds:
+            while True:
                 outcomes.append(await _request(client, model, load, number % 2 == 0, chance))
+                if time.perf_counter() - started >= load.seconds:
+                    return
 
         await asyncio.gather(*(run(number) for number in range(load.clients)))
     return outcomes, time.perf_counter() - started

@@ -1,0 +1,28 @@
+"""A server of `ktc serve` in a thread of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ktc.serving import server as serve
+from ktc.serving.models import ServedModels
+from ktc.serving.request import Limits
+
+
+@contextmanager
+def served(models: ServedModels, limits: Limits) -> Iterator[str]:
+    """The URL of a server that shares batches, until the end of the context."""
+    listening = serve.listen("127.0.0.1", 0)
+    server, notes = serve.make_server(models, limits)
+    assert notes == ()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield serve.url(listening)
+    server.should_exit = True
+    thread.join(timeout=20)
+    assert not thread.is_alive()
