@@ -1,17 +1,22 @@
 """Decode attention on the CPU: ktc's kernel beside PyTorch, one layer, one new token.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/decode_attention.py [--isa avx2] [--rounds 7] [--positions 4096]
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/decode_attention.py --sparse --positions 131072 [--k 2048]
     OMP_WAIT_POLICY=passive python benchmarks/decode_attention.py --threads 16
 
 Rows: grouped-query attention with 32 query and 8 key heads of 128 (scaled_dot_product_attention), and latent attention
 of DeepSeek-V2-Lite (16 heads, latents of 512, rotary keys of 64; expanded keys as stock code, and absorbed by
 PyTorch). Milliseconds of processor time (of several threads: of wall time), medians of rounds in which the candidates
 take turns; the cache's bytes over them, and its share of the read bandwidth that the same rounds measured.
+
+With `--sparse`, ktc's dense kernel beside `sparse_attention`, each step with the codes of the new key: the bytes that
+it reads, and how many times as fast as dense it is (the median of the rounds' ratios).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -23,11 +28,14 @@ from torch.nn import functional
 
 from ktc import host
 from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.index_kernel import IndexKernel
+from ktc.attention.key_index import KeyIndex
 from ktc.attention.latent import attend
+from ktc.attention.sparsity import FORMATS, Sparsity, Traffic
 from ktc.attention.up_projection import UpProjection
 from ktc.codegen.build import build
 from ktc.codegen.render import render
-from ktc.plan.attention_spec import AttentionSpec
+from ktc.plan.attention_spec import AttentionSpec, SparseAttentionSpec
 from ktc.plan.linear_spec import ISAS
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
@@ -72,6 +80,62 @@ def latent(positions: int, decode: DecodeAttention) -> Candidates:
     }
 
 
+def sparse(positions: int, k: int, decode: DecodeAttention, index: IndexKernel) -> dict[str, Candidates]:
+    """Dense and sparse candidates of both kinds of attention, with the bytes that each reads."""
+    query = torch.randn(1, HEADS, 1, WIDTH).bfloat16()
+    heads = Heads(*(torch.randn(1, KEY_HEADS, positions, WIDTH).bfloat16() for _ in range(2)))
+    q_latent = torch.randn(1, LATENT_HEADS, 1, NOPE + ROPE).bfloat16()
+    latents, ropes = (torch.randn(1, 1, positions, width).bfloat16() for width in (LATENT, ROPE))
+    up = UpProjection(torch.randn(LATENT_HEADS, NOPE + VALUE, LATENT).bfloat16(), NOPE)
+
+    def absorbed(attend: Callable[[Tensor], Tensor]) -> Tensor:
+        query = torch.cat([up.into_latent(q_latent[..., :NOPE]), q_latent[..., NOPE:]], dim=-1)
+        return up.out_of_latent(attend(query).transpose(1, 2))
+
+    def step(query: Tensor, heads: Heads, held: KeyIndex, sparsity: Sparsity) -> Tensor:
+        held.crop(positions - 1)
+        index.extend(held, heads, positions)
+        return decode.of_chosen(query, heads, index.select(held, query, None, sparsity, 0.1), scale=0.1)
+
+    found: dict[str, Candidates] = {}
+    for kind, of, shape in (
+        ("GQA", heads, (HEADS, KEY_HEADS, 4 * WIDTH, WIDTH)),
+        ("MLA", Heads(latents, latents, ropes), (LATENT_HEADS, 1, 2 * (LATENT + ROPE), LATENT + ROPE)),
+    ):
+        dense = Traffic(0, 0, positions * shape[1] * shape[2])
+        if kind == "GQA":
+            rows: Candidates = {"GQA, dense": (lambda: decode(query, heads, scale=0.1), dense.dense)}
+        else:
+            rows = {"MLA, dense": (lambda of=of: absorbed(lambda q: decode(q, of, scale=0.1)), dense.dense)}
+        for name in FORMATS:
+            held = KeyIndex.of(of, torch.ones(1, positions, dtype=torch.bool), name)
+            index.extend(held, of, positions)
+            for shared in (False, True) if kind == "GQA" else (True,):
+                sparsity = Sparsity(k, 64, 256, name, shared)
+                traffic = sparsity.traffic(positions, *shape)
+                run = functools.partial(step, heads=of, held=held, sparsity=sparsity)
+                run = functools.partial(run, query) if kind == "GQA" else functools.partial(absorbed, run)
+                label = f"{kind}, {name}, {'shared' if shared else 'per head'}"
+                rows[label] = (run, traffic.index + traffic.gathered)
+        found[kind] = rows
+    return found
+
+
+def compare(rounds: int, kinds: dict[str, Candidates], cold: Tensor, clock: Callable[[], float]) -> None:
+    """Print how many times as fast as dense attention the sparse candidates are."""
+    for rows in kinds.values():
+        times: dict[str, list[float]] = {name: [] for name in rows}
+        with torch.no_grad():
+            for _ in range(rounds + 1):
+                for name, (run, _) in rows.items():
+                    cold.sum()
+                    times[name].append(seconds(run, clock))
+        dense = next(iter(times.values()))[1:]
+        for name, (_, nbytes) in rows.items():
+            ratio = statistics.median(a / b for a, b in zip(dense, times[name][1:], strict=True))
+            print(f"{name:24}{statistics.median(times[name][1:]) * 1e3:9.2f} ms {nbytes / 1e6:7.1f} MB  {ratio:5.1f}x")
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,13 +144,22 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--sparse", action="store_true", help="compare sparse with dense attention of ktc")
+    parser.add_argument("--k", type=int, default=2048, help="positions that sparse attention chooses by their scores")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
+    cold = torch.ones(COLD // 8, dtype=torch.int64)
+    if options.sparse:
+        spec = SparseAttentionSpec("sparse_attention", "bf16", options.isa)
+        kernel = build(render([spec], {spec: "bench"}), host.detect()).kernel(spec.entry)
+        both = DecodeAttention(kernel, options.threads), IndexKernel(kernel, options.threads)
+        print(f"{options.positions} positions, {options.isa}, k = {options.k}, 64 first and 256 last positions")
+        compare(options.rounds, sparse(options.positions, options.k, *both), cold, clock)
+        return
     spec = AttentionSpec("attention", "bf16", options.isa)
     decode = DecodeAttention(build(render([spec], {spec: "bench"}), host.detect()).kernel(spec.entry), options.threads)
     candidates = grouped(options.positions, decode) | latent(options.positions, decode)
-    cold = torch.ones(COLD // 8, dtype=torch.int64)
     times: dict[str, list[float]] = {name: [] for name in (*candidates, "read")}
     with torch.no_grad():
         for _ in range(options.rounds + 1):

@@ -30,7 +30,7 @@ KNOWN = {
     "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_non_persistent_buffers_set",
     "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module", "_resolve_model",
-    "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request",
+    "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request", "_version",
 }  # fmt: skip
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
 
@@ -230,3 +230,15 @@ def test_a_tensor_of_any_number_of_rows_leaves_a_guard_where_code_asks_for_it() 
     sample = torch.zeros(2, 8)
     assert not reads_rows(lambda x: x * 2, sample)
     assert reads_rows(lambda x: x * (2 if x.shape[0] == 55 else 1), sample)
+
+
+def test_a_write_into_a_tensor_or_a_view_of_it_changes_its_version() -> None:
+    """`ktc/attention/key_index.py` tells by it that a cache was changed by others."""
+    whole = torch.zeros(4, 3)
+    view = whole[:2]
+    before = view._version
+    whole[3] = 1
+    assert view._version > before
+    before = whole._version
+    view.add_(1)
+    assert whole._version > before

@@ -1,1 +1,1 @@
-"""Attention operators of a compiled model: latent attention on the compressed cache."""
+"""Attention operators of a compiled model: latent, decode and sparse attention."""

@@ -19,6 +19,8 @@ from ktc.attention.decode import DecodeAttention, Heads
 from ktc.attention.interface import AnsweredAttention, answer, chosen, implementation_of, stock_function
 from ktc.attention.latent import attend
 from ktc.attention.latent_sizes import LatentSizes
+from ktc.attention.sparse import Sparse, follows_cache
+from ktc.attention.sparsity import Traffic
 from ktc.attention.up_projection import up_projection
 from ktc.hf.latent_cache import EXPAND, caches_latents
 
@@ -50,15 +52,20 @@ class AbsorbedAttention(AnsweredAttention):
 
     absorption: Absorption
     decode: DecodeAttention | None
+    sparse: Sparse | None = None
+    traffic: Traffic = Traffic(0, 0, 0)
     told: str = ""
+    told_of: str = ""
 
     def expand_kv(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Hand on what the cache holds, (B, 1, L, c) and (B, 1, L, r), as keys and values."""
         return latent, k_rope
 
 
-def absorb(module: nn.Module, absorption: Absorption, decode: DecodeAttention | None = None) -> nn.Module:
-    """Give `module` the class that absorbs; `decode` computes the calls that it serves.
+def absorb(
+    module: nn.Module, absorption: Absorption, decode: DecodeAttention | None = None, sparse: Sparse | None = None
+) -> nn.Module:
+    """Give `module` the class that absorbs. `decode` computes the calls that it serves, `sparse` those of long caches.
 
     Raises ValueError for a module that caches no latents, or of other sizes.
     """
@@ -70,9 +77,9 @@ def absorb(module: nn.Module, absorption: Absorption, decode: DecodeAttention | 
     found = tuple(cast("Tensor", kv_b.weight).shape)
     if found != wanted:
         raise ValueError(f"its `{absorption.kv_b}` is {list(found)} instead of {list(wanted)}")
-    answer(module, NAME, latent_attention, AbsorbedAttention)
+    answer(module, NAME, latent_attention, AbsorbedAttention, **({} if sparse is None else follows_cache(stock)))
     made = cast("Any", module)
-    made.absorption, made.decode = absorption, decode
+    made.absorption, made.decode, made.sparse = absorption, decode, sparse
     return module
 
 
@@ -97,6 +104,15 @@ def latent_attention(
         if not isinstance(up, str):
             heads = Heads(latent, latent, k_rope)
             plain = implementation != "eager" and not dropout
+            sparse: Sparse | None = own.sparse
+            if sparse is not None and plain:
+                q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
+                scale = cast("float", scaling)
+                summed = sparse.attend(
+                    own, q_latent, heads, scale=scale, mask=attention_mask, sinks=s_aux, indices=indices
+                )
+                if summed is not None:
+                    return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
             if own.decode is not None and plain and own.decode.serves(query, heads, mask):
                 q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
                 summed = own.decode(q_latent, heads, scale=cast("float", scaling), mask=mask, sinks=s_aux)

@@ -13,12 +13,14 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ktc.attention.chosen import Chosen
 from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativeAttention, permitted_threads
 from ktc.linears.gemv import DTYPES, is_plain, is_traced
 
-_MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
+MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
 _BYTES_PER_THREAD: Final = 128 << 10  # with less, waking a thread costs more than it saves
 _NOTHING: Final = (0, 0, 0, 0, 0)
+_ALL: Final = (0, 0, 1, 1)  # positions, and no lists of them
 
 
 class Heads(NamedTuple):
@@ -38,7 +40,7 @@ class DecodeAttention:
 
     def serves(self, query: Tensor, heads: Heads, mask: Tensor | None) -> bool:
         """Return whether the kernel takes this call: few tokens, under `no_grad`, plain CPU tensors of its dtype."""
-        if torch.is_grad_enabled() or query.shape[2] > _MOST_TOKENS or is_traced():
+        if torch.is_grad_enabled() or query.shape[2] > MOST_TOKENS or is_traced():
             return False
         tensors = [query, *(each for each in heads if each is not None)]
         dtype = DTYPES[self.kernel.dtype]
@@ -56,31 +58,62 @@ class DecodeAttention:
         `mask` is bool, (B or 1, 1, T, L); `sinks` (H,) are further scores without a value.
         """
         B, H, T, _ = query.shape
-        query = query.detach().contiguous()
         positions, key_heads = heads.keys.shape[2], heads.keys.shape[1]
         out = query.new_empty((B, T, H, heads.values.shape[-1]))
-        seen = None if mask is None else mask[:, 0, :, :positions].expand(B, T, positions)
-        if seen is not None and seen.stride(-1) != 1:
-            seen = seen.contiguous()
-        sink = None if sinks is None else sinks.detach().float().contiguous()
+        seen = seen_by_kernel(mask, B, T, positions)
+        sizes = B, key_heads, H // key_heads, T, positions
         nbytes = sum(each.nbytes for each in heads if each is not None)
-        native, engine = _opened(self.kernel, min(self.threads, max(1, nbytes // _BYTES_PER_THREAD)))
-        with TURNS:
-            native.forward(
-                engine, query.data_ptr(), _view(heads.keys), _view(heads.more_keys), _view(heads.values), *_mask(seen),
-                0 if sink is None else sink.data_ptr(), out.data_ptr(),
-                (B, key_heads, H // key_heads, T, positions), scale,
-            )  # fmt: skip
+        self._forward(query.detach().contiguous(), heads, seen, sinks, out, sizes, scale, _ALL, nbytes)
         return out
 
+    def of_chosen(
+        self, query: Tensor, heads: Heads, chosen: Chosen, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Compute query (B, H, T, k + r) -> (B, T, H, v) over the chosen positions alone."""
+        B, H, T, width = query.shape
+        choosing, most = chosen.positions.shape[2:]
+        rows = query.detach().transpose(1, 2).reshape(B * T, H, 1, width).contiguous()
+        out = query.new_empty((B, T, H, heads.values.shape[-1]))
+        sizes = B * T, choosing, H // choosing, 1, most
+        lists = chosen.positions.data_ptr(), chosen.counts.data_ptr(), T, choosing // heads.keys.shape[1]
+        row_bytes = sum(each.shape[-1] * each.itemsize for each in heads if each is not None)
+        nbytes = chosen.positions.numel() * row_bytes
+        self._forward(rows, heads, None, sinks, out, sizes, scale, lists, nbytes)
+        return out
 
-def _view(tensor: Tensor | None) -> tuple[int, int, int, int, int]:
+    def _forward(
+        self, query: Tensor, heads: Heads, seen: Tensor | None, sinks: Tensor | None, out: Tensor,
+        sizes: tuple[int, int, int, int, int], scale: float, chosen: tuple[int, int, int, int], nbytes: int,
+    ) -> None:  # fmt: skip
+        sink = None if sinks is None else sinks.detach().float().contiguous()
+        native, engine = _opened(self.kernel, threads_for(nbytes, self.threads))
+        with TURNS:
+            native.forward(
+                engine, query.data_ptr(), view(heads.keys), view(heads.more_keys), view(heads.values), *mask_view(seen),
+                0 if sink is None else sink.data_ptr(), out.data_ptr(), sizes, scale, chosen,
+            )  # fmt: skip
+
+
+def threads_for(nbytes: int, threads: int) -> int:
+    """Return how many of `threads` a call takes that reads so many bytes."""
+    return min(threads, max(1, nbytes // _BYTES_PER_THREAD))
+
+
+def seen_by_kernel(mask: Tensor | None, batch: int, tokens: int, positions: int) -> Tensor | None:
+    """Return a bool mask (B or 1, 1, T, L) as (B, T, L) whose positions are neighbours."""
+    seen = None if mask is None else mask[:, 0, :, :positions].expand(batch, tokens, positions)
+    return seen if seen is None or seen.stride(-1) == 1 else seen.contiguous()
+
+
+def view(tensor: Tensor | None) -> tuple[int, int, int, int, int]:
+    """Return the address, the strides and the width of keys or values (B, K, L, k), or zeros."""
     if tensor is None:
         return _NOTHING
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.shape[-1]
 
 
-def _mask(seen: Tensor | None) -> tuple[int, int, int]:
+def mask_view(seen: Tensor | None) -> tuple[int, int, int]:
+    """Return the address and the strides of a mask (B, T, L), or zeros."""
     return (0, 0, 0) if seen is None else (seen.data_ptr(), seen.stride(0), seen.stride(1))
 
 

@@ -13,21 +13,31 @@ from torch import Tensor, nn
 
 from ktc.attention.decode import DecodeAttention, Heads
 from ktc.attention.interface import AnsweredAttention, answer, chosen, stock_function
+from ktc.attention.sparse import Sparse, follows_cache
+from ktc.attention.sparsity import Traffic
 
 NAME: Final = "ktc_decode"  # of the attention function in transformers' register
 _BEYOND: Final = ("softcap", "position_bias")  # arguments of calls that the kernel does not compute
 
 
 class DecodingAttention(AnsweredAttention):
-    """Mixin before the stock class of an attention module; without a kernel the stock function computes all calls."""
+    """Mixin before the stock class of an attention module; without a kernel the stock function computes all calls.
+
+    With `sparse`, calls over long caches read the positions that it chooses; `traffic` counts their bytes.
+    """
 
     decode: DecodeAttention | None
+    sparse: Sparse | None = None
+    traffic: Traffic = Traffic(0, 0, 0)
+    told_of: str = ""
 
 
-def decoding(module: nn.Module, decode: DecodeAttention | None) -> nn.Module:
+def decoding(module: nn.Module, decode: DecodeAttention | None, sparse: Sparse | None = None) -> nn.Module:
     """Give `module` the kernel. Raises ValueError for a module without a config."""
-    answer(module, NAME, decoding_attention, DecodingAttention)
-    cast("Any", module).decode = decode
+    members = {} if sparse is None else follows_cache(type(module))
+    answer(module, NAME, decoding_attention, DecodingAttention, **members)
+    made = cast("Any", module)
+    made.decode, made.sparse = decode, sparse
     return module
 
 
@@ -37,9 +47,19 @@ def decoding_attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute attention as transformers' attention functions do: query (B, H, T, k) -> (B, T, H, v), and weights."""
     own = cast("Any", module)
-    mask = attention_mask if indices is None else chosen(attention_mask, indices, key.shape[2], query.dtype)
     decode: DecodeAttention | None = own.decode
-    heads, seen = Heads(key, value), _seen(mask)
+    sparse: Sparse | None = own.sparse
+    heads = Heads(key, value)
+    if sparse is not None:
+        seen = _seen(attention_mask)
+        if _is_plain(own, query, key, seen, dropout, more):
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
+            found = sparse.attend(own, query, heads, scale=scale, mask=seen, sinks=sinks, indices=indices)
+            if found is not None:
+                return found, None
+    mask = attention_mask if indices is None else chosen(attention_mask, indices, key.shape[2], query.dtype)
+    seen = _seen(mask)
     if decode is not None and decode.serves(query, heads, seen) and _is_plain(own, query, key, seen, dropout, more):
         sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -29,8 +29,11 @@ class AnsweredAttention:
     stock_class: type[nn.Module]
 
 
-def answer(module: nn.Module, name: str, function: Attention, mixin: type[AnsweredAttention]) -> None:
-    """Make `module` call `function`, as a class made of `mixin` and its own. Raises ValueError without a config."""
+def answer(module: nn.Module, name: str, function: Attention, mixin: type[AnsweredAttention], **members: Any) -> None:
+    """Make `module` call `function`, as a class made of `mixin` and its own, with further `members`.
+
+    Raises ValueError without a config.
+    """
     made, stock = cast("Any", module), type(module)
     if getattr(getattr(made, "config", None), "_attn_implementation", None) is None:
         raise ValueError(f"`{stock.__name__}` has no config that names its attention function")
@@ -39,7 +42,7 @@ def answer(module: nn.Module, name: str, function: Attention, mixin: type[Answer
     made.config = copy.copy(made.config)
     made.config._attn_implementation_internal = name
     module.__class__ = type(f"{mixin.__name__.removesuffix('Attention')}{stock.__name__}", (mixin, stock), {
-        "stock_class": stock
+        "stock_class": stock, **members
     })  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The test of every built attention kernel against attention in fp64, before its first use.
 
 In: one kernel and its spec. Refused (H225): a kernel whose output differs by more than the rounding of its dtype, or by
-one bit between one thread and three.
+one bit between one thread and three; a sparse one also with other codes or choices than the reference.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ import torch
 from torch import Tensor
 
 from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.index_kernel import IndexKernel
+from ktc.attention.key_codes import estimates
+from ktc.attention.key_index import KeyIndex
+from ktc.attention.selection import attend_chosen, choose, visible_positions
+from ktc.attention.sparsity import FORMATS, Sparsity
 from ktc.codegen.self_test_linear import TOLERANCE, norm
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.experts.kernel_library import Kernel
 from ktc.linears.gemv import DTYPES
-from ktc.plan.attention_spec import AttentionSpec
+from ktc.plan.attention_spec import AttentionSpec, SparseAttentionSpec
 
 # Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values.
 _SHAPES: Final = ((2, 6, 2, 3, 70, 40, 0, 24), (1, 5, 1, 1, 300, 64, 20, 64))
 
 
-def self_test_attention(kernel: Kernel, spec: AttentionSpec) -> None:
+def self_test_attention(kernel: Kernel, spec: AttentionSpec | SparseAttentionSpec) -> None:
     """Raise `KtcError` (H225) if the kernel does not compute causal attention."""
     draw = torch.Generator().manual_seed(22)
     for batch, heads, key_heads, tokens, positions, width, rope, value_width in _SHAPES:
@@ -40,6 +45,39 @@ def self_test_attention(kernel: Kernel, spec: AttentionSpec) -> None:
             raise _wrong(spec, "has other bits with three threads")
 
 
+def self_test_sparse_attention(kernel: Kernel, spec: SparseAttentionSpec) -> None:
+    """Raise `KtcError` (H225) if the kernel is not attention over all positions, or over chosen ones."""
+    self_test_attention(kernel, spec)
+    draw = torch.Generator().manual_seed(23)
+    dtype = DTYPES[spec.dtype]
+    query = torch.randn(2, 6, 2, 40, generator=draw).to(dtype)
+    heads = Heads(*(torch.randn(2, 2, 300, 40, generator=draw).to(dtype) for _ in range(2)))
+    every = torch.ones(2, 300, dtype=torch.bool)
+    for index in FORMATS:
+        wanted, found = (KeyIndex.of(heads, every, index) for _ in range(2))
+        wanted.extend(heads, 300)
+        native = IndexKernel(kernel, 3)
+        native.extend(found, heads, 300)
+        if not torch.equal(found.codes.blocks[:, :, :18], wanted.codes.blocks[:, :, :18]):
+            raise _wrong(spec, f"has other codes of keys in {index}")
+        sparsity = Sparsity(70, 4, 9, index, shared=False)
+        chosen = choose(
+            estimates(query, wanted.codes, index, 300, 0.2),
+            2,
+            visible_positions(None, 2, 2, 300, query.device),
+            sparsity,
+        )
+        selected = native.select(found, query, None, sparsity, 0.2)
+        if not torch.equal(selected.positions, chosen.positions):
+            raise _wrong(spec, f"chooses other positions by {index}")
+        output = DecodeAttention(kernel, 3).of_chosen(query, heads, selected, scale=0.2)
+        wide = Heads(heads.keys.double(), heads.values.double())
+        expected = attend_chosen(query.double(), wide, chosen, scale=0.2)
+        error = norm(output.double() - expected) / norm(expected)
+        if not error <= TOLERANCE[spec.dtype]:
+            raise _wrong(spec, f"over chosen positions differs from the reference by {error:.1e}")
+
+
 def _attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """(B, H, T, k), (B, K, L, k), (B, K, L, v) -> (B, T, H, v) in fp64."""
     group = query.shape[1] // keys.shape[1]
@@ -50,6 +88,6 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(1, 2)
 
 
-def _wrong(spec: AttentionSpec, what: str) -> KtcError:
+def _wrong(spec: AttentionSpec | SparseAttentionSpec, what: str) -> KtcError:
     message = f"the built kernel `{spec.entry}` is wrong: its output {what}"
     return KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))

@@ -162,6 +162,37 @@ class NativeAttention(Protocol):
         out: int,
         sizes: tuple[int, int, int, int, int],
         scale: float,
+        chosen: tuple[int, int, int, int],
+        /,
+    ) -> None: ...
+
+
+class NativeSparseAttention(NativeAttention, Protocol):
+    """`ktc::SparseAttentionKernel`; see `key_index.hpp`. An index is addresses of its parts, and its sizes."""
+
+    def encode(
+        self,
+        engine: Engine,
+        keys: tuple[int, int, int, int, int],
+        more_keys: tuple[int, int, int, int, int],
+        index: tuple[int, int, int, int, int, int, int],
+        sizes: tuple[int, int, int, int],
+        /,
+    ) -> None: ...
+    def select(
+        self,
+        engine: Engine,
+        query: int,
+        index: tuple[int, int, int, int, int, int, int],
+        mask: int,
+        mask_batch: int,
+        mask_token: int,
+        positions: int,
+        counts: int,
+        sizes: tuple[int, int, int, int, int, int],
+        scale: float,
+        budget: tuple[int, int, int],
+        shared: bool,
         /,
     ) -> None: ...
 
@@ -197,6 +228,10 @@ class Kernel:
     def attention(self) -> NativeAttention:
         """Return the kernel for attention of any sizes; the entry must be one."""
         return cast("NativeAttention", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+
+    def sparse_attention(self) -> NativeSparseAttention:
+        """Return the kernel for sparse attention of any sizes; the entry must be one."""
+        return cast("NativeSparseAttention", getattr(_opened(self.library.path, self.library.digest), self.entry)())
 
     def engine(self, threads: int, nodes: tuple[NumaNode, ...] = ()) -> Engine:
         """Return the engine of calls with this number of threads. All layers of a process share one set of threads."""

@@ -52,13 +52,30 @@ class LatentOperands:
         return ""
 
 
+def is_latent(core: fx.Node) -> bool:
+    """Return whether a core has keys `cat(k_nope, k_rope)` and values of the same projection as `k_nope`."""
+    if ops.operator(core) != "sdpa":
+        return "latent" in ops.attributes(core)
+    keys = behind(input_of(core, 1))
+    if ops.operator(keys) != "cat":
+        return False
+    found = [_projection(node) for node in (nodes_in(keys.args[0])[0], input_of(core, 2))]
+    return found[0] is found[1] and ops.operator(found[0]) in LINEARS
+
+
+def _projection(node: fx.Node) -> fx.Node:
+    """Return the node that a value is a part of."""
+    node = behind(node)
+    while ops.operator(node) in ("getitem", "split") or ops.operator(node) in ops.TRANSPARENT:
+        node = input_of(node, 0)
+    return node
+
+
 def latent_operands(core: fx.Node) -> LatentOperands:
     """Return the operands of a core with keys `cat(k_nope, k_rope)`, and values of the same projection as `k_nope`."""
     k_nope, k_rope = nodes_in(behind(input_of(core, 1)).args[0])
     value = input_of(core, 2)
-    kv_b = behind(value)
-    while ops.operator(kv_b) in ("getitem", "split") or ops.operator(kv_b) in ops.TRANSPARENT:
-        kv_b = input_of(kv_b, 0)
+    kv_b = _projection(value)
     assert ops.operator(kv_b) in LINEARS, f"the values of `{core.name}` come from `{kv_b.name}`"
     heads = int(ops.shape_of(core.args[0])[1])
     nope, width = int(ops.shape_of(k_nope)[-1]), int(ops.shape_of(value)[-1])

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ktc.attention.key_index import carried, length_of
+
 _ROOM: Final = 64  # tokens: the steps between two copies, and at most this many unused rows
 
 
@@ -26,7 +28,12 @@ def growing(cache: DynamicCache) -> DynamicCache:
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values (B, heads, L, head_dim) as views of memory that has room for up to 64 tokens more."""
+    """Keys and values (B, heads, L, head_dim) as views of memory that has room for up to 64 tokens more.
+
+    An index of the keys, where attention made one, follows crops and changes of the batch.
+    """
+
+    appends = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -40,6 +47,26 @@ class GrowingLayer(DynamicLayer):
         self.keys = self._appended("_room_of_keys", cast("Tensor", self.keys), key_states)
         self.values = self._appended("_room_of_values", cast("Tensor", self.values), value_states)
         return self.keys, self.values
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Remove the last tokens."""
+        with carried(self, lambda index: index.crop(length_of(self))):
+            super().crop(*args, **kwargs)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the sequences of beams."""
+        with carried(self, lambda index: index.choose_sequences(lambda t: t.index_select(0, beam_idx.to(t.device)))):
+            super().reorder_cache(cast("torch.LongTensor", beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence."""
+        with carried(self, lambda index: index.choose_sequences(lambda t: t.repeat_interleave(repeats, dim=0))):
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some sequences."""
+        with carried(self, lambda index: index.choose_sequences(lambda t: t[indices, ...])):
+            super().batch_select_indices(indices)
 
     def _appended(self, name: str, held: Tensor, new: Tensor) -> Tensor:
         length = held.shape[-2] if held.numel() else 0

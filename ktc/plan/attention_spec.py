@@ -1,4 +1,7 @@
-"""`AttentionSpec`: a kernel for attention of few new tokens over a cache, everything its template may ask."""
+"""`AttentionSpec` and `SparseAttentionSpec`: kernels for attention of few new tokens over a cache.
+
+They hold everything that their templates may ask.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,25 @@ class AttentionSpec:
     def entry(self) -> str:
         """The name under which the kernel library exposes it."""
         return f"Attention_{self.dtype}_{self.isa}"
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """Describe the computation and the weight format, for a table of kernels."""
+        return f"{self.op} (decode)", "any", "any", "", "", self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class SparseAttentionSpec:
+    """One kernel, for any sizes: an index of keys, the choice of positions, and attention over these or over all."""
+
+    op: Literal["sparse_attention"]
+    dtype: Dtype
+    isa: Isa
+
+    @property
+    def entry(self) -> str:
+        """The name under which the kernel library exposes it."""
+        return f"SparseAttention_{self.dtype}_{self.isa}"
 
     @property
     def summary(self) -> tuple[str, ...]:

@@ -14,9 +14,10 @@ from ktc.match import Matches
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.latent import told
 from ktc.plan.linear_spec import LinearSpec, PackedLinearSpec
+from ktc.plan.sparse import told_sparse
 from ktc.plan.types import BlockRewrite, Claim, LoraPlan, OutsideLinear, Placement, PlannedOnly, Reason
 from ktc.plan.working_memory import slots_of
-from ktc.targets import CpuMoe, FusedAttention, KtLinear, LoraExperts, LoraLinear, MlaAbsorbed
+from ktc.targets import CpuMoe, FusedAttention, KtLinear, LoraExperts, LoraLinear, MlaAbsorbed, SparseAttention
 from ktc.targets.target import NodeAction, Spec, Target
 
 
@@ -72,6 +73,8 @@ def _of_action(captured: CapturedModel, action: NodeAction, rewrite: BlockRewrit
         return f"takes LoRA, on {rewrite.device}: {where}"
     if isinstance(action.target, MlaAbsorbed):
         return f"{told(captured, rewrite.block, action)}, on {rewrite.device}: {where}"
+    if isinstance(action.target, SparseAttention):
+        return f"{told_sparse(captured, rewrite.block, action)}, on {rewrite.device}: {where}"
     if isinstance(action.target, FusedAttention) and spec is not None:
         return f"few new tokens without gradients by the {spec.isa} kernel, all others by sdpa, on cpu: {where}"
     if not isinstance(spec, KernelSpec):

@@ -29,6 +29,7 @@ from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.outside import outside_linears
 from ktc.plan.placement import device_of, place
 from ktc.plan.prefill import expert_rings, plan_prefill, resident_bytes, stay_resident
+from ktc.plan.sparse import choose_sparse, on_long_caches, with_indices
 from ktc.plan.spec import Spec
 from ktc.plan.stored import conversions
 from ktc.plan.streams import plan_streams
@@ -41,9 +42,10 @@ from ktc.plan.types import (
     OutsideLinear,
     Plan,
     Point,
+    Reason,
     StreamedLinear,
 )
-from ktc.targets import CpuMoe, KtLinear, ModuleTarget
+from ktc.targets import CpuMoe, KtLinear, ModuleTarget, SparseAttention
 from ktc.targets.settings import FLASH_DECODE
 from ktc.targets.target import NodeAction, Prefill
 
@@ -61,6 +63,8 @@ def make_plan(
     claims, left = on_latents(captured, resolve_claims(captured, matches, rules), matches)
     placements = place(claims, rules, host)
     devices = {p.fqn: p.device for p in placements}
+    sparse = on_long_caches(captured, claims, matches, devices)
+    claims = sparse.claims
     trains = rules.plan.get("mode") == "train" or any(claim.facet == "adapter" for claim in claims)
     chosen = _choose(captured, weights, claims, devices, host, trains=trains)
     specs = {claim.path: spec for claim, spec in chosen.items() if isinstance(spec, KernelSpec)}
@@ -93,10 +97,17 @@ def make_plan(
         memory=memory,
         reasons=(
             *explain(captured, matches, rewrites, planned_only(claims), placements, claims, lora, host, outside),
+            *map(_dense, sparse.dense),
             *conversions(captured, weights, specs, linears),
             *graph.reasons,
         ),
-        warnings=(*matches.warnings, *left, *_left_alone(captured, rewrites), *graph.warnings(rules)),
+        warnings=(
+            *matches.warnings,
+            *left,
+            *sparse.warnings,
+            *_left_alone(captured, rewrites),
+            *graph.warnings(rules),
+        ),
         over_budget=over_budget(memory, mode, asked),
         unavailable=unavailable,
         planned_only=planned_only(claims),
@@ -118,7 +129,18 @@ def _memory(
     for device, size in rings:
         streaming[device] = streaming.get(device, 0) + size
     return plan_memory(
-        captured, rewrites, devices, specs, lora, rules, host, asked, streams, streaming, outside, linears
+        with_indices(captured, rewrites),
+        rewrites,
+        devices,
+        specs,
+        lora,
+        rules,
+        host,
+        asked,
+        streams,
+        streaming,
+        outside,
+        linears,
     )
 
 
@@ -143,6 +165,9 @@ def _choose(
             blocks = in_blocks.get(claim.path)
             if spec := choose_linear(claim, claim.target, captured.model.dtype, device, host, blocks):
                 chosen[claim] = spec
+        elif isinstance(claim.target, SparseAttention) and claim.node:
+            if sparse := choose_sparse(captured.model.dtype, device_of(claim.path, devices), host):
+                chosen[claim] = sparse
         elif claim.target.settings.get("kernel") == FLASH_DECODE and claim.node:
             device = device_of(claim.path, devices)
             chosen[claim] = choose_attention(claim, captured.model.dtype, device, host)
@@ -207,6 +232,13 @@ def _action(claim: Claim, kernel: Spec | None, prefills: Mapping[str, Prefill]) 
     fqn = claim.path.removeprefix(claim.site).lstrip(".")
     prefill = prefills.get(claim.path) if isinstance(kernel, KernelSpec) else None
     return NodeAction(claim.node, fqn, claim.target, claim.rule, claim.span, kernel, prefill)
+
+
+def _dense(claims: Sequence[Claim]) -> Reason:
+    """Return why layers with a sparse rewrite stay dense."""
+    first = claims[0]
+    why = f"stays dense (`dense_layers = {first.target.settings['dense_layers']}`): rule `{first.rule}` ({first.span})"
+    return Reason(collapse([claim.site for claim in claims]), why)
 
 
 def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> Iterator[Diagnostic]:

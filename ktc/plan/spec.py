@@ -6,8 +6,8 @@ what the kernel computes in and with which instructions; and `summary`, for peop
 
 from __future__ import annotations
 
-from ktc.plan.attention_spec import AttentionSpec
+from ktc.plan.attention_spec import AttentionSpec, SparseAttentionSpec
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.linear_spec import LinearSpec, PackedLinearSpec
 
-Spec = KernelSpec | LinearSpec | PackedLinearSpec | AttentionSpec
+Spec = KernelSpec | LinearSpec | PackedLinearSpec | AttentionSpec | SparseAttentionSpec

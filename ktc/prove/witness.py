@@ -130,7 +130,10 @@ def carried_over(captured: CapturedModel, block: RewrittenBlock, witness: Witnes
             return SmallRewrite(block, failure=f"the block at `{fqns[0]}` {failure}")
         assert small.graph is not None
         renamed = dict(zip(significant(full.graph), significant(small.graph), strict=True))
-        actions = tuple(replace(action, node=renamed[action.node]) for action in block.rewrite.actions)
+        actions = tuple(
+            replace(action, node=renamed[action.node], target=action.target.as_proven)
+            for action in block.rewrite.actions
+        )
         sites = tuple(there[fqn] for fqn in fqns)
         # The witness is on the CPU; the transfers of the plan's placement copy values and change none.
         rewrite = BlockRewrite(f"{block.rewrite.key}_{len(made)}", key, sites, actions, "cpu")

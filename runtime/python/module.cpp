@@ -9,6 +9,7 @@
 #include "ktc_python/fused_moe.hpp"
 #include "ktc_python/linear.hpp"
 #include "ktc_python/packed_linear.hpp"
+#include "ktc_python/sparse_attention.hpp"
 
 namespace py = pybind11;
 
@@ -32,11 +33,16 @@ void ktc_python::expose(py::module_& library, const attention::Entry& entry) {
   library.def(entry.name, entry.make);
 }
 
+void ktc_python::expose(py::module_& library, const sparse_attention::Entry& entry) {
+  library.def(entry.name, entry.make);
+}
+
 PYBIND11_MODULE(ktc_kernels, library) {
   ktc_python::add_engine(library);
   ktc_python::fused_moe::add_classes(library);
   ktc_python::linear::add_class(library);
   ktc_python::packed_linear::add_class(library);
   ktc_python::attention::add_class(library);
+  ktc_python::sparse_attention::add_class(library);
   ktc_python::expose_entries(library);
 }

@@ -242,6 +242,7 @@ def test_the_targets_of_this_version() -> None:
         "cpu_moe",
         "fused_attention",
         "mla_absorbed",
+        "sparse_attention",
         "place",
         "keep",
     }

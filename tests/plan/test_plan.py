@@ -103,14 +103,14 @@ def test_a_stored_format_without_a_kernel_is_told_not_converted(tmp_path: Path) 
 def test_everything_that_is_not_built_is_planned_and_told_once(tmp_path: Path) -> None:
     text = """
     rule experts { match moe.block => cpu_moe(format = fp32) }
-    rule sparse  { match attn.mla  => sparse_attention(topk = 64) }
+    rule quant   { match attn.mla as a => fake_quant(int4) on a.o }
     rule all     { match module at "model" => place(cpu, prefill = cpu) }
     plan { mode = infer  cuda_graph = decode  auto = intensity }
     """
     _, plan = planned(captured("deepseek_v2"), rules(text, tmp_path))
     told = sorted(d.message.partition(" is not")[0] for d in plan.unavailable)
     assert told == [
-        "`place(prefill = cpu)`", "`plan { auto = intensity }`", "`sparse_attention`", "a kernel for `fp32` weights",
+        "`fake_quant`", "`place(prefill = cpu)`", "`plan { auto = intensity }`", "a kernel for `fp32` weights",
     ]  # fmt: skip
     assert all(d.span is not None and d.severity == "warning" for d in plan.unavailable)
     assert [d.code for d in plan.warnings if d.span is not None] == ["M082"]

@@ -5,6 +5,8 @@
 //
 // Keys may be in two parts, and values may be the first of them: latent attention (MLA) reads latents once for both,
 // and rotary keys beside them, with all heads as rows of one key head. Sums are fp32.
+//
+// With lists of positions, the softmax is over these alone. Their keys and values are copied block by block.
 #pragma once
 
 #include <algorithm>
@@ -50,6 +52,13 @@ struct AttentionArguments {
   std::int64_t tokens = 0;
   std::int64_t positions = 0;
   float scale = 1.0f;
+  // Lists (batch, key heads, positions), of which the first counts (batch, key heads) are attended to; null for all
+  // positions of the cache. Then there is one token and no mask, `sequences` neighbours of the batch share a sequence
+  // of the cache, and `choosers` neighbours of the key heads share a key head of it.
+  const std::int32_t* chosen = nullptr;
+  const std::int32_t* counts = nullptr;
+  std::int64_t sequences = 1;
+  std::int64_t choosers = 1;
 };
 
 class AttentionKernel {
@@ -83,7 +92,8 @@ class DecodeAttention final : public AttentionKernel {
       Region<Sums> sums(plan.all_rows * plan.stretches);
       Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
       Region<float> scores(team.threads() * kMostRows * kBlock);
-      workspace.lay_out(queries, sums, values, scores);
+      Region<Element> gathered(arguments.chosen == nullptr ? 0 : team.threads() * plan.gathered);
+      workspace.lay_out(queries, sums, values, scores, gathered);
       widen(arguments, plan, queries.data());
       const Call call{arguments, plan, queries.data(), sums.data(), values.data()};
       std::atomic<std::int64_t> next{0};
@@ -93,7 +103,11 @@ class DecodeAttention final : public AttentionKernel {
         for (;;) {
           const std::int64_t item = next.fetch_add(1, std::memory_order_relaxed);
           if (item >= plan.items) break;
-          call.stretch(item, own);
+          if (arguments.chosen == nullptr) {
+            call.stretch(item, own);
+          } else {
+            call.chosen_stretch(item, own, gathered.data() + worker.index * plan.gathered);
+          }
         }
         worker.barrier.arrive_and_wait();
         for (;;) {
@@ -147,7 +161,8 @@ class DecodeAttention final : public AttentionKernel {
           row_groups((rows + kMostRows - 1) / kMostRows),
           length(std::max<std::int64_t>(128, round_up((a.positions + kMostStretches - 1) / kMostStretches, kBlock))),
           stretches((a.positions + length - 1) / length),
-          items(a.batch * a.key_heads * stretches * row_groups) {}
+          items(a.batch * a.key_heads * stretches * row_groups),
+          gathered(kBlock * (a.keys.width + a.more_keys.width + a.values.width)) {}
 
     static constexpr std::int64_t kMostStretches = 64;
     std::int64_t first_width;  // of a query, its parts filled up
@@ -159,6 +174,7 @@ class DecodeAttention final : public AttentionKernel {
     std::int64_t length;  // positions of a stretch
     std::int64_t stretches;
     std::int64_t items;
+    std::int64_t gathered;  // numbers of a block of chosen positions
   };
 
   // Queries, scaled where they are fp32; each part is followed by zeros.
@@ -211,6 +227,66 @@ class DecodeAttention final : public AttentionKernel {
         }
         add_values(head, count, block, length, scores, added);
       }
+    }
+
+    // The same of chosen positions.
+    void chosen_stretch(std::int64_t item, float* scores, Element* gathered) const {
+      const std::int64_t group = item % plan.row_groups;
+      const std::int64_t stretch = item / plan.row_groups % plan.stretches;
+      const std::int64_t head = item / (plan.row_groups * plan.stretches);
+      const std::int64_t first = group * kMostRows, count = std::min(kMostRows, plan.rows - first);
+      const std::int64_t begin = stretch * plan.length;
+      const std::int64_t end = std::min<std::int64_t>(begin + plan.length, a.counts[head]);
+      const std::int64_t row = head * plan.rows + first;
+      const std::int32_t* chosen = a.chosen + head * a.positions;
+      Sums* of_rows = sums + stretch * plan.all_rows + row;
+      float* added = values + (stretch * plan.all_rows + row) * plan.value_width;
+      std::fill(of_rows, of_rows + count, Sums{kUnseen, 0.0f});
+      std::fill(added, added + count * plan.value_width, 0.0f);
+      for (std::int64_t block = begin; block < end; block += kBlock) {
+        const std::int64_t length = std::min(kBlock, end - block);
+        const AttentionArguments copied = gather(head, chosen, block, length, end, gathered);
+        const Call of_block{copied, plan, queries, sums, values};
+        of_block.score(0, row, count, 0, length, scores);
+        for (std::int64_t each = 0; each < count; ++each) {
+          of_block.hide(0, 0, 0, length, scores + each * kBlock);
+          of_block.exponentiate(length, scores + each * kBlock, of_rows[each], added + each * plan.value_width);
+        }
+        of_block.add_values(0, count, 0, length, scores, added);
+      }
+    }
+
+    // Copies the keys and values of a block of chosen positions, and fetches those of the next. The result describes
+    // them as a cache of one sequence and one head.
+    AttentionArguments gather(std::int64_t head, const std::int32_t* chosen, std::int64_t block, std::int64_t length,
+                              std::int64_t end, Element* to) const {
+      const std::int64_t batch = head / a.key_heads / a.sequences, key_head = head % a.key_heads / a.choosers;
+      const auto copy = [&](const CacheView& view) -> CacheView {
+        const auto* from = static_cast<const Element*>(view.data) + batch * view.batch + key_head * view.head;
+        const std::int64_t bytes = view.width * static_cast<std::int64_t>(sizeof(Element));
+        Element* const begin = to;
+        for (std::int64_t each = 0; each < length; ++each, to += view.width) {
+          if (const std::int64_t next = block + each + kBlock; next < end) {
+            const auto* ahead = reinterpret_cast<const char*>(from + chosen[next] * view.position);
+            for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+          }
+          std::copy_n(from + chosen[block + each] * view.position, view.width, to);
+        }
+        return {.data = begin, .position = view.width, .width = view.width};
+      };
+      AttentionArguments found = a;
+      found.keys = copy(a.keys);
+      if (a.more_keys.width > 0) found.more_keys = copy(a.more_keys);
+      if (a.values.data == a.keys.data && a.values.position == a.keys.position) {
+        found.values = found.keys;
+        found.values.width = a.values.width;
+      } else {
+        found.values = copy(a.values);
+      }
+      found.mask = nullptr;
+      found.tokens = 1;
+      found.positions = length;
+      return found;
     }
 
     const Element* at(const CacheView& view, std::int64_t head, std::int64_t position) const {

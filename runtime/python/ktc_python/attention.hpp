@@ -25,11 +25,15 @@ inline ktc::CacheView view_of(const View& view) {
           .width = static_cast<std::int64_t>(view[4])};
 }
 
+// Addresses of lists of positions and of their lengths, or 0; sequences that share one of the cache, and heads
+// likewise.
+using Chosen = std::array<std::int64_t, 4>;
+
 // `sizes`: batch, key heads, query heads of each, tokens, positions.
 inline void forward(const ktc::AttentionKernel& kernel, ktc::Engine& engine, Address query, const View& keys,
                     const View& more_keys, const View& values, Address mask, std::int64_t mask_batch,
                     std::int64_t mask_token, Address sinks, Address out, const std::array<std::int64_t, 5>& sizes,
-                    float scale) {
+                    float scale, const Chosen& chosen) {
   const py::gil_scoped_release release;
   kernel.forward(engine, {.query = at<const void>(query),
                           .keys = view_of(keys),
@@ -45,7 +49,11 @@ inline void forward(const ktc::AttentionKernel& kernel, ktc::Engine& engine, Add
                           .group = sizes[2],
                           .tokens = sizes[3],
                           .positions = sizes[4],
-                          .scale = scale});
+                          .scale = scale,
+                          .chosen = at<const std::int32_t>(static_cast<Address>(chosen[0])),
+                          .counts = at<const std::int32_t>(static_cast<Address>(chosen[1])),
+                          .sequences = chosen[2],
+                          .choosers = chosen[3]});
 }
 
 inline void add_class(py::module_& library) {

@@ -12,6 +12,7 @@ struct AttentionEntry;
 struct KernelEntry;
 struct LinearEntry;
 struct PackedLinearEntry;
+struct SparseAttentionEntry;
 }  // namespace ktc
 
 namespace ktc_python {
@@ -28,11 +29,15 @@ using Entry = ktc::PackedLinearEntry;
 namespace attention {
 using Entry = ktc::AttentionEntry;
 }
+namespace sparse_attention {
+using Entry = ktc::SparseAttentionEntry;
+}
 
 void expose(pybind11::module_& library, const fused_moe::Entry& entry);
 void expose(pybind11::module_& library, const linear::Entry& entry);
 void expose(pybind11::module_& library, const packed_linear::Entry& entry);
 void expose(pybind11::module_& library, const attention::Entry& entry);
+void expose(pybind11::module_& library, const sparse_attention::Entry& entry);
 
 // Exposes every kernel of the library.
 void expose_entries(pybind11::module_& library);

@@ -1,0 +1,134 @@
+// Keys as codes of few bits: centred, rotated by Hadamard matrices with fixed signs, and rounded to 4 bits with a scale
+// or to their signs. Every step rounds as in `ktc/attention/key_codes.py`, so the codes are equal on every machine.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "ktc/key_dots.hpp"
+#include "ktc/linear.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/weight_format/half_precision.hpp"
+
+namespace ktc {
+
+enum class KeyFormat : int { kInt4, kSign };
+
+// The sizes of a key's codes.
+struct KeyLayout {
+  KeyFormat format;
+  std::int64_t width;
+
+  std::int64_t together() const { return format == KeyFormat::kInt4 ? 8 : 4; }
+  std::int64_t groups() const { return (width + together() - 1) / together(); }
+  std::int64_t group_bytes() const { return format == KeyFormat::kInt4 ? 64 : 8; }
+  std::int64_t block_bytes() const { return groups() * group_bytes(); }  // of 16 keys
+  std::int64_t padded() const { return groups() * together(); }
+};
+
+// A template, so that each instruction set has its own copy.
+template <class Isa>
+struct KeyCodes {
+  // Multiplies `width` numbers by their signs and by one orthogonal Hadamard matrix per power of two in `width`.
+  static void rotate(float* numbers, std::int64_t width, const float* signs) {
+    for (std::int64_t k = 0; k < width; ++k) numbers[k] *= signs[k];
+    for (std::int64_t size = largest_power(width), left = width; left > 0; left -= size, size = largest_power(left)) {
+      hadamard(numbers, size);
+      numbers += size;
+      if (left == size) return;
+    }
+  }
+
+  // Writes the codes of one key, whose centred and rotated numbers are given, and returns its scale. `block` holds the
+  // codes of 16 keys.
+  static weight_format::fp16 encode(const float* numbers, const KeyLayout& layout, std::int64_t key,
+                                    std::uint8_t* block) {
+    return layout.format == KeyFormat::kInt4 ? encode_nibbles(numbers, layout, key, block)
+                                             : encode_bits(numbers, layout, key, block);
+  }
+
+  // Codes of a rotated query, followed by zeros, and their scale.
+  static float encode_query(const float* numbers, const KeyLayout& layout, std::int8_t* codes) {
+    const float scale = greatest(numbers, layout.width) / 127.0f;
+    for (std::int64_t k = 0; k < layout.width; ++k) codes[k] = static_cast<std::int8_t>(code(numbers[k] / scale, 127));
+    std::fill(codes + layout.width, codes + layout.padded(), std::int8_t{0});
+    return scale;
+  }
+
+ private:
+  static std::int64_t largest_power(std::int64_t width) {
+    std::int64_t size = 1;
+    while (2 * size <= width) size *= 2;
+    return size;
+  }
+
+  static void hadamard(float* numbers, std::int64_t size) {
+    for (std::int64_t half = 1; half < size; half *= 2) {
+      for (std::int64_t pair = 0; pair < size; pair += 2 * half) {
+        for (std::int64_t k = pair; k < pair + half; ++k) {
+          const float low = numbers[k], high = numbers[k + half];
+          numbers[k] = low + high;
+          numbers[k + half] = low - high;
+        }
+      }
+    }
+    const auto factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+    for (std::int64_t k = 0; k < size; ++k) numbers[k] *= factor;
+  }
+
+  // A NaN counts as greater than any number.
+  static float greatest(const float* numbers, std::int64_t width) {
+    float found = 0.0f, invalid = 0.0f;
+    for (std::int64_t k = 0; k < width; ++k) {
+      const float magnitude = std::abs(numbers[k]);
+      found = magnitude > found ? magnitude : found;
+      invalid = numbers[k] != numbers[k] ? numbers[k] : invalid;
+    }
+    return invalid != invalid ? invalid : found;
+  }
+
+  // To nearest even, at most `largest`; NaN becomes 0.
+  static int code(float value, float largest) {
+    const float bounded = value > largest ? largest : value < -largest ? -largest : value;
+    return bounded != bounded ? 0 : static_cast<int>(std::nearbyint(bounded));
+  }
+
+  static weight_format::fp16 encode_nibbles(const float* numbers, const KeyLayout& layout, std::int64_t key,
+                                            std::uint8_t* block) {
+    const auto scale = weight_format::fp16::nearest(greatest(numbers, layout.width) / 7.0f);
+    const auto step = static_cast<float>(scale);
+    const auto nibble = [&](std::int64_t k) {
+      return k < layout.width && step != 0.0f ? code(numbers[k] / step, 7) + 8 : 8;
+    };
+    for (std::int64_t group = 0; group < layout.groups(); ++group) {
+      std::uint8_t* four = block + group * 64 + key * 4;
+      for (std::int64_t k = 0; k < 4; ++k) {
+        four[k] = static_cast<std::uint8_t>(nibble(group * 8 + k) | nibble(group * 8 + 4 + k) << 4);
+      }
+    }
+    return scale;
+  }
+
+  static weight_format::fp16 encode_bits(const float* numbers, const KeyLayout& layout, std::int64_t key,
+                                         std::uint8_t* block) {
+    double squares = 0.0, magnitudes = 0.0;
+    for (std::int64_t k = 0; k < layout.width; ++k) {
+      const double number = numbers[k];
+      squares += number * number;
+      magnitudes += std::abs(number);
+    }
+    for (std::int64_t group = 0; group < layout.groups(); ++group) {
+      unsigned bits = 0;
+      for (std::int64_t k = 0; k < 4; ++k) {
+        const std::int64_t at = group * 4 + k;
+        bits |= static_cast<unsigned>(at < layout.width && !(numbers[at] < 0.0f)) << k;
+      }
+      std::uint8_t& two = block[group * 8 + key / 2];
+      two = static_cast<std::uint8_t>(key % 2 == 0 ? (two & 0xf0) | bits : (two & 0x0f) | bits << 4);
+    }
+    return weight_format::fp16::nearest(magnitudes == 0.0 ? 0.0f : static_cast<float>(squares / magnitudes));
+  }
+};
+
+}  // namespace ktc

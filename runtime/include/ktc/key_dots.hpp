@@ -1,0 +1,54 @@
+// Products of the codes of 16 keys with those of queries: unsigned ones of 4 bits or 1 bit with signed bytes, summed in
+// 32 bits. Sums are exact, so every instruction set has the same. This is the plain version; the header of an
+// instruction set has its own.
+//
+// Codes of 4 bits: groups of 64 bytes, four per key, with neighbours 0 to 3 in the low halves and 4 to 7 in the high
+// ones. Codes of one bit: groups of 64 bits, four neighbours per key.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace ktc {
+
+inline constexpr std::int64_t kKeysTogether = 16;
+
+template <class Isa>
+struct KeyDots {
+  static constexpr int kMostRows = 4;
+
+  // sums[row][16] = sum over k of codes[k][key] * query[row][k].
+  template <int kRows>
+  static void of_nibbles(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query, std::int64_t stride,
+                         std::int32_t* sums) {
+    std::fill(sums, sums + kRows * kKeysTogether, 0);
+    for (std::int64_t group = 0; group < groups; ++group, codes += 64) {
+      for (int row = 0; row < kRows; ++row) {
+        const std::int8_t* of_row = query + row * stride + group * 8;
+        for (std::int64_t key = 0; key < kKeysTogether; ++key) {
+          for (int k = 0; k < 4; ++k) {
+            const int both = codes[key * 4 + k];
+            sums[row * kKeysTogether + key] += (both & 15) * of_row[k] + (both >> 4) * of_row[k + 4];
+          }
+        }
+      }
+    }
+  }
+
+  template <int kRows>
+  static void of_bits(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query, std::int64_t stride,
+                      std::int32_t* sums) {
+    std::fill(sums, sums + kRows * kKeysTogether, 0);
+    for (std::int64_t group = 0; group < groups; ++group, codes += 8) {
+      for (int row = 0; row < kRows; ++row) {
+        const std::int8_t* of_row = query + row * stride + group * 4;
+        for (std::int64_t key = 0; key < kKeysTogether; ++key) {
+          const int bits = codes[key / 2] >> (key % 2 * 4);
+          for (int k = 0; k < 4; ++k) sums[row * kKeysTogether + key] += (bits >> k & 1) * of_row[k];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace ktc

@@ -1,0 +1,388 @@
+// An index of a cache's keys by codes of few bits: scores of all positions are estimated from it, and the positions of
+// the greatest are chosen, exactly and in a fixed order. The number of threads changes no bit.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "ktc/decode_attention.hpp"
+#include "ktc/engine.hpp"
+#include "ktc/key_codes.hpp"
+#include "ktc/key_dots.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/top_positions.hpp"
+#include "ktc/weight_format/half_precision.hpp"
+
+namespace ktc {
+
+// Blocks (batch, key heads, capacity, bytes of a block) and scales (batch, key heads, 16 capacity) are contiguous; a
+// block has the codes of 16 positions. `mean` (batch, key heads, width) is what keys are centred by.
+struct IndexView {
+  std::uint8_t* blocks = nullptr;
+  weight_format::fp16* scales = nullptr;
+  const float* mean = nullptr;
+  const float* signs = nullptr;
+  std::int64_t capacity = 0;
+  KeyLayout layout{};
+};
+
+// Adds the keys at [begin, end) to an index. A key may be in two parts.
+struct EncodeArguments {
+  CacheView keys;
+  CacheView more_keys;
+  IndexView index;
+  std::int64_t batch = 0;
+  std::int64_t key_heads = 0;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
+// query (batch, key heads, rows, width) is contiguous, where the rows of a key head are its query heads and their
+// tokens. The chosen positions (batch, tokens, choosing heads, most) ascend, and counts has their number. Choosing
+// heads are the query heads, or the key heads where query heads share a choice. The first `sink` visible positions and
+// the last `local` are always chosen. Masks are those of `AttentionArguments`.
+struct SelectArguments {
+  const void* query = nullptr;
+  IndexView index;
+  const std::uint8_t* mask = nullptr;
+  std::int64_t mask_batch = 0;
+  std::int64_t mask_token = 0;
+  std::int32_t* positions = nullptr;
+  std::int32_t* counts = nullptr;
+  std::int64_t batch = 0;
+  std::int64_t key_heads = 0;
+  std::int64_t group = 0;  // query heads of a key head
+  std::int64_t tokens = 0;
+  std::int64_t length = 0;  // of the cache, in positions
+  std::int64_t most = 0;
+  float scale = 1.0f;
+  std::int64_t k = 0;
+  std::int64_t sink = 0;
+  std::int64_t local = 0;
+  bool shared = false;
+};
+
+template <class Isa, class Element>
+class KeyIndex {
+  using Lanes = typename Isa::Lanes;
+  using Codes = KeyCodes<Isa>;
+  using Dots = KeyDots<Isa>;
+  using Top = TopPositions<Isa>;
+
+ public:
+  static void encode(Engine& engine, const EncodeArguments& a) {
+    const std::int64_t width = a.index.layout.width, heads = a.batch * a.key_heads;
+    const std::int64_t first = a.begin / kKeysTogether, blocks = (a.end - 1) / kKeysTogether + 1 - first;
+    if (a.end <= a.begin) return;
+    engine.exclusively([&](const Team& team, Workspace& workspace) {
+      Region<float> numbers(team.threads() * round_up(width, kHalfPanel));
+      workspace.lay_out(numbers);
+      team.run([&](const Worker& worker) {
+        float* own = numbers.data() + worker.index * round_up(width, kHalfPanel);
+        for (std::int64_t item = worker.index; item < heads * blocks; item += worker.count) {
+          encode_block(a, item / blocks, first + item % blocks, own);
+        }
+      });
+    });
+  }
+
+  static void select(Engine& engine, const SelectArguments& a) {
+    engine.exclusively([&](const Team& team, Workspace& workspace) {
+      const Sizes sizes(a, team.threads());
+      Region<std::int8_t> codes(sizes.all_rows * a.index.layout.padded());
+      Region<Row> rows(sizes.all_rows);
+      Region<Bounds> bounds(a.batch * a.tokens);
+      Region<float> numbers(team.threads() * round_up(a.index.layout.width, kHalfPanel));
+      Region<float> estimates(a.shared ? sizes.together * sizes.rows * sizes.padded : 0);
+      Region<std::int32_t> scores(sizes.together * sizes.lists * sizes.padded);
+      Region<std::int32_t> scratch(team.threads() * Top::scratch(a.length));
+      workspace.lay_out(codes, rows, bounds, numbers, estimates, scores, scratch);
+      const Call call{a, sizes, codes.data(), rows.data(), bounds.data(), estimates.data(), scores.data()};
+      team.run([&](const Worker& worker) {
+        call.prepare(worker, numbers.data() + worker.index * round_up(a.index.layout.width, kHalfPanel));
+        worker.barrier.arrive_and_wait();
+        std::int32_t* own = scratch.data() + worker.index * Top::scratch(a.length);
+        for (std::int64_t head = 0; head < sizes.heads; head += sizes.together) {
+          call.choose_for(head, std::min(sizes.together, sizes.heads - head), worker, own);
+          worker.barrier.arrive_and_wait();
+        }
+      });
+    });
+  }
+
+ private:
+  static constexpr float kUnseen = -1e30f;
+  static constexpr float kInvalid = 1e30f;      // in the place of NaN
+  static constexpr std::int64_t kStretch = 64;  // blocks that one worker estimates
+
+  static const Element* row_of(const CacheView& view, std::int64_t key_heads, std::int64_t head, std::int64_t at) {
+    return static_cast<const Element*>(view.data) + head / key_heads * view.batch + head % key_heads * view.head +
+           at * view.position;
+  }
+
+  static void encode_block(const EncodeArguments& a, std::int64_t head, std::int64_t block, float* numbers) {
+    const KeyLayout& layout = a.index.layout;
+    std::uint8_t* codes = a.index.blocks + (head * a.index.capacity + block) * layout.block_bytes();
+    weight_format::fp16* scales = a.index.scales + (head * a.index.capacity + block) * kKeysTogether;
+    const float* mean = a.index.mean + head * layout.width;
+    const std::int64_t begin = std::max(a.begin, block * kKeysTogether);
+    const std::int64_t end = std::min(a.end, (block + 1) * kKeysTogether);
+    for (std::int64_t at = begin; at < end; ++at) {
+      const auto add = [&](const CacheView& view, float* to, const float* centre) {
+        const Element* key = row_of(view, a.key_heads, head, at);
+        for (std::int64_t k = 0; k < view.width; ++k) to[k] = static_cast<float>(key[k]) - centre[k];
+      };
+      add(a.keys, numbers, mean);
+      if (a.more_keys.width > 0) add(a.more_keys, numbers + a.keys.width, mean + a.keys.width);
+      Codes::rotate(numbers, layout.width, a.index.signs);
+      scales[at % kKeysTogether] = Codes::encode(numbers, layout, at % kKeysTogether, codes);
+    }
+  }
+
+  // Of one query: the factor of its scores, and what codes of 4 bits or 1 bit add to all of its products.
+  struct Row {
+    float factor;
+    std::int32_t offset;
+    std::int64_t batch;
+    std::int64_t token;
+    float greatest;
+    float inverse_total;
+  };
+
+  // What a token sees: positions before `sinks` end the first ones, those from `local` on are the last ones.
+  struct Bounds {
+    std::int64_t sinks;
+    std::int64_t local;
+    std::int64_t end;
+  };
+
+  struct Sizes {
+    Sizes(const SelectArguments& a, int threads)
+        : heads(a.batch * a.key_heads),
+          rows(a.group * a.tokens),
+          all_rows(heads * rows),
+          lists(a.shared ? a.tokens : rows),
+          blocks((a.length + kKeysTogether - 1) / kKeysTogether),
+          padded(blocks * kKeysTogether),
+          together(std::min<std::int64_t>(heads, threads)) {}
+
+    std::int64_t heads;  // of all sequences
+    std::int64_t rows;   // of a key head
+    std::int64_t all_rows;
+    std::int64_t lists;  // of a key head
+    std::int64_t blocks;
+    std::int64_t padded;    // positions
+    std::int64_t together;  // key heads whose scores are in memory at a time
+  };
+
+  template <int kCount>
+  struct Rows {};
+
+  template <class Body>
+  static void by_rows(std::int64_t count, const Body& body) {
+    std::int64_t each = 0;
+    if constexpr (Dots::kMostRows >= 8) {
+      for (; each + 8 <= count; each += 8) body(each, Rows<8>{});
+    }
+    for (; each + 4 <= count; each += 4) body(each, Rows<4>{});
+    for (; each < count; ++each) body(each, Rows<1>{});
+  }
+
+  struct Call {
+    const SelectArguments& a;
+    const Sizes& sizes;
+    std::int8_t* codes;
+    Row* rows;
+    Bounds* bounds;
+    float* estimates;
+    std::int32_t* scores;
+
+    // Codes of the queries, and what each token sees.
+    void prepare(const Worker& worker, float* numbers) const {
+      const KeyLayout& layout = a.index.layout;
+      for (std::int64_t row = worker.index; row < sizes.all_rows; row += worker.count) {
+        const auto* query = static_cast<const Element*>(a.query) + row * layout.width;
+        for (std::int64_t k = 0; k < layout.width; ++k) numbers[k] = static_cast<float>(query[k]);
+        Codes::rotate(numbers, layout.width, a.index.signs);
+        std::int8_t* of_row = codes + row * layout.padded();
+        const float scale = Codes::encode_query(numbers, layout, of_row);
+        std::int32_t sum = 0;
+        for (std::int64_t k = 0; k < layout.width; ++k) sum += of_row[k];
+        rows[row] = {.factor = scale * a.scale,
+                     .offset = layout.format == KeyFormat::kInt4 ? 8 * sum : sum,
+                     .batch = row / (a.key_heads * sizes.rows),
+                     .token = row % a.tokens,
+                     .greatest = 0.0f,
+                     .inverse_total = 0.0f};
+      }
+      for (std::int64_t each = worker.index; each < a.batch * a.tokens; each += worker.count) {
+        bounds[each] = bounds_of(each / a.tokens, each % a.tokens);
+      }
+    }
+
+    bool sees(std::int64_t batch, std::int64_t token, std::int64_t position) const {
+      if (a.mask == nullptr) return position <= a.length - a.tokens + token;
+      return a.mask[batch * a.mask_batch + token * a.mask_token + position] != 0;
+    }
+
+    Bounds bounds_of(std::int64_t batch, std::int64_t token) const {
+      std::int64_t end = a.length, sinks = 0;
+      while (end > 0 && !sees(batch, token, end - 1)) --end;
+      for (std::int64_t seen = 0; sinks < end && seen < a.sink; ++sinks) seen += sees(batch, token, sinks);
+      return {sinks, std::max(sinks, end - a.local), end};
+    }
+
+    void choose_for(std::int64_t head, std::int64_t count, const Worker& worker, std::int32_t* scratch) const {
+      const std::int64_t stretches = (sizes.blocks + kStretch - 1) / kStretch;
+      for (std::int64_t item = worker.index; item < count * stretches; item += worker.count) {
+        estimate(head, item / stretches, item % stretches * kStretch);
+      }
+      worker.barrier.arrive_and_wait();
+      if (a.shared) {
+        for (std::int64_t item = worker.index; item < count * sizes.rows; item += worker.count) {
+          normalise(head * sizes.rows + item, estimates + item * sizes.padded);
+        }
+        worker.barrier.arrive_and_wait();
+        for (std::int64_t item = worker.index; item < count * a.tokens * stretches; item += worker.count) {
+          add_heads(head, item / stretches / a.tokens, item / stretches % a.tokens, item % stretches * kStretch);
+        }
+        worker.barrier.arrive_and_wait();
+      }
+      for (std::int64_t item = worker.index; item < count * sizes.lists; item += worker.count) {
+        write(head + item / sizes.lists, item % sizes.lists, scores + item * sizes.padded, scratch);
+      }
+    }
+
+    // Scores of one stretch of positions, of the `place`-th key head from `head` on, for all of its rows.
+    void estimate(std::int64_t head, std::int64_t place, std::int64_t begin) const {
+      const KeyLayout& layout = a.index.layout;
+      const std::int64_t first = (head + place) * a.index.capacity, end = std::min(begin + kStretch, sizes.blocks);
+      const std::int8_t* query = codes + (head + place) * sizes.rows * layout.padded();
+      for (std::int64_t block = begin; block < end; ++block) {
+        const std::uint8_t* keys = a.index.blocks + (first + block) * layout.block_bytes();
+        const weight_format::fp16* scales = a.index.scales + (first + block) * kKeysTogether;
+        by_rows(sizes.rows, [&]<int kCount>(std::int64_t row, Rows<kCount>) {
+          std::int32_t sums[kCount * kKeysTogether];
+          const std::int8_t* of_rows = query + row * layout.padded();
+          if (layout.format == KeyFormat::kInt4) {
+            Dots::template of_nibbles<kCount>(keys, layout.groups(), of_rows, layout.padded(), sums);
+          } else {
+            Dots::template of_bits<kCount>(keys, layout.groups(), of_rows, layout.padded(), sums);
+            for (std::int32_t& sum : sums) sum *= 2;
+          }
+          const Lanes scale = widened<Lanes>(scales);
+          for (int each = 0; each < kCount; ++each) {
+            const Row& of_row = rows[(head + place) * sizes.rows + row + each];
+            std::int32_t offsets[kKeysTogether];
+            std::fill(offsets, offsets + kKeysTogether, of_row.offset);
+            float found[kKeysTogether];
+            (Lanes::from_integers(sums + each * kKeysTogether, offsets) * scale * Lanes(of_row.factor)).store(found);
+            store(of_row, place * sizes.rows + row + each, block * kKeysTogether, found);
+          }
+        });
+      }
+    }
+
+    [[gnu::always_inline]] void store(const Row& row, std::int64_t place, std::int64_t position,
+                                      const float* found) const {
+      if (a.shared) {
+        float* to = estimates + place * sizes.padded + position;
+        for (std::int64_t key = 0; key < kKeysTogether; ++key) {
+          to[key] = found[key] != found[key] ? kInvalid : found[key];
+        }
+        hide(row.batch, row.token, position, to, kUnseen);
+      } else {
+        std::int32_t* to = scores + place * sizes.padded + position;
+        for (std::int64_t key = 0; key < kKeysTogether; ++key) to[key] = Top::ordered(found[key]);
+        hide(row.batch, row.token, position, to, kHidden);
+      }
+    }
+
+    template <class Value>
+    [[gnu::always_inline]] void hide(std::int64_t batch, std::int64_t token, std::int64_t position, Value* values,
+                                     Value hidden) const {
+      const std::int64_t end = bounds[batch * a.tokens + token].end;
+      if (a.mask != nullptr) {
+        const std::uint8_t* seen = a.mask + batch * a.mask_batch + token * a.mask_token + position;
+        const std::int64_t count = std::min(kKeysTogether, end - position);
+        for (std::int64_t key = 0; key < count; ++key) values[key] = seen[key] != 0 ? values[key] : hidden;
+      }
+      for (std::int64_t key = std::max<std::int64_t>(0, end - position); key < kKeysTogether; ++key) {
+        values[key] = hidden;
+      }
+    }
+
+    // The greatest of a row's estimates, and the sum of their exponentials.
+    void normalise(std::int64_t row, const float* found) const {
+      float greatest[kHalfPanel];
+      std::fill(greatest, greatest + kHalfPanel, kUnseen);
+      for (std::int64_t at = 0; at < sizes.padded; at += kHalfPanel) {
+        for (std::int64_t lane = 0; lane < kHalfPanel; ++lane) {
+          const float each = found[at + lane];
+          greatest[lane] = each > greatest[lane] && each < 0.5f * kInvalid ? each : greatest[lane];
+        }
+      }
+      rows[row].greatest = *std::max_element(greatest, greatest + kHalfPanel);
+      Lanes total(0.0f);
+      for (std::int64_t at = 0; at < sizes.padded; at += kHalfPanel) {
+        total = total + weights(Lanes::load(found + at), rows[row].greatest);
+      }
+      const float sum = total.sum();
+      rows[row].inverse_total = sum > 0.0f ? 1.0f / sum : 0.0f;
+    }
+
+    [[gnu::always_inline]] static Lanes weights(const Lanes& found, float greatest) {
+      return zero_outside(0.5f * kUnseen, 0.5f * kInvalid, found, exp(found - Lanes(greatest)));
+    }
+
+    // Scores of one stretch that the query heads of a key head share: the sum of their softmax.
+    void add_heads(std::int64_t head, std::int64_t place, std::int64_t token, std::int64_t begin) const {
+      const std::int64_t end = std::min(begin + kStretch, sizes.blocks);
+      for (std::int64_t block = begin; block < end; ++block) {
+        const std::int64_t position = block * kKeysTogether;
+        Lanes total(0.0f);
+        bool invalid[kKeysTogether] = {};
+        for (std::int64_t each = 0; each < a.group; ++each) {
+          const std::int64_t row = each * a.tokens + token;
+          const Row& of_row = rows[(head + place) * sizes.rows + row];
+          const float* found = estimates + (place * sizes.rows + row) * sizes.padded + position;
+          const Lanes loaded = Lanes::load(found);
+          total = fused_multiply_add(weights(loaded, of_row.greatest), Lanes(of_row.inverse_total), total);
+          for (std::int64_t key = 0; key < kKeysTogether; ++key) invalid[key] |= found[key] >= 0.5f * kInvalid;
+        }
+        float sums[kKeysTogether];
+        total.store(sums);
+        std::int32_t* to = scores + (place * a.tokens + token) * sizes.padded + position;
+        for (std::int64_t key = 0; key < kKeysTogether; ++key) {
+          to[key] = invalid[key] ? std::numeric_limits<std::int32_t>::max() : Top::ordered(sums[key]);
+        }
+        hide((head + place) / a.key_heads, token, position, to, kHidden);
+      }
+    }
+
+    // The positions of one list: the first ones, those with the greatest scores, the last ones.
+    void write(std::int64_t head, std::int64_t list, const std::int32_t* of_list, std::int32_t* scratch) const {
+      const std::int64_t batch = head / a.key_heads, token = list % a.tokens;
+      const std::int64_t choosing = a.shared ? a.key_heads : a.key_heads * a.group;
+      const std::int64_t chooser = a.shared ? head % a.key_heads : head % a.key_heads * a.group + list / a.tokens;
+      const std::int64_t place = (batch * a.tokens + token) * choosing + chooser;
+      const Bounds& bound = bounds[batch * a.tokens + token];
+      std::int32_t* to = a.positions + place * a.most;
+      std::int64_t count = 0;
+      const auto all = [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t at = begin; at < end; ++at) {
+          if (of_list[at] != kHidden) to[count++] = static_cast<std::int32_t>(at);
+        }
+      };
+      all(0, bound.sinks);
+      count += Top::choose(of_list, bound.sinks, bound.local, a.k, scratch, to + count);
+      all(bound.local, bound.end);
+      a.counts[place] = static_cast<std::int32_t>(count);
+    }
+  };
+};
+
+}  // namespace ktc

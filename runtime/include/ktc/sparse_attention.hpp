@@ -1,0 +1,45 @@
+// Attention of a few new tokens over the positions of a cache that an index of its keys finds: `DecodeAttention`, of
+// all positions or of chosen ones, and `KeyIndex`, which chooses them.
+#pragma once
+
+#include <memory>
+
+#include "ktc/decode_attention.hpp"
+#include "ktc/key_index.hpp"
+
+namespace ktc {
+
+class SparseAttentionKernel : public AttentionKernel {
+ public:
+  virtual void encode(Engine& engine, const EncodeArguments& arguments) const = 0;
+  virtual void select(Engine& engine, const SelectArguments& arguments) const = 0;
+};
+
+struct SparseAttentionEntry {
+  const char* name;
+  std::unique_ptr<SparseAttentionKernel> (*make)();
+};
+
+template <class Kernel>
+std::unique_ptr<SparseAttentionKernel> make_sparse_attention() {
+  return std::make_unique<Kernel>();
+}
+
+template <class Isa, class Element>
+class SparseAttention final : public SparseAttentionKernel {
+ public:
+  void forward(Engine& engine, const AttentionArguments& arguments) const override {
+    attention_.forward(engine, arguments);
+  }
+  void encode(Engine& engine, const EncodeArguments& arguments) const override {
+    KeyIndex<Isa, Element>::encode(engine, arguments);
+  }
+  void select(Engine& engine, const SelectArguments& arguments) const override {
+    KeyIndex<Isa, Element>::select(engine, arguments);
+  }
+
+ private:
+  DecodeAttention<Isa, Element> attention_;
+};
+
+}  // namespace ktc
