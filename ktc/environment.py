@@ -1,10 +1,11 @@
-"""The environment variables that ktc reads and sets, with their meanings. `cli` handles `NO_COLOR` and OpenMP's."""
+"""The environment variables that ktc reads and sets, with their meanings. `cli` handles `NO_COLOR`."""
 
 from __future__ import annotations
 
 import os
 import socket
 from pathlib import Path
+from typing import Final
 
 
 def cxx() -> str | None:
@@ -44,6 +45,23 @@ def asked_processes() -> int:
 def _number(variable: str) -> int:
     value = os.environ.get(variable, "1")
     return max(1, int(value)) if value.isdigit() else 1
+
+
+# How idle threads of PyTorch wait: its OpenMP runtime reads these variables when torch is imported. By default they
+# spin for up to ten milliseconds after every operation, also on cores that another process needs.
+_WAITS: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # GCC's, and LLVM's and Intel's own
+
+
+def let_openmp_sleep() -> None:
+    """Let idle threads sleep (`OMP_WAIT_POLICY=passive`), unless the user has set how they wait. Before torch."""
+    if not any(name in os.environ for name in _WAITS):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def openmp_spins() -> bool:
+    """Return whether idle threads of PyTorch spin, if nothing changed since torch was imported."""
+    policy, *spins = (os.environ.get(name, "").strip().lower() for name in _WAITS)
+    return policy != "passive" and "0" not in spins
 
 
 # `USE_KT`: the one switch for foreign programs that run a compiled model

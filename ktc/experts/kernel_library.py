@@ -17,9 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, cast
 
+import torch
+
 from ktc import environment, host
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts import openmp
 from ktc.experts.form import ExpertPart
+from ktc.experts.openmp import Functions
 from ktc.files import file_digest
 from ktc.host import NumaNode
 
@@ -31,7 +35,7 @@ NativeLora = tuple[int, int, int, int, int, float, bool, Strides, Strides]
 
 
 class Engine(Protocol):
-    """The number of threads that a call takes. The threads and the workspace belong to the process."""
+    """The number of threads that a call takes: PyTorch's, where it has as many, otherwise those of the library."""
 
     threads: int
     workspace_bytes: int
@@ -198,7 +202,7 @@ class NativeSparseAttention(NativeAttention, Protocol):
 
 
 class _Module(Protocol):
-    def Engine(self, threads: int, nodes: list[tuple[int, ...]], /) -> Engine: ...
+    def Engine(self, threads: int, nodes: list[tuple[int, ...]], openmp: Functions, /) -> Engine: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +237,12 @@ class Kernel:
         """Return the kernel for sparse attention of any sizes; the entry must be one."""
         return cast("NativeSparseAttention", getattr(_opened(self.library.path, self.library.digest), self.entry)())
 
-    def engine(self, threads: int, nodes: tuple[NumaNode, ...] = ()) -> Engine:
-        """Return the engine of calls with this number of threads. All layers of a process share one set of threads."""
-        return _engine(self.library.path, self.library.digest, threads, nodes)
+    def engine(self, threads: int, nodes: tuple[NumaNode, ...] = (), *, own: bool = False) -> Engine:
+        """Return the engine of calls with this number of threads. All layers of a process share one set of threads.
+
+        They are the library's `own` also where PyTorch has as many, for a caller that PyTorch's threads do not serve.
+        """
+        return _engine(self.library.path, self.library.digest, threads, nodes, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +284,11 @@ def nodes_for(threads: int) -> tuple[NumaNode, ...]:
         return ()
     of_node = math.ceil(threads / len(nodes))
     return nodes if all(len(node.cpus) >= of_node for node in nodes) else ()
+
+
+def on_torch_threads(threads: int) -> bool:
+    """Return whether calls of this many threads run on PyTorch's: it has as many, and memory has one node."""
+    return all(openmp.functions()) and threads <= torch.get_num_threads() and not nodes_for(threads)
 
 
 @functools.cache
@@ -340,5 +352,6 @@ def _opened(path: Path, digest: str) -> _Module:
 
 
 @functools.cache
-def _engine(path: Path, digest: str, threads: int, nodes: tuple[NumaNode, ...]) -> Engine:
-    return _opened(path, digest).Engine(threads, [node.cpus for node in nodes])
+def _engine(path: Path, digest: str, threads: int, nodes: tuple[NumaNode, ...], own: bool) -> Engine:
+    functions = openmp.NONE if own else openmp.functions()
+    return _opened(path, digest).Engine(threads, [node.cpus for node in nodes], functions)

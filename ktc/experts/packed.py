@@ -283,7 +283,7 @@ class PackedExperts:
         """Return `forward` without gradients as a C function, on these tensors: what they hold when it is called."""
         read = lora.to(self.weight_dtype)
         native = self._native.host_call(
-            self._engine,
+            self._kernel.engine(self._threads, self._nodes, own=True),  # a thread of CUDA's calls it
             self._packed,
             x_TH.data_ptr(),
             index_TK.data_ptr(),

@@ -23,7 +23,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from ktc import environment, host
 from ktc.checkpoint import CheckpointIndex, WeightSource, open_index, read_sources
 from ktc.diagnostics import Diagnostic, InputRefused, render
-from ktc.experts.kernel_library import KernelLibrary
+from ktc.experts.kernel_library import KernelLibrary, on_torch_threads
 from ktc.files import file_digest
 from ktc.hf import remote_code
 from ktc.linears.streamed_linear import StreamedLinear
@@ -92,10 +92,22 @@ def load_as(
         if isinstance(module, StreamedLinear) and not reference:
             module.begin()
     watch(model, manifest.rewrites, remembered, folder)
+    if library is not None:
+        _tell_of_spinning(max((step.args.get("threads", 1) for step in manifest.rewrites), default=1))
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
     if manifest.cuda_graph and not reference:
         cast("Any", model).decode_graphs = DecodeGraphs()
     return _finished(model, folder, base, placement)
+
+
+@functools.cache
+def _tell_of_spinning(threads: int) -> None:
+    """Warn (L452) where idle threads of PyTorch keep the cores that kernels on other threads need. Once per process."""
+    if threads == 1 or torch.get_num_threads() == 1 or on_torch_threads(threads) or not environment.openmp_spins():
+        return
+    message = f"{threads} kernel threads wait for the cores on which PyTorch's {torch.get_num_threads()} threads spin"
+    hint = "start the process with `OMP_WAIT_POLICY=passive`; see `ktc explain L452`"
+    log.warning("%s", render([Diagnostic("L452", message, hint=hint, severity="warning")]))
 
 
 def _from_seed(seed: int, map: bool) -> Callable[..., None]:

@@ -20,8 +20,10 @@ namespace ktc {
 class Engine {
  public:
   // Throws std::runtime_error if that number of threads cannot be started. With several `nodes`, each gets a contiguous
-  // run of the threads.
-  explicit Engine(int threads, NodeCpus nodes = {}) : threads_(threads), nodes_(std::move(nodes)) {
+  // run of the threads. Calls run on the threads of `openmp` where it has as many.
+  explicit Engine(int threads, NodeCpus nodes = {}, const OpenMp& openmp = {})
+      : threads_(threads), nodes_(std::move(nodes)), openmp_(openmp) {
+    if (nodes_.size() <= 1 && openmp_.offers(threads)) return;
     Shared& shared = of_this_process();
     const std::lock_guard lock(shared.busy);
     shared.pool.require(threads);
@@ -41,7 +43,7 @@ class Engine {
   void exclusively(Body&& body) const {
     Shared& shared = of_this_process();
     const std::lock_guard lock(shared.busy);
-    body(Team(shared.pool, threads_, nodes_), shared.workspace);
+    body(Team(shared.pool, threads_, nodes_, openmp_), shared.workspace);
   }
 
  private:
@@ -68,6 +70,7 @@ class Engine {
 
   int threads_;
   NodeCpus nodes_;
+  OpenMp openmp_;
 };
 
 }  // namespace ktc

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "ktc/numa.hpp"
+#include "ktc/openmp.hpp"
 
 namespace ktc {
 
@@ -114,10 +115,12 @@ class ThreadPool {
     }
   }
 
-  // Call `body(Worker)` once on each of `threads` threads and return when all are done. `body` must not throw. Where
-  // there are several nodes, each thread stays on the CPUs of its own, the caller until this returns.
+  // Call `body(Worker)` once on each of `threads` threads and return when all are done. `body` must not throw. They are
+  // those of `openmp` if it offers as many, otherwise the pool's own. Where there are several nodes, each thread is the
+  // pool's own and stays on the CPUs of its node, the caller until this returns.
   template <class Body>
-  void run(int threads, const NodeCpus& nodes, Body&& body) {
+  void run(int threads, const NodeCpus& nodes, const OpenMp& openmp, Body&& body) {
+    if (nodes.size() <= 1 && openmp.offers(threads) && run_on(openmp, threads, body)) return;
     require(threads);
     const auto stay = nodes.size() > 1 ? std::make_unique<OnCpus>(nodes.front()) : nullptr;
     nodes_ = &nodes;
@@ -130,6 +133,18 @@ class ThreadPool {
   }
 
  private:
+  template <class Body>
+  static bool run_on(const OpenMp& openmp, int threads, Body& body) {
+    Barrier barrier;
+    barrier.reset(threads);
+    const auto work = [&](int index) {
+      if (phase_observer != nullptr) phase_observer->started();
+      body(Worker{index, threads, barrier});
+      if (phase_observer != nullptr) phase_observer->finished();
+    };
+    return openmp.run(threads, work);
+  }
+
   using Task = void (*)(void*, Worker);
 
   // A thread and the number of its calls, on a cache line of its own.
@@ -199,20 +214,22 @@ class ThreadPool {
 // The threads of one call.
 class Team {
  public:
-  Team(ThreadPool& pool, int threads, const NodeCpus& nodes) : pool_(pool), threads_(threads), nodes_(nodes) {}
+  Team(ThreadPool& pool, int threads, const NodeCpus& nodes, const OpenMp& openmp)
+      : pool_(pool), threads_(threads), nodes_(nodes), openmp_(openmp) {}
 
   int threads() const { return threads_; }
 
   // Call `body(Worker)` once on each thread and return when all are done. `body` must not throw.
   template <class Body>
   void run(Body&& body) const {
-    pool_.run(threads_, nodes_, std::forward<Body>(body));
+    pool_.run(threads_, nodes_, openmp_, std::forward<Body>(body));
   }
 
  private:
   ThreadPool& pool_;
   int threads_;
   const NodeCpus& nodes_;
+  const OpenMp& openmp_;
 };
 
 }  // namespace ktc

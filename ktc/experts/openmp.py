@@ -1,0 +1,40 @@
+"""The OpenMP runtime that PyTorch runs on: the functions by which a kernel library calls on its threads.
+
+Its threads spin for milliseconds after each of PyTorch's operations. Kernels with threads of their own wait for the
+cores; on the same threads they start at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from typing import Final, cast
+
+import torch
+
+Functions = tuple[int, int, int, int]
+# In the order of `ktc::OpenMp`. LLVM's and Intel's runtimes have GCC's entry point too.
+_NAMES: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
+NONE: Final = (0, 0, 0, 0)
+_PROCESS: Final = os.getpid()
+
+
+def functions() -> Functions:
+    """Return the addresses of the runtime's functions; zeros if PyTorch has none, or another interface.
+
+    Zeros too in a forked child: it has the runtime's memory and none of its threads.
+    """
+    return _found() if os.getpid() == _PROCESS else NONE
+
+
+@functools.cache
+def _found() -> Functions:
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        loaded = ctypes.CDLL(str(library))  # a symbol is looked up in what this library was linked with
+        found = tuple(ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in _NAMES)
+    except (OSError, AttributeError):
+        return NONE
+    return cast("Functions", found) if all(found) else NONE
