@@ -84,14 +84,18 @@ def _table(one: Phase, many: Phase) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in ("clients", "answered", "cancelled", "failed", "token/s", "ratio", "first token s p50/p99",
-                   "next token s p50/p99", "request s p50/p99"):  # fmt: skip
+    for column in (
+        "clients", "answered", "cancelled", "failed", "token/s", "ratio", "token/CPU s", "ratio",
+        "first token s p50/p99", "next token s p50/p99", "request s p50/p99",
+    ):  # fmt: skip
         table.add_column(column, justify="right", overflow="fold")
     for phase in (one, many):
         ratio = phase.tokens_per_second / one.tokens_per_second if one.tokens else 0.0
+        of_cpu = phase.tokens_per_cpu_second / one.tokens_per_cpu_second if one.tokens_per_cpu_second else 0.0
         table.add_row(
             str(phase.clients), str(phase.answered), str(phase.cancelled), str(sum(phase.failed.values())),
             f"{phase.tokens_per_second:.1f}", f"{ratio:.2f}x",
+            f"{phase.tokens_per_cpu_second:.1f}", f"{of_cpu:.2f}x",
             *(f"{low:.3f} / {high:.3f}" for low, high in (phase.first_token, phase.next_token, phase.request)),
         )  # fmt: skip
     return table

@@ -199,30 +199,35 @@ class Engine:
 
     def _admitted(self) -> list[Request]:
         """Take the first waiting request, and others to read beside it, where there is room."""
-        found: list[Request] = []
         with self._changed:
-            for request in [each for each in self._waiting if each.name not in self._cancelled]:
-                if self._fits([*found, request]):
+            waiting = [each for each in self._waiting if each.name not in self._cancelled]
+        found, rests = list[Request](), list[int]()
+        for request in waiting[: 2 * self.limits.batch]:
+            if self._has_room([*found, request]):
+                known = self._prefixes.length(request.adapter, request.tokens)
+                if not found or self._is_beside(found[0], request, [*rests, len(request.tokens) - known], known):
                     found.append(request)
-                    self._waiting.remove(request)
-                elif not found:
-                    break
+                    rests.append(len(request.tokens) - known)
+            elif not found:
+                break
+        with self._changed:
+            for request in found:
+                self._waiting.remove(request)
         return found
 
-    def _fits(self, asked: Sequence[Request]) -> bool:
-        """Return whether these requests can be read side by side, and run with those that run."""
+    def _is_beside(self, first: Request, request: Request, rests: Sequence[int], known: int) -> bool:
+        """Return whether a request can be read beside others: `rests` are the tokens to read, its own the last."""
+        if self._decoder.alone or first.adapter != request.adapter:
+            return False
+        windows = self._decoder.size.has_windows
+        if windows and (known or self._prefixes.length(first.adapter, first.tokens)):
+            return False
+        return len(rests) * max(rests) <= min(self.limits.prefill_chunk, _PADDED * sum(rests))
+
+    def _has_room(self, asked: Sequence[Request]) -> bool:
+        """Return whether these requests can run with those that run."""
         if self.num_running + len(asked) > self.limits.batch:
             return False
-        if len(asked) > 1:
-            if self._decoder.alone or asked[0].adapter != asked[-1].adapter:
-                return False
-            known = [self._prefixes.length(each.adapter, each.tokens) for each in asked]
-            if any(known) and self._decoder.size.has_windows:
-                return False
-            lengths = [len(each.tokens) - held for each, held in zip(asked, known, strict=True)]
-            padded = len(asked) * max(lengths)
-            if padded > min(self.limits.prefill_chunk, _PADDED * sum(lengths)):
-                return False
         if self.limits.cache_bytes is None or self._decoder.alone:
             return True
         running = {name: [each.request.longest for each in batch.running] for name, batch in self._batches.items()}

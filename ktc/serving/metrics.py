@@ -5,7 +5,15 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from ktc.serving.engine import Engine
 
@@ -19,6 +27,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = of = CollectorRegistry()
+        ProcessCollector(registry=of)
         self.requests = Counter("ktc_requests", "Requests by how they ended", ["model", "outcome"], registry=of)
         self.prompt_tokens = Counter("ktc_prompt_tokens", "Tokens of prompts", ["model"], registry=of)
         self.new_tokens = Counter("ktc_generated_tokens", "Tokens of answers", ["model"], registry=of)

@@ -61,9 +61,9 @@ def test_figures_are_of_the_outcomes() -> None:
         Outcome("cancelled", True, 3, 1.0, 0.7, (0.2,)),
         Outcome("no answer", False, 0, 9.0),
     ]
-    found = Phase.of(Load(2, 5), outcomes, 5.0)
+    found = Phase.of(Load(2, 5), outcomes, 5.0, 3.0)
     assert (found.answered, found.cancelled, found.failed) == (2, 1, {"no answer": 1})
-    assert (found.tokens, found.tokens_per_second) == (15, 3.0)
+    assert (found.tokens, found.tokens_per_second, found.tokens_per_cpu_second) == (15, 3.0, 5.0)
     assert (found.first_token, found.next_token, found.request) == ((0.7, 0.7), (0.2, 0.3), (4.0, 4.0))
 
 

@@ -12,7 +12,10 @@ from ktc.bench.serving.load import Load, Outcome
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The figures of one load. `failed` has each failure with its count; latencies are p50 and p99 in seconds."""
+    """The figures of one load. `failed` has each failure with its count; latencies are p50 and p99 in seconds.
+
+    `cpu_seconds` are the server's: on a busy machine they say more than the time that passes.
+    """
 
     clients: int
     seconds: float
@@ -21,18 +24,21 @@ class Phase:
     failed: dict[str, int]
     tokens: int
     tokens_per_second: float
+    cpu_seconds: float
+    tokens_per_cpu_second: float
     first_token: tuple[float, float]
     next_token: tuple[float, float]
     request: tuple[float, float]
 
     @classmethod
-    def of(cls, load: Load, outcomes: Sequence[Outcome], seconds: float) -> Phase:
-        """Return the figures of a load that took `seconds` in all."""
+    def of(cls, load: Load, outcomes: Sequence[Outcome], seconds: float, cpu_seconds: float) -> Phase:
+        """Return the figures of a load that took `seconds` in all, and `cpu_seconds` of the server."""
         states = Counter(each.state for each in outcomes)
         answered, cancelled = states.pop("answered", 0), states.pop("cancelled", 0)
         tokens = sum(each.tokens for each in outcomes)
         return cls(
             load.clients, seconds, answered, cancelled, dict(states), tokens, tokens / seconds,
+            cpu_seconds, tokens / cpu_seconds if cpu_seconds else 0.0,
             _percentiles(each.first for each in outcomes if each.first is not None),
             _percentiles(gap for each in outcomes for gap in each.gaps),
             _percentiles(each.seconds for each in outcomes if each.state == "answered"),
@@ -41,8 +47,12 @@ class Phase:
 
 def as_json(one: Phase, many: Phase, left: dict[str, float]) -> dict[str, Any]:
     """Return the whole report; `left` is what the server's metrics say at the end."""
-    ratio = many.tokens_per_second / one.tokens_per_second if one.tokens else None
-    return {"one_client": asdict(one), "clients": asdict(many), "ratio": ratio, "server": left}
+    ratios: dict[str, float | None] = {"ratio": None, "ratio_of_cpu_time": None}
+    if one.tokens:
+        ratios["ratio"] = many.tokens_per_second / one.tokens_per_second
+        if one.cpu_seconds:
+            ratios["ratio_of_cpu_time"] = many.tokens_per_cpu_second / one.tokens_per_cpu_second
+    return {"one_client": asdict(one), "clients": asdict(many), **ratios, "server": left}
 
 
 def _percentiles(values: Iterable[float]) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from ktc.bench.serving.report import Phase
 from ktc.diagnostics import Diagnostic, InputRefused
 
 _URL: Final = re.compile(r"http://\S+/v1")
+_CPU: Final = "process_cpu_seconds_total"
 _SETTLED: Final = 30.0  # seconds for the server to end what clients left
 
 
@@ -54,8 +55,20 @@ def served(out: Path, options: Sequence[str]) -> Generator[str]:
 def measure(url: str, one: Load, many: Load) -> tuple[Phase, Phase, dict[str, float]]:
     """Drive a server with one client, then with many; return both, and the server's counts at the end."""
     asyncio.run(drive(url, replace(one, clients=1, seconds=1, cancelled=0.0)))  # warm
-    phases = [Phase.of(load, *asyncio.run(drive(url, load, seed))) for seed, load in enumerate((one, many), 1)]
+    phases = list[Phase]()
+    for seed, load in enumerate((one, many), 1):
+        before = _metrics(url).get(_CPU, 0.0)
+        outcomes, seconds = asyncio.run(drive(url, load, seed))
+        phases.append(Phase.of(load, outcomes, seconds, _metrics(url).get(_CPU, 0.0) - before))
     return phases[0], phases[1], _settled(url)
+
+
+def _metrics(url: str) -> dict[str, float]:
+    """Return every sample of the server's metrics by its name and labels."""
+    with urllib.request.urlopen(url.replace("/v1", "/metrics")) as reply:
+        lines = reply.read().decode().splitlines()
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
 
 
 def _settled(url: str) -> dict[str, float]:
@@ -63,13 +76,7 @@ def _settled(url: str) -> dict[str, float]:
     names = ("ktc_requests_running", "ktc_requests_waiting", "ktc_requests_total", "ktc_generated_tokens_total")
     end = time.monotonic() + _SETTLED
     while True:
-        with urllib.request.urlopen(url.replace("/v1", "/metrics")) as reply:
-            text = reply.read().decode()
-        found = {
-            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-            for line in text.splitlines()
-            if line.startswith(names)
-        }
+        found = {name: value for name, value in _metrics(url).items() if name.startswith(names)}
         if not (found["ktc_requests_running"] or found["ktc_requests_waiting"]) or time.monotonic() > end:
             return found
         time.sleep(0.2)
