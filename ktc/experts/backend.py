@@ -14,10 +14,12 @@ from torch import Tensor
 
 from ktc.experts import host_node
 from ktc.experts.cpu_backend import Activations, CpuKernel
+from ktc.experts.form import ExpertsSizes
 from ktc.experts.graph_backend import HostNode
 from ktc.experts.grouped_products import described
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.reference_backend import Reference
+from ktc.experts.resident_backend import ResidentFew
 from ktc.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.experts.streamed_backend import Streamed
 from ktc.experts.weights import ExpertsWeights
@@ -60,6 +62,10 @@ class Offload:
     buffer: int = DEFAULT_BUFFER
     resident: bool = False
 
+    def has_room_for_copies(self, tokens: int, sizes: ExpertsSizes) -> bool:
+        """Return whether the experts of so few tokens, which are there already, are no more than a layer's."""
+        return self.resident and len(self.devices) == 1 and tokens * sizes.top_k <= sizes.num_experts
+
     def __str__(self) -> str:
         devices = ", ".join(map(str, self.devices))
         stay = "weights stay there" if self.resident else f"weights sent through {self.buffer / 2**20:,.0f} MiB"
@@ -67,12 +73,14 @@ class Offload:
 
 
 def choose(
-    weights: ExpertsWeights, tokens: int, *, activations: Activations, offload: Offload | None
+    weights: ExpertsWeights, tokens: int, *, activations: Activations, offload: Offload | None, plain: bool = False
 ) -> ExpertsBackend:
-    """Return the backend of a call with this number of tokens."""
+    """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA."""
     packed, form = weights.packed, weights.form
     if packed is None:
         return Reference(weights)
+    if plain and offload is not None and offload.has_room_for_copies(tokens, packed.sizes):
+        return ResidentFew(packed, form, offload.devices[0])
     if offload is not None and tokens >= offload.min_tokens:
         return Streamed(packed, form, offload.devices, offload.buffer, offload.resident)
     if (nodes := host_node.current()) is not None:

@@ -61,6 +61,12 @@ class ExpertStream:
         if isinstance(self._ring, _Resident):
             self._ring.send(self._source)
 
+    def copies(self, experts: Tensor) -> Matrices:
+        """Return the matrices of resident experts (S,) int64, which may repeat: copies, made without waiting."""
+        assert isinstance(self._ring, _Resident), "the weights are sent for each call"
+        stored = self._ring.whole(self._source).view(len(self.share), self._bytes)
+        return self._layout.matrices(stored.index_select(0, experts - self.share.start))
+
     def chunks(self, chosen: Sequence[int], *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
         """Yield the runs of neighbours that have experts of `chosen`, with their matrices, in order or in reverse."""
         wanted = [number for number, run in enumerate(self._runs) if any(expert in run for expert in chosen)]
@@ -71,11 +77,12 @@ class ExpertStream:
 
 
 class _Resident:
-    """The pieces of one layer that stay on a device."""
+    """The pieces of one layer that stay on a device, one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pieces: tuple[Tensor, ...] = ()
+        self._whole = torch.empty(0, dtype=torch.uint8)
 
     @contextmanager
     def visit(
@@ -88,8 +95,17 @@ class _Resident:
     def send(self, source: StreamSource) -> None:
         """Send the pieces, once."""
         if not self._pieces:
+            sizes = [piece.numel() for piece in source.pieces]
             with torch.inference_mode(mode=False):  # for later calls with gradients
-                self._pieces = tuple(piece.to(self._device) for piece in source.pieces)
+                self._whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+                self._pieces = torch.split(self._whole, sizes)
+                for held, piece in zip(self._pieces, source.pieces, strict=True):
+                    held.copy_(piece)
+
+    def whole(self, source: StreamSource) -> Tensor:
+        """Return all pieces as one."""
+        self.send(source)
+        return self._whole
 
 
 def _runs(share: range, most: int, limit: int) -> tuple[range, ...]:

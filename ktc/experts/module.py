@@ -205,9 +205,9 @@ class FusedMoe(nn.Module):
         """Return the (expert, part) pairs that were never loaded, in order of expert."""
         return self.weights.missing()
 
-    def backend(self, tokens: int) -> ExpertsBackend:
-        """Return the backend of a call with this number of tokens."""
-        return choose(self.weights, tokens, activations=self.activations, offload=self.offload)
+    def backend(self, tokens: int, *, plain: bool = False) -> ExpertsBackend:
+        """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA."""
+        return choose(self.weights, tokens, activations=self.activations, offload=self.offload, plain=plain)
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None = None
@@ -220,7 +220,9 @@ class FusedMoe(nn.Module):
         self._check_lora(lora)
         if hidden_states.is_meta:  # shapes alone, differentiable as the values would be
             return hidden_states * top_k_weights.sum(-1, keepdim=True).to(hidden_states.dtype)
-        return self.backend(hidden_states.shape[0]).run(hidden_states, top_k_index, top_k_weights, lora)
+        plain = not torch.is_grad_enabled() and not any(lora.products)
+        backend = self.backend(hidden_states.shape[0], plain=plain)
+        return backend.run(hidden_states, top_k_index, top_k_weights, lora)
 
     def _check(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
         choices = (x_TH.shape[0], index_TK.shape[-1])

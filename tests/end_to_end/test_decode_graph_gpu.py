@@ -30,10 +30,10 @@ plan { mode = infer  cuda_graph = decode }
 def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     folder = tmp_path_factory.mktemp("graphs")
 
-    def loaded(family: str, experts: str = "cpu_moe()") -> Any:
+    def loaded(family: str, experts: str = "cpu_moe()", plan: str = "plan {") -> Any:
         out = folder / f"g_{family}_{len(list(folder.iterdir()))}"
         rules = folder / f"{out.name}.ktr"
-        rules.write_text(PROGRAM.replace("EXPERTS", experts))
+        rules.write_text(PROGRAM.replace("EXPERTS", experts).replace("plan {", plan))
         return ktc.load(ktc.compile(f"tiny:{family}", rules, out))
 
     return loaded
@@ -67,6 +67,20 @@ def test_a_replayed_step_is_the_eager_one(
         assert all(compared(model, rows) <= 0.02 for rows in (1, 3))
     assert not [record for record in caplog.records if "L451" in record.getMessage()]
     assert len(model.decode_graphs._steps) == 2
+
+
+def test_experts_that_stay_on_the_gpu_are_part_of_the_graph(
+    load: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    room = "rule many { match moe.opaque as m => place(cpu, prefill = cuda:0) on m.experts }"
+    model = load("qwen3_moe", "cpu_moe()", f"{room}\nplan {{ cuda:0 = 4GiB")
+    experts = model.model.layers[1].mlp.experts
+    assert experts.offload.resident
+    assert type(experts.backend(1, plain=True)).__name__ == "ResidentFew"
+    with caplog.at_level(logging.WARNING):
+        assert compared(model, 1) <= 0.02
+    assert not [record for record in caplog.records if "L451" in record.getMessage()]
+    assert not any(step.nodes._calls for step in model.decode_graphs._steps.values())
 
 
 def test_a_thousand_replayed_steps_choose_the_tokens_of_the_same_steps_computed_eagerly(

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_layers import EXACT_FORMS, FORMS, ISAS, Load, built, error, quick_or_slow, random_layer, run, spec_of
+from kernel_layers import EXACT, EXACT_FORMS, FORMS, ISAS, Load, built, error, quick_or_slow, random_layer, run, spec_of
 from lora_layers import adapt, run_adapted
 
 from ktc.experts.backend import Offload
 from ktc.experts.block_reference import random_blocks
+from ktc.experts.cpu_backend import CpuKernel
 from ktc.experts.expert_stream import expert_stream
 from ktc.experts.form import parse_form
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.module import FusedMoe
 from ktc.experts.packed_layout import Matrices
 from ktc.experts.page_lock import page_lock
+from ktc.experts.resident_backend import ResidentFew
 from ktc.experts.stock_layout import canonical_parts
 from ktc.experts.streamed_backend import compute
 from ktc.formats import BLOCKS, FORMATS, Codes
@@ -241,3 +243,17 @@ def test_two_gpus_share_the_experts(load: Load) -> None:
             assert error(ours.cpu(), theirs) <= limit
         results.append(found)
     assert all(torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True))
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[6]])
+def test_few_tokens_of_resident_experts_are_those_of_the_kernel(load: Load, form: str) -> None:
+    layer = random_layer(70, 37, 8, 2, 3, form=form)
+    module = load(layer, spec_of("scalar", "fp64", form) if form in EXACT else spec_of(ISAS[0], form=form))
+    x, weights = layer.x.to(module.weights.packed.dtype), layer.weights.to(module.weights.packed.weight_dtype)
+    with torch.no_grad():
+        wanted = module(x, layer.index, weights)
+        module.offload = replace(CPU, min_tokens=1000, resident=True)
+        assert isinstance(module.backend(3, plain=True), ResidentFew)
+        assert error(module(x, layer.index, weights), wanted) <= 1e-12 if form in EXACT else 0.01
+        assert isinstance(module.backend(5, plain=True), CpuKernel)  # ten experts of eight
+    assert isinstance(module.backend(3), CpuKernel)
