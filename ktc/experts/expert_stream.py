@@ -64,8 +64,8 @@ class ExpertStream:
     def copies(self, experts: Tensor) -> Matrices:
         """Return the matrices of resident experts (S,) int64, which may repeat: copies, made without waiting."""
         assert isinstance(self._ring, _Resident), "the weights are sent for each call"
-        stored = self._ring.whole(self._source).view(len(self.share), self._bytes)
-        return self._layout.matrices(stored.index_select(0, experts - self.share.start))
+        stored = self._ring.whole(self._source).view(torch.int64).view(len(self.share), -1)  # eight bytes at once
+        return self._layout.matrices(stored.index_select(0, experts - self.share.start).view(torch.uint8))
 
     def chunks(self, chosen: Sequence[int], *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
         """Yield the runs of neighbours that have experts of `chosen`, with their matrices, in order or in reverse."""
