@@ -90,13 +90,13 @@ class RowCache:
         return sum(layer.nbytes for layer in self._layers)
 
     @property
-    def _layers(self) -> Sequence[_RowLayer | _SlidingRowLayer]:
+    def _layers(self) -> Sequence[RowLayer | SlidingRowLayer]:
         return cast("Any", self.cache.layers)
 
     def join(self, row: CachedRow) -> None:
         """Add a sequence after the others."""
         if not self.lengths:
-            made = [_RowLayer(self._room) if window is None else _SlidingRowLayer(window, self._room)
+            made = [RowLayer(self._room) if window is None else SlidingRowLayer(window, self._room)
                     for window in row.windows]  # fmt: skip
             cast("Any", self.cache).layers = made
         self.lengths.append(row.length)
@@ -160,7 +160,7 @@ class _Rows:
         return LayerRow(self._keys.row(at, kept), self._values.row(at, kept))
 
 
-class _RowLayer(_Rows, DynamicLayer):
+class RowLayer(_Rows, DynamicLayer):
     """A layer that keeps every token."""
 
     def __init__(self, room: int) -> None:
@@ -172,6 +172,7 @@ class _RowLayer(_Rows, DynamicLayer):
     def set_columns(self, columns: int) -> None:
         """Keep the columns that a row still has."""
         self._columns = columns
+        self.keys = self.values = None  # they would keep memory that the bands have left
         for band in self._bands:
             band.trim(columns)
 
@@ -182,10 +183,11 @@ class _RowLayer(_Rows, DynamicLayer):
         """Append (rows, heads, T, width), and return all keys and values."""
         assert self._keys is not None and self._values is not None
         self._columns += key_states.shape[2]
-        return self._keys.append(key_states), self._values.append(value_states)
+        self.keys, self.values = self._keys.append(key_states), self._values.append(value_states)
+        return self.keys, self.values
 
 
-class _SlidingRowLayer(_Rows, DynamicSlidingWindowLayer):
+class SlidingRowLayer(_Rows, DynamicSlidingWindowLayer):
     """A layer that keeps the last `window` - 1 tokens."""
 
     def __init__(self, window: int, room: int) -> None:
