@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,9 @@ from decoding_models import stock_model
 from engine_answers import Answers, alone, config_of
 from transformers import PreTrainedModel
 
+from ktc.attention.decoding import decoding
+from ktc.attention.sparse import Sparse
+from ktc.attention.sparsity import Sparsity
 from ktc.serving.batch import RowBatch
 from ktc.serving.decoder import Decoder
 from ktc.serving.engine import Engine
@@ -219,3 +223,17 @@ def test_a_model_whose_cache_cannot_be_joined_answers_each_request_alone(name: s
             served.ask(str(at), prompt, 6, config)
         found = [served.answers.wait(str(at))[0] for at in range(3)]
     assert found == [alone(model, prompt, config, 6) for prompt in PROMPTS[:3]]
+
+
+def test_sparse_attention_is_dense_in_a_running_batch_and_a_line_says_so(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    sparse: Any = copy.deepcopy(model)
+    for layer in sparse.model.layers:
+        decoding(layer.self_attn, None, Sparse(Sparsity(4, 2, 4, "int4", shared=False), None))
+    config = config_of(model)
+    prompt = tuple(range(20, 60))  # more tokens than an index serves at once: prompts are dense
+    with Served(sparse, Limits()) as served:
+        served.ask("0", prompt, 8, config)
+        assert served.answers.wait("0")[0] == alone(model, prompt, config, 8)
+    assert "attention over `RowLayer` stays dense" in caplog.text
