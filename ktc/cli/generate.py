@@ -76,6 +76,12 @@ def command(
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop before this text; repeatable.")] = None,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            "--prefill-chunk", min=1, help="Read prompts in chunks of at most this many tokens. Default: one pass."
+        ),
+    ] = None,
     reference: Reference = False,
     weights: Weights = None,
     trust: Trust = False,
@@ -83,7 +89,7 @@ def command(
     """Generate answers to one prompt, to the rows of a file, or in a conversation."""
     _check_combination(prompt, file, chat, output, session.as_json, raw)
     session.require_versions()
-    from ktc.generate.answers import Sampling, set_seed
+    from ktc.generate.answers import Sampling, read_in_chunks, set_seed
     from ktc.generate.batch import require_writable
     from ktc.generate.language_model import open_language_model
     from ktc.generate.prompts import read_rows
@@ -98,6 +104,8 @@ def command(
     opened = open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
     session.go_on()
     tell_template(session, opened, raw)
+    if prefill_chunk is not None:
+        read_in_chunks(opened, prefill_chunk)
     set_seed(seed)
     if prompt is not None:
         _answer_one(session, opened, prompt, sampling, system, raw)

@@ -81,6 +81,11 @@ def set_seed(seed: int) -> None:
     transformers.set_seed(seed)
 
 
+def read_in_chunks(opened: LanguageModel, tokens: int) -> None:
+    """Read prompts in chunks of at most `tokens`, so that their length does not bound the memory of a pass."""
+    opened.model.generation_config.prefill_chunk_size = tokens
+
+
 def answer(
     opened: LanguageModel,
     prompt: Prompt,

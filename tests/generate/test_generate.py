@@ -18,7 +18,7 @@ from ktc.cli import app as cli
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.generate import answers as generate
 from ktc.generate import chat
-from ktc.generate.answers import Answer, Pace, Sampling, answer
+from ktc.generate.answers import Answer, Pace, Sampling, answer, read_in_chunks
 from ktc.generate.batch import answer_rows, jsonl
 from ktc.generate.chat import converse
 from ktc.generate.language_model import LanguageModel, open_language_model, without_adapter
@@ -75,6 +75,22 @@ def test_greedy_answers_are_those_of_generate(opened: LanguageModel) -> None:
     assert found.text == opened.tokenizer.decode(expected, skip_special_tokens=True)
     assert found.num_tokens == len(expected) == pace.new_tokens
     assert pace.first_seconds is not None and 0 < pace.first_seconds <= pace.seconds
+
+
+def test_prompts_are_read_in_chunks_with_the_same_answer(
+    opened: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, lengths = render(opened, "one two three four five six"), list[int]()
+    wanted, _ = answer(opened, prompt, Sampling(max_new_tokens=5))
+    monkeypatch.setattr(opened.model.generation_config, "prefill_chunk_size", None)
+    handle = opened.model.get_input_embeddings().register_forward_hook(
+        lambda _, given, __: lengths.append(given[0].shape[1])
+    )
+    read_in_chunks(opened, 3)
+    found, _ = answer(opened, prompt, Sampling(max_new_tokens=5))
+    handle.remove()
+    assert found == wanted
+    assert max(lengths) == 3
 
 
 def test_streamed_pieces_make_the_answer(opened: LanguageModel) -> None:

@@ -3,10 +3,8 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "ktc/decode_attention.hpp"
 #include "ktc/engine.hpp"
@@ -96,8 +94,8 @@ class KeyIndex {
       Region<Row> rows(sizes.all_rows);
       Region<Bounds> bounds(a.batch * a.tokens);
       Region<float> numbers(team.threads() * round_up(a.index.layout.width, kHalfPanel));
-      Region<float> estimates(a.shared ? sizes.together * sizes.rows * sizes.padded : 0);
-      Region<std::int32_t> scores(sizes.together * sizes.lists * sizes.padded);
+      Region<float> estimates(a.shared ? sizes.together * sizes.rows * sizes.stride : 0);
+      Region<std::int32_t> scores(sizes.together * sizes.lists * sizes.stride);
       Region<std::int32_t> scratch(team.threads() * Top::scratch(a.length));
       workspace.lay_out(codes, rows, bounds, numbers, estimates, scores, scratch);
       const Call call{a, sizes, codes.data(), rows.data(), bounds.data(), estimates.data(), scores.data()};
@@ -115,7 +113,6 @@ class KeyIndex {
 
  private:
   static constexpr float kUnseen = -1e30f;
-  static constexpr float kInvalid = 1e30f;      // in the place of NaN
   static constexpr std::int64_t kStretch = 64;  // blocks that one worker estimates
 
   static const Element* row_of(const CacheView& view, std::int64_t key_heads, std::int64_t head, std::int64_t at) {
@@ -148,7 +145,6 @@ class KeyIndex {
     std::int32_t offset;
     std::int64_t batch;
     std::int64_t token;
-    float greatest;
     float inverse_total;
   };
 
@@ -167,6 +163,7 @@ class KeyIndex {
           lists(a.shared ? a.tokens : rows),
           blocks((a.length + kKeysTogether - 1) / kKeysTogether),
           padded(blocks * kKeysTogether),
+          stride(padded + 5 * kKeysTogether),
           together(std::min<std::int64_t>(heads, threads)) {}
 
     std::int64_t heads;  // of all sequences
@@ -175,6 +172,7 @@ class KeyIndex {
     std::int64_t lists;  // of a key head
     std::int64_t blocks;
     std::int64_t padded;    // positions
+    std::int64_t stride;    // of rows; as a power of two it would map all rows to one set of a cache
     std::int64_t together;  // key heads whose scores are in memory at a time
   };
 
@@ -215,7 +213,6 @@ class KeyIndex {
                      .offset = layout.format == KeyFormat::kInt4 ? 8 * sum : sum,
                      .batch = row / (a.key_heads * sizes.rows),
                      .token = row % a.tokens,
-                     .greatest = 0.0f,
                      .inverse_total = 0.0f};
       }
       for (std::int64_t each = worker.index; each < a.batch * a.tokens; each += worker.count) {
@@ -243,7 +240,7 @@ class KeyIndex {
       worker.barrier.arrive_and_wait();
       if (a.shared) {
         for (std::int64_t item = worker.index; item < count * sizes.rows; item += worker.count) {
-          normalise(head * sizes.rows + item, estimates + item * sizes.padded);
+          normalise(head * sizes.rows + item, estimates + item * sizes.stride);
         }
         worker.barrier.arrive_and_wait();
         for (std::int64_t item = worker.index; item < count * a.tokens * stretches; item += worker.count) {
@@ -252,7 +249,7 @@ class KeyIndex {
         worker.barrier.arrive_and_wait();
       }
       for (std::int64_t item = worker.index; item < count * sizes.lists; item += worker.count) {
-        write(head + item / sizes.lists, item % sizes.lists, scores + item * sizes.padded, scratch);
+        write(head + item / sizes.lists, item % sizes.lists, scores + item * sizes.stride, scratch);
       }
     }
 
@@ -289,21 +286,32 @@ class KeyIndex {
     [[gnu::always_inline]] void store(const Row& row, std::int64_t place, std::int64_t position,
                                       const float* found) const {
       if (a.shared) {
-        float* to = estimates + place * sizes.padded + position;
-        for (std::int64_t key = 0; key < kKeysTogether; ++key) {
-          to[key] = found[key] != found[key] ? kInvalid : found[key];
-        }
-        hide(row.batch, row.token, position, to, kUnseen);
+        float* to = estimates + place * sizes.stride + position;
+        std::copy(found, found + kKeysTogether, to);
+        if (!seen_by_all(position)) hide(row.batch, row.token, position, to, kUnseen);
       } else {
-        std::int32_t* to = scores + place * sizes.padded + position;
-        for (std::int64_t key = 0; key < kKeysTogether; ++key) to[key] = Top::ordered(found[key]);
-        hide(row.batch, row.token, position, to, kHidden);
+        std::int32_t* to = scores + place * sizes.stride + position;
+        order(found, to);
+        if (!seen_by_all(position)) hide(row.batch, row.token, position, to, kHidden);
       }
     }
 
+    // Integers in the order of 16 scores; a NaN is greater than any number.
+    [[gnu::always_inline]] static void order(const float* from, std::int32_t* to) {
+      std::int32_t bits[kKeysTogether];
+      __builtin_memcpy(bits, from, sizeof bits);
+// A loop that is unrolled before it is vectorised stays scalar.
+#pragma GCC unroll 1
+      for (std::int64_t key = 0; key < kKeysTogether; ++key) to[key] = Top::ordered(bits[key]);
+    }
+
+    // Whether every token sees the 16 positions from `position` on.
+    [[gnu::always_inline]] bool seen_by_all(std::int64_t position) const {
+      return a.mask == nullptr && position + kKeysTogether <= a.length - a.tokens + 1;
+    }
+
     template <class Value>
-    [[gnu::always_inline]] void hide(std::int64_t batch, std::int64_t token, std::int64_t position, Value* values,
-                                     Value hidden) const {
+    void hide(std::int64_t batch, std::int64_t token, std::int64_t position, Value* values, Value hidden) const {
       const std::int64_t end = bounds[batch * a.tokens + token].end;
       if (a.mask != nullptr) {
         const std::uint8_t* seen = a.mask + batch * a.mask_batch + token * a.mask_token + position;
@@ -315,51 +323,44 @@ class KeyIndex {
       }
     }
 
-    // The greatest of a row's estimates, and the sum of their exponentials.
-    void normalise(std::int64_t row, const float* found) const {
+    // Turns the estimates of a row into exp(estimate - greatest), and sums these. A NaN stays.
+    void normalise(std::int64_t row, float* found) const {
       float greatest[kHalfPanel];
       std::fill(greatest, greatest + kHalfPanel, kUnseen);
       for (std::int64_t at = 0; at < sizes.padded; at += kHalfPanel) {
         for (std::int64_t lane = 0; lane < kHalfPanel; ++lane) {
-          const float each = found[at + lane];
-          greatest[lane] = each > greatest[lane] && each < 0.5f * kInvalid ? each : greatest[lane];
+          greatest[lane] = greatest[lane] < found[at + lane] ? found[at + lane] : greatest[lane];
         }
       }
-      rows[row].greatest = *std::max_element(greatest, greatest + kHalfPanel);
+      const Lanes shift(*std::max_element(greatest, greatest + kHalfPanel));
       Lanes total(0.0f);
       for (std::int64_t at = 0; at < sizes.padded; at += kHalfPanel) {
-        total = total + weights(Lanes::load(found + at), rows[row].greatest);
+        const Lanes each = Lanes::load(found + at);
+        const Lanes weights = zero_up_to(0.5f * kUnseen, each, exp(each - shift));
+        total = total + zero_outside(0.5f * kUnseen, -kUnseen, each, weights);
+        weights.store(found + at);
       }
       const float sum = total.sum();
-      rows[row].inverse_total = sum > 0.0f ? 1.0f / sum : 0.0f;
-    }
-
-    [[gnu::always_inline]] static Lanes weights(const Lanes& found, float greatest) {
-      return zero_outside(0.5f * kUnseen, 0.5f * kInvalid, found, exp(found - Lanes(greatest)));
+      rows[row].inverse_total = sum > 0.0f ? 1.0f / sum : 1.0f;
     }
 
     // Scores of one stretch that the query heads of a key head share: the sum of their softmax.
     void add_heads(std::int64_t head, std::int64_t place, std::int64_t token, std::int64_t begin) const {
       const std::int64_t end = std::min(begin + kStretch, sizes.blocks);
+      const float* first = estimates + (place * sizes.rows + token) * sizes.stride;
+      const Row* of_token = rows + (head + place) * sizes.rows + token;
       for (std::int64_t block = begin; block < end; ++block) {
         const std::int64_t position = block * kKeysTogether;
         Lanes total(0.0f);
-        bool invalid[kKeysTogether] = {};
         for (std::int64_t each = 0; each < a.group; ++each) {
-          const std::int64_t row = each * a.tokens + token;
-          const Row& of_row = rows[(head + place) * sizes.rows + row];
-          const float* found = estimates + (place * sizes.rows + row) * sizes.padded + position;
-          const Lanes loaded = Lanes::load(found);
-          total = fused_multiply_add(weights(loaded, of_row.greatest), Lanes(of_row.inverse_total), total);
-          for (std::int64_t key = 0; key < kKeysTogether; ++key) invalid[key] |= found[key] >= 0.5f * kInvalid;
+          const Lanes weights = Lanes::load(first + each * a.tokens * sizes.stride + position);
+          total = fused_multiply_add(weights, Lanes(of_token[each * a.tokens].inverse_total), total);
         }
         float sums[kKeysTogether];
         total.store(sums);
-        std::int32_t* to = scores + (place * a.tokens + token) * sizes.padded + position;
-        for (std::int64_t key = 0; key < kKeysTogether; ++key) {
-          to[key] = invalid[key] ? std::numeric_limits<std::int32_t>::max() : Top::ordered(sums[key]);
-        }
-        hide((head + place) / a.key_heads, token, position, to, kHidden);
+        std::int32_t* to = scores + (place * a.tokens + token) * sizes.stride + position;
+        order(sums, to);
+        if (!seen_by_all(position)) hide((head + place) / a.key_heads, token, position, to, kHidden);
       }
     }
 

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstdint>
 #include <limits>
 
@@ -20,9 +19,8 @@ inline constexpr std::int32_t kHidden = std::numeric_limits<std::int32_t>::min()
 template <class Isa>
 class TopPositions {
  public:
-  // An integer in the order of the scores; a NaN is greater than any number.
-  [[gnu::always_inline]] static std::int32_t ordered(float score) {
-    const auto bits = std::bit_cast<std::int32_t>(score);
+  // An integer in the order of the scores, of the bits of one in fp32; a NaN is greater than any number.
+  [[gnu::always_inline]] static std::int32_t ordered(std::int32_t bits) {
     const std::int32_t order = bits ^ ((bits >> 31) & 0x7fffffff);
     return (bits & 0x7fffffff) > 0x7f800000 ? std::numeric_limits<std::int32_t>::max() : order;
   }
@@ -76,6 +74,7 @@ class TopPositions {
       std::int32_t greatest[kLanes];
       std::copy(scores + at, scores + at + kLanes, greatest);
       for (std::int64_t row = kLanes; row < stretch; row += kLanes) {
+#pragma GCC unroll 1
         for (std::int64_t lane = 0; lane < kLanes; ++lane) {
           const std::int32_t each = scores[at + row + lane], held = greatest[lane];
           greatest[lane] = each > held ? each : held;
@@ -84,7 +83,8 @@ class TopPositions {
       std::copy(greatest, greatest + kLanes, maxima + found);
     }
     if (found < k) return kHidden + 1;
-    return std::max(kth_greatest(maxima, found, k, counts).value, kHidden + 1);
+    // Without the lowest bits of that maximum: more candidates, and a pass less.
+    return std::max(kth_greatest(maxima, found, k, counts, 2).value, kHidden + 1);
   }
 
   static std::int64_t collect(const std::int32_t* scores, std::int64_t begin, std::int64_t end, std::int32_t bound,
@@ -98,6 +98,7 @@ class TopPositions {
     std::int64_t at = begin;
     for (; at + kLanes < end; at += kLanes) {
       std::int32_t any = 0;
+#pragma GCC unroll 1
       for (std::int64_t lane = 0; lane < kLanes; ++lane) any |= scores[at + lane] >= bound ? 1 : 0;
       if (any == 0) continue;
       for (std::int64_t lane = 0; lane < kLanes; ++lane) take(at + lane);
@@ -106,11 +107,14 @@ class TopPositions {
     return count;
   }
 
-  // Of at least k values, by their bits from the highest on.
-  static Kth kth_greatest(const std::int32_t* values, std::int64_t count, std::int64_t k, std::int32_t* counts) {
+  // Of at least k values, by their bits from the highest on. After two of three passes the lowest bits are zeros.
+  static Kth kth_greatest(const std::int32_t* values, std::int64_t count, std::int64_t k, std::int32_t* counts,
+                          int passes = 3) {
+    constexpr std::array<int, 3> kShifts{32 - kBits, 32 - 2 * kBits, 0};
     std::uint32_t known = 0, mask = 0;
     std::int64_t greater = 0;
-    for (const int shift : {32 - kBits, 32 - 2 * kBits, 0}) {
+    for (int pass = 0; pass < passes; ++pass) {
+      const int shift = kShifts[static_cast<std::size_t>(pass)];
       const std::uint32_t digits = shift == 0 ? (1u << (32 - 2 * kBits)) - 1 : kBuckets - 1;
       std::fill(counts, counts + kBuckets, 0);
       for (std::int64_t each = 0; each < count; ++each) {
