@@ -244,5 +244,7 @@ def _step_faults(step: Rewrite, kernels: set[str]) -> Iterator[str]:
         yield f"the rewrite of `{step.fqn}` uses a kernel `{step.kernel}` that does not exist"
     for name, wanted in _ARGUMENTS[step.module].items():
         value = step.args.get(name)
-        if type(value) is not wanted or (wanted is int and cast("int", value) < 1):
+        target = MODULES.get(step.module)
+        least = 0 if target is not None and name in target.may_be_zero else 1
+        if type(value) is not wanted or (wanted is int and cast("int", value) < least):
             yield f"the rewrite of `{step.fqn}` has no proper `{name}`"

@@ -40,6 +40,7 @@ class MlaAbsorbed(ModuleTarget):
     built: ClassVar = {"cache": ("compressed",), "kernel": ("sdpa", FLASH_DECODE)}
     without_backward: ClassVar = ATTENTION_WITHOUT_BACKWARD
     module: ClassVar = "absorbed_attention"
+    may_be_zero: ClassVar = frozenset({"elide"})
     arguments: ClassVar = {
         **dict.fromkeys(("heads", "nope", "rope", "value", "latent", "elide", "threads"), int),
         **dict.fromkeys(("kv_b", "absorb"), str),

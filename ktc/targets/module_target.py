@@ -30,11 +30,13 @@ class WrongModule(ValueError):
 class ModuleTarget(Target):
     """`module` is the name of the module in `ktc.json`, `arguments` the types of what it is built with.
 
-    `operands` is how many operands of the node the module takes.
+    Numbers are at least 1, except for those in `may_be_zero`. `operands` is how many operands of the node the module
+    takes.
     """
 
     module: ClassVar[str]
     arguments: ClassVar[Mapping[str, type]] = {}
+    may_be_zero: ClassVar[frozenset[str]] = frozenset()
     operands: ClassVar[int] = 1
     changes_graphs: ClassVar = True
 

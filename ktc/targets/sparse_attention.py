@@ -50,6 +50,7 @@ class SparseAttention(ModuleTarget):
     hosts: ClassVar = (LoraLinear.name,)
     available: ClassVar = True
     module: ClassVar = "sparse_attention"
+    may_be_zero: ClassVar = frozenset({"sink", "local", "shared", *_SIZES})
     arguments: ClassVar = {
         **dict.fromkeys(("k", "sink", "local", "shared", "threads", *_SIZES), int),
         **dict.fromkeys(("index", "kv_b"), str),
