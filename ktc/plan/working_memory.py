@@ -122,7 +122,8 @@ def _forward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
     """Workspace per token: rows that each product reads, and the sums over experts."""
     reads_elements = not spec.integer_products or ranks[0] > 0
     slot = reads_elements * sizes.hidden * sizes.item + sizes.inter * sizes.item + sizes.total
-    return _token(spec, sizes) + sizes.top_k * (slot + _low_rank(sizes, ranks) + _quantised(spec, sizes, ranks))
+    again = sizes.inter * sizes.item if spec.integer_products and ranks[1] else 0  # elements that LoRA on down reads
+    return _token(spec, sizes) + sizes.top_k * (slot + again + _low_rank(sizes, ranks) + _quantised(spec, sizes))
 
 
 def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
@@ -130,7 +131,7 @@ def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: 
     gate_up = sizes.outputs * sizes.item * (1 if keep else 2)
     weight_parts = (sizes.inter // PANEL + 2) * sizes.total
     slot = sizes.hidden * sizes.item + gate_up + weight_parts + 2 * _low_rank(sizes, ranks)
-    again = 0 if keep else _quantised(spec, sizes, ranks)
+    again = 0 if keep else _quantised(spec, sizes)
     return _token(spec, sizes) + sizes.top_k * (slot + again)
 
 
@@ -144,11 +145,9 @@ def _low_rank(sizes: _Sizes, ranks: tuple[int, int]) -> int:
     return sum(padded(rank) for rank in ranks) * (sizes.item + sizes.total)
 
 
-def _quantised(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
-    """Return the bytes of a slot's rows in integers, and of the elements that LoRA on down reads."""
-    if not spec.integer_products:
-        return 0
-    return max(sizes.hidden, sizes.inter) + 2 * PANEL + (sizes.inter * sizes.item if ranks[1] else 0)
+def _quantised(spec: KernelSpec, sizes: _Sizes) -> int:
+    """Return the bytes of a slot's rows in integers."""
+    return max(sizes.hidden, sizes.inter) + 2 * PANEL if spec.integer_products else 0
 
 
 def _factors(spec: KernelSpec, ranks: tuple[int, int]) -> int:
