@@ -83,6 +83,6 @@ def choose(
         return ResidentFew(packed, form, offload.devices[0])
     if offload is not None and tokens >= offload.min_tokens:
         return Streamed(packed, form, offload.devices, offload.buffer, offload.resident)
-    if (nodes := host_node.current()) is not None:
+    if not torch.compiler.is_compiling() and (nodes := host_node.current()) is not None:
         return HostNode(packed, form, nodes)
     return CpuKernel(packed, form, weights.dtype, activations)

@@ -9,12 +9,20 @@ struct Order {
   Part part() const;
 };
 
-[[gnu::noinline]] long Order::sum() const { return expert; }
-[[gnu::noinline]] Part Order::part() const { return {expert, panel, first, size}; }
-[[gnu::noinline]] long offset_of(Part part) { return part.first * 64 + part.panel; }
+[[gnu::noinline]] long Order::sum() const {
+  return expert;
+}
+[[gnu::noinline]] Part Order::part() const {
+  return {expert, panel, first, size};
+}
+[[gnu::noinline]] long offset_of(Part part) {
+  return part.first * 64 + part.panel;
+}
 
 long seen;
-[[gnu::noinline]] void begin(long, Part part) { seen = part.size; }
+[[gnu::noinline]] void begin(long, Part part) {
+  seen = part.size;
+}
 
 [[gnu::noinline]] long run(const Order& order) {
   const Part part = order.part();
