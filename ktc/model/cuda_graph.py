@@ -178,7 +178,9 @@ def capture(
     Raises what the model and `record` raise, and `ValueError` for an output with more than logits.
     """
     memory.position.fill_(length_of(inputs[CACHE]))
-    held = {name: value.clone() for name, value in step_inputs(memory, inputs).items()}
+    found = step_inputs(memory, inputs)
+    with torch.inference_mode(mode=False):  # later steps write to them, perhaps outside of it
+        held = {name: value.clone() for name, value in found.items()}
     nodes = HostNodes(launch)
 
     def compute() -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+import torch
 from torch import Tensor, nn
 
 from ktc.model.watch import HOOKS
@@ -36,6 +37,7 @@ class ModelState:
             *((id(each), each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors),
             *(_facts(module) for module in model.modules()),
             None if config is None else repr(config.to_dict()),
+            *(torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)),
         )
         return cls(tensors, found)
 

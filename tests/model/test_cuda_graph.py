@@ -173,6 +173,18 @@ def test_another_state_of_the_model_is_captured_anew(model: PreTrainedModel) -> 
     assert not states[2].is_same(states[1])
 
 
+def test_a_step_within_inference_mode_may_precede_one_outside(model: PreTrainedModel) -> None:
+    graphs, step = graphs_of(model)
+    with torch.inference_mode():
+        inside = Sequences(model, 1)
+        found = [inside.take(step).clone(), inside.take(step).clone()]
+    del inside
+    gc.collect()
+    outside = Sequences(model, 1)
+    assert all(difference(outside.take(step), wanted) <= CLOSE for wanted in found)
+    assert len(graphs._steps) == 1
+
+
 def test_what_cannot_be_captured_is_computed_by_the_model_and_told(
     model: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,8 @@ from ktc.model.cuda_graph import Compute, DecodeGraphs
 
 def record_eagerly(compute: Compute, device: torch.device) -> tuple[Any, Callable[[], None]]:
     output = compute()
+    with torch.inference_mode(mode=False):  # a graph's replay writes in any mode
+        output.logits = output.logits.clone()
 
     def replay() -> None:
         output.logits.copy_(compute().logits)
