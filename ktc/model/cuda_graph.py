@@ -69,13 +69,14 @@ class DecodeGraphs:
             captured = None if reason else self._captured(model, inputs)
             if captured is not None:
                 return captured.run(model, inputs)
-        self._tell(reason or self._broken)
+        if reason or self._broken:
+            self._tell(reason or self._broken)
         return model(**inputs)
 
     def _unserved(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
         """Return why a call cannot be a captured step, "" if it can."""
-        known = {*_READ, *_IGNORED}
-        more = sorted(name for name, value in inputs.items() if name not in known and value not in (None, False))
+        given = {name for name, value in inputs.items() if value is not None and value is not False}
+        more = sorted(given - {*_READ, *_IGNORED})
         if more:
             return f"it is called with `{more[0]}`"
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
@@ -95,7 +96,9 @@ class DecodeGraphs:
         memory = next((each for each in self._memories if each.is_used_by(cache)), None)
         try:
             if memory is None or not memory.holds(cache):
-                self._renew(model)
+                if hooked := self._renew(model):
+                    self._tell(hooked)
+                    return None
                 memory = self._taken(cache, inputs["input_ids"].shape[0])
             if id(memory) not in self._steps:
                 self._steps[id(memory)] = capture(model, memory, inputs, self._record, self._launch)
@@ -129,14 +132,14 @@ class DecodeGraphs:
         self._memories.append(memory)
         return memory
 
-    def _renew(self, model: PreTrainedModel) -> None:
-        """Forget the steps of another state of the model. Raises ValueError for a model with hooks of others."""
+    def _renew(self, model: PreTrainedModel) -> str:
+        """Forget the steps of another state of the model. Return why this one cannot be captured, "" if it can."""
         state = ModelState.of(model)
         if not state.is_same(self._state):
             self._steps.clear()
             self._state = state
-        if hooked := foreign_hook(model):
-            raise ValueError(f"`{hooked}` has a forward hook")
+        hooked = foreign_hook(model)
+        return f"`{hooked}` has a forward hook" if hooked else ""
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told:
@@ -202,18 +205,26 @@ def record_graph(compute: Compute, device: torch.device) -> tuple[Any, Callable[
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM):
-            compute()
-            stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        output = compute()
+    graph, cached = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()  # its casts of weights end with the context, and the graph would keep their addresses
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM):
+                try:
+                    compute()
+                finally:
+                    stream.synchronize()  # host functions in it read memory that an error would free
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            output = compute()
+    finally:
+        torch.set_autocast_cache_enabled(cached)
     done = torch.cuda.Event(blocking=True)  # the thread sleeps: the cores belong to the experts
 
     def replay() -> None:
-        graph.replay()
-        done.record()
+        with torch.cuda.device(device):
+            graph.replay()
+            done.record(torch.cuda.current_stream(device))
         done.synchronize()
 
     return output, replay
@@ -245,7 +256,10 @@ def masks_of(model: PreTrainedModel, memory: StepMemory, inputs: Inputs) -> Any:
         "cache_position": memory.position,
     }
     known = inspect.signature(make).parameters
-    return make(**{name: value for name, value in options.items() if name in known})
+    masks = make(**{name: value for name, value in options.items() if name in known})
+    if masks is None:
+        raise ValueError("the attention of the model takes no mask")
+    return masks
 
 
 def _rows(value: Tensor, batch: int, rows: int) -> Tensor:

@@ -7,6 +7,7 @@ the kernels of experts may have copies of adapters in another dtype.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -35,6 +36,8 @@ class ModelState:
         config = getattr(model, "config", None)
         found = (
             *((id(each), each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors),
+            *(_checksum(each) for each in tensors if each.device.type == "cpu"),
+            getattr(config, "_attn_implementation", None),
             *(_facts(module) for module in model.modules()),
             None if config is None else repr(config.to_dict()),
             *(torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)),
@@ -53,6 +56,12 @@ def foreign_hook(model: nn.Module) -> str:
         if any(not getattr(hook, "__module__", "").startswith(_IDLE) for hook in hooks):
             return name or type(module).__name__
     return ""
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return a checksum of the values: fused optimizers and `.data` change them without a new version."""
+    values: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return zlib.crc32(values)
 
 
 def _facts(module: nn.Module) -> tuple[object, ...]:

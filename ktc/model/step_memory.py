@@ -104,7 +104,7 @@ class StepMemory:
         if len(found) != len(self.held) or length >= self.capacity:
             return False
         return all(
-            _is_view(kept, memory) and _length(layer) == length
+            _is_view(kept, memory, length) and _length(layer) == length
             for layer, pair in zip(found, self.held, strict=True)
             for kept, memory in zip((layer.keys, layer.values), pair, strict=True)
         )
@@ -115,8 +115,10 @@ class StepMemory:
         for layer, pair in zip(_layers(cache), self.held, strict=True):
             for kept, memory in zip((layer.keys, layer.values), pair, strict=True):
                 batch, first = kept.shape[0], length - kept.shape[-2]
-                memory[:batch, :, first:length] = kept
-                memory[batch:, :, first:length] = kept[:1]
+                source = kept.clone() if _shares_storage(kept, memory) else kept
+                memory.zero_()  # what a mask leaves out is still multiplied, by 0: an old NaN would stay one
+                memory[:batch, :, first:length] = source
+                memory[batch:, :, first:length] = source[:1]
         self._user = weakref.ref(cache)
         self.show(cache, length)
 
@@ -149,10 +151,15 @@ def _empty(kept: Tensor, rows: int, capacity: int) -> Tensor:
     return kept.new_zeros((rows, kept.shape[1], capacity, kept.shape[3]))
 
 
-def _is_view(kept: Tensor, memory: Tensor) -> bool:
+def _is_view(kept: Tensor, memory: Tensor, length: int) -> bool:
+    """Return whether `kept` is the last of the first `length` positions of a memory, from its first row on."""
     if kept.shape[0] > memory.shape[0] or kept.stride() != memory.stride():
         return False
-    return kept.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    return kept.data_ptr() == memory[:, :, length - kept.shape[-2] :].data_ptr()
+
+
+def _shares_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class StepLayer(StaticLayer):

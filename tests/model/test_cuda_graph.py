@@ -173,6 +173,32 @@ def test_another_state_of_the_model_is_captured_anew(model: PreTrainedModel) -> 
     assert not states[2].is_same(states[1])
 
 
+def test_values_that_are_not_numbers_do_not_outlive_their_cache(model: PreTrainedModel) -> None:
+    graphs, step = graphs_of(model)
+    first = Sequences(model, 1, prompt=40)
+    first.take(step)
+    for keys, values in graphs._memories[0].held:
+        keys.fill_(torch.nan), values.fill_(torch.nan)
+    del first
+    gc.collect()
+    second = Sequences(model, 1)
+    assert difference(second.take(step), second.exact()) <= CLOSE
+    assert len(graphs._memories) == 1
+
+
+def test_a_cache_without_its_first_positions_is_taken_again(model: PreTrainedModel) -> None:
+    _, step = graphs_of(model)
+    found = []
+    for call in (model, step):
+        sequences = Sequences(model, 2)
+        sequences.take(call)
+        for layer in sequences.cache.layers:
+            layer.keys, layer.values = layer.keys[1:], layer.values[1:]
+        sequences.ids, sequences.mask = sequences.ids[1:], sequences.mask[1:]
+        found.append(sequences.take(call))
+    assert difference(*found) <= CLOSE
+
+
 def test_a_step_within_inference_mode_may_precede_one_outside(model: PreTrainedModel) -> None:
     graphs, step = graphs_of(model)
     with torch.inference_mode():
