@@ -7,7 +7,9 @@
 Rows: grouped-query attention with 32 query and 8 key heads of 128 (scaled_dot_product_attention), and latent attention
 of DeepSeek-V2-Lite (16 heads, latents of 512, rotary keys of 64; expanded keys as stock code, and absorbed by
 PyTorch). Milliseconds of processor time (of several threads: of wall time), medians of rounds in which the candidates
-take turns; the cache's bytes over them, and its share of the read bandwidth that the same rounds measured.
+take turns; the cache's bytes over them, and its share of the read bandwidth that the same number of threads has in the
+same rounds. Keys and values come from memory in every call. "cold" is a call whose code, Python's and the kernel's,
+comes from memory too; before the others a call over 16 positions has run, as other layers have in a decode step.
 
 With `--sparse`, ktc's dense kernel beside `sparse_attention`, each step with the codes of the new key: the bytes that
 it reads, and how many times as fast as dense it is (the median of the rounds' ratios).
@@ -159,18 +161,32 @@ def main() -> None:
         return
     spec = AttentionSpec("attention", "bf16", options.isa)
     decode = DecodeAttention(build(render([spec], {spec: "bench"}), host.detect()).kernel(spec.entry), options.threads)
-    candidates = grouped(options.positions, decode) | latent(options.positions, decode)
-    times: dict[str, list[float]] = {name: [] for name in (*candidates, "read")}
+    small, candidates = (grouped(length, decode) | latent(length, decode) for length in (16, options.positions))
+    print(f"{options.positions} positions, {options.isa}, {options.threads} threads")
+    share_of_read(options.rounds, small, candidates, cold, clock)
+
+
+def share_of_read(
+    rounds: int, small: Candidates, candidates: Candidates, cold: Tensor, clock: Callable[[], float]
+) -> None:
+    """Print how fast the candidates read their caches, in calls after those of `small`, and with cold code."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
+    reads: list[float] = []
     with torch.no_grad():
-        for _ in range(options.rounds + 1):
+        for _ in range(rounds + 1):
             for name, (run, _) in candidates.items():
-                times["read"].append(seconds(cold.sum, clock))
-                times[name].append(seconds(run, clock))
-    read = COLD / statistics.median(times["read"])
-    print(f"{options.positions} positions, {options.isa}, read {read / 1e9:.1f} GB/s")
+                reads.append(seconds(cold.sum, clock))
+                code_too = seconds(run, clock)
+                reads.append(seconds(cold.sum, clock))
+                small[name][0]()
+                times[name].append((seconds(run, clock), code_too))
+    read = COLD / statistics.median(reads)
+    print(f"read {read / 1e9:.1f} GB/s")
     for name, (_, nbytes) in candidates.items():
-        found = statistics.median(times[name][1:])
-        print(f"{name:24}{found * 1e3:9.2f} ms {nbytes / found / 1e9:7.1f} GB/s  {nbytes / found / read:5.2f} of read")
+        found, code_too = (statistics.median(each) for each in zip(*times[name][1:], strict=True))
+        share = nbytes / found / read
+        print(f"{name:24}{found * 1e3:9.2f} ms {nbytes / found / 1e9:7.1f} GB/s {share:6.2f} of read", end="")
+        print(f"{code_too * 1e3:9.2f} ms cold")
 
 
 def seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:

@@ -1,7 +1,7 @@
 // Attention of a few new tokens over a cache: out = softmax(scale q K^T) V, without a tensor of scores or of expanded
 // keys in memory. Positions are cut into stretches, each of which keeps its own greatest score, sum and weighted sum of
 // values (Flash-Decoding, Dao et al. 2023); they are put together in their order. A stretch's length depends on the
-// number of positions alone, so the number of threads changes no bit.
+// numbers of positions and of key heads alone, so the number of threads changes no bit.
 //
 // Keys may be in two parts, and values may be the first of them: latent attention (MLA) reads latents once for both,
 // and rotary keys beside them, with all heads as rows of one key head. Sums are fp32.
@@ -16,21 +16,13 @@
 #include <memory>
 #include <type_traits>
 
+#include "ktc/cache_view.hpp"
 #include "ktc/element.hpp"
 #include "ktc/engine.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc {
-
-// (batch, key heads, positions, width); the elements of a position are neighbours. Strides count elements.
-struct CacheView {
-  const void* data = nullptr;
-  std::int64_t batch = 0;
-  std::int64_t head = 0;
-  std::int64_t position = 0;
-  std::int64_t width = 0;
-};
 
 // query (batch, key heads, rows, keys.width + more_keys.width) is contiguous, where the rows of a key head are its
 // query heads and their tokens; out (batch, tokens, query heads, values.width) is too. Without a mask, the new tokens
@@ -100,14 +92,12 @@ class DecodeAttention final : public AttentionKernel {
       std::atomic<std::int64_t> next_row{0};
       team.run([&](const Worker& worker) {
         float* own = scores.data() + worker.index * kMostRows * kBlock;
-        for (;;) {
-          const std::int64_t item = next.fetch_add(1, std::memory_order_relaxed);
-          if (item >= plan.items) break;
-          if (arguments.chosen == nullptr) {
-            call.stretch(item, own);
-          } else {
-            call.chosen_stretch(item, own, gathered.data() + worker.index * plan.gathered);
-          }
+        const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
+        if (arguments.chosen == nullptr) {
+          call.stretches(take, own);
+        } else {
+          Element* block = gathered.data() + worker.index * plan.gathered;
+          for (std::int64_t item = take(); item < plan.items; item = take()) call.chosen_stretch(item, own, block);
         }
         worker.barrier.arrive_and_wait();
         for (;;) {
@@ -120,11 +110,14 @@ class DecodeAttention final : public AttentionKernel {
   }
 
  private:
-  static constexpr std::int64_t kBlock = 64;     // positions whose scores are computed before their values are added
-  static constexpr std::int64_t kMostRows = 64;  // that one worker computes together
+  // Positions whose scores are computed before their values are added: long runs of one and the other, and joint rows
+  // of 576 bf16 stay in L2 between them.
+  static constexpr std::int64_t kBlock = 128;
+  static constexpr std::int64_t kMostRows = 64;                            // that one worker computes together
   static constexpr std::int64_t kUnit = kPaired ? 32 : kHalfPanel;         // to which widths are filled up
   static constexpr int kRows = kPaired ? 6 : Isa::kMaxRows >= 12 ? 8 : 2;  // of a tile of sums in registers
   static constexpr int kSides = kPaired ? 4 : Isa::kMaxRows >= 12 ? 3 : 2;
+  static constexpr int kWide = kPaired ? 2 : kSides;  // times kUnit columns of values
   static constexpr float kUnseen = -1e30f;
 
   // Of one row and stretch: the greatest score, and the sum of exp(score - greatest).
@@ -134,20 +127,22 @@ class DecodeAttention final : public AttentionKernel {
   };
 
   template <int kCount>
-  struct Rows {};
+  struct RowTile {};
+  template <int kUnits>
+  struct WideTile {};
 
   // Calls `body` for runs of rows, each of the largest number that has sums in registers and is left.
   template <class Body>
   static void by_rows(std::int64_t count, const Body& body) {
     std::int64_t each = 0;
-    for (; each + kRows <= count; each += kRows) body(each, Rows<kRows>{});
+    for (; each + kRows <= count; each += kRows) body(each, RowTile<kRows>{});
     if constexpr (kRows > 4) {
-      for (; each + 4 <= count; each += 4) body(each, Rows<4>{});
+      for (; each + 4 <= count; each += 4) body(each, RowTile<4>{});
     }
     if constexpr (kRows > 2) {
-      for (; each + 2 <= count; each += 2) body(each, Rows<2>{});
+      for (; each + 2 <= count; each += 2) body(each, RowTile<2>{});
     }
-    for (; each < count; ++each) body(each, Rows<1>{});
+    for (; each < count; ++each) body(each, RowTile<1>{});
   }
 
   // How a call is cut.
@@ -159,7 +154,8 @@ class DecodeAttention final : public AttentionKernel {
           rows(a.group * a.tokens),
           all_rows(a.batch * a.key_heads * rows),
           row_groups((rows + kMostRows - 1) / kMostRows),
-          length(std::max<std::int64_t>(128, round_up((a.positions + kMostStretches - 1) / kMostStretches, kBlock))),
+          length(std::max(kBlock * std::clamp<std::int64_t>(a.key_heads / 2, 1, 4),
+                          round_up((a.positions + kMostStretches - 1) / kMostStretches, kBlock))),
           stretches((a.positions + length - 1) / length),
           items(a.batch * a.key_heads * stretches * row_groups),
           gathered(kBlock * (a.keys.width + a.more_keys.width + a.values.width)) {}
@@ -175,6 +171,26 @@ class DecodeAttention final : public AttentionKernel {
     std::int64_t stretches;
     std::int64_t items;
     std::int64_t gathered;  // numbers of a block of chosen positions
+  };
+
+  using Ahead = CacheAhead<Isa, Element, kBlock>;
+
+  // One stretch of positions for up to kMostRows rows of a key head.
+  struct Item {
+    Item(std::int64_t item, const Plan& plan, std::int64_t positions)
+        : stretch(item / plan.row_groups % plan.stretches),
+          head(item / (plan.row_groups * plan.stretches)),
+          first(item % plan.row_groups * kMostRows),
+          count(std::min(kMostRows, plan.rows - first)),
+          begin(stretch * plan.length),
+          end(std::min(begin + plan.length, positions)) {}
+
+    std::int64_t stretch;
+    std::int64_t head;   // of all sequences
+    std::int64_t first;  // row of the key head
+    std::int64_t count;
+    std::int64_t begin;
+    std::int64_t end;
   };
 
   // Queries, scaled where they are fp32; each part is followed by zeros.
@@ -206,75 +222,117 @@ class DecodeAttention final : public AttentionKernel {
     Sums* sums;
     float* values;
 
-    // One stretch of positions for up to kMostRows rows of a key head.
-    void stretch(std::int64_t item, float* scores) const {
-      const std::int64_t group = item % plan.row_groups;
-      const std::int64_t stretch = item / plan.row_groups % plan.stretches;
-      const std::int64_t head = item / (plan.row_groups * plan.stretches);  // of all sequences
-      const std::int64_t first = group * kMostRows, count = std::min(kMostRows, plan.rows - first);
-      const std::int64_t begin = stretch * plan.length, end = std::min(begin + plan.length, a.positions);
-      const std::int64_t row = head * plan.rows + first;
-      Sums* of_rows = sums + stretch * plan.all_rows + row;
-      float* added = values + (stretch * plan.all_rows + row) * plan.value_width;
-      std::fill(of_rows, of_rows + count, Sums{kUnseen, 0.0f});
-      std::fill(added, added + count * plan.value_width, 0.0f);
-      for (std::int64_t block = begin; block < end; block += kBlock) {
-        const std::int64_t length = std::min(kBlock, end - block);
-        score(head, row, count, block, length, scores);
-        for (std::int64_t each = 0; each < count; ++each) {
-          hide(head, first + each, block, length, scores + each * kBlock);
-          exponentiate(length, scores + each * kBlock, of_rows[each], added + each * plan.value_width);
+    // Stretches until `take` has none left; the next one is taken early, so that its first rows are fetched.
+    template <class Take>
+    void stretches(const Take& take, float* scores) const {
+      Ahead ahead(head_views(0).is_joint());
+      const auto taken = [&] {
+        const std::int64_t found = take();
+        if (found < plan.items) {
+          const Item item(found, plan, a.positions);
+          ahead.follow(head_views(item.head), item.begin, item.end);
         }
-        add_values(head, count, block, length, scores, added);
+        return found;
+      };
+      for (std::int64_t item = taken(); item < plan.items;) {
+        const std::int64_t following = taken();
+        stretch(Item(item, plan, a.positions), scores, ahead);
+        item = following;
+      }
+    }
+
+    HeadViews head_views(std::int64_t head) const {
+      const auto of_head = [&](CacheView view) {
+        if (view.data != nullptr) {
+          view.data =
+              static_cast<const Element*>(view.data) + head / a.key_heads * view.batch + head % a.key_heads * view.head;
+        }
+        return view;
+      };
+      return {of_head(a.keys), of_head(a.more_keys), of_head(a.values)};
+    }
+
+    void stretch(const Item& item, float* scores, Ahead& ahead) const {
+      const HeadViews views = head_views(item.head);
+      const Rows rows = started(item);
+      for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
+        const std::int64_t length = std::min(kBlock, item.end - block);
+        ahead.start_block(length, block_work(item.count, length));
+        score(views, rows, block, length, scores, ahead);
+        for (std::int64_t each = 0; each < item.count; ++each) {
+          hide(item.head, item.first + each, block, length, scores + each * kBlock);
+          exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, ahead);
+        }
+        add_values(views, rows, block, length, scores, ahead);
       }
     }
 
     // The same of chosen positions.
-    void chosen_stretch(std::int64_t item, float* scores, Element* gathered) const {
-      const std::int64_t group = item % plan.row_groups;
-      const std::int64_t stretch = item / plan.row_groups % plan.stretches;
-      const std::int64_t head = item / (plan.row_groups * plan.stretches);
-      const std::int64_t first = group * kMostRows, count = std::min(kMostRows, plan.rows - first);
-      const std::int64_t begin = stretch * plan.length;
-      const std::int64_t end = std::min<std::int64_t>(begin + plan.length, a.counts[head]);
-      const std::int64_t row = head * plan.rows + first;
-      const std::int32_t* chosen = a.chosen + head * a.positions;
-      Sums* of_rows = sums + stretch * plan.all_rows + row;
-      float* added = values + (stretch * plan.all_rows + row) * plan.value_width;
-      std::fill(of_rows, of_rows + count, Sums{kUnseen, 0.0f});
-      std::fill(added, added + count * plan.value_width, 0.0f);
-      for (std::int64_t block = begin; block < end; block += kBlock) {
-        const std::int64_t length = std::min(kBlock, end - block);
-        const AttentionArguments copied = gather(head, chosen, block, length, end, gathered);
-        const Call of_block{copied, plan, queries, sums, values};
-        of_block.score(0, row, count, 0, length, scores);
-        for (std::int64_t each = 0; each < count; ++each) {
-          of_block.hide(0, 0, 0, length, scores + each * kBlock);
-          of_block.exponentiate(length, scores + each * kBlock, of_rows[each], added + each * plan.value_width);
+    void chosen_stretch(std::int64_t number, float* scores, Element* gathered) const {
+      Item item(number, plan, a.positions);
+      item.end = std::min<std::int64_t>(item.end, a.counts[item.head]);
+      const std::int32_t* chosen = a.chosen + item.head * a.positions;
+      const Rows rows = started(item);
+      Ahead nothing(false);
+      for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
+        const std::int64_t length = std::min(kBlock, item.end - block);
+        const HeadViews views = gather(item, chosen, block, length, gathered);
+        score(views, rows, 0, length, scores, nothing);
+        for (std::int64_t each = 0; each < item.count; ++each) {
+          fill_up(length, scores + each * kBlock);
+          exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, nothing);
         }
-        of_block.add_values(0, count, 0, length, scores, added);
+        add_values(views, rows, 0, length, scores, nothing);
       }
     }
 
-    // Copies the keys and values of a block of chosen positions, and fetches those of the next. The result describes
-    // them as a cache of one sequence and one head.
-    AttentionArguments gather(std::int64_t head, const std::int32_t* chosen, std::int64_t block, std::int64_t length,
-                              std::int64_t end, Element* to) const {
-      const std::int64_t batch = head / a.key_heads / a.sequences, key_head = head % a.key_heads / a.choosers;
+    // The queries of an item's rows, and what its stretch has added for each of them.
+    struct Rows {
+      const Query* queries;
+      std::int64_t count;
+      Sums* sums;
+      float* added;
+    };
+
+    Rows started(const Item& item) const {
+      const std::int64_t row = item.head * plan.rows + item.first, of_stretch = item.stretch * plan.all_rows + row;
+      const Rows rows{queries + row * plan.query_width, item.count, sums + of_stretch,
+                      values + of_stretch * plan.value_width};
+      std::fill(rows.sums, rows.sums + rows.count, Sums{kUnseen, 0.0f});
+      std::fill(rows.added, rows.added + rows.count * plan.value_width, 0.0f);
+      return rows;
+    }
+
+    // Work in instructions, roughly: products, loads, and adding lanes up.
+    std::int64_t tile_work(std::int64_t rows, std::int64_t positions) const {
+      return rows * positions * (plan.query_width / kUnit + 3);
+    }
+    static constexpr std::int64_t kExpWork = 40;  // of kHalfPanel weights
+    static constexpr std::int64_t value_work(std::int64_t rows, std::int64_t units) { return (rows + 2) * units; }
+    std::int64_t block_work(std::int64_t rows, std::int64_t positions) const {
+      const std::int64_t groups = (rows + kRows - 1) / kRows;
+      return tile_work(rows, positions) + rows * (round_up(positions, kHalfPanel) / kHalfPanel) * kExpWork +
+             positions * value_work(rows + 2 * (groups - 1), plan.value_width / kUnit);
+    }
+
+    // Copies the keys and values of a block of chosen positions, and fetches those of the next.
+    HeadViews gather(const Item& item, const std::int32_t* chosen, std::int64_t block, std::int64_t length,
+                     Element* to) const {
+      const std::int64_t batch = item.head / a.key_heads / a.sequences, head = item.head % a.key_heads / a.choosers;
       const auto copy = [&](const CacheView& view) -> CacheView {
-        const auto* from = static_cast<const Element*>(view.data) + batch * view.batch + key_head * view.head;
+        const auto* from = static_cast<const Element*>(view.data) + batch * view.batch + head * view.head;
         const std::int64_t bytes = view.width * static_cast<std::int64_t>(sizeof(Element));
         Element* const begin = to;
         for (std::int64_t each = 0; each < length; ++each, to += view.width) {
-          if (const std::int64_t next = block + each + kBlock; next < end) {
+          if (const std::int64_t next = block + each + kBlock; next < item.end) {
             const auto* ahead = reinterpret_cast<const char*>(from + chosen[next] * view.position);
-            for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+            for (std::int64_t line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(ahead + line, 0, 2);
           }
           std::copy_n(from + chosen[block + each] * view.position, view.width, to);
         }
         return {.data = begin, .position = view.width, .width = view.width};
       };
-      AttentionArguments found = a;
+      HeadViews found;
       found.keys = copy(a.keys);
       if (a.more_keys.width > 0) found.more_keys = copy(a.more_keys);
       if (a.values.data == a.keys.data && a.values.position == a.keys.position) {
@@ -283,49 +341,29 @@ class DecodeAttention final : public AttentionKernel {
       } else {
         found.values = copy(a.values);
       }
-      found.mask = nullptr;
-      found.tokens = 1;
-      found.positions = length;
       return found;
     }
 
-    const Element* at(const CacheView& view, std::int64_t head, std::int64_t position) const {
-      return static_cast<const Element*>(view.data) + head / a.key_heads * view.batch + head % a.key_heads * view.head +
-             position * view.position;
+    static const Element* at(const CacheView& view, std::int64_t position) {
+      return static_cast<const Element*>(view.data) + position * view.position;
     }
 
-    void score(std::int64_t head, std::int64_t row, std::int64_t count, std::int64_t block, std::int64_t length,
-               float* scores) const {
-      by_rows(count, [&]<int kCount>(std::int64_t each, Rows<kCount>) {
-        row_tile<kCount>(head, row + each, block, length, scores + each * kBlock, each == 0);
+    void score(const HeadViews& views, const Rows& rows, std::int64_t block, std::int64_t length, float* scores,
+               Ahead& ahead) const {
+      by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
+        row_tile<kCount>(views, rows.queries + each * plan.query_width, block, length, scores + each * kBlock, ahead);
       });
     }
 
-    // What is read next: the values of these positions, and keys one block ahead. Blocks of keys and of values
-    // alternate, which the hardware does not prefetch as a stream.
-    [[gnu::always_inline]] void fetch(std::int64_t head, std::int64_t position, std::int64_t count) const {
-      const auto lines = [&](const CacheView& view, std::int64_t first) {
-        const auto* from = reinterpret_cast<const char*>(at(view, head, first));
-        const std::int64_t bytes = view.width * static_cast<std::int64_t>(sizeof(Element));
-        const std::int64_t stride = view.position * static_cast<std::int64_t>(sizeof(Element));
-        for (std::int64_t each = 0; each < count && first + each < a.positions; ++each, from += stride) {
-          for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
-        }
-      };
-      if (a.values.data != a.keys.data) lines(a.values, position);
-      lines(a.keys, position + kBlock);
-      if (a.more_keys.width > 0) lines(a.more_keys, position + kBlock);
-    }
-
     template <int kCount>
-    void row_tile(std::int64_t head, std::int64_t row, std::int64_t block, std::int64_t length, float* scores,
-                  bool fetching) const {
+    void row_tile(const HeadViews& views, const Query* query, std::int64_t block, std::int64_t length, float* scores,
+                  Ahead& ahead) const {
       std::int64_t position = 0;
       for (; position + kSides <= length; position += kSides) {
-        if (fetching) fetch(head, block + position, kSides);
-        tile<kCount, kSides>(head, row, block + position, scores + position);
+        ahead.step(tile_work(kCount, kSides));
+        tile<kCount, kSides>(views, query, block + position, scores + position);
       }
-      for (; position < length; ++position) tile<kCount, 1>(head, row, block + position, scores + position);
+      for (; position < length; ++position) tile<kCount, 1>(views, query, block + position, scores + position);
     }
 
     // sum[position][row] += query[row] . key[position], over one part of the keys.
@@ -356,21 +394,22 @@ class DecodeAttention final : public AttentionKernel {
     }
 
     template <int kCount, int kPositions>
-    [[gnu::noinline]] void tile(std::int64_t head, std::int64_t row, std::int64_t position, float* scores) const {
-      const Query* query = queries + row * plan.query_width;
-      const Element* keys = at(a.keys, head, position);
-      const Element* more = a.more_keys.width > 0 ? at(a.more_keys, head, position) : nullptr;
+    [[gnu::noinline]] void tile(const HeadViews& views, const Query* query, std::int64_t position,
+                                float* scores) const {
+      const CacheView &first = views.keys, &second = views.more_keys;
+      const Element* keys = at(first, position);
+      const Element* more = second.width > 0 ? at(second, position) : nullptr;
       if constexpr (kPaired) {
         typename Isa::template DotSums<kCount, kPositions> sum;
-        sum.add(query, plan.query_width, keys, a.keys.position, a.keys.width);
+        sum.add(query, plan.query_width, keys, first.position, first.width);
         if (more != nullptr) {
-          sum.add(query + plan.first_width, plan.query_width, more, a.more_keys.position, a.more_keys.width);
+          sum.add(query + plan.first_width, plan.query_width, more, second.position, second.width);
         }
         sum.store(scores, kBlock, a.scale);
       } else {
         Lane sum[kPositions][kCount];
-        multiply<kCount, kPositions>(a.keys, keys, query, sum);
-        if (more != nullptr) multiply<kCount, kPositions>(a.more_keys, more, query + plan.first_width, sum);
+        multiply<kCount, kPositions>(first, keys, query, sum);
+        if (more != nullptr) multiply<kCount, kPositions>(second, more, query + plan.first_width, sum);
 #pragma GCC unroll 3
         for (int side = 0; side < kPositions; ++side) {
 #pragma GCC unroll 8
@@ -383,10 +422,15 @@ class DecodeAttention final : public AttentionKernel {
     static bf16* weights_of(float* scores) { return reinterpret_cast<bf16*>(scores); }
     static const bf16* weights_of(const float* scores) { return reinterpret_cast<const bf16*>(scores); }
 
+    // Marks the scores beyond a block.
+    static void fill_up(std::int64_t length, float* scores) {
+      std::fill(scores + length, scores + round_up(length, kHalfPanel), kUnseen);
+    }
+
     // Marks the positions that a row does not see, and those beyond the block.
     void hide(std::int64_t head, std::int64_t row, std::int64_t block, std::int64_t length, float* scores) const {
       const std::int64_t token = row % a.tokens;
-      std::fill(scores + length, scores + round_up(length, kHalfPanel), kUnseen);
+      fill_up(length, scores);
       if (a.mask != nullptr) {
         const std::uint8_t* seen = a.mask + head / a.key_heads * a.mask_batch + token * a.mask_token + block;
         for (std::int64_t each = 0; each < length; ++each) scores[each] = seen[each] != 0 ? scores[each] : kUnseen;
@@ -407,11 +451,16 @@ class DecodeAttention final : public AttentionKernel {
           found[lane] = found[lane] < scores[each + lane] ? scores[each + lane] : found[lane];
         }
       }
-      return *std::max_element(found, found + kHalfPanel);
+      for (std::int64_t half = kHalfPanel / 2; half > 0; half /= 2) {
+        for (std::int64_t lane = 0; lane < half; ++lane) {
+          found[lane] = found[lane] < found[lane + half] ? found[lane + half] : found[lane];
+        }
+      }
+      return found[0];
     }
 
     // Turns the scores of a row into exp(score - greatest), and what it has added so far to that of the new greatest.
-    void exponentiate(std::int64_t length, float* scores, Sums& sum, float* added) const {
+    void exponentiate(std::int64_t length, float* scores, Sums& sum, float* added, Ahead& ahead) const {
       const float greatest = std::max(sum.greatest, greatest_of(scores, length));
       if (greatest > sum.greatest) {
         const float factor = std::exp(sum.greatest - greatest);
@@ -425,6 +474,7 @@ class DecodeAttention final : public AttentionKernel {
       Lanes total(0.0f);
       const Lanes shift(greatest);
       for (std::int64_t each = 0; each < length; each += kHalfPanel) {
+        ahead.step(kExpWork);
         const Lanes score = Lanes::load(scores + each);
         const Lanes weight = zero_up_to(0.5f * kUnseen, score, exp(score - shift));
         if constexpr (kPaired) {
@@ -437,79 +487,84 @@ class DecodeAttention final : public AttentionKernel {
       sum.total += total.sum();
     }
 
-    void add_values(std::int64_t head, std::int64_t count, std::int64_t block, std::int64_t length,
-                    const float* weights, float* added) const {
-      by_rows(count, [&]<int kCount>(std::int64_t each, Rows<kCount>) {
-        value_rows<kCount>(head, block, length, weights + each * kBlock, added + each * plan.value_width);
+    void add_values(const HeadViews& views, const Rows& rows, std::int64_t block, std::int64_t length,
+                    const float* weights, Ahead& ahead) const {
+      by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
+        value_rows<kCount>(views.values, block, length, weights + each * kBlock, rows.added + each * plan.value_width,
+                           ahead);
       });
     }
 
     template <int kCount>
-    void value_rows(std::int64_t head, std::int64_t block, std::int64_t length, const float* weights,
-                    float* added) const {
+    void value_rows(const CacheView& view, std::int64_t block, std::int64_t length, const float* weights, float* added,
+                    Ahead& ahead) const {
       std::int64_t column = 0;
-      if constexpr (kPaired) {
-        for (; column < a.values.width; column += kUnit) {
-          value_pairs<kCount>(head, block, length, column, weights_of(weights), added + column);
+      const auto columns = [&]<int kWide>(WideTile<kWide>) {
+        for (; column + kWide * kUnit <= plan.value_width; column += kWide * kUnit) {
+          if constexpr (kPaired) {
+            value_pairs<kCount, kWide>(view, block, length, column, weights_of(weights), added + column, ahead);
+          } else {
+            value_tile<kCount, kWide>(view, block, length, column, weights, added + column, ahead);
+          }
         }
-        return;
-      }
-      for (; column + kSides * kHalfPanel <= a.values.width; column += kSides * kHalfPanel) {
-        value_tile<kCount, kSides>(head, block, length, column, weights, added);
-      }
-      for (; column < a.values.width; column += kHalfPanel) {
-        value_tile<kCount, 1>(head, block, length, column, weights, added);
-      }
+      };
+      columns(WideTile<kWide>{});
+      columns(WideTile<1>{});
     }
 
-    template <int kCount>
-    [[gnu::noinline]] void value_pairs(std::int64_t head, std::int64_t block, std::int64_t length, std::int64_t column,
-                                       const bf16* weights, float* added) const {
-      typename Isa::template WeightedSums<kCount> sum(added, plan.value_width);
+    template <int kCount, int kUnits>
+    [[gnu::noinline]] void value_pairs(const CacheView& view, std::int64_t block, std::int64_t length,
+                                       std::int64_t column, const bf16* weights, float* added, Ahead& ahead) const {
       constexpr std::int64_t kWeightStride = kBlock * sizeof(float) / sizeof(bf16);
-      const Element* value = at(a.values, head, block) + column;
-      sum.add(weights, kWeightStride, value, a.values.position, length, a.values.width - column);
+      typename Isa::template WeightedSums<kCount, kUnits> sum(added, plan.value_width);
+      Ahead own = ahead;  // by value: the address of a caller's object would keep its numbers in memory
+      sum.add(weights, kWeightStride, at(view, block) + column, view.position, length, view.width - column,
+              [&] { own.step(2 * value_work(kCount, kUnits)); });
+      ahead = own;
       sum.store(added, plan.value_width);
     }
 
-    template <int kCount, int kWide>
-    [[gnu::noinline]] void value_tile(std::int64_t head, std::int64_t block, std::int64_t length, std::int64_t column,
-                                      const float* weights, float* added) const {
-      Lane sum[kWide][kCount];
+    template <int kCount, int kUnits>
+    [[gnu::noinline]] void value_tile(const CacheView& view, std::int64_t block, std::int64_t length,
+                                      std::int64_t column, const float* weights, float* added, Ahead& ahead) const {
+      Lane sum[kUnits][kCount];
 #pragma GCC unroll 3
-      for (int wide = 0; wide < kWide; ++wide) {
+      for (int unit = 0; unit < kUnits; ++unit) {
 #pragma GCC unroll 8
         for (int each = 0; each < kCount; ++each) {
-          sum[wide][each].value = Lanes::load(added + each * plan.value_width + column + wide * kHalfPanel);
+          sum[unit][each].value = Lanes::load(added + each * plan.value_width + unit * kHalfPanel);
         }
       }
-      const Element* value = at(a.values, head, block) + column;
-      const std::int64_t stride = a.values.position, left = a.values.width - column;
-      const auto add = [&](int wide, const Element* from, std::int64_t position) {
+      const Element* value = at(view, block) + column;
+      const std::int64_t stride = view.position, left = view.width - column;
+      const auto add = [&](int unit, const Element* from, std::int64_t position) {
         const Lanes values_of = widened<Lanes>(from);
 #pragma GCC unroll 8
         for (int each = 0; each < kCount; ++each) {
-          Lanes& total = sum[wide][each].value;
+          Lanes& total = sum[unit][each].value;
           total = fused_multiply_add(values_of, Lanes(weights[each * kBlock + position]), total);
         }
       };
-      if (left >= kWide * kHalfPanel) {
-        for (std::int64_t position = 0; position < length; ++position, value += stride) {
+      Ahead own = ahead;
+      for (std::int64_t position = 0; position < length; ++position, value += stride) {
+        own.step(value_work(kCount, kUnits));
 #pragma GCC unroll 3
-          for (int wide = 0; wide < kWide; ++wide) add(wide, value + wide * kHalfPanel, position);
-        }
-      } else {
-        for (std::int64_t position = 0; position < length; ++position, value += stride) {
-          Element rest[kHalfPanel] = {};
-          std::copy(value, value + left, rest);
-          add(0, rest, position);
+        for (int unit = 0; unit < kUnits; ++unit) {
+          if (left >= (unit + 1) * kHalfPanel) {
+            add(unit, value + unit * kHalfPanel, position);
+          } else {
+            Element rest[kHalfPanel] = {};
+            std::copy(value + unit * kHalfPanel, value + left, rest);
+            add(unit, rest, position);
+          }
         }
       }
+      ahead = own;
 #pragma GCC unroll 3
-      for (int wide = 0; wide < kWide; ++wide) {
+      for (int unit = 0; unit < kUnits; ++unit) {
 #pragma GCC unroll 8
         for (int each = 0; each < kCount; ++each) {
-          sum[wide][each].value.store(added + each * plan.value_width + column + wide * kHalfPanel);
+          sum[unit][each].value.store(added + each * plan.value_width + unit * kHalfPanel);
         }
       }
     }

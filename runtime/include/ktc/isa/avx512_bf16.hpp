@@ -91,8 +91,8 @@ struct Isa {
   static constexpr bool kBlocked = false;
   template <int kRows, int kColumns>
   using DotSums = avx512_bf16::DotSums<kRows, kColumns>;
-  template <int kRows>
-  using WeightedSums = avx512_bf16::WeightedSums<kRows>;
+  template <int kRows, int kUnits>
+  using WeightedSums = avx512_bf16::WeightedSums<kRows, kUnits>;
 
   static void require() {}
 

@@ -80,34 +80,48 @@ class DotSums {
   __m512 sums_[kRows][kColumns];
 };
 
-// 32 columns of sums over rows: sums[row][column] += sum over k of weights[row][k] values[k][column].
-template <int kRows>
+// kUnits times 32 columns of sums over rows: sums[row][column] += sum over k of weights[row][k] values[k][column].
+template <int kRows, int kUnits>
 class WeightedSums {
  public:
   [[gnu::always_inline]] WeightedSums(const float* from, std::int64_t stride) {
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row, from += stride) {
-      const __m512 left = _mm512_loadu_ps(from), right = _mm512_loadu_ps(from + 16);
-      low_[row] = _mm512_permutex2var_ps(left, kLow(), right);
-      high_[row] = _mm512_permutex2var_ps(left, kHigh(), right);
+#pragma GCC unroll 2
+      for (int unit = 0; unit < kUnits; ++unit) {
+        const __m512 left = _mm512_loadu_ps(from + unit * 32), right = _mm512_loadu_ps(from + unit * 32 + 16);
+        low_[row][unit] = _mm512_permutex2var_ps(left, kLow(), right);
+        high_[row][unit] = _mm512_permutex2var_ps(left, kHigh(), right);
+      }
     }
   }
 
-  // `weights` are followed by zeros up to an even count.
+  // `weights` are followed by zeros up to an even count. `each_pair` is called before each two rows of values.
+  template <class EachPair>
   [[gnu::always_inline]] void add(const bf16* weights, std::int64_t weight_stride, const bf16* values,
-                                  std::int64_t stride, std::int64_t count, std::int64_t columns) {
+                                  std::int64_t stride, std::int64_t count, std::int64_t columns,
+                                  const EachPair& each_pair) {
     for (std::int64_t k = 0; k < count; k += 2, values += 2 * stride) {
-      const __m512i one = loaded(values, columns);
-      const __m512i other = k + 1 < count ? loaded(values + stride, columns) : _mm512_setzero_si512();
-      const auto low = std::bit_cast<__m512bh>(_mm512_unpacklo_epi16(one, other));
-      const auto high = std::bit_cast<__m512bh>(_mm512_unpackhi_epi16(one, other));
+      each_pair();
+      __m512bh low[kUnits], high[kUnits];
+#pragma GCC unroll 2
+      for (int unit = 0; unit < kUnits; ++unit) {
+        const bf16* from = values + unit * 32;
+        const __m512i one = loaded(from, columns - unit * 32);
+        const __m512i other = k + 1 < count ? loaded(from + stride, columns - unit * 32) : _mm512_setzero_si512();
+        low[unit] = std::bit_cast<__m512bh>(_mm512_unpacklo_epi16(one, other));
+        high[unit] = std::bit_cast<__m512bh>(_mm512_unpackhi_epi16(one, other));
+      }
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
         std::int32_t pair;
         __builtin_memcpy(&pair, weights + row * weight_stride + k, sizeof pair);
         const auto weight = std::bit_cast<__m512bh>(_mm512_set1_epi32(pair));
-        low_[row] = _mm512_dpbf16_ps(low_[row], weight, low);
-        high_[row] = _mm512_dpbf16_ps(high_[row], weight, high);
+#pragma GCC unroll 2
+        for (int unit = 0; unit < kUnits; ++unit) {
+          low_[row][unit] = _mm512_dpbf16_ps(low_[row][unit], weight, low[unit]);
+          high_[row][unit] = _mm512_dpbf16_ps(high_[row][unit], weight, high[unit]);
+        }
       }
     }
   }
@@ -115,8 +129,12 @@ class WeightedSums {
   [[gnu::always_inline]] void store(float* target, std::int64_t stride) const {
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row, target += stride) {
-      _mm512_storeu_ps(target, _mm512_permutex2var_ps(low_[row], kLeft(), high_[row]));
-      _mm512_storeu_ps(target + 16, _mm512_permutex2var_ps(low_[row], kRight(), high_[row]));
+#pragma GCC unroll 2
+      for (int unit = 0; unit < kUnits; ++unit) {
+        const __m512 low = low_[row][unit], high = high_[row][unit];
+        _mm512_storeu_ps(target + unit * 32, _mm512_permutex2var_ps(low, kLeft(), high));
+        _mm512_storeu_ps(target + unit * 32 + 16, _mm512_permutex2var_ps(low, kRight(), high));
+      }
     }
   }
 
@@ -127,8 +145,8 @@ class WeightedSums {
   static __m512i kLeft() { return _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23); }
   static __m512i kRight() { return _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31); }
 
-  __m512 low_[kRows];
-  __m512 high_[kRows];
+  __m512 low_[kRows][kUnits];
+  __m512 high_[kRows][kUnits];
 };
 
 }  // namespace ktc::avx512_bf16

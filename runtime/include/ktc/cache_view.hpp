@@ -1,0 +1,137 @@
+// Where the keys and values of a cache are, and fetching them into a core's caches before attention reads them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ktc/prefetch.hpp"
+
+namespace ktc {
+
+// (batch, key heads, positions, width); the elements of a position are neighbours. Strides count elements.
+struct CacheView {
+  const void* data = nullptr;
+  std::int64_t batch = 0;
+  std::int64_t head = 0;
+  std::int64_t position = 0;
+  std::int64_t width = 0;
+};
+
+// The keys and values of one key head: `data` of each view is its position 0.
+struct HeadViews {
+  CacheView keys;
+  CacheView more_keys;
+  CacheView values;
+
+  // Whether values are elements of the keys.
+  bool is_joint() const { return values.data == keys.data; }
+};
+
+// Fetches rows of keys and values into L1 in the order in which attention reads them, block by block: keys, then
+// values, a few rows at each step of the computation. On Zen 5 a core drops prefetches while its buffers are full. So
+// a block at once came to 12 GB/s of 41 at any distance; evenly spread it comes to 33.
+//
+// A template, so that each instruction set has its own copy. All of it is inlined: a call would save the sums that the
+// caller has in registers.
+template <class Isa, class Element, std::int64_t kBlock>
+class CacheAhead {
+ public:
+  // With keys and values apart, half a block's rows ahead are 16 KB of 128 bf16. Joint rows are read while scores are
+  // computed and again from L2: a whole block is ahead, since a block is fetched during all of the last one.
+  explicit CacheAhead(bool joint) : joint_(joint), owed_(joint ? kBlock : kBlock / 2) {}
+
+  // Positions [begin, end) of a key head are read after those given so far, of which at most one stretch has rows left.
+  void follow(const HeadViews& head, std::int64_t begin, std::int64_t end) {
+    next_ = {head, begin, end};
+    if (rows_ == 0) take_next();
+  }
+
+  // A block of `positions` is computed, and its work is `work` in the units of `step`.
+  void start_block(std::int64_t positions, std::int64_t work) {
+    while (owed_ > 0 && rows_ > 0) fetch_row();
+    const std::int64_t rows = joint_ ? positions : 2 * positions;
+    owed_ += rows;
+    pace_ = rows * kRow / work + 1;
+    progress_ = 0;
+  }
+
+  // `work` units are done next.
+  [[gnu::always_inline]] void step(std::int64_t work) {
+    for (progress_ += work * pace_; progress_ >= kRow; progress_ -= kRow) {
+      if (owed_ > 0 && rows_ > 0) fetch_row();
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kRow = 1 << 16;
+
+  struct Stretch {
+    HeadViews head{};
+    std::int64_t block = 0;  // where the block begins that is fetched, or is fetched next
+    std::int64_t end = 0;
+  };
+
+  // Rows that follow each other, and how many bytes of each are read.
+  struct Rows {
+    [[gnu::always_inline]] void start(const CacheView& view, std::int64_t position) {
+      constexpr std::int64_t kSize = sizeof(Element);
+      next = static_cast<const char*>(view.data) + position * view.position * kSize;
+      stride = view.position * kSize;
+      bytes = view.width * kSize;
+    }
+    [[gnu::always_inline]] void fetch() {
+      for (std::int64_t line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(next + line, 0, 3);
+      next += stride;
+    }
+    const char* next = nullptr;
+    std::int64_t stride = 0;
+    std::int64_t bytes = 0;
+  };
+
+  [[gnu::always_inline]] void fetch_row() {
+    first_.fetch();
+    if (second_.bytes > 0) second_.fetch();
+    --owed_;
+    if (--rows_ > 0) return;
+    if (!joint_ && !in_values_) {
+      start_values();
+    } else if (now_.block += kBlock; now_.block < now_.end) {
+      start_keys();
+    } else {
+      take_next();
+    }
+  }
+
+  [[gnu::always_inline]] void take_next() {
+    now_ = next_;
+    next_.block = next_.end;
+    if (now_.block < now_.end) start_keys();
+  }
+
+  [[gnu::always_inline]] void start_keys() {
+    in_values_ = false;
+    first_.start(now_.head.keys, now_.block);
+    second_.start(now_.head.more_keys, now_.block);
+    rows_ = std::min(kBlock, now_.end - now_.block);
+  }
+
+  [[gnu::always_inline]] void start_values() {
+    in_values_ = true;
+    first_.start(now_.head.values, now_.block);
+    second_.bytes = 0;
+    rows_ = std::min(kBlock, now_.end - now_.block);
+  }
+
+  bool joint_;
+  bool in_values_ = false;
+  std::int64_t owed_;      // rows to be fetched before the block ends that is computed
+  std::int64_t rows_ = 0;  // left of the keys or values that are fetched; 0 where nothing follows
+  std::int64_t pace_ = 0;
+  std::int64_t progress_ = 0;
+  Rows first_;
+  Rows second_;
+  Stretch now_;
+  Stretch next_;
+};
+
+}  // namespace ktc
