@@ -127,7 +127,8 @@ class Sparse:
         row_bytes = sum(each.shape[-1] * each.itemsize for each in parts)
         sizes = length, query.shape[1], K, row_bytes, query.shape[-1]
         counted = self.sparsity.traffic(*sizes) if by_index else Traffic(0, 0, length * K * row_bytes)
-        return Traffic(counted.index * B, int(chosen.counts.sum()) * row_bytes, counted.dense * B)
+        gathered = int(chosen.counts.sum()) * row_bytes
+        return Traffic(counted.index * B, gathered, counted.dense * B, B * query.shape[2])
 
 
 def _of_indexer(indices: Tensor, heads: Heads, mask: Tensor | None) -> Chosen | None:

@@ -16,14 +16,21 @@ _SCALE_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that attention of one new token reads: of the index, of the chosen positions, and of the whole cache."""
+    """Bytes that attention of new `tokens` reads: of the index, of the chosen positions, and of the whole cache."""
 
     index: int
     gathered: int
     dense: int
+    tokens: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.index + other.index, self.gathered + other.gathered, self.dense + other.dense)
+        return Traffic(
+            self.index + other.index, self.gathered + other.gathered, self.dense + other.dense,
+            self.tokens + other.tokens,
+        )  # fmt: skip
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return self + Traffic(-other.index, -other.gathered, -other.dense, -other.tokens)
 
     @property
     def ratio(self) -> float:
@@ -54,10 +61,10 @@ class Sparsity:
         """Return the bytes of one step of one sequence. A position of a key head has `row_bytes` in the cache."""
         dense = positions * key_heads * row_bytes
         if positions <= self.budget:
-            return Traffic(0, dense, dense)
+            return Traffic(0, dense, dense, 1)
         choosing = key_heads if self.shared else heads
         index = positions * key_heads * token_bytes(self.index, key_width)
-        return Traffic(index, choosing * self.budget * row_bytes, dense)
+        return Traffic(index, choosing * self.budget * row_bytes, dense, 1)
 
 
 def groups(index: IndexFormat, width: int) -> int:

@@ -148,7 +148,7 @@ def _answer_one(session: Session, opened: LanguageModel, text: str, sampling: Sa
     if not session.as_json:
         session.stream("\n")
     session.result({"text": found.text, "finish": found.finish, **_pace_json(pace), "sampling": asdict(sampling)})
-    session.console.print(str(pace))
+    _tell_pace(session, pace)
 
 
 def _answer_file(
@@ -176,7 +176,7 @@ def _answer_file(
         session.result({"answers": answered})
     else:
         session.stream(jsonl(answered))
-    session.console.print(str(pace))
+    _tell_pace(session, pace)
 
 
 def _converse(session: Session, opened: LanguageModel, sampling: Sampling, system: str) -> None:
@@ -218,6 +218,12 @@ def rows_bar(session: Session, what: str, total: int) -> Generator[Callable[[int
             bar.update(task, completed=done)
 
         yield progress
+
+
+def _tell_pace(session: Session, pace: Pace) -> None:
+    session.console.print(str(pace))
+    if pace.sparse_attention is not None:
+        session.console.print(str(pace.sparse_attention))
 
 
 def _pace_json(pace: Pace) -> dict[str, object]:

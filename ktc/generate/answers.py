@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any, Literal
 
+from ktc.attention.reads import SparseReads, counters, reads_since
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.generate.language_model import LanguageModel
 from ktc.generate.prompts import Prompt, require_fit
@@ -57,12 +58,16 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The cost of answers: tokens read and generated, seconds, and seconds until the first token if measured."""
+    """The cost of answers: tokens read and generated, seconds, and seconds until the first token if measured.
+
+    `sparse_attention` is what its layers read of the cache; None for a model without it.
+    """
 
     prompt_tokens: int
     new_tokens: int
     seconds: float
     first_seconds: float | None = None
+    sparse_attention: SparseReads | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -96,12 +101,13 @@ def answer(
     """Return the answer to one prompt, passed piece by piece to `on_text`. Setting `interrupted` ends it early."""
     from ktc.generate.text_stream import TextStream
 
-    started = time.perf_counter()
+    started, before = time.perf_counter(), counters(opened.model)
     stream = TextStream(opened.tokenizer, sampling.stop, on_text or (lambda _: None))
     (found,) = _generate(opened, [prompt], sampling, streamer=stream, interrupted=interrupted)
     seconds = time.perf_counter() - started
     first = None if stream.first_token is None else stream.first_token - started
-    return found, Pace(len(prompt.input_ids), found.num_tokens, seconds, first)
+    reads = reads_since(opened.model, before)
+    return found, Pace(len(prompt.input_ids), found.num_tokens, seconds, first, reads)
 
 
 def answer_all(
@@ -112,14 +118,15 @@ def answer_all(
     progress: Callable[[int], None] | None = None,
 ) -> tuple[list[Answer], Pace]:
     """Return the answers in the prompts' order, in batches of `batch_size`; `progress` receives the number done."""
-    started, found = time.perf_counter(), list[Answer]()
+    started, before, found = time.perf_counter(), counters(opened.model), list[Answer]()
     room = require_fit(opened, prompts, sampling.max_new_tokens)
     for batch in batches(prompts, batch_size):
         found += _generate(opened, batch, sampling, room=room)
         if progress is not None:
             progress(len(found))
     read, made = sum(len(p.input_ids) for p in prompts), sum(a.num_tokens for a in found)
-    return found, Pace(read, made, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return found, Pace(read, made, seconds, sparse_attention=reads_since(opened.model, before))
 
 
 def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Prompt]]:

@@ -70,6 +70,8 @@ def _turn(
     say("\n")
     history += [asked, Message("assistant", found.text)]
     tell(f"{pace}{', interrupted' if found.finish == 'interrupted' else ''}")
+    if pace.sparse_attention is not None:
+        tell(str(pace.sparse_attention))
     return [pace]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 import ktc
+from ktc.attention.reads import counters, reads_since
 from ktc.attention.sparsity import Sparsity, Traffic
+from ktc.cli import app as cli
 from ktc.host import find_compiler
 
 pytestmark = [
@@ -66,19 +69,44 @@ def test_up_to_the_budget_it_is_dense_bit_for_bit_and_beyond_it_reads_less(compi
     assert not torch.equal(found[last_dense], wanted[last_dense])
 
 
-def test_the_bytes_of_every_step_beyond_the_budget_are_counted(compiled_sparse: Path) -> None:
-    model = loaded(compiled_sparse)
-    logits(model)
-    first, second, *_ = (module.traffic for module in attention(model))
+def expected_traffic(model: Any, first: int, last: int) -> Traffic:
+    """Return the bytes of one layer in steps over `first` to `last` positions."""
     config, module = model.config, attention(model)[1]
     element = torch.finfo(model.dtype).bits // 8
     latent = getattr(config, "kv_lora_rank", 0)
     width = latent + config.qk_rope_head_dim if latent else module.head_dim
     key_heads = 1 if latent else config.num_key_value_heads
-    row_bytes = element * (width if latent else 2 * width)
-    expected = Traffic(0, 0, 0)
-    for positions in range(SPARSITY.budget + 1, PROMPT + NEW):
-        expected += SPARSITY.traffic(positions, config.num_attention_heads, key_heads, row_bytes, width)
+    sizes = config.num_attention_heads, key_heads, element * (width if latent else 2 * width), width
+    steps = (SPARSITY.traffic(positions, *sizes) for positions in range(first, last + 1))
+    return sum(steps, Traffic(0, 0, 0))
+
+
+def test_the_bytes_of_every_step_beyond_the_budget_are_counted(compiled_sparse: Path) -> None:
+    model = loaded(compiled_sparse)
+    before = counters(model)
+    logits(model)
+    first, second, *_ = (module.traffic for module in attention(model))
     assert first == Traffic(0, 0, 0)
-    assert second == expected
+    assert second == expected_traffic(model, SPARSITY.budget + 1, PROMPT + NEW - 1)
     assert second.ratio > 1.5
+    reads, layers = reads_since(model, before), len(attention(model)) - 1
+    assert reads is not None
+    assert (reads.layers, reads.tokens) == (layers, PROMPT + NEW - 1 - SPARSITY.budget)
+    assert reads.dense_bytes_per_token == pytest.approx(layers * second.dense / reads.tokens)
+    assert reads.bytes_per_token == pytest.approx(layers * (second.index + second.gathered) / reads.tokens)
+
+
+def test_ktc_generate_reports_the_bytes_per_token(compiled_sparse: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def run(*options: str) -> tuple[str, str]:
+        asked = ("generate", str(compiled_sparse), "--prompt", "Hello", "--raw", "--max-new-tokens", *options)
+        assert cli.main(list(asked)) == 0
+        return capfd.readouterr()
+
+    found = json.loads(run("40", "--json")[0])
+    reads, positions = found["sparse_attention"], found["prompt_tokens"] + found["new_tokens"] - 1
+    assert found["prompt_tokens"] <= SPARSITY.budget < positions
+    of_layer = expected_traffic(loaded(compiled_sparse), SPARSITY.budget + 1, positions)
+    assert reads["tokens"] == of_layer.tokens
+    assert reads["dense_bytes_per_token"] == pytest.approx(reads["layers"] * of_layer.dense / of_layer.tokens)
+    assert f"dense {reads['dense_bytes_per_token'] / 1e6:.3f} MB" in run("40")[1]
+    assert "every step was short enough to be dense" in run("1")[1]
