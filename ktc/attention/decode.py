@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ktc.attention.chosen import Chosen
+from ktc.experts.kernel_calls import HostCall, announce
 from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativeAttention, permitted_threads
-from ktc.linears.gemv import DTYPES, is_plain, is_traced
+from ktc.linears.gemv import DTYPES, address, is_plain, is_traced
 
 MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
 _BYTES_PER_THREAD: Final = 128 << 10  # with less, waking a thread costs more than it saves
@@ -90,8 +91,20 @@ class DecodeAttention:
         with TURNS:
             native.forward(
                 engine, query.data_ptr(), view(heads.keys), view(heads.more_keys), view(heads.values), *mask_view(seen),
-                0 if sink is None else sink.data_ptr(), out.data_ptr(), sizes, scale, chosen,
+                address(sink), out.data_ptr(), sizes, scale, chosen,
             )  # fmt: skip
+        if chosen != _ALL:
+            return
+
+        def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
+            query, keys, more_keys, values, seen, sink = reads
+            call = native.call(
+                engine, out.element_size(), address(query), view(keys), view(more_keys), view(values), *mask_view(seen),
+                address(sink), out.data_ptr(), sizes, scale, chosen,
+            )  # fmt: skip
+            return HostCall(call, (*reads, out))
+
+        announce(bind, (query, heads.keys, heads.more_keys, heads.values, seen, sink), out)
 
 
 def threads_for(nbytes: int, threads: int) -> int:

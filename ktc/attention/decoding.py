@@ -15,6 +15,7 @@ from ktc.attention.decode import DecodeAttention, Heads
 from ktc.attention.interface import AnsweredAttention, answer, chosen, stock_function
 from ktc.attention.sparse import Sparse, follows_cache
 from ktc.attention.sparsity import Traffic
+from ktc.experts.kernel_calls import recording
 
 NAME: Final = "ktc_decode"  # of the attention function in transformers' register
 _BEYOND: Final = ("softcap", "position_bias")  # arguments of calls that the kernel does not compute
@@ -87,4 +88,6 @@ def _seen(mask: Tensor | None) -> Tensor | None:
     if mask is None or not mask.is_floating_point() or mask.device.type != "cpu":
         return mask
     hidden = mask <= torch.finfo(mask.dtype).min / 2
+    if recording():  # masks of a recorded step are made by transformers, and a program reads no value into Python
+        return ~hidden
     return ~hidden if bool(((mask == 0) | hidden).all()) else mask

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -70,9 +70,19 @@ def render(specs: Sequence[Spec], origin: Mapping[Spec, str]) -> KernelSource:
     )
     units = [_kernel(environment, spec, origin.get(spec, "none")) for spec in distinct]
     bindings = environment.get_template("bindings.cpp.j2").render(specs=distinct)
-    module = (resources.runtime_bindings() / "module.cpp").read_text(encoding="utf-8")
-    units += [TranslationUnit("bindings.cpp", bindings, "scalar"), TranslationUnit("module.cpp", module, "scalar")]
+    units.append(TranslationUnit("bindings.cpp", bindings, "scalar"))
+    units.extend(_of_runtime(name) for name in _modules(distinct))
     return KernelSource(tuple(units), distinct)
+
+
+def _modules(specs: Sequence[Spec]) -> Iterator[str]:
+    yield "module.cpp"
+    if any(spec.op == "step" for spec in specs):
+        yield "step_module.cpp"  # a unit of its own, which most libraries need not compile
+
+
+def _of_runtime(name: str) -> TranslationUnit:
+    return TranslationUnit(name, (resources.runtime_bindings() / name).read_text(encoding="utf-8"), "scalar")
 
 
 def _kernel(environment: jinja2.Environment, spec: Spec, origin: str) -> TranslationUnit:

@@ -48,8 +48,8 @@ class Toolchain:
         return (self.compiler.path, "-shared", "-pthread", *map(str, objects), "-o", str(target))
 
     def flags(self, isa: Isa, unit: str) -> tuple[str, ...]:
-        """Flags of one translation unit. The Python module has no loop: a short build matters more there."""
-        optimise = "-O1" if unit == "module.cpp" else "-O3"
+        """Flags of one translation unit. The Python modules have no loop: a short build matters more there."""
+        optimise = "-O1" if unit.endswith("module.cpp") else "-O3"
         gcc = () if "clang" in Path(self.compiler.path).name else _GCC_FLAGS
         return (*_BASE_FLAGS, *gcc, optimise, *INSTRUCTION_SETS[isa].compiler)
 

@@ -186,6 +186,7 @@ REQUANTISING: Mapping[str, str | None] = {
 BLOCKS: Mapping[str, Mapping[str, Type]] = {
     "plan": _types(
         auto="auto", unplaced="device", grads="device", tokens="int", mode="mode", cuda_graph="phase",
+        native_step="phase",
         weights="weights", layerwise_prefill="int", stream_buffer="size", recompute="recompute",
     ),
     "lora": _types(rank="int", alpha="float", dropout="float", dtype="dtype", targets="list[string]"),

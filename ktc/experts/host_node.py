@@ -20,8 +20,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ktc.experts.kernel_calls import HostCall
 from ktc.experts.lora import ExpertsLora
-from ktc.experts.packed import HostCall, PackedExperts
+from ktc.experts.packed import PackedExperts
 
 Launch = Callable[[int, int], None]  # the addresses of a C function and of its argument
 _CURRENT: Final[ContextVar[HostNodes | None]] = ContextVar("host_nodes", default=None)

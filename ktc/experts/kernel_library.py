@@ -86,7 +86,7 @@ class NativeKernel(Protocol):
         lora_down: NativeLora,
         /,
     ) -> None: ...
-    def host_call(
+    def call(
         self,
         engine: Engine,
         packed: int,
@@ -123,6 +123,9 @@ class NativeLinear(Protocol):
     def forward(
         self, engine: Engine, x: int, weight: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
     ) -> None: ...
+    def call(
+        self, engine: Engine, x: int, weight: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
+    ) -> NativeHostCall: ...
     def multiply(
         self,
         engine: Engine,
@@ -147,6 +150,9 @@ class NativePackedLinear(Protocol):
     def forward(
         self, engine: Engine, x: int, packed: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
     ) -> None: ...
+    def call(
+        self, engine: Engine, x: int, packed: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
+    ) -> NativeHostCall: ...
 
 
 class NativeAttention(Protocol):
@@ -169,6 +175,24 @@ class NativeAttention(Protocol):
         chosen: tuple[int, int, int, int],
         /,
     ) -> None: ...
+    def call(
+        self,
+        engine: Engine,
+        element: int,
+        query: int,
+        keys: tuple[int, int, int, int, int],
+        more_keys: tuple[int, int, int, int, int],
+        values: tuple[int, int, int, int, int],
+        mask: int,
+        mask_batch: int,
+        mask_token: int,
+        sinks: int,
+        out: int,
+        sizes: tuple[int, int, int, int, int],
+        scale: float,
+        chosen: tuple[int, int, int, int],
+        /,
+    ) -> NativeHostCall: ...
 
 
 class NativeSparseAttention(NativeAttention, Protocol):
@@ -199,6 +223,42 @@ class NativeSparseAttention(NativeAttention, Protocol):
         shared: bool,
         /,
     ) -> None: ...
+
+
+# The address of a tensor, the number of its dtype (`ktc::step::Type`), its sizes, and its strides in elements.
+NativeView = tuple[int, int, list[int], list[int]]
+
+
+class NativeProgram(Protocol):
+    """`ktc::step::Program`; see `step/program.hpp`."""
+
+    def __len__(self) -> int: ...
+    def run(self, begin: int, end: int, /) -> None: ...
+    def call(self, call: NativeHostCall, /) -> None: ...
+    def pointwise(
+        self, kernel: NativeStep, function: str, out: NativeView, inputs: list[NativeView], computed: int, /
+    ) -> None: ...
+    def reduce(
+        self, kernel: NativeStep, reduction: str, out: NativeView, input: NativeView, computed: int, /
+    ) -> None: ...
+    def softmax(self, kernel: NativeStep, out: NativeView, input: NativeView, computed: int, /) -> None: ...
+    def matrix_product(
+        self, kernel: NativeStep, engine: Engine, out: NativeView, a: NativeView, b: NativeView, bias: NativeView, /
+    ) -> None: ...
+    def top_k(
+        self, values: NativeView, indices: NativeView, input: NativeView, largest: bool, sorted: bool, /
+    ) -> None: ...
+    def gather(self, out: NativeView, input: NativeView, indices: NativeView, dim: int, /) -> None: ...
+    def scatter(self, target: NativeView, indices: NativeView, value: NativeView, dim: int, /) -> None: ...
+    def indexed_rows(
+        self, whole: NativeView, indices: NativeView, rows: NativeView, dim: int, store: bool, /
+    ) -> None: ...
+
+
+class NativeStep(Protocol):
+    """`ktc::step::StepKernel`, which makes the operations of programs."""
+
+    def program(self) -> NativeProgram: ...
 
 
 class _Module(Protocol):
@@ -236,6 +296,10 @@ class Kernel:
     def sparse_attention(self) -> NativeSparseAttention:
         """Return the kernel for sparse attention of any sizes; the entry must be one."""
         return cast("NativeSparseAttention", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+
+    def step(self) -> NativeStep:
+        """Return the kernel for decoding steps; the entry must be one."""
+        return cast("NativeStep", getattr(_opened(self.library.path, self.library.digest), self.entry)())
 
     def engine(self, threads: int, nodes: tuple[NumaNode, ...] = (), *, own: bool = False) -> Engine:
         """Return the engine of calls with this number of threads. All layers of a process share one set of threads.

@@ -12,9 +12,8 @@ import functools
 import json
 import mmap
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NoReturn
+from typing import Final, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +21,12 @@ from torch import Tensor
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts import kernel_clock
 from ktc.experts.form import ExpertPart, ExpertsSizes
+from ktc.experts.kernel_calls import HostCall, announce
 from ktc.experts.kernel_library import (
     TURNS,
     Engine,
     Kernel,
     KernelLibrary,
-    NativeHostCall,
     nodes_for,
     permitted_threads,
 )
@@ -41,28 +40,6 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _HUGE_PAGE: Final = 2 << 20
 Numa = Literal["none", "shard"]  # whether weights are cut for the nodes of the machine that loads them
 _SAVED: Final = SavedBuffers()  # one for all layers: backward frees what the next forward takes
-
-
-@dataclass(frozen=True, slots=True)
-class HostCall:
-    """A C function and its argument. `kept` is what the call reads and writes."""
-
-    native: NativeHostCall
-    kept: tuple[object, ...]
-
-    @property
-    def function(self) -> int:
-        """The address of the function, which takes a pointer, throws nothing and calls nothing of CUDA."""
-        return self.native.function
-
-    @property
-    def address(self) -> int:
-        """The argument of the function."""
-        return self.native.address
-
-    def rethrow(self) -> None:
-        """Raise what the first failed call since the last `rethrow` has thrown."""
-        self.native.rethrow()
 
 
 class PackedExperts:
@@ -274,16 +251,32 @@ class PackedExperts:
                 tokens,
                 *(native_argument(each, None, interleaved=interleaved) for each in read.products),
             )
+        if saved is None:
+            announce(
+                lambda tensors, out: self._call(self._engine, tensors, out, read, interleaved=interleaved),
+                (x_TH, index_TK, weights_TK),
+                out_TH,
+            )
         return out_TH, saved
 
     def host_call(
         self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, lora: ExpertsLora,
         *, interleaved: bool,
     ) -> HostCall:  # fmt: skip
-        """Return `forward` without gradients as a C function, on these tensors: what they hold when it is called."""
-        read = lora.to(self.weight_dtype)
-        native = self._native.host_call(
-            self._kernel.engine(self._threads, self._nodes, own=True),  # a thread of CUDA's calls it
+        """Return `forward` without gradients as a host function of CUDA, on what these tensors hold when it is called.
+
+        A thread of CUDA's calls it, for which there are threads of the library's own.
+        """
+        engine, tensors = self._kernel.engine(self._threads, self._nodes, own=True), (x_TH, index_TK, weights_TK)
+        return self._call(engine, tensors, out_TH, lora.to(self.weight_dtype), interleaved=interleaved)
+
+    def _call(
+        self, engine: Engine, tensors: tuple[Tensor | None, ...], out_TH: Tensor, read: ExpertsLora,
+        *, interleaved: bool,
+    ) -> HostCall:  # fmt: skip
+        x_TH, index_TK, weights_TK = cast("tuple[Tensor, Tensor, Tensor]", tensors)
+        native = self._native.call(
+            engine,
             self._packed,
             x_TH.data_ptr(),
             index_TK.data_ptr(),

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ktc.experts.kernel_calls import HostCall, announce
 from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativeLinear, permitted_threads
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -49,12 +50,14 @@ class Gemv:
         out = x.new_empty((*x.shape[:-1], outputs))
         native, engine = opened(self.kernel, self._threads(weight))
         bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
-        address_of_bias = 0 if bias is None else bias.data_ptr()
-        rows = math.prod(x.shape[:-1])
+        sizes = math.prod(x.shape[:-1]), inputs, outputs
         with TURNS:
-            native.forward(
-                engine, x.data_ptr(), weight.data_ptr(), address_of_bias, out.data_ptr(), rows, inputs, outputs
-            )
+            native.forward(engine, x.data_ptr(), weight.data_ptr(), address(bias), out.data_ptr(), *sizes)
+
+        def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
+            return HostCall(native.call(engine, *map(address, reads), out.data_ptr(), *sizes), (*reads, out))
+
+        announce(bind, (x, weight, bias), out)
         return out
 
     def _threads(self, weight: Tensor) -> int:
@@ -65,6 +68,11 @@ class Gemv:
 def opened(kernel: Kernel, threads: int) -> tuple[NativeLinear, Engine]:
     """Return a kernel, and the engine of its calls with at most this number of threads."""
     return kernel.linear(), kernel.engine(permitted_threads(threads))
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return where a tensor's values are, 0 without one."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def is_plain(tensor: Tensor) -> bool:

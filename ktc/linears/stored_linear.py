@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.kernel_calls import HostCall, announce
 from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativePackedLinear, permitted_threads
 from ktc.experts.packed import huge_pages
 from ktc.experts.tracing import never_traced
 from ktc.linears.absent_weight import AbsentWeight
+from ktc.linears.gemv import address
 
 _BYTES_PER_THREAD = 128 << 10  # with less, waking a thread costs more than it saves
 
@@ -85,11 +87,15 @@ class StoredLinear(nn.Linear):
         bias = cast("Tensor | None", self.bias)
         native, engine = _opened(self.kernel, self._num_threads())
         bias = None if bias is None else bias.detach().to(torch.bfloat16).contiguous()  # held until it was read
-        bias_at, rows = 0 if bias is None else bias.data_ptr(), math.prod(x.shape[:-1])
+        sizes = math.prod(x.shape[:-1]), self.in_features, self.out_features
         with TURNS:
-            native.forward(
-                engine, x.data_ptr(), packed, bias_at, out.data_ptr(), rows, self.in_features, self.out_features
-            )
+            native.forward(engine, x.data_ptr(), packed, address(bias), out.data_ptr(), *sizes)
+
+        def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
+            x_at, bias_at = map(address, reads)
+            return HostCall(native.call(engine, x_at, packed, bias_at, out.data_ptr(), *sizes), (self, *reads, out))
+
+        announce(bind, (x, bias), out)
         return out
 
     def _held(self) -> int:

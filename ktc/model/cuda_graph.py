@@ -13,7 +13,8 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -38,167 +39,12 @@ _MEMORIES: Final = 6  # at most, of all sizes
 _WARM: Final = 2  # steps before the capture, in which libraries and allocators set themselves up
 Inputs = dict[str, Any]
 Compute = Callable[[], Any]  # to the output of a causal LM
-Record = Callable[[Compute, torch.device], tuple[Any, Callable[[], None]]]
+Record = Callable[[Compute, torch.device, Sequence[Tensor]], tuple[Any, Callable[[], None]]]
 
 
-class DecodeGraphs:
-    """The captured steps of one model. Copies of the model begin without any.
-
-    `record` computes an output on `device` and returns it with a function that computes it again, at the same address.
-    """
-
-    def __init__(self, record: Record | None = None, launch: Launch = on_current_stream, device: str = "cuda") -> None:
-        self._record, self._launch, self._device = record or record_graph, launch, device
-        self._busy = threading.RLock()
-        self._memories: list[StepMemory] = []  # the last used last
-        self._steps: dict[int, CapturedStep] = {}  # by the id of their memory
-        self._state: ModelState | None = None
-        self._told: set[str] = set()
-        self._broken = ""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraphs:
-        return DecodeGraphs(self._record, self._launch, self._device)
-
-    def __reduce__(self) -> Any:
-        return DecodeGraphs, ()
-
-    def step(self, model: PreTrainedModel, **inputs: Any) -> Any:
-        """Return the output of `model(**inputs)`. A captured step computes it, where one can."""
-        with self._busy:
-            reason = self._broken or self._unserved(model, inputs)
-            captured = None if reason else self._captured(model, inputs)
-            if captured is not None:
-                return captured.run(model, inputs)
-        if reason or self._broken:
-            self._tell(reason or self._broken)
-        return model(**inputs)
-
-    def _unserved(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
-        """Return why a call cannot be a captured step, "" if it can."""
-        given = {name for name, value in inputs.items() if value is not None and value is not False}
-        more = sorted(given - {*_READ, *_IGNORED})
-        if more:
-            return f"it is called with `{more[0]}`"
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        if ids is None or ids.device.type != self._device or ids.shape[1] != 1:
-            return f"it is not one new token per sequence on `{self._device}`"
-        if model.training or torch.is_grad_enabled():
-            return "it computes gradients"
-        if inputs.get("position_ids") is None:
-            return "it has no `position_ids`"
-        if mask is not None and mask.dim() != 2:
-            return "its attention mask is not one of padding"
-        return unfit(inputs.get(CACHE))
-
-    def _captured(self, model: PreTrainedModel, inputs: Inputs) -> CapturedStep | None:
-        """Return the step on the memory that holds the cache, None if there can be none."""
-        cache: DynamicCache = inputs[CACHE]
-        memory = next((each for each in self._memories if each.is_used_by(cache)), None)
-        try:
-            if memory is None or not memory.holds(cache):
-                if hooked := self._renew(model):
-                    self._tell(hooked)
-                    return None
-                memory = self._taken(cache, inputs["input_ids"].shape[0])
-            if id(memory) not in self._steps:
-                self._steps[id(memory)] = capture(model, memory, inputs, self._record, self._launch)
-            return self._steps[id(memory)]
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AttributeError,
-        ) as error:  # of code not made for graphs
-            self._broken = str(error).strip().partition("\n")[0] or type(error).__name__
-            self._memories.clear()
-            self._steps.clear()
-            return None
-
-    def _taken(self, cache: DynamicCache, batch: int) -> StepMemory:
-        """Copy a cache into a free memory of its size, or into a new one."""
-        rows, capacity = rounded(batch), capacity_for(length_of(cache) + 1)
-        memory = next((m for m in self._memories if m.is_free(cache) and m.serves(cache, rows, capacity)), None)
-        if memory is None:
-            idle = [m for m in self._memories if m.is_free(cache) and not m.is_used_by(cache)]
-            for old in idle[: max(0, len(self._memories) + 1 - _MEMORIES)]:
-                self._memories.remove(old)
-                self._steps.pop(id(old), None)
-            memory = StepMemory(cache, rows, capacity)
-        else:
-            self._memories.remove(memory)
-        memory.take(cache)
-        for other in self._memories:
-            other.leave(cache)
-        self._memories.append(memory)
-        return memory
-
-    def _renew(self, model: PreTrainedModel) -> str:
-        """Forget the steps of another state of the model. Return why this one cannot be captured, "" if it can."""
-        state = ModelState.of(model)
-        if not state.is_same(self._state):
-            self._steps.clear()
-            self._state = state
-        hooked = foreign_hook(model)
-        return f"`{hooked}` has a forward hook" if hooked else ""
-
-    def _tell(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
-            message = f"a decoding step runs without a CUDA graph: {reason}"
-            hint = "see `ktc explain L451`"
-            log.warning("%s", render([Diagnostic("L451", message, hint=hint, severity="warning")]))
-
-
-# One step --------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class CapturedStep:
-    """A step of a model on `memory`: `replay` reads `inputs` and writes the logits (rows, 1, V) of `output`."""
-
-    memory: StepMemory
-    inputs: Inputs
-    output: Any
-    replay: Callable[[], None]
-    nodes: HostNodes
-
-    def run(self, model: PreTrainedModel, inputs: Inputs) -> Any:
-        """Return the output for `inputs`, whose cache the memory holds."""
-        cache: DynamicCache = inputs[CACHE]
-        length, batch = length_of(cache), inputs["input_ids"].shape[0]
-        self.memory.position.fill_(length)
-        for name, value in step_inputs(self.memory, inputs).items():
-            self.inputs[name].copy_(value)
-        self.replay()
-        self.nodes.check(lambda packed: _name_of(model, packed))
-        self.memory.show(cache, length + 1)
-        return type(self.output)(logits=self.output.logits[:batch].clone(), past_key_values=cache)
-
-
-def capture(
-    model: PreTrainedModel, memory: StepMemory, inputs: Inputs, record: Record, launch: Launch
-) -> CapturedStep:  # fmt: skip
-    """Record a step of `model` on a memory that holds the cache of `inputs`.
-
-    Raises what the model and `record` raise, and `ValueError` for an output with more than logits.
-    """
-    memory.position.fill_(length_of(inputs[CACHE]))
-    found = step_inputs(memory, inputs)
-    with torch.inference_mode(mode=False):  # later steps write to them, perhaps outside of it
-        held = {name: value.clone() for name, value in found.items()}
-    nodes = HostNodes(launch)
-
-    def compute() -> Any:
-        given = held | {"attention_mask": masks_of(model, memory, held)}
-        with nodes.recorded():
-            return model(**given, past_key_values=memory.cache, use_cache=True, return_dict=True)
-
-    output, replay = record(compute, held["input_ids"].device)
-    more = sorted(name for name, value in output.items() if value is not None and name not in ("logits", CACHE))
-    if more:
-        raise ValueError(f"the model returns `{more[0]}`")
-    return CapturedStep(memory, held, output, replay, nodes)
-
-
-def record_graph(compute: Compute, device: torch.device) -> tuple[Any, Callable[[], None]]:
+def record_graph(
+    compute: Compute, device: torch.device, changing: Sequence[Tensor] = ()
+) -> tuple[Any, Callable[[], None]]:  # fmt: skip
     """Return the output of `compute`, and a function that replays it as a CUDA graph and waits for it.
 
     Raises RuntimeError for an operation that cannot be captured, as one that waits for the GPU.
@@ -228,6 +74,177 @@ def record_graph(compute: Compute, device: torch.device) -> tuple[Any, Callable[
         done.synchronize()
 
     return output, replay
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """How steps are captured.
+
+    `record` computes an output on a device of type `device` and returns it with a function that computes it again, at
+    the same address; the tensors that it is given change between runs. `launch` puts the experts of the CPU into the
+    stream of a GPU. Batches are filled up to a power of two where they are `rounded`. `code` tells of other steps.
+    """
+
+    record: Record = record_graph
+    device: str = "cuda"
+    launch: Launch | None = on_current_stream
+    rounded: bool = True
+    code: str = "L451"
+    form: str = "a CUDA graph"
+
+
+class DecodeGraphs:
+    """The captured steps of one model. Copies of the model begin without any."""
+
+    def __init__(self, means: Means | None = None) -> None:
+        self._means = means or Means()
+        self._busy = threading.RLock()
+        self._memories: list[StepMemory] = []  # the last used last
+        self._steps: dict[int, CapturedStep] = {}  # by the id of their memory
+        self._state: ModelState | None = None
+        self._told: set[str] = set()
+        self._broken = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraphs:
+        return DecodeGraphs(self._means)
+
+    def __reduce__(self) -> Any:
+        return DecodeGraphs, ()
+
+    def step(self, model: PreTrainedModel, **inputs: Any) -> Any:
+        """Return the output of `model(**inputs)`. A captured step computes it, where one can."""
+        with self._busy:
+            reason = self._broken or self._unserved(model, inputs)
+            captured = None if reason else self._captured(model, inputs)
+            if captured is not None:
+                return captured.run(model, inputs)
+        if reason or self._broken:
+            self._tell(reason or self._broken)
+        return model(**inputs)
+
+    def _unserved(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
+        """Return why a call cannot be a captured step, "" if it can."""
+        given = {name for name, value in inputs.items() if value is not None and value is not False}
+        more = sorted(given - {*_READ, *_IGNORED})
+        if more:
+            return f"it is called with `{more[0]}`"
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        device = self._means.device
+        if ids is None or ids.device.type != device or ids.shape[1] != 1:
+            return f"it is not one new token per sequence on `{device}`"
+        if model.training or torch.is_grad_enabled():
+            return "it computes gradients"
+        if inputs.get("position_ids") is None:
+            return "it has no `position_ids`"
+        if mask is not None and mask.dim() != 2:
+            return "its attention mask is not one of padding"
+        return unfit(inputs.get(CACHE))
+
+    def _captured(self, model: PreTrainedModel, inputs: Inputs) -> CapturedStep | None:
+        """Return the step on the memory that holds the cache, None if there can be none."""
+        cache: DynamicCache = inputs[CACHE]
+        memory = next((each for each in self._memories if each.is_used_by(cache)), None)
+        try:
+            if memory is None or not memory.holds(cache):
+                if hooked := self._renew(model):
+                    self._tell(hooked)
+                    return None
+                memory = self._taken(cache, inputs["input_ids"].shape[0])
+            if id(memory) not in self._steps:
+                self._steps[id(memory)] = capture(model, memory, inputs, self._means)
+            return self._steps[id(memory)]
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:  # of code not made for graphs
+            self._broken = str(error).strip().partition("\n")[0] or type(error).__name__
+            self._memories.clear()
+            self._steps.clear()
+            return None
+
+    def _taken(self, cache: DynamicCache, batch: int) -> StepMemory:
+        """Copy a cache into a free memory of its size, or into a new one."""
+        rows, capacity = rounded(batch) if self._means.rounded else batch, capacity_for(length_of(cache) + 1)
+        memory = next((m for m in self._memories if m.is_free(cache) and m.serves(cache, rows, capacity)), None)
+        if memory is None:
+            idle = [m for m in self._memories if m.is_free(cache) and not m.is_used_by(cache)]
+            for old in idle[: max(0, len(self._memories) + 1 - _MEMORIES)]:
+                self._memories.remove(old)
+                self._steps.pop(id(old), None)
+            memory = StepMemory(cache, rows, capacity)
+        else:
+            self._memories.remove(memory)
+        memory.take(cache)
+        for other in self._memories:
+            other.leave(cache)
+        self._memories.append(memory)
+        return memory
+
+    def _renew(self, model: PreTrainedModel) -> str:
+        """Forget the steps of another state of the model. Return why this one cannot be captured, "" if it can."""
+        state = ModelState.of(model)
+        if not state.is_same(self._state):
+            self._steps.clear()
+            self._state = state
+        hooked = foreign_hook(model)
+        return f"`{hooked}` has a forward hook" if hooked else ""
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            message = f"a decoding step runs without {self._means.form}: {reason}"
+            hint = f"see `ktc explain {self._means.code}`"
+            log.warning("%s", render([Diagnostic(self._means.code, message, hint=hint, severity="warning")]))
+
+
+# One step --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A step of a model on `memory`: `replay` reads `inputs` and writes the logits (rows, 1, V) of `output`."""
+
+    memory: StepMemory
+    inputs: Inputs
+    output: Any
+    replay: Callable[[], None]
+    nodes: HostNodes | None
+
+    def run(self, model: PreTrainedModel, inputs: Inputs) -> Any:
+        """Return the output for `inputs`, whose cache the memory holds."""
+        cache: DynamicCache = inputs[CACHE]
+        length, batch = length_of(cache), inputs["input_ids"].shape[0]
+        self.memory.position.fill_(length)
+        for name, value in step_inputs(self.memory, inputs).items():
+            self.inputs[name].copy_(value)
+        self.replay()
+        if self.nodes is not None:
+            self.nodes.check(lambda packed: _name_of(model, packed))
+        self.memory.show(cache, length + 1)
+        return type(self.output)(logits=self.output.logits[:batch].clone(), past_key_values=cache)
+
+
+def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, means: Means) -> CapturedStep:
+    """Record a step of `model` on a memory that holds the cache of `inputs`.
+
+    Raises what the model and `means.record` raise, and `ValueError` for an output with more than logits.
+    """
+    memory.position.fill_(length_of(inputs[CACHE]))
+    found = step_inputs(memory, inputs)
+    with torch.inference_mode(mode=False):  # later steps write to them, perhaps outside of it
+        held = {name: value.clone() for name, value in found.items()}
+    nodes = None if means.launch is None else HostNodes(means.launch)
+
+    def compute() -> Any:
+        given = held | {"attention_mask": masks_of(model, memory, held)}
+        with nullcontext() if nodes is None else nodes.recorded():
+            return model(**given, past_key_values=memory.cache, use_cache=True, return_dict=True)
+
+    output, replay = means.record(compute, held["input_ids"].device, (*held.values(), *memory.tensors))
+    more = sorted(name for name, value in output.items() if value is not None and name not in ("logits", CACHE))
+    if more:
+        raise ValueError(f"the model returns `{more[0]}`")
+    return CapturedStep(memory, held, output, replay, nodes)
 
 
 def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:

@@ -32,6 +32,7 @@ from ktc.model.buffers import compute_buffers
 from ktc.model.cuda_graph import DecodeGraphs
 from ktc.model.manifest import Manifest, Versions, check_sealed, read_manifest
 from ktc.model.memory import check_bytes
+from ktc.model.native_step import native_steps
 from ktc.model.packed_store import PackedStore
 from ktc.model.placement import check_devices, device_map, follow
 from ktc.model.progress import Progress, progress_bar
@@ -92,11 +93,15 @@ def load_as(
         if isinstance(module, StreamedLinear) and not reference:
             module.begin()
     watch(model, manifest.rewrites, remembered, folder)
+    threads = max((step.args.get("threads", 1) for step in manifest.rewrites), default=1)
     if library is not None:
-        _tell_of_spinning(max((step.args.get("threads", 1) for step in manifest.rewrites), default=1))
+        _tell_of_spinning(threads)
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
     if manifest.cuda_graph and not reference:
         cast("Any", model).decode_graphs = DecodeGraphs()
+    entry = next((each.entry for each in manifest.kernels if each.spec["op"] == "step"), None)
+    if entry is not None and library is not None and not reference:
+        cast("Any", model).decode_graphs = native_steps(library.kernel(entry), threads)
     return _finished(model, folder, base, placement)
 
 

@@ -81,6 +81,11 @@ class StepMemory:
         """Bytes of all layers."""
         return sum(tensor.nbytes for pair in self.held for tensor in pair)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The position, and the keys and values of all layers."""
+        return self.position, *(tensor for pair in self.held for tensor in pair)
+
     def is_used_by(self, cache: DynamicCache) -> bool:
         """Return whether `take` made `cache` a view of this memory."""
         return self._user is not None and self._user() is cache

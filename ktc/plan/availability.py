@@ -24,6 +24,7 @@ _PLAN_KEYS: dict[str, tuple[object, ...]] = {
     "auto": ("none",),
     "grads": (),
     "cuda_graph": ("never", "decode"),
+    "native_step": ("never", "decode"),
     "weights": ("safetensors",),
     "recompute": ("none",),
 }

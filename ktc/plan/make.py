@@ -26,6 +26,7 @@ from ktc.plan.latent import on_latents
 from ktc.plan.linear_spec import PackedLinearSpec
 from ktc.plan.linears import choose_linear, stored_rows
 from ktc.plan.memory import over_budget, plan_memory
+from ktc.plan.native_step import decide_step
 from ktc.plan.outside import outside_linears
 from ktc.plan.placement import device_of, place
 from ktc.plan.prefill import expert_rings, plan_prefill, resident_bytes, stay_resident
@@ -79,6 +80,7 @@ def make_plan(
         raise InputRefused(_nothing_to_rewrite(captured, matches))
     threads = max((claim.target.num_threads(host) for claim in claims), default=1)
     mode = str(rules.plan.get("mode") or ("train" if lora else "infer"))
+    step = decide_step(captured, devices, graph, mode, rules, host)
     memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, prefills, outside, linears)
     resident = stay_resident(prefills, specs, memory, rules, mode)
     if resident != prefills:
@@ -92,7 +94,7 @@ def make_plan(
         threads=threads,
         rewrites=rewrites,
         placements=placements,
-        kernels=tuple(dict.fromkeys((*specs.values(), *chosen.values()))),
+        kernels=tuple(dict.fromkeys((*specs.values(), *chosen.values(), *((step.spec,) if step.spec else ())))),
         lora=lora,
         memory=memory,
         reasons=(
@@ -100,13 +102,15 @@ def make_plan(
             *map(_dense, sparse.dense),
             *conversions(captured, weights, specs, linears),
             *graph.reasons,
+            *step.reasons,
         ),
         warnings=(
             *matches.warnings,
             *left,
             *sparse.warnings,
             *_left_alone(captured, rewrites),
-            *graph.warnings(rules),
+            *(() if step.spec else graph.warnings(rules)),  # the program names both, for either place
+            *step.warnings(rules),
         ),
         over_budget=over_budget(memory, mode, asked),
         unavailable=unavailable,

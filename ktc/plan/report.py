@@ -15,6 +15,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "mode": plan.mode,
         "threads": plan.threads,
         "cuda_graph": "decode" if plan.cuda_graph else "never",
+        "native_step": "decode" if plan.native_step else "never",
         "rewrites": [_rewrite(r) for r in plan.rewrites],
         "outside": [{**_action(each.action), "device": each.device} for each in plan.outside],
         "placements": [{"fqn": p.fqn, "device": p.device, "rule": p.rule} for p in plan.placements],

@@ -9,5 +9,6 @@ from __future__ import annotations
 from ktc.plan.attention_spec import AttentionSpec, SparseAttentionSpec
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.linear_spec import LinearSpec, PackedLinearSpec
+from ktc.plan.step_spec import StepSpec
 
-Spec = KernelSpec | LinearSpec | PackedLinearSpec | AttentionSpec | SparseAttentionSpec
+Spec = KernelSpec | LinearSpec | PackedLinearSpec | AttentionSpec | SparseAttentionSpec | StepSpec

@@ -188,6 +188,11 @@ class Plan:
     cuda_graph: bool = False  # decoding steps are captured
 
     @property
+    def native_step(self) -> bool:
+        """Whether decoding steps are native programs."""
+        return any(spec.op == "step" for spec in self.kernels)
+
+    @property
     def devices(self) -> tuple[DeviceMemory, ...]:
         """Return the permanent bytes of each device."""
         return self.memory.devices

@@ -7,6 +7,7 @@
 #include "ktc_python/engine.hpp"
 #include "ktc_python/entries.hpp"
 #include "ktc_python/fused_moe.hpp"
+#include "ktc_python/host_call.hpp"
 #include "ktc_python/linear.hpp"
 #include "ktc_python/packed_linear.hpp"
 #include "ktc_python/sparse_attention.hpp"
@@ -39,6 +40,7 @@ void ktc_python::expose(py::module_& library, const sparse_attention::Entry& ent
 
 PYBIND11_MODULE(ktc_kernels, library) {
   ktc_python::add_engine(library);
+  ktc_python::add_host_call(library);
   ktc_python::fused_moe::add_classes(library);
   ktc_python::linear::add_class(library);
   ktc_python::packed_linear::add_class(library);

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ktc.model.cuda_graph import Compute, DecodeGraphs
+from ktc.model.cuda_graph import Compute, DecodeGraphs, Means
 
 
-def record_eagerly(compute: Compute, device: torch.device) -> tuple[Any, Callable[[], None]]:
+def record_eagerly(
+    compute: Compute, device: torch.device, changing: Sequence[torch.Tensor] = ()
+) -> tuple[Any, Callable[[], None]]:  # fmt: skip
     output = compute()
     with torch.inference_mode(mode=False):  # a graph's replay writes in any mode
         output.logits = output.logits.clone()
@@ -30,4 +32,4 @@ def call_at_once(function: int, argument: int) -> None:
 
 
 def eager_graphs() -> DecodeGraphs:
-    return DecodeGraphs(record_eagerly, call_at_once, "cpu")
+    return DecodeGraphs(Means(record_eagerly, "cpu", call_at_once))

@@ -89,8 +89,13 @@ class LocalEngine:
 
     def step(self, ids: Tensor, cache: Any) -> Tensor:
         """Return the logits (batch, vocabulary) after `ids` (batch, tokens), which the cache holds afterwards."""
+        given: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        call: Any = self.model
+        if ids.shape[1] == 1 and isinstance(call, CompiledModel) and call.decode_graphs is not None:
+            call = call.get_compiled_call()
+            given["position_ids"] = torch.full_like(ids, cache.get_seq_length())
         with torch.no_grad():
-            out = cast("Any", self.model)(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = call(**given)
         return out.logits[:, -1]
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
@@ -106,11 +111,10 @@ class LocalEngine:
         """Return a cache with the tokens of a decode case."""
         config, cache = self._config, self._new_cache()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if case.tokens:
-            size = (case.batch, config.num_key_value_heads, case.tokens, head_dim)
-            values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(self.model.dtype)
-            for layer in range(config.num_hidden_layers):
-                cache.update(values.clone(), values.clone(), layer)
+        size = (case.batch, config.num_key_value_heads, max(1, case.tokens), head_dim)  # a step follows a token
+        values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(self.model.dtype)
+        for layer in range(config.num_hidden_layers):
+            cache.update(values.clone(), values.clone(), layer)
         return cache
 
 

@@ -1,27 +1,26 @@
-// A call of a kernel as a host function of a CUDA stream or graph: a C function, and the address of what it calls.
+// A call of a kernel with its arguments: an operation of a decoding step, or a host function of a CUDA stream or graph.
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <utility>
 
-#include "ktc/engine.hpp"
-#include "ktc/moe_kernel.hpp"
-
 namespace ktc {
 
-// `kernel`, `engine` and every pointer in `arguments` must outlive the graphs that hold the call.
+// The kernel, the engine and every pointer in the arguments must outlive the programs and graphs that hold the call.
 class HostCall {
  public:
-  HostCall(const MoeKernel& kernel, Engine& engine, const ForwardArguments& arguments)
-      : kernel_(kernel), engine_(engine), arguments_(arguments) {}
+  explicit HostCall(std::function<void()> call) : call_(std::move(call)) {}
+
+  const std::function<void()>& call() const { return call_; }
 
   // A `cudaHostFn_t`; `call` is a HostCall. Such a function may call nothing of CUDA and may not throw: the exception
   // waits for `rethrow`.
   static void run(void* call) noexcept {
     auto& self = *static_cast<HostCall*>(call);
     try {
-      self.kernel_.forward(self.engine_, self.arguments_);
+      self.call_();
     } catch (...) {
       const std::lock_guard lock(self.busy_);
       if (!self.thrown_) self.thrown_ = std::current_exception();
@@ -39,9 +38,7 @@ class HostCall {
   }
 
  private:
-  const MoeKernel& kernel_;
-  Engine& engine_;
-  ForwardArguments arguments_;
+  std::function<void()> call_;
   std::mutex busy_;
   std::exception_ptr thrown_;
 };

@@ -6,9 +6,12 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 
 #include "ktc/decode_attention.hpp"
+#include "ktc/step/seen_positions.hpp"
 #include "ktc_python/address.hpp"
+#include "ktc_python/host_call.hpp"
 
 namespace ktc_python::attention {
 
@@ -30,34 +33,54 @@ inline ktc::CacheView view_of(const View& view) {
 using Chosen = std::array<std::int64_t, 4>;
 
 // `sizes`: batch, key heads, query heads of each, tokens, positions.
-inline void forward(const ktc::AttentionKernel& kernel, ktc::Engine& engine, Address query, const View& keys,
-                    const View& more_keys, const View& values, Address mask, std::int64_t mask_batch,
-                    std::int64_t mask_token, Address sinks, Address out, const std::array<std::int64_t, 5>& sizes,
-                    float scale, const Chosen& chosen) {
-  const py::gil_scoped_release release;
-  kernel.forward(engine, {.query = at<const void>(query),
-                          .keys = view_of(keys),
-                          .more_keys = view_of(more_keys),
-                          .values = view_of(values),
-                          .mask = at<const std::uint8_t>(mask),
-                          .mask_batch = mask_batch,
-                          .mask_token = mask_token,
-                          .sinks = at<const float>(sinks),
-                          .out = at<void>(out),
-                          .batch = sizes[0],
-                          .key_heads = sizes[1],
-                          .group = sizes[2],
-                          .tokens = sizes[3],
-                          .positions = sizes[4],
-                          .scale = scale,
-                          .chosen = at<const std::int32_t>(static_cast<Address>(chosen[0])),
-                          .counts = at<const std::int32_t>(static_cast<Address>(chosen[1])),
-                          .sequences = chosen[2],
-                          .choosers = chosen[3]});
+inline ktc::AttentionArguments arguments_of(Address query, const View& keys, const View& more_keys, const View& values,
+                                            Address mask, std::int64_t mask_batch, std::int64_t mask_token,
+                                            Address sinks, Address out, const std::array<std::int64_t, 5>& sizes,
+                                            float scale, const Chosen& chosen) {
+  return {.query = at<const void>(query),
+          .keys = view_of(keys),
+          .more_keys = view_of(more_keys),
+          .values = view_of(values),
+          .mask = at<const std::uint8_t>(mask),
+          .mask_batch = mask_batch,
+          .mask_token = mask_token,
+          .sinks = at<const float>(sinks),
+          .out = at<void>(out),
+          .batch = sizes[0],
+          .key_heads = sizes[1],
+          .group = sizes[2],
+          .tokens = sizes[3],
+          .positions = sizes[4],
+          .scale = scale,
+          .chosen = at<const std::int32_t>(static_cast<Address>(chosen[0])),
+          .counts = at<const std::int32_t>(static_cast<Address>(chosen[1])),
+          .sequences = chosen[2],
+          .choosers = chosen[3]};
 }
 
-inline void add_class(py::module_& library) {
-  py::class_<ktc::AttentionKernel>(library, "AttentionKernel", py::module_local()).def("forward", &forward);
+template <class... Arguments>
+void forward(const ktc::AttentionKernel& kernel, ktc::Engine& engine, Arguments... arguments) {
+  const ktc::AttentionArguments read = arguments_of(arguments...);
+  const py::gil_scoped_release release;
+  kernel.forward(engine, read);
 }
+
+// A call for a cache with room behind its last position: it reads the mask first. `element`: bytes of a value.
+template <class... Arguments>
+std::unique_ptr<ktc::HostCall> call(const ktc::AttentionKernel& kernel, ktc::Engine& engine, std::int64_t element,
+                                    Arguments... arguments) {
+  return host_call([&kernel, &engine, element, read = arguments_of(arguments...)] {
+    kernel.forward(engine, ktc::step::seen_alone(read, element));
+  });
+}
+
+template <class... Arguments>
+void add_methods(py::module_& library, ktc::AttentionArguments (*)(Arguments...)) {
+  py::class_<ktc::AttentionKernel>(library, "AttentionKernel", py::module_local())
+      .def("forward", &forward<Arguments...>)
+      .def("call", &call<Arguments...>, py::keep_alive<0, 1>(), py::keep_alive<0, 2>());
+}
+
+inline void add_class(py::module_& library) { add_methods(library, &arguments_of); }
 
 }  // namespace ktc_python::attention

@@ -15,6 +15,10 @@ struct PackedLinearEntry;
 struct SparseAttentionEntry;
 }  // namespace ktc
 
+namespace ktc::step {
+struct StepEntry;
+}
+
 namespace ktc_python {
 
 namespace fused_moe {
@@ -32,12 +36,16 @@ using Entry = ktc::AttentionEntry;
 namespace sparse_attention {
 using Entry = ktc::SparseAttentionEntry;
 }
+namespace step {
+using Entry = ktc::step::StepEntry;
+}
 
 void expose(pybind11::module_& library, const fused_moe::Entry& entry);
 void expose(pybind11::module_& library, const linear::Entry& entry);
 void expose(pybind11::module_& library, const packed_linear::Entry& entry);
 void expose(pybind11::module_& library, const attention::Entry& entry);
 void expose(pybind11::module_& library, const sparse_attention::Entry& entry);
+void expose(pybind11::module_& library, const step::Entry& entry);
 
 // Exposes every kernel of the library.
 void expose_entries(pybind11::module_& library);

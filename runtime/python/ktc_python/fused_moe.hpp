@@ -10,14 +10,13 @@
 #include <tuple>
 #include <vector>
 
-#include "ktc/host_call.hpp"
 #include "ktc/moe_kernel.hpp"
 #include "ktc_python/address.hpp"
+#include "ktc_python/host_call.hpp"
 
 namespace ktc_python::fused_moe {
 
 namespace py = pybind11;
-using ktc::HostCall;
 using ktc::MoeKernel;
 using ktc::SourceType;
 using ktc::weight_format::Part;
@@ -129,19 +128,19 @@ inline void forward(const MoeKernel& kernel, ktc::Engine& engine, Address packed
                           .lora_down = lora_down});
 }
 
-inline std::unique_ptr<HostCall> host_call(const MoeKernel& kernel, ktc::Engine& engine, Address packed,
+inline std::unique_ptr<ktc::HostCall> call(const MoeKernel& kernel, ktc::Engine& engine, Address packed,
                                            Address hidden_states, Address top_k_index, Address top_k_weights,
                                            Address out, std::int64_t tokens, const Lora& first, const Lora& down) {
-  return std::make_unique<HostCall>(kernel, engine,
-                                    ktc::ForwardArguments{.packed = at(packed),
-                                                          .hidden_states = at(hidden_states),
-                                                          .top_k_index = at<std::int64_t>(top_k_index),
-                                                          .top_k_weights = at(top_k_weights),
-                                                          .out = at(out),
-                                                          .saved = nullptr,
-                                                          .tokens = tokens,
-                                                          .lora_first = factors(first),
-                                                          .lora_down = factors(down)});
+  const ktc::ForwardArguments arguments{.packed = at(packed),
+                                        .hidden_states = at(hidden_states),
+                                        .top_k_index = at<std::int64_t>(top_k_index),
+                                        .top_k_weights = at(top_k_weights),
+                                        .out = at(out),
+                                        .saved = nullptr,
+                                        .tokens = tokens,
+                                        .lora_first = factors(first),
+                                        .lora_down = factors(down)};
+  return ktc_python::host_call([&kernel, &engine, arguments] { kernel.forward(engine, arguments); });
 }
 
 inline void backward(const MoeKernel& kernel, ktc::Engine& engine, Address packed, Address top_k_index,
@@ -165,11 +164,6 @@ inline void backward(const MoeKernel& kernel, ktc::Engine& engine, Address packe
 }
 
 inline void add_classes(py::module_& library) {
-  py::class_<HostCall>(library, "HostCall", py::module_local())
-      .def_property_readonly_static("function",
-                                    [](const py::object&) { return reinterpret_cast<Address>(&HostCall::run); })
-      .def_property_readonly("address", [](HostCall& call) { return reinterpret_cast<Address>(&call); })
-      .def("rethrow", &HostCall::rethrow);
   py::class_<MoeKernel>(library, "MoeKernel", py::module_local())
       .def_property_readonly("packed_bytes", &MoeKernel::packed_bytes)
       .def("coding", &coding)
@@ -186,7 +180,7 @@ inline void add_classes(py::module_& library) {
       .def("pack_blocks", &pack_blocks)
       .def("unpack", &unpack)
       .def("forward", &forward)
-      .def("host_call", &host_call, py::keep_alive<0, 1>(), py::keep_alive<0, 2>())
+      .def("call", &call, py::keep_alive<0, 1>(), py::keep_alive<0, 2>())
       .def("backward", &backward);
 }
 

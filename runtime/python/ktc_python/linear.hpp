@@ -4,9 +4,11 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "ktc/linear.hpp"
 #include "ktc_python/address.hpp"
+#include "ktc_python/host_call.hpp"
 
 namespace ktc_python::linear {
 
@@ -22,6 +24,19 @@ inline void forward(const ktc::LinearKernel& kernel, ktc::Engine& engine, Addres
                           .rows = rows,
                           .inputs = inputs,
                           .outputs = outputs});
+}
+
+inline std::unique_ptr<ktc::HostCall> call(const ktc::LinearKernel& kernel, ktc::Engine& engine, Address x,
+                                           Address weight, Address bias, Address out, std::int64_t rows,
+                                           std::int64_t inputs, std::int64_t outputs) {
+  const ktc::LinearArguments arguments{.x = at(x),
+                                       .weight = at(weight),
+                                       .bias = at(bias),
+                                       .out = at(out),
+                                       .rows = rows,
+                                       .inputs = inputs,
+                                       .outputs = outputs};
+  return host_call([&kernel, &engine, arguments] { kernel.forward(engine, arguments); });
 }
 
 inline void multiply(const ktc::LinearKernel& kernel, ktc::Engine& engine, Address x, Address weight, Address bias,
@@ -41,6 +56,7 @@ inline void multiply(const ktc::LinearKernel& kernel, ktc::Engine& engine, Addre
 inline void add_class(py::module_& library) {
   py::class_<ktc::LinearKernel>(library, "LinearKernel", py::module_local())
       .def("forward", &forward)
+      .def("call", &call, py::keep_alive<0, 1>(), py::keep_alive<0, 2>())
       .def("multiply", &multiply);
 }
 

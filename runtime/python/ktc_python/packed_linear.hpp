@@ -4,9 +4,11 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "ktc/packed_linear.hpp"
 #include "ktc_python/address.hpp"
+#include "ktc_python/host_call.hpp"
 
 namespace ktc_python::packed_linear {
 
@@ -36,12 +38,26 @@ inline void forward(const ktc::PackedLinearKernel& kernel, ktc::Engine& engine, 
                           .outputs = outputs});
 }
 
+inline std::unique_ptr<ktc::HostCall> call(const ktc::PackedLinearKernel& kernel, ktc::Engine& engine, Address x,
+                                           Address packed, Address bias, Address out, std::int64_t rows,
+                                           std::int64_t inputs, std::int64_t outputs) {
+  const ktc::PackedLinearArguments arguments{.x = at<ktc::bf16>(x),
+                                             .packed = at(packed),
+                                             .bias = at<ktc::bf16>(bias),
+                                             .out = at<ktc::bf16>(out),
+                                             .rows = rows,
+                                             .inputs = inputs,
+                                             .outputs = outputs};
+  return host_call([&kernel, &engine, arguments] { kernel.forward(engine, arguments); });
+}
+
 inline void add_class(py::module_& library) {
   py::class_<ktc::PackedLinearKernel>(library, "PackedLinearKernel", py::module_local())
       .def("packed_bytes", &ktc::PackedLinearKernel::packed_bytes)
       .def("pack", &pack)
       .def("unpack", &unpack)
-      .def("forward", &forward);
+      .def("forward", &forward)
+      .def("call", &call, py::keep_alive<0, 1>(), py::keep_alive<0, 2>());
 }
 
 }  // namespace ktc_python::packed_linear

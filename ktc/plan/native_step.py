@@ -1,0 +1,62 @@
+"""Whether decoding steps become native programs (`plan { native_step = decode }`), and why not.
+
+In: the captured model, the devices of its modules, and the host. Out: the decision, and the kernel of the programs. A
+step is one program where the whole model is on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, cast
+
+from torch import Tensor
+
+from ktc.capture import CapturedModel
+from ktc.diagnostics import Diagnostic
+from ktc.dsl.ruleset import RuleSet
+from ktc.host import Host
+from ktc.plan.availability import plan_settings
+from ktc.plan.decode_graph import DecodeGraph
+from ktc.plan.linear_spec import ISAS
+from ktc.plan.placement import device_of
+from ktc.plan.step_spec import StepSpec
+from ktc.plan.types import Reason
+
+KEY: Final = "native_step"
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStep:
+    """`spec` is the kernel of the programs; `obstacle` is the reason against them, "" for none."""
+
+    spec: StepSpec | None = None
+    obstacle: str = ""
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """The line of `ktc check`."""
+        text = "decoding steps of `generate` are native programs, recorded from the model's own steps"
+        return (Reason("model", text),) if self.spec else ()
+
+    def warnings(self, rules: RuleSet) -> Iterator[Diagnostic]:
+        """Yield a warning (M084) where the program requests steps that its model cannot have."""
+        if self.obstacle:
+            span = next((setting.span for setting in plan_settings(rules) if setting.key.text == KEY), None)
+            message = f"`plan {{ {KEY} = decode }}` has no effect: {self.obstacle}"
+            yield Diagnostic("M084", message, span, hint="see `ktc explain M084`", severity="warning")
+
+
+def decide_step(
+    captured: CapturedModel, devices: Mapping[str, str], graph: DecodeGraph, mode: str, rules: RuleSet, host: Host
+) -> NativeStep:  # fmt: skip
+    """Return the decision. Steps that are CUDA graphs need no program, which is no obstacle to tell of."""
+    if rules.plan.get(KEY) != "decode" or graph.used:
+        return NativeStep()
+    if mode == "train":
+        return NativeStep(obstacle="the program trains")
+    names = (name for name, _ in cast("Iterator[tuple[str, Tensor]]", captured.model.named_parameters()))
+    elsewhere = next((name for name in names if device_of(name, devices) != "cpu"), "")
+    if elsewhere:
+        return NativeStep(obstacle=f"`{elsewhere}` is on {device_of(elsewhere, devices)}")
+    return NativeStep(StepSpec("step", "fp32", next(isa for isa in ISAS if isa in host.isas)))
