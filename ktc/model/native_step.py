@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktc.experts.kernel_library import Kernel
+from ktc.experts.kernel_library import Kernel, permitted_threads
 from ktc.model.cuda_graph import Compute, DecodeGraphs, Means
 from ktc.steps.program import record_program
 
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 def native_steps(kernel: Kernel, threads: int) -> DecodeGraphs:
     """Return the steps of one model, whose programs `kernel` makes and which use at most this number of threads."""
+    threads = permitted_threads(threads)
 
     def record(
         compute: Compute, device: torch.device, changing: Sequence[Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ktc.experts.kernel_calls import HostCall
-from ktc.experts.kernel_library import TURNS, Kernel, NativeProgram, permitted_threads
+from ktc.experts.kernel_library import TURNS, Kernel, NativeProgram
 from ktc.steps.arena import Arena
 from ktc.steps.lowering import Builder
 from ktc.steps.recording import Operation, Recording, record, storage
@@ -73,7 +73,7 @@ def record_program(
     with torch.inference_mode(mode=False), torch.no_grad():
         arena = Arena(recording, kept)
         step = kernel.step()
-        builder = Builder(step, step.program(), kernel.engine(permitted_threads(threads)))
+        builder = Builder(step, step.program(), kernel.engine(threads))
         parts = [_appended(operation, arena, builder) for operation in recording.operations]
         program = StepProgram(builder.program, _joined(parts), arena.nbytes, (recording.held, arena, builder, parts))
         _compare(recording, arena, parts, builder.program)

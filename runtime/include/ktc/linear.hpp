@@ -118,6 +118,8 @@ class Linear final : public LinearKernel {
  private:
   static constexpr std::int64_t kAtATime = 16;  // outputs that a worker takes together
   static constexpr int kRowsTogether = 4;       // of x, for which a row of W is loaded once
+  // Sums of an output, side by side: a single chain of additions would wait for its own latency, not for memory.
+  static constexpr int kChains = Isa::kMaxRows >= 12 ? 4 : 2;
 
   // As fp32, each row followed by zeros up to whole lanes.
   static void widen_rows(const LinearArguments& arguments, float* x, std::int64_t padded) {
@@ -152,41 +154,57 @@ class Linear final : public LinearKernel {
       }
     }
 
-    // Outputs side by side, up to the number whose sums fit in registers: a single chain of additions would wait for
-    // its own latency, not for memory.
+    // One output after the other: a row of W is then one stream of memory, which processors prefetch best.
     template <int kRows>
     void rows(std::int64_t row, Range outputs) const {
-      constexpr int kSideBySide = std::clamp(Isa::kMaxRows / kRows, 1, 4);
-      std::int64_t output = outputs.begin;
-      for (; output + kSideBySide <= outputs.end; output += kSideBySide) dot<kRows, kSideBySide>(row, output);
-      for (; output < outputs.end; ++output) dot<kRows, 1>(row, output);
+      for (std::int64_t output = outputs.begin; output < outputs.end; ++output) dot<kRows>(row, output);
     }
 
-    template <int kRows, int kOutputs>
+    template <int kRows>
     [[gnu::noinline]] void dot(std::int64_t row, std::int64_t output) const {
+      constexpr std::int64_t kStep = kChains * kHalfPanel;
       const std::int64_t inputs = arguments.inputs, whole = inputs / kHalfPanel * kHalfPanel;
       const Element* weight = static_cast<const Element*>(arguments.weight) + output * inputs;
       const float* values = x + row * padded;
-      Sum sums[kOutputs][kRows];
-      const auto add = [&](int side, const Element* at, std::int64_t column) {
+      Sum sums[kRows][kChains];
+      const auto add = [&](int chain, const Element* at, std::int64_t column) {
         const Lanes weights = widened<Lanes>(at);
 #pragma GCC unroll 4
         for (int each = 0; each < kRows; ++each) {
-          Lanes& sum = sums[side][each].lanes;
+          Lanes& sum = sums[each][chain].lanes;
           sum = fused_multiply_add(weights, Lanes::load(values + each * padded + column), sum);
         }
       };
-      for (std::int64_t column = 0; column < whole; column += kHalfPanel) {
+      std::int64_t column = 0;
+      for (; column + kStep <= whole; column += kStep) {
+        prefetch(weight + column);
 #pragma GCC unroll 4
-        for (int side = 0; side < kOutputs; ++side) add(side, weight + side * inputs + column, column);
+        for (int chain = 0; chain < kChains; ++chain) {
+          const std::int64_t at = column + chain * kHalfPanel;
+          add(chain, weight + at, at);
+        }
       }
-      for (int side = 0; side < kOutputs && whole < inputs; ++side) {
+      for (; column < whole; column += kHalfPanel) add(0, weight + column, column);
+      if (whole < inputs) {
         Element rest[kHalfPanel] = {};
-        std::copy(weight + side * inputs + whole, weight + (side + 1) * inputs, rest);
-        add(side, rest, whole);
+        std::copy(weight + whole, weight + inputs, rest);
+        add(0, rest, whole);
       }
-      for (int side = 0; side < kOutputs; ++side) {
-        for (int each = 0; each < kRows; ++each) put(row + each, output + side, sums[side][each].lanes.sum());
+      for (int each = 0; each < kRows; ++each) {
+        for (int chain = 1; chain < kChains; ++chain) {
+          sums[each][0].lanes = sums[each][0].lanes + sums[each][chain].lanes;
+        }
+        put(row + each, output, sums[each][0].lanes.sum());
+      }
+    }
+
+    // Far enough ahead for memory's latency. The processor's own prefetch begins anew on every page.
+    static void prefetch(const Element* at) {
+      constexpr std::int64_t kLine = 64, kAhead = 4096;
+      const auto* ahead = reinterpret_cast<const char*>(at) + kAhead;
+      for (std::int64_t line = 0; line < kChains * kHalfPanel * static_cast<std::int64_t>(sizeof(Element));
+           line += kLine) {
+        __builtin_prefetch(ahead + line);
       }
     }
 

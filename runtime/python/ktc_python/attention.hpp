@@ -81,6 +81,8 @@ void add_methods(py::module_& library, ktc::AttentionArguments (*)(Arguments...)
       .def("call", &call<Arguments...>, py::keep_alive<0, 1>(), py::keep_alive<0, 2>());
 }
 
-inline void add_class(py::module_& library) { add_methods(library, &arguments_of); }
+inline void add_class(py::module_& library) {
+  add_methods(library, &arguments_of);
+}
 
 }  // namespace ktc_python::attention

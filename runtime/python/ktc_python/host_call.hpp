@@ -18,11 +18,10 @@ inline std::unique_ptr<ktc::HostCall> host_call(std::function<void()> call) {
   return std::make_unique<ktc::HostCall>(std::move(call));
 }
 
-
 inline void add_host_call(py::module_& library) {
   py::class_<ktc::HostCall>(library, "HostCall", py::module_local())
-      .def_property_readonly_static(
-          "function", [](const py::object&) { return reinterpret_cast<Address>(&ktc::HostCall::run); })
+      .def_property_readonly_static("function",
+                                    [](const py::object&) { return reinterpret_cast<Address>(&ktc::HostCall::run); })
       .def_property_readonly("address", [](ktc::HostCall& call) { return reinterpret_cast<Address>(&call); })
       .def("rethrow", &ktc::HostCall::rethrow);
 }

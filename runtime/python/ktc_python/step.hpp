@@ -46,29 +46,32 @@ inline ktc::step::Reduction reduction_named(const std::string& name) {
 }
 
 inline void add_classes(py::module_& library) {
-  py::class_<StepKernel>(library, "StepKernel", py::module_local())
-      .def("program", [](const StepKernel&) { return Program(); });
+  py::class_<StepKernel>(library, "StepKernel", py::module_local()).def("program", [](const StepKernel&) {
+    return Program();
+  });
   py::class_<Program>(library, "Program", py::module_local())
       .def("__len__", &Program::size)
       .def("run", &Program::run, py::call_guard<py::gil_scoped_release>())
-      .def("call", [](Program& program, const ktc::HostCall& call) { program.add(call.call()); }, py::keep_alive<1, 2>())
+      .def(
+          "call", [](Program& program, const ktc::HostCall& call) { program.add(call.call()); }, py::keep_alive<1, 2>())
       .def("pointwise", &pointwise)
       .def("reduce",
            [](Program& program, const StepKernel& kernel, const std::string& reduction, const View& out,
               const View& input, int computed) {
-             program.add(kernel.reduce(reduction_named(reduction), view_of(out), view_of(input),
-                                       static_cast<Type>(computed)));
+             program.add(
+                 kernel.reduce(reduction_named(reduction), view_of(out), view_of(input), static_cast<Type>(computed)));
            })
       .def("softmax",
            [](Program& program, const StepKernel& kernel, const View& out, const View& input, int computed) {
              program.add(kernel.softmax(view_of(out), view_of(input), static_cast<Type>(computed)));
            })
-      .def("matrix_product",
-           [](Program& program, const StepKernel& kernel, ktc::Engine& engine, const View& out, const View& a,
-              const View& b, const View& bias) {
-             program.add(kernel.matrix_product(engine, view_of(out), view_of(a), view_of(b), view_of(bias)));
-           },
-           py::keep_alive<1, 3>())
+      .def(
+          "matrix_product",
+          [](Program& program, const StepKernel& kernel, ktc::Engine& engine, const View& out, const View& a,
+             const View& b, const View& bias) {
+            program.add(kernel.matrix_product(engine, view_of(out), view_of(a), view_of(b), view_of(bias)));
+          },
+          py::keep_alive<1, 3>())
       .def("top_k",
            [](Program& program, const View& values, const View& indices, const View& input, bool largest, bool sorted) {
              program.add(ktc::step::TopK(view_of(values), view_of(indices), view_of(input), largest, sorted));

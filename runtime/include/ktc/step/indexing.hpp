@@ -39,7 +39,10 @@ inline View without(const View& view, std::int64_t dim) {
 class Gather {
  public:
   Gather(View out, View input, View indices, std::int64_t dim)
-      : dim_(static_cast<std::size_t>(dim)), out_(std::move(out)), input_(std::move(input)), indices_(std::move(indices)) {
+      : dim_(static_cast<std::size_t>(dim)),
+        out_(std::move(out)),
+        input_(std::move(input)),
+        indices_(std::move(indices)) {
     place_.sizes = out_.sizes;
     place_.strides = input_.strides;
     place_.strides[dim_] = 0;

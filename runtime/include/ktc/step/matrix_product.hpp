@@ -16,8 +16,8 @@
 
 namespace ktc::step {
 
-// out (B, M, N) = a (B, M, K) b (B, K, N) + bias (B, M, N), which may have no data, summed in fp32 (fp64 for doubles) and rounded once. An output is one sum in
-// an order that the sizes decide, so the number of threads changes no bit.
+// out (B, M, N) = a (B, M, K) b (B, K, N) + bias (B, M, N), which may have no data, summed in fp32 (fp64 for doubles)
+// and rounded once. An output is one sum in an order that the sizes decide, so the number of threads changes no bit.
 template <class Isa>
 class MatrixProduct {
   using Lanes = typename Isa::Lanes;
@@ -44,8 +44,8 @@ class MatrixProduct {
   }
 
  private:
-  static constexpr std::int64_t kAtATime = 16;            // outputs that a worker takes together
-  static constexpr std::int64_t kBlock = 256;             // columns
+  static constexpr std::int64_t kAtATime = 16;             // outputs that a worker takes together
+  static constexpr std::int64_t kBlock = 256;              // columns
   static constexpr std::int64_t kBytesPerThread = 131072;  // with less, waking a thread costs more than it saves
 
   template <class Computed>
@@ -55,7 +55,8 @@ class MatrixProduct {
       for (std::int64_t m = 0; m < out_.sizes[1]; ++m) {
         for (std::int64_t n = 0; n < out_.sizes[2]; ++n) {
           Computed sum{};
-          for (std::int64_t k = 0; k < K; ++k) sum += value<Computed>(a_, batch, m, k) * value<Computed>(b_, batch, k, n);
+          for (std::int64_t k = 0; k < K; ++k)
+            sum += value<Computed>(a_, batch, m, k) * value<Computed>(b_, batch, k, n);
           put(batch, m, n, sum);
         }
       }

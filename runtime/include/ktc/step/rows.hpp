@@ -112,7 +112,8 @@ class Softmax {
       Blocks<Computed>::load(input_.data + offsets[1] * bytes_of(input_.type), input_.type, input_.last_stride(), width,
                              row.data());
       Computed greatest = -std::numeric_limits<Computed>::infinity();
-      for (std::int64_t each = 0; each < width; ++each) greatest = std::max(greatest, row[static_cast<std::size_t>(each)]);
+      for (std::int64_t each = 0; each < width; ++each)
+        greatest = std::max(greatest, row[static_cast<std::size_t>(each)]);
       for (std::int64_t each = 0; each < width; ++each) row[static_cast<std::size_t>(each)] -= greatest;
       Values<Computed, Lanes>::exponentials(row.data(), width);
       Computed sum{};
@@ -150,7 +151,8 @@ class TopK {
     for_each_index(input_.sizes, input_.dims() - 1, views, [&](const std::array<std::int64_t, 3>& offsets) {
       Blocks<double>::load(input_.data + offsets[0] * bytes_of(input_.type), input_.type, input_.last_stride(), width,
                            row.data());
-      for (std::size_t each = 0; each < queue.size(); ++each) queue[each] = {row[each], static_cast<std::int64_t>(each)};
+      for (std::size_t each = 0; each < queue.size(); ++each)
+        queue[each] = {row[each], static_cast<std::int64_t>(each)};
       if (k > 0 && k * kFewOf <= width) {
         std::partial_sort(queue.begin(), queue.begin() + k, queue.end(), first);
       } else if (k > 0) {
