@@ -108,7 +108,9 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
     """Return whether results are those of PyTorch, up to the few roundings between the inputs and them."""
     if not expected.is_floating_point():
         return torch.equal(found, expected)
-    error, size = (float(each.double().square().sum().sqrt()) for each in (found.double() - expected.double(), expected))
+    error, size = (
+        float(each.double().square().sum().sqrt()) for each in (found.double() - expected.double(), expected)
+    )
     return error <= _ROUNDINGS[expected.dtype] * size
 
 

@@ -68,7 +68,7 @@ def recorded(record: Callable[[KernelCall], None]) -> Generator[None]:
 def announce(
     bind: Callable[[tuple[Tensor | None, ...], Tensor], HostCall], reads: tuple[Tensor | None, ...], out: Tensor
 ) -> None:  # fmt: skip
-    """Tell the recorder, if there is one, of a call that read tensors and wrote `out`."""
+    """Hand the recorder, if there is one, a call that read tensors and wrote `out`."""
     if _CURRENT.record is not None:
         _CURRENT.record(KernelCall(bind, reads, out))
 

@@ -55,7 +55,8 @@ class Gemv:
             native.forward(engine, x.data_ptr(), weight.data_ptr(), address(bias), out.data_ptr(), *sizes)
 
         def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
-            return HostCall(native.call(engine, *map(address, reads), out.data_ptr(), *sizes), (*reads, out))
+            x_at, weight_at, bias_at = map(address, reads)
+            return HostCall(native.call(engine, x_at, weight_at, bias_at, out.data_ptr(), *sizes), (*reads, out))
 
         announce(bind, (x, weight, bias), out)
         return out

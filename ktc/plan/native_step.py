@@ -50,7 +50,7 @@ class NativeStep:
 def decide_step(
     captured: CapturedModel, devices: Mapping[str, str], graph: DecodeGraph, mode: str, rules: RuleSet, host: Host
 ) -> NativeStep:  # fmt: skip
-    """Return the decision. Steps that are CUDA graphs need no program, which is no obstacle to tell of."""
+    """Return the decision. Steps that are CUDA graphs need no program."""
     if rules.plan.get(KEY) != "decode" or graph.used:
         return NativeStep()
     if mode == "train":

@@ -42,7 +42,7 @@ class Arena:
 
 
 def _places(recording: Recording, kept: Sequence[Tensor]) -> tuple[dict[int, int], int]:
-    """Return an offset for every storage of the step, and the bytes of all. Two share bytes if their lives do not meet."""
+    """Return an offset for every storage of the step, and the bytes of all. Two may share bytes if one ends first."""
     lives: dict[int, tuple[int, int]] = {}
     sizes: dict[int, int] = {}
     for number, operation in enumerate(recording.operations):

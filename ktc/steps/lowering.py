@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -69,7 +69,8 @@ class Builder:
             return False
         made = [each if each.dim() == 3 else each.unsqueeze(0) for each in (out, a, b)]
         added = _NOTHING if bias is None else view(bias.expand(made[0].shape))
-        self.program.matrix_product(self.kernel, self.engine, *map(view, made), added)
+        whole, left, right = map(view, made)
+        self.program.matrix_product(self.kernel, self.engine, whole, left, right, added)
         return True
 
     def _tensor(self, value: Any, computed: int) -> Tensor:
@@ -95,7 +96,9 @@ def _merged(out: Tensor, *inputs: Tensor) -> list[NativeView]:
     strides: list[list[int]] = [[] for _ in tensors]
     for dim in order:
         steps = [tensor.stride(dim) for tensor in tensors]
-        joins = bool(sizes) and all(held[-1] == step * out.shape[dim] for held, step in zip(strides, steps, strict=True))
+        joins = bool(sizes) and all(
+            held[-1] == step * out.shape[dim] for held, step in zip(strides, steps, strict=True)
+        )
         if joins:
             sizes[-1] *= out.shape[dim]
         else:
@@ -286,7 +289,7 @@ def _concatenated(to: Builder, outs: Outs, tensors: Sequence[Tensor], dim: int =
 
 
 def _stacked(to: Builder, outs: Outs, tensors: Sequence[Tensor], dim: int = 0) -> bool:
-    return all([to.pointwise("copy", outs[0].select(dim, at), each) for at, each in enumerate(tensors)])
+    return all(to.pointwise("copy", outs[0].select(dim, at), each) for at, each in enumerate(tensors))
 
 
 def _product(to: Builder, outs: Outs, a: Tensor, b: Tensor) -> bool:
@@ -316,7 +319,8 @@ _SPECIAL: Final[dict[str, Lower]] = {
     "ones": _filled(1), "ones_like": _filled(1), "new_ones": _filled(1),
     "mean": _reduced("mean"), "sum": _reduced("sum"), "amax": _reduced("maximum"), "_softmax": _softmax,
     "topk": _top_k, "gather": _gather, "scatter": _scatter, "index_copy_": _index_copy, "index_select": _index_select,
-    "embedding": _embedding, "cat": _concatenated, "stack": _stacked, "mm": _product, "bmm": _product, "addmm": _product_and_sum,
+    "embedding": _embedding, "cat": _concatenated, "stack": _stacked,
+    "mm": _product, "bmm": _product, "addmm": _product_and_sum,
 }  # fmt: skip
 _IN_PLACE: Final = ("add", "sub", "mul", "div", "clamp", "masked_fill", "scatter", "pow", "neg", "exp", "sigmoid")
 _LOWERED: Final[dict[str, Lower]] = {

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 
 from ktc.experts.kernel_calls import HostCall
 from ktc.experts.kernel_library import TURNS, Kernel, NativeProgram
@@ -88,7 +88,11 @@ def _appended(operation: Operation, arena: Arena, builder: Builder) -> Stretch:
         builder.program.call(bound.native)
         return Stretch(_NATIVE, begin, len(builder.program))
     of: Any = operation.function
-    args, kwargs = tree_map(lambda each: arena[each] if isinstance(each, Tensor) else each, (operation.args, operation.kwargs))
+
+    def placed(value: Any) -> Any:
+        return arena[value] if isinstance(value, Tensor) else value
+
+    args, kwargs = tree_map(placed, (operation.args, operation.kwargs))
     outs = tuple(arena[each] for each in operation.writes)
     name = str(of.__name__).partition(".")[0]
     if of.namespace == "aten" and builder.add(name, args, _without_defaults(kwargs), outs):
@@ -97,7 +101,7 @@ def _appended(operation: Operation, arena: Arena, builder: Builder) -> Stretch:
         raise ValueError(f"`{operation.name}` has only a part of a native form")
 
     def call() -> None:
-        found = [each for each in _flat(of(*args, **kwargs)) if isinstance(each, Tensor)]
+        found = (each for each in tree_iter(of(*args, **kwargs)) if isinstance(each, Tensor))
         for out, value in zip(outs, found, strict=False):
             if out.data_ptr() != value.data_ptr():
                 out.copy_(value)
@@ -116,10 +120,6 @@ def _without_defaults(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Leave out what says where and how a result is stored: the result of the program says it."""
     stored = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")
     return {name: value for name, value in kwargs.items() if name not in stored}
-
-
-def _flat(found: Any) -> Sequence[Any]:
-    return found if isinstance(found, (tuple, list)) else (found,)
 
 
 def _joined(parts: Sequence[Stretch]) -> tuple[Stretch, ...]:

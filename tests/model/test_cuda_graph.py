@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 import ktc
-from ktc.model.cuda_graph import DecodeGraphs
+from ktc.model.cuda_graph import DecodeGraphs, Means
 from ktc.model.step_memory import StepMemory, length_of, unfit
 
 PROMPT, STEPS = 7, 6
@@ -232,11 +232,11 @@ def test_what_cannot_be_captured_is_computed_by_the_model_and_told(
 
 
 def test_a_failed_capture_leaves_the_model_to_itself(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(compute: Any, device: torch.device) -> Any:
+    def fail(compute: Any, *_: Any) -> Any:
         compute()
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    graphs = DecodeGraphs(fail, call_at_once, "cpu")
+    graphs = DecodeGraphs(Means(fail, "cpu", call_at_once))
     sequences = Sequences(model, 2)
     for _ in range(3):
         found = sequences.take(lambda **inputs: graphs.step(model, **inputs))
@@ -278,14 +278,13 @@ def generated(model: Any, rows: int = 2, **options: Any) -> Tensor:
 
 def test_generate_takes_its_steps_from_the_graphs(compiled_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = generated(compiled_model)
-    graphs, replayed = eager_graphs(), []
+    replayed: list[int] = []
 
-    def counting(compute: Any, device: torch.device) -> Any:
+    def counting(compute: Any, device: torch.device, _: Any) -> Any:
         output, replay = record_eagerly(compute, device)
         return output, lambda: (replayed.append(1), replay())
 
-    monkeypatch.setattr(graphs, "_record", counting)
-    monkeypatch.setattr(compiled_model, "decode_graphs", graphs)
+    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(counting, "cpu", call_at_once)))
     assert torch.equal(generated(compiled_model), wanted)
     assert len(replayed) == 23
     assert torch.equal(generated(compiled_model, disable_compile=True), wanted)

@@ -264,3 +264,35 @@ def test_decoding_is_captured_where_all_but_experts_is_on_one_gpu(
     assert plan.cuda_graph == (obstacle is None)
     assert told == [] if obstacle is None else obstacle in told[0]
     assert any("CUDA graphs" in reason.text for reason in plan.reasons) == plan.cuda_graph
+
+
+@pytest.mark.parametrize(
+    ("more", "gpus", "obstacle"),
+    [
+        ("plan { native_step = decode }", 0, None),
+        ("plan { native_step = decode  mode = train }", 0, "the program trains"),
+        ("rule head { match module at 'lm_head' => place(cuda:0) } plan { native_step = decode }", 1, "is on cuda:0"),
+    ],
+)
+def test_decoding_steps_are_native_where_the_model_is_on_the_cpu(
+    more: str, gpus: int, obstacle: str | None, tmp_path: Path
+) -> None:
+    host = replace(CPU, gpus=(Gpu("test", 24 << 30),) * gpus)
+    _, plan = planned(captured("deepseek_v2"), rules(EXPERTS + more.replace("'", '"'), tmp_path), host)
+    told = [d.message for d in plan.warnings if d.code == "M084"]
+    assert plan.native_step == (obstacle is None)
+    assert told == [] if obstacle is None else obstacle in told[0]
+    assert any("native programs" in reason.text for reason in plan.reasons) == plan.native_step
+
+
+@pytest.mark.parametrize(("gpus", "native"), [(0, True), (1, False)])
+def test_a_program_may_name_both_kinds_of_steps(gpus: int, native: bool, tmp_path: Path) -> None:
+    text = """
+    param device : device = auto
+    rule all { match module at "model", "lm_head" => place($device) }
+    plan { cuda_graph = decode  native_step = decode }
+    """
+    host = replace(CPU, gpus=(Gpu("test", 24 << 30),) * gpus)
+    _, plan = planned(captured("deepseek_v2"), rules(EXPERTS + text, tmp_path), host)
+    assert (plan.native_step, plan.cuda_graph) == (native, not native)
+    assert not [d for d in plan.warnings if d.code in ("M082", "M084")]

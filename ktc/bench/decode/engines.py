@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -90,9 +90,10 @@ class LocalEngine:
     def step(self, ids: Tensor, cache: Any) -> Tensor:
         """Return the logits (batch, vocabulary) after `ids` (batch, tokens), which the cache holds afterwards."""
         given: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        call: Any = self.model
-        if ids.shape[1] == 1 and isinstance(call, CompiledModel) and call.decode_graphs is not None:
-            call = call.get_compiled_call()
+        model: Any = self.model
+        call = model
+        if ids.shape[1] == 1 and getattr(model, "decode_graphs", None) is not None:
+            call = model.get_compiled_call()
             given["position_ids"] = torch.full_like(ids, cache.get_seq_length())
         with torch.no_grad():
             out = call(**given)

@@ -198,7 +198,7 @@ class Linear final : public LinearKernel {
       }
     }
 
-    // Far enough ahead for memory's latency. The processor's own prefetch begins anew on every page.
+    // Far enough ahead for memory's latency. The processor's own prefetch begins again on every page.
     static void prefetch(const Element* at) {
       constexpr std::int64_t kLine = 64, kAhead = 4096;
       const auto* ahead = reinterpret_cast<const char*>(at) + kAhead;
