@@ -1,30 +1,39 @@
 """The state of a model that a captured step depends on, to compare two of them.
 
 In: a model, with adapters or without. Out: a value that differs where a step would compute with other tensors, other
-modules or other settings. Values that change in place on a GPU are read at every replay, and still make another state:
-the kernels of experts may have copies of adapters in another dtype.
+modules, other settings or other code: methods of the modules' classes, and functions that a module holds. Functions
+that these call are not compared. Values that change in place on a GPU are read at every replay, and still make another
+state: the kernels of experts may have copies of adapters in another dtype.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
+from ktc.model.code_facts import functions_of
 from ktc.model.watch import HOOKS
 
 _OWN: Final = frozenset(vars(nn.Module()))  # tensors, children and hooks, which are compared otherwise
 # Modules whose hooks do nothing in a decoding step that returns logits alone, or what a replay does too.
 _IDLE: Final = ("ktc.", "transformers.")
 _PLAIN: Final = (bool, int, float, str, type(None))
+_CODE: Final[tuple[type, ...]] = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelState:
-    """`facts` are compared; `tensors` are kept, so that no other tensor gets the address of one of them."""
+    """`facts` are compared; `tensors` are kept, so that no other tensor gets the address of one of them.
+
+    Functions are among the facts themselves, which keeps them alive too.
+    """
 
     tensors: tuple[Tensor, ...]
     facts: tuple[object, ...]
@@ -33,12 +42,13 @@ class ModelState:
     def of(cls, model: nn.Module) -> ModelState:
         """Return the present state."""
         tensors = (*model.parameters(), *model.buffers())
-        config = getattr(model, "config", None)
+        config, modules = getattr(model, "config", None), tuple(model.modules())
         found = (
             *((id(each), each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors),
             *(_checksum(each) for each in tensors if each.device.type == "cpu"),
-            getattr(config, "_attn_implementation", None),
-            *(_facts(module) for module in model.modules()),
+            _implementations(config),
+            *(_facts(module) for module in modules),
+            *(_methods(each) for each in dict.fromkeys(map(type, modules))),
             None if config is None else repr(config.to_dict()),
             *(torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)),
         )
@@ -67,8 +77,20 @@ def _checksum(tensor: Tensor) -> int:
 def _facts(module: nn.Module) -> tuple[object, ...]:
     held = vars(module)
     hooks = tuple(tuple(held[kind]) for kind in HOOKS[:2])
-    plain = tuple((name, spelled) for name, value in held.items() if name not in _OWN and (spelled := _spelled(value)))
-    return id(module), type(module), module.training, hooks, plain
+    own = [(name, value) for name, value in held.items() if name not in _OWN]
+    plain = tuple((name, spelled) for name, value in own if (spelled := _spelled(value)))
+    code = tuple((name, value) for name, value in own if isinstance(value, _CODE))
+    configs = tuple((name, _implementations(value)) for name, value in own if isinstance(value, PreTrainedConfig))
+    return id(module), type(module), module.training, hooks, plain, code, configs
+
+
+def _methods(module_class: type[nn.Module]) -> tuple[FunctionType, ...]:
+    return tuple(function for _, _, function in functions_of(module_class))
+
+
+def _implementations(config: object) -> tuple[object, ...]:
+    """Return the code that a config chooses for attention and experts, which its dictionary does not have."""
+    return getattr(config, "_attn_implementation", None), getattr(config, "_experts_implementation", None)
 
 
 def _spelled(value: Any) -> str:

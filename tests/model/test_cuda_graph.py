@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import ktc
 from ktc.model.cuda_graph import DecodeGraphs, Means
+from ktc.model.model_state import ModelState
 from ktc.model.step_memory import StepMemory, length_of, unfit
 
 PROMPT, STEPS = 7, 6
@@ -171,6 +172,28 @@ def test_another_state_of_the_model_is_captured_anew(model: PreTrainedModel) -> 
         states.append(graphs._state)
     assert not states[1].is_same(states[0])
     assert not states[2].is_same(states[1])
+
+
+def test_other_code_is_another_state(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(model)
+    norm = model.model.norm
+    stock, doubled = type(norm).forward, lambda *given: 2 * stock(*given)
+    states = [ModelState.of(model)]
+    assert ModelState.of(model).is_same(states[0])
+    for change in (
+        lambda: monkeypatch.setattr(type(norm), "forward", doubled),
+        lambda: vars(norm).update(forward=lambda x: 3 * stock(norm, x)),
+        lambda: model.set_experts_implementation("batched_mm"),
+    ):
+        change()
+        states.append(ModelState.of(model))
+        assert not states[-1].is_same(states[-2])
+    _, step = graphs_of(model)
+    Sequences(model, 1).take(step)
+    monkeypatch.undo()
+    del norm.forward
+    sequences = Sequences(model, 1)
+    assert difference(sequences.take(step), sequences.exact()) <= CLOSE
 
 
 def test_values_that_are_not_numbers_do_not_outlive_their_cache(model: PreTrainedModel) -> None:
