@@ -82,7 +82,8 @@ class Means:
 
     `record` computes an output on a device of type `device` and returns it with a function that computes it again, at
     the same address; the tensors that it is given change between runs. `launch` puts the experts of the CPU into the
-    stream of a GPU. Batches are filled up to a power of two where they are `rounded`. `code` is that of the warning about other steps.
+    stream of a GPU. Batches are filled up to a power of two where they are `rounded`. `code` is that of the warning about
+    other steps.
     """
 
     record: Record = record_graph
@@ -169,7 +170,7 @@ class DecodeGraphs:
         rows, capacity = rounded(batch) if self._means.rounded else batch, capacity_for(length_of(cache) + 1)
         memory = next((m for m in self._memories if m.is_free(cache) and m.serves(cache, rows, capacity)), None)
         if memory is None:
-            idle = [m for m in self._memories if m.is_free(cache) and not m.is_used_by(cache)]
+            idle = [m for m in self._memories if m.is_idle(cache) and not m.is_used_by(cache)]
             for old in idle[: max(0, len(self._memories) + 1 - _MEMORIES)]:
                 self._memories.remove(old)
                 self._steps.pop(id(old), None)

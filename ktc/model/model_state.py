@@ -79,7 +79,7 @@ def _facts(module: nn.Module) -> tuple[object, ...]:
     hooks = tuple(tuple(held[kind]) for kind in HOOKS[:2])
     own = [(name, value) for name, value in held.items() if name not in _OWN]
     plain = tuple((name, spelled) for name, value in own if (spelled := _spelled(value)))
-    code = tuple((name, value) for name, value in own if isinstance(value, _CODE))
+    code = tuple((name, cast("object", value)) for name, value in own if isinstance(value, _CODE))
     configs = tuple((name, _implementations(value)) for name, value in own if isinstance(value, PreTrainedConfig))
     return id(module), type(module), module.training, hooks, plain, code, configs
 

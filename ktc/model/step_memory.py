@@ -3,6 +3,7 @@
 In: a `DynamicCache` of transformers, as `generate` fills it with a prompt. Out: the same content in `StepMemory`, of
 which the `DynamicCache` is then a view, and a cache of `StepLayer`s, through which a model reads and appends at the
 position that a tensor on the device holds. Layers with a window have all positions too: masks leave the others out.
+Tensors of keys and values that outlive their cache stay as they are: while one lives, no other cache takes the memory.
 Refused (`unfit`): layers that hold something else than keys and values of each position, and empty ones.
 """
 
@@ -75,6 +76,7 @@ class StepMemory:
             for layer, pair in zip(_layers(cache), self.held, strict=True)
         ])  # fmt: skip
         self._user: weakref.ref[DynamicCache] | None = None
+        self._shown: tuple[weakref.ref[torch.UntypedStorage], ...] = ()  # alive while a view of the last `take` is
 
     @property
     def nbytes(self) -> int:
@@ -90,9 +92,13 @@ class StepMemory:
         """Return whether `take` made `cache` a view of this memory."""
         return self._user is not None and self._user() is cache
 
-    def is_free(self, cache: DynamicCache) -> bool:
+    def is_idle(self, cache: DynamicCache) -> bool:
         """Return whether no other cache is a view of this memory."""
         return self._user is None or self._user() in (None, cache)
+
+    def is_free(self, cache: DynamicCache) -> bool:
+        """Return whether `cache` may be copied into this memory: no other cache and no tensor is a view of it."""
+        return self.is_idle(cache) and all(storage() is None for storage in self._shown)
 
     def leave(self, cache: DynamicCache) -> None:
         """Let other caches use the memory that `cache` was a view of."""
@@ -116,7 +122,7 @@ class StepMemory:
 
     def take(self, cache: DynamicCache) -> None:
         """Copy the content of `cache`, and make it a view of this memory."""
-        length = length_of(cache)
+        length, shown = length_of(cache), list[weakref.ref[torch.UntypedStorage]]()
         for layer, pair in zip(_layers(cache), self.held, strict=True):
             for kept, memory in zip((layer.keys, layer.values), pair, strict=True):
                 batch, first = kept.shape[0], length - kept.shape[-2]
@@ -124,17 +130,24 @@ class StepMemory:
                 memory.zero_()  # what a mask leaves out is still multiplied, by 0: an old NaN would stay one
                 memory[:batch, :, first:length] = source
                 memory[batch:, :, first:length] = source[:1]
+            keys, values = map(_alias, pair)
+            shown += [weakref.ref(each.untyped_storage()) for each in (keys, values)]
+            layer.keys, layer.values = keys[: layer.keys.shape[0]], values[: layer.values.shape[0]]
+        self._shown = tuple(shown)
         self._user = weakref.ref(cache)
         self.show(cache, length)
 
     def show(self, cache: DynamicCache, length: int) -> None:
-        """Make `cache` a view of the first `length` positions, as it would hold them."""
-        for layer, (keys, values) in zip(_layers(cache), self.held, strict=True):
-            batch, first = layer.keys.shape[0], 0
+        """Make `cache`, a view of this memory, one of the first `length` positions, as it would hold them."""
+        for layer, pair in zip(_layers(cache), self.held, strict=True):
+            first = 0
             if type(layer) is DynamicSlidingWindowLayer:
                 layer.cumulative_length = length
                 first = max(0, length - layer.sliding_window + 1)
-            layer.keys, layer.values = keys[:batch, :, first:length], values[:batch, :, first:length]
+            layer.keys, layer.values = (
+                _whole(cast("Tensor", kept), memory)[:, :, first:length]
+                for kept, memory in zip((layer.keys, layer.values), pair, strict=True)
+            )
 
 
 def shapes_of(cache: DynamicCache) -> tuple[tuple[Shape, Shape, torch.dtype, torch.device], ...]:
@@ -154,6 +167,17 @@ def capacity_for(positions: int) -> int:
 def _empty(kept: Tensor, rows: int, capacity: int) -> Tensor:
     # zeros: what a mask leaves out is still multiplied, by 0
     return kept.new_zeros((rows, kept.shape[1], capacity, kept.shape[3]))
+
+
+def _alias(memory: Tensor) -> Tensor:
+    """Return a tensor at the same address with a storage of its own, which lives as long as a view of it."""
+    with torch.inference_mode(mode=False):
+        return torch.from_dlpack(memory)
+
+
+def _whole(kept: Tensor, memory: Tensor) -> Tensor:
+    """Return all positions of the rows of which `kept` is a view."""
+    return kept.as_strided((kept.shape[0], *memory.shape[1:]), memory.stride(), 0)
 
 
 def _is_view(kept: Tensor, memory: Tensor, length: int) -> bool:

@@ -129,6 +129,28 @@ def test_memory_is_used_again_where_no_cache_needs_it(model: PreTrainedModel) ->
     assert len(graphs._memories) == len(graphs._steps) == 2
 
 
+@pytest.mark.parametrize("part", [lambda keys: keys, lambda keys: keys[..., 2:], lambda keys: keys.numpy()])
+def test_keys_that_outlive_their_cache_stay_as_they_are(model: PreTrainedModel, part: Callable[..., Any]) -> None:
+    graphs, step = graphs_of(model)
+    first = Sequences(model, 1)
+    first.take(step)
+    kept = [part(layer.keys) for layer in first.cache.layers]
+    wanted = copy.deepcopy(kept)
+    del first
+    gc.collect()
+    for _ in range(2):
+        second = Sequences(model, 1, prompt=PROMPT + 1)
+        assert difference(second.take(step), second.exact()) <= CLOSE
+        assert all((found == before).all() for found, before in zip(kept, wanted, strict=True))
+        del second
+        gc.collect()
+    assert len(graphs._memories) == 2
+    kept.clear()
+    third = Sequences(model, 1)
+    third.take(step)
+    assert len(graphs._memories) == 2
+
+
 @pytest.mark.parametrize(
     "change",
     [
