@@ -5,7 +5,8 @@ the cache has one position more. A step is the model's own forward on fixed addr
 the CPU as host nodes. Batches are filled up to a power of two by repeating the first sequence, which adds no expert.
 A graph has the addresses of weights and adapters, and no hook runs in it: it serves the model in the state in which it
 was captured, and the first step of each `generate` compares the states (`ModelState`).
-A step that cannot be captured is computed by the model itself, and the log says why, once (L451).
+A step that cannot be captured is computed by the model itself, and the log says why, once (L451). A capture that fails
+is not repeated for the same cache, nor for others in the same state of the model; out of memory, the next cache tries.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -94,6 +96,15 @@ class Means:
     form: str = "a CUDA graph"
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why the steps of `cache` are not captured. `of_state` says that it holds for others in the same state."""
+
+    cache: weakref.ref[DynamicCache]
+    reason: str
+    of_state: bool
+
+
 class DecodeGraphs:
     """The captured steps of one model. Copies of the model begin without any."""
 
@@ -104,7 +115,7 @@ class DecodeGraphs:
         self._steps: dict[int, CapturedStep] = {}  # by the id of their memory
         self._state: ModelState | None = None
         self._told: set[str] = set()
-        self._broken = ""
+        self._refusal: _Refusal | None = None  # of `_state`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraphs:
         return DecodeGraphs(self._means)
@@ -115,13 +126,19 @@ class DecodeGraphs:
     def step(self, model: PreTrainedModel, **inputs: Any) -> Any:
         """Return the output of `model(**inputs)`. A captured step computes it, where one can."""
         with self._busy:
-            reason = self._broken or self._unserved(model, inputs)
-            captured = None if reason else self._captured(model, inputs)
-            if captured is not None:
+            reason = self._unserved(model, inputs)
+            captured = reason or self._captured(model, inputs)
+            if isinstance(captured, CapturedStep):
                 return captured.run(model, inputs)
-        if reason or self._broken:
-            self._tell(reason or self._broken)
+        self._tell(captured)
         return model(**inputs)
+
+    def clear(self) -> None:
+        """Release the graphs and memories of all steps. Caches keep their content; the next step is captured again."""
+        with self._busy:
+            self._memories.clear()
+            self._steps.clear()
+            self._state = self._refusal = None
 
     def _unserved(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
         """Return why a call cannot be a captured step, "" if it can."""
@@ -141,15 +158,14 @@ class DecodeGraphs:
             return "its attention mask is not one of padding"
         return unfit(inputs.get(CACHE))
 
-    def _captured(self, model: PreTrainedModel, inputs: Inputs) -> CapturedStep | None:
-        """Return the step on the memory that holds the cache, None if there can be none."""
+    def _captured(self, model: PreTrainedModel, inputs: Inputs) -> CapturedStep | str:
+        """Return the step on the memory that holds the cache, or why there is none."""
         cache: DynamicCache = inputs[CACHE]
         memory = next((each for each in self._memories if each.is_used_by(cache)), None)
         try:
             if memory is None or not memory.holds(cache):
-                if hooked := self._renew(model):
-                    self._tell(hooked)
-                    return None
+                if reason := self._refused(model, cache):
+                    return reason
                 memory = self._taken(cache, inputs["input_ids"].shape[0])
             if id(memory) not in self._steps:
                 self._steps[id(memory)] = capture(model, memory, inputs, self._means)
@@ -160,10 +176,13 @@ class DecodeGraphs:
             TypeError,
             AttributeError,
         ) as error:  # of code not made for graphs
-            self._broken = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             self._memories.clear()
             self._steps.clear()
-            return None
+            # pinned memory has a RuntimeError with these words
+            lacks_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in reason
+            self._refusal = _Refusal(weakref.ref(cache), reason, of_state=not lacks_memory)
+            return reason
 
     def _taken(self, cache: DynamicCache, batch: int) -> StepMemory:
         """Copy a cache into a free memory of its size, or into a new one."""
@@ -183,14 +202,19 @@ class DecodeGraphs:
         self._memories.append(memory)
         return memory
 
-    def _renew(self, model: PreTrainedModel) -> str:
-        """Forget the steps of another state of the model. Return why this one cannot be captured, "" if it can."""
+    def _refused(self, model: PreTrainedModel, cache: DynamicCache) -> str:
+        """Return why no step of `cache` is captured, "" if one can be. Forget the steps of another state."""
+        if self._refusal is not None and self._refusal.cache() is cache:
+            return self._refusal.reason  # states are compared once for each cache
         state = ModelState.of(model)
         if not state.is_same(self._state):
             self._steps.clear()
-            self._state = state
-        hooked = foreign_hook(model)
-        return f"`{hooked}` has a forward hook" if hooked else ""
+            self._state, self._refusal = state, None
+        reason = self._refusal.reason if self._refusal is not None and self._refusal.of_state else ""
+        if not reason and (hooked := foreign_hook(model)):
+            reason = f"`{hooked}` has a forward hook"
+        self._refusal = _Refusal(weakref.ref(cache), reason, of_state=True) if reason else None
+        return reason
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told:

@@ -289,6 +289,56 @@ def test_a_failed_capture_leaves_the_model_to_itself(model: PreTrainedModel, cap
     assert told(caplog).count("operation not permitted when stream is capturing") == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "tries"), [(RuntimeError("not permitted"), [1, 1, 2]), (torch.OutOfMemoryError("no room"), [1, 2, 3])]
+)
+def test_a_failed_capture_is_tried_again_where_it_may_succeed(
+    model: PreTrainedModel, error: RuntimeError, tries: list[int]
+) -> None:
+    tried, found, model = list[int](), list[int](), copy.deepcopy(model)
+
+    def fail(*_: Any) -> Any:
+        tried.append(1)
+        raise error
+
+    graphs = DecodeGraphs(Means(fail, "cpu", call_at_once))
+    for state in range(3):
+        model.lm_head.weight.data.mul_(2 if state == 2 else 1)
+        sequences = Sequences(model, 1)
+        for _ in range(2):
+            assert difference(sequences.take(lambda **given: graphs.step(model, **given)), sequences.exact()) <= CLOSE
+        found.append(len(tried))
+    assert found == tries
+    graphs._means = Means(record_eagerly, "cpu", call_at_once)
+    model.model.norm.variance_epsilon *= 2
+    sequences = Sequences(model, 1)
+    assert difference(sequences.take(lambda **given: graphs.step(model, **given)), sequences.exact()) <= CLOSE
+    assert len(graphs._steps) == 1
+
+
+def test_the_states_of_a_refused_cache_are_compared_once(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compared = copy.deepcopy(model), list[int]()
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    of = ModelState.of
+    monkeypatch.setattr(ModelState, "of", lambda model: (compared.append(1), of(model))[1])
+    _, step = graphs_of(model)
+    sequences = Sequences(model, 1)
+    sequences.take(step), sequences.take(step)
+    assert len(compared) == 1
+
+
+def test_cleared_graphs_hold_no_memory_and_caches_go_on(model: PreTrainedModel) -> None:
+    graphs, step = graphs_of(model)
+    sequences = Sequences(model, 2)
+    sequences.take(step)
+    graphs.clear()
+    assert not graphs._memories and not graphs._steps and graphs._state is None
+    assert difference(sequences.take(step), sequences.exact()) <= CLOSE
+    assert len(graphs._memories) == len(graphs._steps) == 1
+
+
 def test_only_caches_of_keys_and_values_have_a_memory() -> None:
     assert "empty" in unfit(DynamicCache(config=stock_model("qwen3_moe").config))
     assert "NoneType" in unfit(None)
