@@ -126,6 +126,12 @@ class CompiledModel:
                 counted += module.in_features * module.out_features
         return counted
 
+    def train(self, mode: bool = True) -> PreTrainedModel:
+        """As other modules. Captured steps give their memory back for training."""
+        if mode and self.decode_graphs is not None:
+            self.decode_graphs.clear()
+        return cast("PreTrainedModel", cast("Any", super()).train(mode))
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:

@@ -18,6 +18,8 @@ from ktc.attention.key_index import carried, length_of
 
 _ROOM: Final = 64  # tokens: the steps between two copies, and at most this many unused rows
 
+_KEYS, _VALUES = "_room_of_keys", "_room_of_values"  # attributes of a layer
+
 
 def growing(cache: DynamicCache) -> DynamicCache:
     """Change the layers of `cache` that hold every token; sliding and other layers stay as they are."""
@@ -44,9 +46,14 @@ class GrowingLayer(DynamicLayer):
         needs_grad = key_states.requires_grad or value_states.requires_grad
         if (torch.is_grad_enabled() and needs_grad) or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)
-        self.keys = self._appended("_room_of_keys", cast("Tensor", self.keys), key_states)
-        self.values = self._appended("_room_of_values", cast("Tensor", self.values), value_states)
+        self.keys = self._appended(_KEYS, cast("Tensor", self.keys), key_states)
+        self.values = self._appended(_VALUES, cast("Tensor", self.values), value_states)
         return self.keys, self.values
+
+    def release(self) -> None:
+        """Give the room back, for keys and values that have moved elsewhere."""
+        for name in (_KEYS, _VALUES):
+            vars(self).pop(name, None)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Remove the last tokens."""

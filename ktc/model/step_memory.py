@@ -133,6 +133,8 @@ class StepMemory:
             keys, values = map(_alias, pair)
             shown += [weakref.ref(each.untyped_storage()) for each in (keys, values)]
             layer.keys, layer.values = keys[: layer.keys.shape[0]], values[: layer.values.shape[0]]
+            if type(layer) is GrowingLayer:
+                layer.release()
         self._shown = tuple(shown)
         self._user = weakref.ref(cache)
         self.show(cache, length)

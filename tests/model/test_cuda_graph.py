@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import ktc
 from ktc.model.cuda_graph import DecodeGraphs, Means
+from ktc.model.growing_cache import GrowingLayer, growing
 from ktc.model.model_state import ModelState
 from ktc.model.step_memory import StepMemory, length_of, unfit
 
@@ -339,6 +341,19 @@ def test_cleared_graphs_hold_no_memory_and_caches_go_on(model: PreTrainedModel) 
     assert len(graphs._memories) == len(graphs._steps) == 1
 
 
+def test_keys_and_values_are_held_once(model: PreTrainedModel) -> None:
+    _, step = graphs_of(model)
+    sequences = Sequences(model, 1, prompt=1)
+    growing(sequences.cache)
+    sequences.take(model, 3)
+    whole = [layer for layer in sequences.cache.layers if type(layer) is GrowingLayer]
+    rooms = [weakref.ref(layer.keys.untyped_storage()) for layer in whole]
+    sequences.take(step)
+    assert whole and all(room() is None for room in rooms)
+    for tokens in (3, 1):
+        assert difference(sequences.take(step if tokens == 1 else model, tokens), sequences.exact()) <= CLOSE
+
+
 def test_only_caches_of_keys_and_values_have_a_memory() -> None:
     assert "empty" in unfit(DynamicCache(config=stock_model("qwen3_moe").config))
     assert "NoneType" in unfit(None)
@@ -385,6 +400,10 @@ def test_generate_takes_its_steps_from_the_graphs(compiled_model: Any, monkeypat
     assert torch.equal(generated(compiled_model, disable_compile=True), wanted)
     assert torch.equal(generated(compiled_model, num_beams=2)[:, :9], wanted[:, :9])
     assert len(replayed) == 23
+    graphs = compiled_model.decode_graphs
+    assert compiled_model.eval() is compiled_model and graphs._memories
+    assert compiled_model.train() is compiled_model and compiled_model.training and not graphs._memories
+    compiled_model.eval()
 
 
 def test_an_adapter_is_part_of_the_state(compiled_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
