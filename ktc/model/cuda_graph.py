@@ -29,7 +29,7 @@ from ktc.experts.host_node import HostNodes, Launch, on_current_stream
 from ktc.experts.module import FusedMoe
 from ktc.experts.packed import PackedExperts
 from ktc.model.model_state import ModelState, foreign_hook
-from ktc.model.step_memory import StepMemory, capacity_for, length_of, rounded, unfit
+from ktc.model.step_memory import StepMemory, batch_of, capacity_for, length_of, rounded, unfit
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class DecodeGraphs:
             return "it has no `position_ids`"
         if mask is not None and mask.dim() != 2:
             return "its attention mask is not one of padding"
-        return unfit(inputs.get(CACHE))
+        return unfit(inputs.get(CACHE)) or _misshapen(inputs)
 
     def _captured(self, model: PreTrainedModel, inputs: Inputs) -> CapturedStep | str:
         """Return the step on the memory that holds the cache, or why there is none."""
@@ -222,6 +222,20 @@ class DecodeGraphs:
             message = f"a decoding step runs without {self._means.form}: {reason}"
             hint = f"see `ktc explain {self._means.code}`"
             log.warning("%s", render([Diagnostic(self._means.code, message, hint=hint, severity="warning")]))
+
+
+def _misshapen(inputs: Mapping[str, Any]) -> str:
+    """Return which input has another shape than a step on its cache, "" if none has."""
+    cache: DynamicCache = inputs[CACHE]
+    batch, length, mask = inputs["input_ids"].shape[0], length_of(cache) + 1, inputs.get("attention_mask")
+    if batch != batch_of(cache):
+        return f"it has {batch} sequences, and its cache {batch_of(cache)}"
+    if mask is not None and (mask.shape[0] not in (1, batch) or mask.shape[1] != length):
+        return f"its attention mask has the shape {list(mask.shape)} for {length} positions"
+    positions: Tensor = inputs["position_ids"]
+    if positions.dim() != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != 1:
+        return f"its `position_ids` have the shape {list(positions.shape)}"
+    return ""
 
 
 # One step --------------------------------------------------------------------------------------------------------
@@ -305,11 +319,8 @@ def masks_of(model: PreTrainedModel, memory: StepMemory, inputs: Inputs) -> Any:
 
 
 def _rows(value: Tensor, batch: int, rows: int) -> Tensor:
-    """Repeat the first of `batch` rows up to `rows`. A value of one row serves them all."""
-    if batch == rows or value.shape[0] == 1:
-        return value
-    if value.shape[0] != batch:
-        raise ValueError(f"an input of shape {list(value.shape)} has no row for each of {batch} sequences")
+    """Repeat the first of `batch` rows up to `rows`. A value of one row is every sequence's."""
+    value = value.expand(batch, *value.shape[1:])
     return torch.cat((value, value[:1].expand(rows - batch, *value.shape[1:])))
 
 

@@ -47,6 +47,11 @@ def length_of(cache: DynamicCache) -> int:
     return max(_length(layer) for layer in _layers(cache))
 
 
+def batch_of(cache: DynamicCache) -> int:
+    """Return the number of sequences of a cache."""
+    return int(_layers(cache)[0].keys.shape[0])
+
+
 def _length(layer: Any) -> int:
     windowed = type(layer) is DynamicSlidingWindowLayer
     return int(layer.cumulative_length if windowed else layer.keys.shape[-2])

@@ -278,6 +278,56 @@ def test_what_cannot_be_captured_is_computed_by_the_model_and_told(
     assert "`model.layers.1` has a forward hook" in told(caplog)
 
 
+def test_positions_of_one_row_are_those_of_all_sequences(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs, step = graphs_of(model)
+    found: list[list[Tensor]] = []
+    for call in (step, model):
+        sequences = Sequences(model, 3)
+        found.append([
+            sequences.take(
+                lambda position_ids, rows=rows, call=call, **given: call(position_ids=position_ids[:rows], **given)
+            )
+            for rows in (1, 3, 1)
+        ])  # fmt: skip
+    assert all(difference(*pair) <= CLOSE for pair in zip(*found, strict=True))
+    assert not told(caplog) and len(graphs._steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("attention_mask", torch.ones(2, 300, dtype=torch.int64), "its attention mask has the shape [2, 300]"),
+        ("position_ids", torch.zeros(3, 2, 1, dtype=torch.int64), "its `position_ids` have the shape [3, 2, 1]"),
+        ("input_ids", torch.ones(3, 1, dtype=torch.int64), "it has 3 sequences, and its cache 2"),
+    ],
+)
+def test_inputs_of_another_shape_are_left_to_the_model(
+    name: str, value: Tensor, reason: str, model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs, _ = graphs_of(model)
+    sequences = Sequences(model, 2)
+    received = []
+
+    class Model:
+        training = False
+
+        def __call__(self, **given: Any) -> Any:
+            received.append(given)
+            return model(**{**given, name: usual[name]})
+
+    usual: dict[str, Any] = {}
+
+    def changed(**given: Any) -> Any:
+        usual.update(given)
+        return graphs.step(Model(), **{**given, name: value})
+
+    sequences.take(lambda **given: graphs.step(model, **given))
+    assert difference(sequences.take(changed), sequences.exact()) <= CLOSE
+    assert received[0][name] is value and reason in told(caplog)
+
+
 def test_a_failed_capture_leaves_the_model_to_itself(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     def fail(compute: Any, *_: Any) -> Any:
         compute()
