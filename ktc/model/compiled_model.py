@@ -127,7 +127,7 @@ class CompiledModel:
         return counted
 
     def train(self, mode: bool = True) -> PreTrainedModel:
-        """As other modules. Captured steps give their memory back for training."""
+        """As other modules. Training releases the memory of captured steps."""
         if mode and self.decode_graphs is not None:
             self.decode_graphs.clear()
         return cast("PreTrainedModel", cast("Any", super()).train(mode))

@@ -51,7 +51,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def release(self) -> None:
-        """Give the room back, for keys and values that have moved elsewhere."""
+        """Release the memory, for keys and values that have moved elsewhere."""
         for name in (_KEYS, _VALUES):
             vars(self).pop(name, None)
 
