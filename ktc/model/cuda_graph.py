@@ -84,8 +84,8 @@ class Means:
 
     `record` computes an output on a device of type `device` and returns it with a function that computes it again, at
     the same address; the tensors that it is given change between runs. `launch` puts the experts of the CPU into the
-    stream of a GPU. Batches are filled up to a power of two where they are `rounded`. `code` is that of the warning about
-    other steps.
+    stream of a GPU. Batches are filled up to a power of two where they are `rounded`. `code` is that of the warning
+    about other steps.
     """
 
     record: Record = record_graph
