@@ -23,6 +23,7 @@ from ktc.attention.decode import MOST_TOKENS, DecodeAttention, Heads
 from ktc.attention.index_kernel import IndexKernel
 from ktc.attention.key_codes import estimates
 from ktc.attention.key_index import KeyIndex, index_of, is_followed, keep_index, length_of
+from ktc.attention.row_indices import RowIndices, every_position, joined, row_lengths, row_of
 from ktc.attention.selection import attend_chosen, choose, visible_positions
 from ktc.attention.sparsity import Sparsity, Traffic
 from ktc.linears.gemv import is_traced
@@ -74,14 +75,14 @@ class Sparse:
         native = self.decode is not None and self.decode.serves(query, heads, mask)
         if indices is not None:
             chosen = _of_indexer(indices, heads, mask)
-            length = heads.keys.shape[2]
+            lengths = [heads.keys.shape[2]] * len(query)
         elif self.indexer:
             return None
         else:
-            length, chosen = self._by_index(module, query, heads, mask, scale, native=native)
+            lengths, chosen = self._by_index(module, query, heads, mask, scale, native=native)
         if chosen is None:
             return None
-        module.traffic = module.traffic + self._traffic(query, heads, chosen, length, by_index=indices is None)
+        module.traffic = module.traffic + self._traffic(query, heads, chosen, lengths, by_index=indices is None)
         if native:
             assert self.decode is not None, "a call that the kernel serves has one"
             return self.decode.of_chosen(query, heads, chosen, scale=scale, sinks=sinks)
@@ -89,46 +90,75 @@ class Sparse:
 
     def _by_index(
         self, module: Any, query: Tensor, heads: Heads, mask: Tensor | None, scale: float, *, native: bool
-    ) -> tuple[int, Chosen | None]:
-        """Return the number of positions, and those chosen by the index of the followed cache layer."""
+    ) -> tuple[list[int], Chosen | None]:
+        """Return the positions of each row, and those chosen by the index of the followed cache layer."""
         followed = _FOLLOWED.get()
         layer = None if followed is None else followed.layer
         if followed is None or layer is None or layer.keys is not heads.keys:
-            return 0, None
+            return [], None
         length = length_of(layer)
         if length <= self.sparsity.budget:
-            return length, None
+            return [], None
+        rows = getattr(layer, "row_indices", None)
+        if isinstance(rows, RowIndices) and query.shape[2] == 1:
+            lengths = row_lengths(mask, len(query), length)
+            if lengths is not None:
+                return lengths, self._by_row(rows, lengths, query, heads, scale, native=native)
         if not is_followed(layer):
             _tell(module, type(layer).__name__)
-            return length, None
+            return [], None
         more_keys = None if heads.more_keys is None else heads.more_keys[:, :, :length]
         keys = heads.keys[:, :, :length]
         heads = Heads(keys, keys if heads.values is heads.keys else heads.values[:, :, :length], more_keys)
-        B, _, T, _ = query.shape
         mask = None if mask is None else mask[..., :length]
+        followed.index, chosen = self._select(followed.index, query, heads, mask, scale, native=native)
+        return [length] * len(query), chosen
+
+    def _by_row(
+        self, rows: RowIndices, lengths: list[int], query: Tensor, heads: Heads, scale: float, *, native: bool
+    ) -> Chosen:  # fmt: skip
+        """Return the positions that each row of a running batch reads, chosen by the row's own index."""
+        H, (K, columns) = query.shape[1], heads.keys.shape[1:3]
+        parts = list[Chosen]()
+        for at, length in enumerate(lengths):
+            if length <= self.sparsity.budget:
+                parts.append(every_position(length, K if self.sparsity.shared else H, query.device))
+                continue
+            own = query[at : at + 1], row_of(heads, at, length)
+            rows.rows[at], chosen = self._select(rows.rows[at], *own, None, scale, native=native)
+            parts.append(chosen)
+        return joined(parts, [columns - length for length in lengths])
+
+    def _select(
+        self, index: KeyIndex | None, query: Tensor, heads: Heads, mask: Tensor | None, scale: float, *, native: bool
+    ) -> tuple[KeyIndex, Chosen]:
+        """Return the index with all keys of `heads`, made where it is missing, and what it chooses."""
+        B, _, T, _ = query.shape
+        K, length = heads.keys.shape[1:3]
         visible = visible_positions(mask, B, T, length, query.device)
-        index = followed.index
         if index is None or index.format != self.sparsity.index:
-            index = followed.index = KeyIndex.of(heads, visible[:, -1], self.sparsity.index)
+            index = KeyIndex.of(heads, visible[:, -1], self.sparsity.index)
         if not native:
             index.extend(heads, length)
             scores = estimates(query, index.codes, index.format, length, scale)
-            return length, choose(scores, heads.keys.shape[1], visible, self.sparsity)
+            return index, choose(scores, K, visible, self.sparsity)
         assert self.decode is not None, "a call that the kernel serves has one"
         kernel = IndexKernel(self.decode.kernel, self.decode.threads)
         kernel.extend(index, heads, length)
-        return length, kernel.select(index, query, mask, self.sparsity, scale)
+        return index, kernel.select(index, query, mask, self.sparsity, scale)
 
-    def _traffic(self, query: Tensor, heads: Heads, chosen: Chosen, length: int, *, by_index: bool) -> Traffic:
+    def _traffic(
+        self, query: Tensor, heads: Heads, chosen: Chosen, lengths: list[int], *, by_index: bool
+    ) -> Traffic:  # fmt: skip
         """Return the bytes that a call reads, counted from its tensors."""
-        B, K = heads.keys.shape[:2]
+        K = heads.keys.shape[1]
         parts = [heads.keys, *([] if heads.values is heads.keys else [heads.values])]
         parts += [] if heads.more_keys is None else [heads.more_keys]
         row_bytes = sum(each.shape[-1] * each.itemsize for each in parts)
-        sizes = length, query.shape[1], K, row_bytes, query.shape[-1]
-        counted = self.sparsity.traffic(*sizes) if by_index else Traffic(0, 0, length * K * row_bytes)
+        sizes = query.shape[1], K, row_bytes, query.shape[-1]
+        index = sum(self.sparsity.traffic(length, *sizes).index for length in lengths) if by_index else 0
         gathered = int(chosen.counts.sum()) * row_bytes
-        return Traffic(counted.index * B, gathered, counted.dense * B, B * query.shape[2])
+        return Traffic(index, gathered, sum(lengths) * K * row_bytes, len(query) * query.shape[2])
 
 
 def _of_indexer(indices: Tensor, heads: Heads, mask: Tensor | None) -> Chosen | None:

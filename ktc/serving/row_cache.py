@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ktc.attention.row_indices import RowIndices
 from ktc.serving.band import ROOM, Band
 
 
@@ -161,13 +162,27 @@ class _Rows:
 
 
 class RowLayer(_Rows, DynamicLayer):
-    """A layer that keeps every token."""
+    """A layer that keeps every token. Sparse attention keeps the index of every row in `row_indices`."""
 
     def __init__(self, room: int) -> None:
         DynamicLayer.__init__(self)
         self._keys = self._values = None
         self._room = room
         self._columns = 0
+        self.row_indices = RowIndices()
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.row_indices.nbytes
+
+    def join(self, row: LayerRow) -> None:
+        super().join(row)
+        self.row_indices.join()
+
+    def leave(self, at: int) -> None:
+        super().leave(at)
+        if self.is_initialized:
+            self.row_indices.leave(at)
 
     def set_columns(self, columns: int) -> None:
         """Keep the columns that a row still has."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import Answers, alone, config_of
 from torch import Tensor
 
 import ktc
@@ -15,6 +16,9 @@ from ktc.attention.reads import counters, reads_since
 from ktc.attention.sparsity import Sparsity, Traffic
 from ktc.cli import app as cli
 from ktc.host import find_compiler
+from ktc.serving.decoder import Decoder
+from ktc.serving.engine import Engine
+from ktc.serving.request import Limits, Request
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
@@ -110,3 +114,23 @@ def test_ktc_generate_reports_the_bytes_per_token(compiled_sparse: Path, capfd: 
     assert reads["dense_bytes_per_token"] == pytest.approx(reads["layers"] * of_layer.dense / of_layer.tokens)
     assert f"dense {reads['dense_bytes_per_token'] / 1e6:.3f} MB" in run("40")[1]
     assert "every step was short enough to be dense" in run("1")[1]
+
+
+def test_rows_of_a_running_batch_are_answered_as_alone_and_counted(compiled_sparse: Path) -> None:
+    model, answers = loaded(compiled_sparse), Answers()
+    config, asked = config_of(model), {"short": (PROMPT, 4), "long": (40, 12), "longer": (70, 20), "late": (33, 9)}
+    prompts = {name: tuple(range(7, 7 + length)) for name, (length, _) in asked.items()}
+    wanted = {name: alone(model, prompts[name], config, count) for name, (_, count) in asked.items()}
+    before, module = counters(model), attention(model)[1]
+    alone_traffic = module.traffic
+    engine = Engine(Decoder(model), Limits(batch=3), answers)
+    engine.start()
+    for name, (_, count) in asked.items():
+        engine.submit(Request(name, prompts[name], count, config))
+    assert {name: answers.wait(name)[0] for name in asked} == wanted
+    engine.stop()
+    reads = reads_since(model, before)
+    assert reads is not None
+    # Rows up to the budget beside longer ones are counted too, without an index.
+    assert (module.traffic - alone_traffic).index == alone_traffic.index
+    assert reads.bytes_per_token < reads.dense_bytes_per_token

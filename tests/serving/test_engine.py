@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_models import stock_model
+from decoding_models import latent_modules, stock_model
 from engine_answers import Answers, alone, config_of
 from transformers import PreTrainedModel
 
+from ktc.attention.absorbed import Absorption, absorb
 from ktc.attention.decoding import decoding
+from ktc.attention.latent_sizes import LatentSizes
 from ktc.attention.sparse import Sparse
 from ktc.attention.sparsity import Sparsity
 from ktc.serving.batch import RowBatch
@@ -225,15 +227,33 @@ def test_a_model_whose_cache_cannot_be_joined_answers_each_request_alone(name: s
     assert found == [alone(model, prompt, config, 6) for prompt in PROMPTS[:3]]
 
 
-def test_sparse_attention_is_dense_in_a_running_batch_and_a_line_says_so(
-    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
-) -> None:
+SPARSE = Sparsity(4, 2, 4, "int4", shared=False)
+
+
+def sparse_model(model: PreTrainedModel, sparsity: Sparsity = SPARSE) -> PreTrainedModel:
     sparse: Any = copy.deepcopy(model)
-    for layer in sparse.model.layers:
-        decoding(layer.self_attn, None, Sparse(Sparsity(4, 2, 4, "int4", shared=False), None))
-    config = config_of(model)
-    prompt = tuple(range(20, 60))  # more tokens than an index serves at once: prompts are dense
-    with Served(sparse, Limits()) as served:
-        served.ask("0", prompt, 8, config)
-        assert served.answers.wait("0")[0] == alone(model, prompt, config, 8)
-    assert "attention over `RowLayer` stays dense" in caplog.text
+    found = list(latent_modules(sparse))
+    for module in found:
+        of: Any = module
+        sizes = LatentSizes(of.num_heads, of.qk_nope_head_dim, of.qk_rope_head_dim, of.v_head_dim, of.kv_lora_rank)
+        absorb(module, Absorption(sizes, "kv_b_proj", "always", True), None, Sparse(sparsity, None))
+    if not found:
+        for layer in sparse.model.layers:
+            decoding(layer.self_attn, None, Sparse(sparsity, None))
+    return sparse
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
+def test_sparse_attention_in_a_running_batch_chooses_as_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    stock = stock_model(name, torch.float32)
+    model, config = sparse_model(stock), config_of(stock)
+    # Of up to `budget` tokens, or of more than an index serves at once: prompts are dense.
+    prompts, counts = [*PROMPTS[:5], tuple(range(30, 39)), tuple(range(20, 60))], [24, 16, 12, 1, 7, 26, 20]
+    with Served(model, Limits(batch=4)) as served:
+        for at, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+            served.ask(str(at), prompt, count, config)
+        found = [served.answers.wait(str(at))[0] for at in range(len(prompts))]
+    wanted = [alone(model, prompt, config, count) for prompt, count in zip(prompts, counts, strict=True)]
+    assert found == wanted
+    assert wanted != [alone(stock, prompt, config, count) for prompt, count in zip(prompts, counts, strict=True)]
+    assert "stays dense" not in caplog.text
