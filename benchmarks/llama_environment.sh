@@ -14,7 +14,7 @@ cmp -s benchmarks/llama_environment.sh "$folder/made-with" && exit 0
 echo "making $folder: llama.cpp is built from its source, which takes some minutes"
 "${PYTHON:-python3}" -m venv --clear "$folder"
 pip="$folder/bin/python -m pip install --quiet --no-compile --disable-pip-version-check"
-# The build takes cmake and ninja from PyPI too. pip's own build environment does not see the system's.
+# The build takes cmake and ninja from PyPI too. No cache: a wheel in it may be for other instructions. pip's own build environment does not see the system's.
 $pip cmake ninja scikit-build-core numpy typing-extensions jinja2 diskcache
 case ${ISA:-native} in
 native) instructions="-DGGML_NATIVE=ON" ;;
@@ -23,7 +23,7 @@ avx2) instructions="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=O
 esac
 options="$instructions -DGGML_BLAS=OFF -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF -DGGML_OPENMP=ON"
 PATH="$PWD/$folder/bin:$PATH" CMAKE_ARGS="$options" CMAKE_GENERATOR=Ninja CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-2} \
-    $pip --no-deps --no-build-isolation --no-binary llama-cpp-python llama-cpp-python==0.3.36
+    $pip --no-cache-dir --no-deps --no-build-isolation --no-binary llama-cpp-python llama-cpp-python==0.3.36
 "$folder/bin/python" -c 'import llama_cpp; print("llama-cpp-python", llama_cpp.__version__)
 print(llama_cpp.llama_print_system_info().decode())'
 cp benchmarks/llama_environment.sh "$folder/made-with"
