@@ -364,8 +364,11 @@ def _warn_of_fewer(threads: int, permitted: int) -> None:
 
 
 class _Turns:
-    """Calls of a process take turns, also where two compiled models have a library and so threads each: together they
-    would use twice the cores. A child of a fork starts without a holder, whichever thread had the turn before."""
+    """A lock for calls of kernels: one at a time in this process, whichever compiled model they belong to.
+
+    Two models may each have a library with threads of its own, which together would use twice the cores. A forked child
+    begins with a free lock: the thread that held it in the parent does not exist there.
+    """
 
     def __init__(self) -> None:
         self.renew()

@@ -4,7 +4,8 @@ In: a `DynamicCache` of transformers, as `generate` fills it with a prompt. Out:
 which the `DynamicCache` is then a view, and a cache of `StepLayer`s, through which a model reads and appends at the
 position that a tensor on the device holds. Layers with a window have all positions too: masks leave the others out.
 Tensors of keys and values that outlive their cache stay as they are: while one lives, no other cache takes the memory.
-Refused (`unfit`): layers that hold something else than keys and values of each position, and empty ones.
+Refused (`unfit`): layers that hold something else than keys and values of each position, and empty ones, as those are
+that share keys and values with another layer.
 """
 
 from __future__ import annotations
@@ -28,14 +29,22 @@ def unfit(cache: object) -> str:
     """Return why a cache cannot be held in a `StepMemory`, "" if it can."""
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return f"the cache is a `{type(cache).__name__}`"
-    for layer in _layers(cache):
+    empty = [number for number, layer in enumerate(_layers(cache)) if _is_empty(layer)]
+    if len(empty) == len(_layers(cache)):
+        return "the cache is empty"
+    for number, layer in enumerate(_layers(cache)):
         if type(layer) not in (*_WHOLE, DynamicSlidingWindowLayer):
             return f"a layer of the cache is a `{type(layer).__name__}`"
-        if layer.keys is None or layer.keys.numel() == 0:
-            return "the cache is empty"
+        if number in empty:
+            return f"layer {number} of the cache has no keys and values of its own"
         if getattr(layer, "record_past", False):
             return "the cache keeps positions that are outside of its window"
     return ""
+
+
+def _is_empty(layer: Any) -> bool:
+    keys: Tensor | None = getattr(layer, "keys", None)  # layers of another kind have none
+    return keys is None or keys.numel() == 0
 
 
 def _layers(cache: DynamicCache) -> list[Any]:

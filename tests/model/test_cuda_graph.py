@@ -15,6 +15,7 @@ from decoding_models import absorbed, difference, stock_model
 from recorded_steps import call_at_once, eager_graphs, record_eagerly
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 import ktc
 from ktc.model.cuda_graph import DecodeGraphs, Means
@@ -407,6 +408,9 @@ def test_keys_and_values_are_held_once(model: PreTrainedModel) -> None:
 def test_only_caches_of_keys_and_values_have_a_memory() -> None:
     assert "empty" in unfit(DynamicCache(config=stock_model("qwen3_moe").config))
     assert "NoneType" in unfit(None)
+    shared = Sequences(stock_model("qwen3_moe"), 1).cache
+    shared.layers.append(DynamicLayer())
+    assert unfit(shared) == f"layer {len(shared.layers) - 1} of the cache has no keys and values of its own"
 
 
 def test_copies_of_a_model_begin_without_graphs(model: PreTrainedModel) -> None:
