@@ -38,7 +38,7 @@ class HostNodes:
 
     @contextmanager
     def recorded(self) -> Generator[None]:
-        """Take the calls of experts, and forget those of the last time, which no stream may still run."""
+        """Record the calls of experts in the context. Earlier ones are dropped: no stream may still run them."""
         self._calls.clear()
         token = _CURRENT.set(self)
         try:
@@ -62,13 +62,23 @@ class HostNodes:
         return out.to(x_TH.device, non_blocking=True)
 
     def check(self, name_of: Callable[[PackedExperts], str]) -> None:
-        """Raise what a call has thrown since the last check, with the name of its layer. Its stream must be done."""
-        for packed, call in self._calls:
+        """Raise the first error of the calls since the last check, with notes that name the layers of all errors.
+
+        The stream of the calls must be done.
+        """
+        found: list[tuple[Exception, str]] = []
+        for packed, call in self._calls:  # all of them: an error that stays would be raised after another step
             try:
                 call.rethrow()
-            except Exception as error:
-                error.add_note(f"in the experts of `{name_of(packed)}`, computed within a CUDA graph")
-                raise
+            except Exception as error:  # noqa: BLE001 - a kernel's error of any class; the first is raised below
+                found.append((error, name_of(packed)))
+        if not found:
+            return
+        (first, name), *others = found
+        first.add_note(f"in the experts of `{name}`, computed within a CUDA graph")
+        for error, name in others:
+            first.add_note(f"and in those of `{name}`: {error}")
+        raise first
 
     def _on_host(self, name: str, tensor: Tensor) -> Tensor:
         return self._buffer(name, tensor).copy_(tensor, non_blocking=True)
@@ -83,7 +93,7 @@ class HostNodes:
 
 
 def current() -> HostNodes | None:
-    """Return what takes the calls of experts, None outside of `HostNodes.recorded`."""
+    """Return the recorder of calls of experts, None outside of `HostNodes.recorded`."""
     return _CURRENT.get()
 
 
@@ -97,9 +107,18 @@ def on_current_stream(function: int, argument: int) -> None:
 @functools.cache
 def _launcher() -> Callable[[int, int, int], int]:
     """Return `cudaLaunchHostFunc` of the runtime library that torch has loaded: torch has no binding of it."""
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
-    if not loaded:
-        raise RuntimeError("this process has not loaded CUDA's runtime library (libcudart)")
-    function = ctypes.CDLL(min(loaded)).cudaLaunchHostFunc
+    try:
+        loaded = runtime_libraries(Path("/proc/self/maps").read_text())
+        if not loaded:
+            raise RuntimeError("this process has not loaded CUDA's runtime library (libcudart)")
+        function = ctypes.CDLL(min(loaded)).cudaLaunchHostFunc
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"CUDA's runtime library (libcudart) cannot be used: {error}") from error
     function.argtypes, function.restype = [ctypes.c_void_p] * 3, ctypes.c_int
     return function
+
+
+def runtime_libraries(maps: str) -> set[str]:
+    """Return the paths of CUDA's runtime library in `/proc/self/maps`: the sixth column, which may have spaces."""
+    rows = (line.split(maxsplit=5) for line in maps.splitlines())
+    return {row[5] for row in rows if len(row) > 5 and "libcudart" in Path(row[5]).name}

@@ -10,7 +10,8 @@ from kernel_layers import ISAS, Load, random_layer, spec_of
 from lora_layers import adapt
 from recorded_steps import call_at_once
 
-from ktc.experts.host_node import HostNodes, current
+from ktc.experts import host_node
+from ktc.experts.host_node import HostNodes, current, runtime_libraries
 from ktc.experts.lora import ExpertsLora
 
 HERE = torch.device("cpu")
@@ -60,3 +61,30 @@ def test_an_expert_that_does_not_exist_is_told_with_its_layer(load: Load) -> Non
         nodes.check(lambda _: "model.layers.3.mlp.experts")
     assert "`model.layers.3.mlp.experts`" in str(error.value.__notes__)
     nodes.check(lambda _: "")  # once
+
+
+def test_errors_of_all_layers_are_told_at_once(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 9)
+    module = load(layer, spec_of(ISAS[0]))
+    nodes, names = HostNodes(call_at_once), iter(("layers.1", "layers.2"))
+    with nodes.recorded():
+        for _ in range(2):
+            module(layer.x.to(torch.bfloat16), layer.index + 5, layer.weights.float())
+    with pytest.raises(IndexError) as error:
+        nodes.check(lambda _: next(names))
+    assert "`layers.1`" in error.value.__notes__[0] and "`layers.2`" in error.value.__notes__[1]
+    nodes.check(lambda _: "")
+
+
+def test_the_path_of_the_runtime_library_may_have_spaces() -> None:
+    maps = """7f00-7f10 r-xp 00000000 08:01 99   /home/a b/nvidia/lib/libcudart.so.12
+7f10-7f20 rw-p 00000000 00:00 0
+7f20-7f30 r--p 00000000 08:01 98   /home/libcudart_notes/readme"""
+    assert runtime_libraries(maps) == {"/home/a b/nvidia/lib/libcudart.so.12"}
+
+
+def test_a_runtime_library_that_cannot_be_opened_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_node, "runtime_libraries", lambda _: {"/missing/libcudart.so"})
+    host_node._launcher.cache_clear()
+    with pytest.raises(RuntimeError, match="cannot be used"):
+        host_node._launcher()
