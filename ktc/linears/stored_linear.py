@@ -1,8 +1,9 @@
 """`StoredLinear`: a frozen linear layer on the CPU whose weight is the blocks of a GGUF file, multiplied as stored.
 
-In: bf16 activations. Out: the product with the blocks' weights, summed in fp32 and rounded once, and the gradient of
-the input. PEFT wraps it as any `nn.Linear`: its `weight` has the shape and dtype of the stock one, and no values.
-Refused: blocks of another type or size (ValueError), and copies (L449).
+In: bf16 activations. Out: the product with the blocks' weights, summed in fp32 and rounded once, and the gradients of
+the input and of a bias that trains. PEFT wraps it as any `nn.Linear`: its `weight` has the shape and dtype of the stock
+one, and no values.
+Refused: blocks of another type or size (ValueError), input of another dtype or device (RuntimeError), copies (L449).
 """
 
 from __future__ import annotations
@@ -70,13 +71,17 @@ class StoredLinear(nn.Linear):
         return weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features). Raise `RuntimeError` for another dtype than bf16."""
+        """Map (..., in_features) to (..., out_features). Raise `RuntimeError` for input that is not bf16 on the CPU."""
         if torch.is_autocast_enabled("cpu"):
             input = input.to(torch.get_autocast_dtype("cpu"))
         if input.dtype != torch.bfloat16:
             raise RuntimeError(f"a linear layer in {self.format} multiplies bf16, found {input.dtype}")
-        if torch.is_grad_enabled() and input.requires_grad:
-            return cast("Tensor", _Frozen.apply(input, self))
+        if input.device.type != "cpu":
+            message = f"a linear layer in {self.format} is multiplied on the CPU, found an input on `{input.device}`"
+            raise RuntimeError(f"{message}: leave the model where `ktc.load` puts it")
+        bias = cast("Tensor | None", self.bias)
+        if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+            return cast("Tensor", _Frozen.apply(input, bias, self))
         return self._product(input)
 
     @never_traced
@@ -86,7 +91,8 @@ class StoredLinear(nn.Linear):
         packed = self._held()
         bias = cast("Tensor | None", self.bias)
         native, engine = _opened(self.kernel, self._num_threads())
-        bias = None if bias is None else bias.detach().to(torch.bfloat16).contiguous()  # held until it was read
+        # held until it was read; `.to(device)` of the model moves it
+        bias = None if bias is None else bias.detach().to("cpu", torch.bfloat16).contiguous()
         sizes = math.prod(x.shape[:-1]), self.in_features, self.out_features
         with TURNS:
             native.forward(engine, x.data_ptr(), packed, address(bias), out.data_ptr(), *sizes)
@@ -125,11 +131,16 @@ class _Frozen(torch.autograd.Function):
     """The product; backward multiplies with the weights rounded to bf16."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: StoredLinear) -> Tensor:
-        ctx.layer = layer
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: StoredLinear) -> Tensor:
+        ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
         return layer._product(x)  # pyright: ignore[reportPrivateUsage]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.to(torch.bfloat16) @ cast("StoredLinear", ctx.layer).dequantised(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        needs_x, needs_bias, _ = ctx.needs_input_grad
+        of_x = grad.to(torch.bfloat16) @ cast("StoredLinear", ctx.layer).dequantised() if needs_x else None
+        of_bias = (
+            grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        )
+        return of_x, of_bias, None

@@ -77,6 +77,26 @@ def test_the_gradient_is_that_of_the_input_and_adapters_train() -> None:
     assert all(p.grad is not None for name, p in wrapped.named_parameters() if "lora_" in name)
 
 
+@pytest.mark.parametrize("input_trains", [False, True])
+def test_a_bias_trains(input_trains: bool) -> None:
+    made, weight = layer(QUICK[0], 64, 2)
+    model = nn.ModuleDict({"proj": made})
+    model.requires_grad_(requires_grad=False)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["proj"], bias="all"), model)
+    assert made.bias.requires_grad
+    x = torch.randn(2, 3, made.in_features).bfloat16().requires_grad_(input_trains)
+    grad = torch.randn(2, 3, 64).bfloat16()
+    made(x).backward(grad)
+    assert made.bias.grad is not None and made.bias.grad.dtype == made.bias.dtype
+    assert error(made.bias.grad, grad.double().sum((0, 1))) <= 4e-3
+    assert (x.grad is not None) == input_trains
+    assert x.grad is None or error(x.grad, grad.double() @ weight.double()) <= 6e-3
+    vector = torch.randn(made.in_features).bfloat16()  # without leading dimensions
+    made.zero_grad()
+    made(vector).sum().backward()
+    assert torch.equal(made.bias.grad, torch.ones_like(made.bias))
+
+
 def test_what_would_need_the_values_is_refused() -> None:
     made, _ = layer(QUICK[0], 64, 2)
     assert (made.weight.shape, made.weight.dtype) == ((64, made.in_features), torch.bfloat16)
@@ -87,6 +107,8 @@ def test_what_would_need_the_values_is_refused() -> None:
         copy.deepcopy(made)
     with pytest.raises(RuntimeError, match="multiplies bf16, found"):
         made(torch.ones(1, made.in_features))
+    with pytest.raises(RuntimeError, match="multiplied on the CPU, found an input on `meta`"):
+        made(torch.ones(1, made.in_features, dtype=torch.bfloat16, device="meta"))
     with torch.autocast("cpu", torch.bfloat16):
         assert made(torch.ones(1, made.in_features)).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="expected blocks of 64 rows"):
