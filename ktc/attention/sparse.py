@@ -96,10 +96,12 @@ class Sparse:
         layer = None if followed is None else followed.layer
         if followed is None or layer is None or layer.keys is not heads.keys:
             return [], None
-        length = length_of(layer)
+        rows, most = getattr(layer, "row_indices", None), heads.keys.shape[2]
+        has_length = isinstance(rows, RowIndices) or is_followed(layer)
+        # in a captured step the layer has its length on the GPU, and no index follows it
+        length = length_of(layer) if most > self.sparsity.budget and has_length else most
         if length <= self.sparsity.budget:
             return [], None
-        rows = getattr(layer, "row_indices", None)
         if isinstance(rows, RowIndices) and query.shape[2] == 1:
             lengths = row_lengths(mask, len(query), length)
             if lengths is not None:

@@ -1,7 +1,7 @@
 """Whether decoding steps become CUDA graphs (`plan { cuda_graph = decode }`), and why not.
 
 In: the captured model, the devices of its modules, and what the rules put on them. Out: the decision. A step is one
-graph where everything but routed experts is on one GPU and stays there.
+graph where everything but routed experts is on one GPU and stays there, and attention reads all positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ktc.dsl.ruleset import RuleSet
 from ktc.plan.availability import plan_settings
 from ktc.plan.placement import device_of
 from ktc.plan.types import Claim, Reason, StreamedLinear
-from ktc.targets import CpuMoe
+from ktc.targets import CpuMoe, SparseAttention
 
 KEY: Final = "cuda_graph"
 
@@ -69,4 +69,10 @@ def decide_graph(
         return DecodeGraph(True, f"`{elsewhere}` is on the CPU")
     if streams:
         return DecodeGraph(True, f"the weights of `{streams[0].fqn}` are sent to the GPU in each step")
-    return DecodeGraph(True)
+    return DecodeGraph(True, sparse_attention_in(claims))
+
+
+def sparse_attention_in(claims: Sequence[Claim]) -> str:
+    """Return why a step with the attention of `claims` is not captured, "" if it can be."""
+    paths = [claim.path for claim in claims if isinstance(claim.target, SparseAttention)]
+    return f"`{paths[0]}` is sparse, and chooses other positions in each step" if paths else ""

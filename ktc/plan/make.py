@@ -80,7 +80,7 @@ def make_plan(
         raise InputRefused(_nothing_to_rewrite(captured, matches))
     threads = max((claim.target.num_threads(host) for claim in claims), default=1)
     mode = str(rules.plan.get("mode") or ("train" if lora else "infer"))
-    step = decide_step(captured, devices, graph, mode, rules, host)
+    step = decide_step(captured, claims, devices, graph, mode, rules, host)
     memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, prefills, outside, linears)
     resident = stay_resident(prefills, specs, memory, rules, mode)
     if resident != prefills:

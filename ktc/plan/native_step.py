@@ -1,12 +1,12 @@
 """Whether decoding steps become native programs (`plan { native_step = decode }`), and why not.
 
 In: the captured model, the devices of its modules, and the host. Out: the decision, and the kernel of the programs. A
-step is one program where the whole model is on the CPU.
+step is one program where the whole model is on the CPU and attention reads all positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -17,11 +17,11 @@ from ktc.diagnostics import Diagnostic
 from ktc.dsl.ruleset import RuleSet
 from ktc.host import Host
 from ktc.plan.availability import plan_settings
-from ktc.plan.decode_graph import DecodeGraph
+from ktc.plan.decode_graph import DecodeGraph, sparse_attention_in
 from ktc.plan.linear_spec import ISAS
 from ktc.plan.placement import device_of
 from ktc.plan.step_spec import StepSpec
-from ktc.plan.types import Reason
+from ktc.plan.types import Claim, Reason
 
 KEY: Final = "native_step"
 
@@ -48,7 +48,8 @@ class NativeStep:
 
 
 def decide_step(
-    captured: CapturedModel, devices: Mapping[str, str], graph: DecodeGraph, mode: str, rules: RuleSet, host: Host
+    captured: CapturedModel, claims: Sequence[Claim], devices: Mapping[str, str], graph: DecodeGraph, mode: str,
+    rules: RuleSet, host: Host,
 ) -> NativeStep:  # fmt: skip
     """Return the decision. Steps that are CUDA graphs need no program."""
     if rules.plan.get(KEY) != "decode" or graph.used:
@@ -59,4 +60,6 @@ def decide_step(
     elsewhere = next((name for name in names if device_of(name, devices) != "cpu"), "")
     if elsewhere:
         return NativeStep(obstacle=f"`{elsewhere}` is on {device_of(elsewhere, devices)}")
+    if sparse := sparse_attention_in(claims):
+        return NativeStep(obstacle=sparse)
     return NativeStep(StepSpec("step", "fp32", next(isa for isa in ISAS if isa in host.isas)))

@@ -21,6 +21,7 @@ from ktc.attention.latent_sizes import LatentSizes
 from ktc.attention.sparse import Sparse
 from ktc.attention.sparsity import Sparsity, Traffic, token_bytes
 from ktc.model.growing_cache import growing
+from ktc.model.step_memory import StepMemory
 from ktc.plan.attention_spec import SparseAttentionSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -249,6 +250,20 @@ def test_tensors_of_inference_mode_stay_dense_and_a_line_says_so(
     with torch.inference_mode(), caplog.at_level(logging.WARNING):
         assert torch.equal(decoded(model, cache(model)), decoded(dense, cache(dense)))
     assert "stays dense" in caplog.text
+
+
+def test_a_captured_step_is_dense_without_reading_the_length(
+    grouped: PreTrainedModel, kernel: DecodeAttention, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sparse_model(grouped, FEW, kernel)
+    held, _ = prefilled(model)
+    memory = StepMemory(held, held.layers[0].keys.shape[0], 256)
+    memory.take(held)
+    monkeypatch.setattr("ktc.attention.sparse.length_of", lambda _: pytest.fail("it waits for the GPU"))
+    ids, mask = torch.full((memory.rows, 1), 5), torch.ones(memory.rows, 1, 1, 256, dtype=torch.bool)
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        model(input_ids=ids, position_ids=ids, past_key_values=memory.cache, attention_mask=mask)
+    assert "attention over `StepLayer` stays dense" in caplog.text
 
 
 def test_a_trained_indexer_chooses_instead_of_an_index(kernel: DecodeAttention, made: Built) -> None:

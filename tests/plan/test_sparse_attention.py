@@ -111,3 +111,17 @@ def test_on_a_gpu_pytorch_computes_it(tmp_path: Path) -> None:
     assert not any(isinstance(spec, SparseAttentionSpec) for spec in plan.kernels)
     assert any("by PyTorch" in reason.text for reason in plan.reasons)
     assert len(targets(plan)) == captured("qwen3_moe").model.config.num_hidden_layers - 1, "the first is stock's"
+
+
+@pytest.mark.parametrize(("setting", "code", "gpus"), [("cuda_graph", "M082", 1), ("native_step", "M084", 0)])
+def test_steps_of_sparse_attention_are_not_captured(setting: str, code: str, gpus: int, tmp_path: Path) -> None:
+    more = f"""
+    param device : device = auto
+    rule all {{ match module at "model", "lm_head" => place($device) }}
+    plan {{ mode = infer  {setting} = decode }}
+    """
+    host = replace(CPU, gpus=(Gpu("test", 24 << 30),) * gpus)
+    _, plan = planned(captured("qwen3_moe"), rules(sparse("gqa") + more, tmp_path), host)
+    (told,) = [warning.message for warning in plan.warnings if warning.code == code]
+    assert "is sparse, and chooses other positions in each step" in told
+    assert not plan.cuda_graph and not plan.native_step
