@@ -29,8 +29,8 @@ KNOWN = {
     "_build_generation_config", "_dynamo", "_experts_implementation", "_from_config", "_init_weights",
     "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_non_persistent_buffers_set",
-    "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module", "_resolve_model",
-    "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request", "_version",
+    "_prefill", "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module",
+    "_resolve_model", "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request", "_version",
 }  # fmt: skip
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
 
@@ -135,6 +135,16 @@ def test_a_class_says_what_stays_in_fp32_and_what_a_checkpoint_may_have_besides(
 def test_a_class_reads_its_source_for_what_it_can_do(name: str) -> None:
     """`CompiledModel` overrides both, since its own source has none of it."""
     assert getattr(Qwen3MoeForCausalLM, name)() is True
+
+
+def test_generation_reads_a_prompt_in_a_method_of_its_own(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    stock = type(model)._prefill
+    monkeypatch.setattr(type(model), "_prefill", lambda *given, **named: (read.append(1), stock(*given, **named))[1])
+    model.generate(torch.ones(1, 5, dtype=torch.int64), max_new_tokens=3, prefill_chunk_size=2, pad_token_id=0)
+    assert len(read) == 1
 
 
 def test_generation_leaves_its_cache_in_the_arguments_of_the_model(model: PreTrainedModel) -> None:

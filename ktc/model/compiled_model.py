@@ -10,6 +10,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,8 @@ _DECIDED = frozenset({
     "device_map", "experts_implementation", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder",
     "offload_state_dict", "tp_plan", "tp_size",
 })  # fmt: skip
+
+_READS_PROMPT: ContextVar[bool] = ContextVar("generate reads the prompt", default=False)
 
 
 class CompiledModel:
@@ -148,7 +151,15 @@ class CompiledModel:
 
         `torch.compile`, which stock code would use with a static cache, fails for kernels of experts.
         """
-        return self.decode_graphs is not None and not generation_config.disable_compile
+        return self.decode_graphs is not None and not generation_config.disable_compile and not _READS_PROMPT.get()
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the prompt as stock code does: its chunks (`prefill_chunk_size`) are not decoding steps."""
+        token = _READS_PROMPT.set(True)
+        try:
+            return cast("Any", super())._prefill(*args, **kwargs)
+        finally:
+            _READS_PROMPT.reset(token)
 
     def get_compiled_call(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Return the function for decoding steps: captured ones where the plan has them."""

@@ -460,6 +460,18 @@ def test_generate_takes_its_steps_from_the_graphs(compiled_model: Any, monkeypat
     compiled_model.eval()
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 8])
+def test_chunks_of_a_prompt_are_not_steps(
+    chunk: int, compiled_model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = generated(compiled_model, rows=1)
+    graphs = eager_graphs()
+    monkeypatch.setattr(compiled_model, "decode_graphs", graphs)
+    found = generated(compiled_model, rows=1, prefill_chunk_size=chunk)  # of 9 tokens: the last chunk has one
+    assert torch.equal(found, wanted)
+    assert not told(caplog) and len(graphs._steps) == 1
+
+
 def test_an_adapter_is_part_of_the_state(compiled_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from peft import LoraConfig, get_peft_model
 
