@@ -16,9 +16,11 @@ inline constexpr std::int64_t kKeysTogether = 16;
 template <class Isa>
 struct KeyDots {
   static constexpr int kMostRows = 4;
+  static constexpr int kMostBlocks = 1;  // of 16 keys that are multiplied at a time
 
-  // sums[row][16] = sum over k of codes[k][key] * query[row][k].
-  template <int kRows>
+  // A set bit counts as 2: codes of one bit then are 2 b, and numbers 2 b - 1.
+  // sums[block][row][16] = sum over k of codes[block][k][key] * query[row][k].
+  template <int kRows, int kBlocks>
   static void of_nibbles(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query, std::int64_t stride,
                          std::int32_t* sums) {
     std::fill(sums, sums + kRows * kKeysTogether, 0);
@@ -35,7 +37,7 @@ struct KeyDots {
     }
   }
 
-  template <int kRows>
+  template <int kRows, int kBlocks>
   static void of_bits(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query, std::int64_t stride,
                       std::int32_t* sums) {
     std::fill(sums, sums + kRows * kKeysTogether, 0);
@@ -44,7 +46,7 @@ struct KeyDots {
         const std::int8_t* of_row = query + row * stride + group * 4;
         for (std::int64_t key = 0; key < kKeysTogether; ++key) {
           const int bits = codes[key / 2] >> (key % 2 * 4);
-          for (int k = 0; k < 4; ++k) sums[row * kKeysTogether + key] += (bits >> k & 1) * of_row[k];
+          for (int k = 0; k < 4; ++k) sums[row * kKeysTogether + key] += 2 * (bits >> k & 1) * of_row[k];
         }
       }
     }

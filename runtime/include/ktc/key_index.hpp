@@ -94,11 +94,21 @@ class KeyIndex {
       Region<Row> rows(sizes.all_rows);
       Region<Bounds> bounds(a.batch * a.tokens);
       Region<float> numbers(team.threads() * round_up(a.index.layout.width, kHalfPanel));
-      Region<float> estimates(a.shared ? sizes.together * sizes.rows * sizes.stride : 0);
+      Region<float> weights(a.shared ? sizes.together * sizes.padded * sizes.rows : 0);
+      Region<Part> parts(a.shared ? sizes.together * sizes.rows * sizes.stretches : 0);
+      Region<float> maxima(a.shared ? team.threads() * sizes.rows * kKeysTogether : 0);
       Region<std::int32_t> scores(sizes.together * sizes.lists * sizes.stride);
       Region<std::int32_t> scratch(team.threads() * Top::scratch(a.length));
-      workspace.lay_out(codes, rows, bounds, numbers, estimates, scores, scratch);
-      const Call call{a, sizes, codes.data(), rows.data(), bounds.data(), estimates.data(), scores.data()};
+      workspace.lay_out(codes, rows, bounds, numbers, weights, parts, maxima, scores, scratch);
+      const Call call{a,
+                      sizes,
+                      codes.data(),
+                      rows.data(),
+                      bounds.data(),
+                      weights.data(),
+                      parts.data(),
+                      maxima.data(),
+                      scores.data()};
       team.run([&](const Worker& worker) {
         call.prepare(worker, numbers.data() + worker.index * round_up(a.index.layout.width, kHalfPanel));
         worker.barrier.arrive_and_wait();
@@ -139,13 +149,20 @@ class KeyIndex {
     }
   }
 
-  // Of one query: the factor of its scores, and what codes of 4 bits or 1 bit add to all of its products.
+  // Of one query: the factor of its scores, and 16 times the part of its products that comes from codes being unsigned.
   struct Row {
+    std::int32_t offsets[kKeysTogether];
     float factor;
-    std::int32_t offset;
     std::int64_t batch;
     std::int64_t token;
-    float inverse_total;
+  };
+
+  // Of one query and a stretch: the greatest estimate, the sum of exp(estimate - greatest), and what turns these into
+  // shares of the sum over all stretches.
+  struct Part {
+    float greatest;
+    float total;
+    float factor;
   };
 
   // What a token sees: positions before `sinks` end the first ones, those from `local` on are the last ones.
@@ -162,6 +179,7 @@ class KeyIndex {
           all_rows(heads * rows),
           lists(a.shared ? a.tokens : rows),
           blocks((a.length + kKeysTogether - 1) / kKeysTogether),
+          stretches((blocks + kStretch - 1) / kStretch),
           padded(blocks * kKeysTogether),
           stride(padded + 5 * kKeysTogether),
           together(std::min<std::int64_t>(heads, threads)) {}
@@ -171,6 +189,7 @@ class KeyIndex {
     std::int64_t all_rows;
     std::int64_t lists;  // of a key head
     std::int64_t blocks;
+    std::int64_t stretches;
     std::int64_t padded;    // positions
     std::int64_t stride;    // of rows; as a power of two it would map all rows to one set of a cache
     std::int64_t together;  // key heads whose scores are in memory at a time
@@ -195,7 +214,9 @@ class KeyIndex {
     std::int8_t* codes;
     Row* rows;
     Bounds* bounds;
-    float* estimates;
+    float* weights;  // (key heads together, blocks, rows, 16): written in order
+    Part* parts;     // (key heads together, rows, stretches)
+    float* maxima;   // (threads, rows, 16): of a stretch
     std::int32_t* scores;
 
     // Codes of the queries, and what each token sees.
@@ -209,11 +230,11 @@ class KeyIndex {
         const float scale = Codes::encode_query(numbers, layout, of_row);
         std::int32_t sum = 0;
         for (std::int64_t k = 0; k < layout.width; ++k) sum += of_row[k];
-        rows[row] = {.factor = scale * a.scale,
-                     .offset = layout.format == KeyFormat::kInt4 ? 8 * sum : sum,
-                     .batch = row / (a.key_heads * sizes.rows),
-                     .token = row % a.tokens,
-                     .inverse_total = 0.0f};
+        const std::int32_t offset = layout.format == KeyFormat::kInt4 ? 8 * sum : sum;
+        std::fill(rows[row].offsets, rows[row].offsets + kKeysTogether, offset);
+        rows[row].factor = scale * a.scale;
+        rows[row].batch = row / (a.key_heads * sizes.rows);
+        rows[row].token = row % a.tokens;
       }
       for (std::int64_t each = worker.index; each < a.batch * a.tokens; each += worker.count) {
         bounds[each] = bounds_of(each / a.tokens, each % a.tokens);
@@ -233,14 +254,18 @@ class KeyIndex {
     }
 
     void choose_for(std::int64_t head, std::int64_t count, const Worker& worker, std::int32_t* scratch) const {
-      const std::int64_t stretches = (sizes.blocks + kStretch - 1) / kStretch;
+      const std::int64_t stretches = sizes.stretches;
+      float* greatest = maxima + worker.index * sizes.rows * kKeysTogether;
       for (std::int64_t item = worker.index; item < count * stretches; item += worker.count) {
-        estimate(head, item / stretches, item % stretches * kStretch);
+        const std::int64_t place = item / stretches, stretch = item % stretches;
+        std::fill(greatest, greatest + (a.shared ? sizes.rows * kKeysTogether : 0), kUnseen);
+        estimate(head, place, stretch * kStretch, greatest);
+        if (a.shared) weigh(place, stretch, greatest);
       }
       worker.barrier.arrive_and_wait();
       if (a.shared) {
         for (std::int64_t item = worker.index; item < count * sizes.rows; item += worker.count) {
-          normalise(head * sizes.rows + item, estimates + item * sizes.stride);
+          normalise(parts + item * stretches);
         }
         worker.barrier.arrive_and_wait();
         for (std::int64_t item = worker.index; item < count * a.tokens * stretches; item += worker.count) {
@@ -253,56 +278,66 @@ class KeyIndex {
       }
     }
 
-    // Scores of one stretch of positions, of the `place`-th key head from `head` on, for all of its rows.
-    void estimate(std::int64_t head, std::int64_t place, std::int64_t begin) const {
+    // Scores of one stretch of positions, of the `place`-th key head from `head` on, for all of its rows. Where rows
+    // share a choice, these are estimates in the place of their weights, and raise `greatest` (rows, 16).
+    void estimate(std::int64_t head, std::int64_t place, std::int64_t begin, float* greatest) const {
+      const std::int64_t end = std::min(begin + kStretch, sizes.blocks);
+      std::int64_t block = begin;
+      for (; block + Dots::kMostBlocks <= end; block += Dots::kMostBlocks) {
+        estimate_blocks<Dots::kMostBlocks>(head, place, block, greatest);
+      }
+      for (; block < end; ++block) estimate_blocks<1>(head, place, block, greatest);
+    }
+
+    float* weights_of(std::int64_t place, std::int64_t block, std::int64_t row) const {
+      return weights + ((place * sizes.blocks + block) * sizes.rows + row) * kKeysTogether;
+    }
+
+    template <int kBlocks>
+    void estimate_blocks(std::int64_t head, std::int64_t place, std::int64_t first, float* greatest) const {
       const KeyLayout& layout = a.index.layout;
-      const std::int64_t first = (head + place) * a.index.capacity, end = std::min(begin + kStretch, sizes.blocks);
+      const std::int64_t at = (head + place) * a.index.capacity + first;
+      const std::uint8_t* keys = a.index.blocks + at * layout.block_bytes();
+      const weight_format::fp16* scales = a.index.scales + at * kKeysTogether;
       const std::int8_t* query = codes + (head + place) * sizes.rows * layout.padded();
-      for (std::int64_t block = begin; block < end; ++block) {
-        const std::uint8_t* keys = a.index.blocks + (first + block) * layout.block_bytes();
-        const weight_format::fp16* scales = a.index.scales + (first + block) * kKeysTogether;
-        by_rows(sizes.rows, [&]<int kCount>(std::int64_t row, Rows<kCount>) {
-          std::int32_t sums[kCount * kKeysTogether];
-          const std::int8_t* of_rows = query + row * layout.padded();
-          if (layout.format == KeyFormat::kInt4) {
-            Dots::template of_nibbles<kCount>(keys, layout.groups(), of_rows, layout.padded(), sums);
-          } else {
-            Dots::template of_bits<kCount>(keys, layout.groups(), of_rows, layout.padded(), sums);
-            for (std::int32_t& sum : sums) sum *= 2;
-          }
-          const Lanes scale = widened<Lanes>(scales);
+      by_rows(sizes.rows, [&]<int kCount>(std::int64_t row, Rows<kCount>) {
+        alignas(64) std::int32_t sums[kBlocks * kCount * kKeysTogether];
+        const std::int8_t* of_rows = query + row * layout.padded();
+        if (layout.format == KeyFormat::kInt4) {
+          Dots::template of_nibbles<kCount, kBlocks>(keys, layout.groups(), of_rows, layout.padded(), sums);
+        } else {
+          Dots::template of_bits<kCount, kBlocks>(keys, layout.groups(), of_rows, layout.padded(), sums);
+        }
+        const Row* of_tile = rows + (head + place) * sizes.rows + row;
+        for (int block = 0; block < kBlocks; ++block) {
+          const Lanes scale = widened<Lanes>(scales + block * kKeysTogether);
+          const std::int64_t position = (first + block) * kKeysTogether;
+          const bool all_seen = seen_by_all(position);
+#pragma GCC unroll 8
           for (int each = 0; each < kCount; ++each) {
-            const Row& of_row = rows[(head + place) * sizes.rows + row + each];
-            std::int32_t offsets[kKeysTogether];
-            std::fill(offsets, offsets + kKeysTogether, of_row.offset);
-            float found[kKeysTogether];
-            (Lanes::from_integers(sums + each * kKeysTogether, offsets) * scale * Lanes(of_row.factor)).store(found);
-            store(of_row, place * sizes.rows + row + each, block * kKeysTogether, found);
+            const Row& of_row = of_tile[each];
+            const std::int32_t* of_keys = sums + (block * kCount + each) * kKeysTogether;
+            const Lanes found = Lanes::from_integers(of_keys, of_row.offsets) * scale * Lanes(of_row.factor);
+            if (a.shared) {
+              float* to = weights_of(place, first + block, row + each);
+              found.store(to);
+              if (!all_seen) hide(of_row.batch, of_row.token, position, to, kUnseen);
+              float* of_greatest = greatest + (row + each) * kKeysTogether;
+              raised(Lanes::load(of_greatest), Lanes::load(to)).store(of_greatest);
+            } else {
+              std::int32_t* to = scores + (place * sizes.rows + row + each) * sizes.stride + position;
+              order(found, to);
+              if (!all_seen) hide(of_row.batch, of_row.token, position, to, kHidden);
+            }
           }
-        });
-      }
+        }
+      });
     }
 
-    [[gnu::always_inline]] void store(const Row& row, std::int64_t place, std::int64_t position,
-                                      const float* found) const {
-      if (a.shared) {
-        float* to = estimates + place * sizes.stride + position;
-        std::copy(found, found + kKeysTogether, to);
-        if (!seen_by_all(position)) hide(row.batch, row.token, position, to, kUnseen);
-      } else {
-        std::int32_t* to = scores + place * sizes.stride + position;
-        order(found, to);
-        if (!seen_by_all(position)) hide(row.batch, row.token, position, to, kHidden);
-      }
-    }
-
-    // Integers in the order of 16 scores; a NaN is greater than any number.
-    [[gnu::always_inline]] static void order(const float* from, std::int32_t* to) {
-      std::int32_t bits[kKeysTogether];
-      __builtin_memcpy(bits, from, sizeof bits);
-// A loop that is unrolled before it is vectorised stays scalar.
-#pragma GCC unroll 1
-      for (std::int64_t key = 0; key < kKeysTogether; ++key) to[key] = Top::ordered(bits[key]);
+    [[gnu::always_inline]] static void order(Lanes from, std::int32_t* to) {
+      float numbers[kKeysTogether];
+      from.store(numbers);
+      ScoreLanes<Isa>::order(numbers, to);
     }
 
     // Whether every token sees the 16 positions from `position` on.
@@ -323,43 +358,62 @@ class KeyIndex {
       }
     }
 
-    // Turns the estimates of a row into exp(estimate - greatest), and sums these. A NaN stays.
-    void normalise(std::int64_t row, float* found) const {
-      float greatest[kHalfPanel];
-      std::fill(greatest, greatest + kHalfPanel, kUnseen);
-      for (std::int64_t at = 0; at < sizes.padded; at += kHalfPanel) {
-        for (std::int64_t lane = 0; lane < kHalfPanel; ++lane) {
-          greatest[lane] = greatest[lane] < found[at + lane] ? found[at + lane] : greatest[lane];
+    // Turns the estimates of a stretch into exp(estimate - greatest), and sums these. A NaN stays.
+    void weigh(std::int64_t place, std::int64_t stretch, const float* greatest) const {
+      const std::int64_t begin = stretch * kStretch, end = std::min(begin + kStretch, sizes.blocks);
+      by_rows(sizes.rows, [&]<int kCount>(std::int64_t row, Rows<kCount>) {
+        Part* of_row[kCount];
+        Sum total[kCount];
+        for (int each = 0; each < kCount; ++each) {
+          const float* found = greatest + (row + each) * kKeysTogether;
+          of_row[each] = parts + (place * sizes.rows + row + each) * sizes.stretches + stretch;
+          of_row[each]->greatest = *std::max_element(found, found + kKeysTogether);
         }
+        for (std::int64_t block = begin; block < end; ++block) {
+          float* of_block = weights_of(place, block, row);
+#pragma GCC unroll 8
+          for (int each = 0; each < kCount; ++each) {
+            float* at = of_block + each * kKeysTogether;
+            const Lanes estimate = Lanes::load(at);
+            const Lanes weight = zero_up_to(0.5f * kUnseen, estimate, exp(estimate - Lanes(of_row[each]->greatest)));
+            total[each].value = total[each].value + zero_outside(0.5f * kUnseen, -kUnseen, estimate, weight);
+            weight.store(at);
+          }
+        }
+        for (int each = 0; each < kCount; ++each) of_row[each]->total = total[each].value.sum();
+      });
+    }
+
+    struct Sum {
+      Lanes value{0.0f};
+    };
+
+    // The factors of a row's stretches, of which the sums are added in their order.
+    void normalise(Part* of_row) const {
+      float greatest = kUnseen, total = 0.0f;
+      for (std::int64_t each = 0; each < sizes.stretches; ++each) greatest = std::max(greatest, of_row[each].greatest);
+      for (std::int64_t each = 0; each < sizes.stretches; ++each) {
+        of_row[each].factor = std::exp(of_row[each].greatest - greatest);
+        total += of_row[each].total * of_row[each].factor;
       }
-      const Lanes shift(*std::max_element(greatest, greatest + kHalfPanel));
-      Lanes total(0.0f);
-      for (std::int64_t at = 0; at < sizes.padded; at += kHalfPanel) {
-        const Lanes each = Lanes::load(found + at);
-        const Lanes weights = zero_up_to(0.5f * kUnseen, each, exp(each - shift));
-        total = total + zero_outside(0.5f * kUnseen, -kUnseen, each, weights);
-        weights.store(found + at);
-      }
-      const float sum = total.sum();
-      rows[row].inverse_total = sum > 0.0f ? 1.0f / sum : 1.0f;
+      const float inverse = total > 0.0f ? 1.0f / total : 1.0f;
+      for (std::int64_t each = 0; each < sizes.stretches; ++each) of_row[each].factor *= inverse;
     }
 
     // Scores of one stretch that the query heads of a key head share: the sum of their softmax.
     void add_heads(std::int64_t head, std::int64_t place, std::int64_t token, std::int64_t begin) const {
       const std::int64_t end = std::min(begin + kStretch, sizes.blocks);
-      const float* first = estimates + (place * sizes.rows + token) * sizes.stride;
-      const Row* of_token = rows + (head + place) * sizes.rows + token;
+      const Part* of_token = parts + (place * sizes.rows + token) * sizes.stretches + begin / kStretch;
       for (std::int64_t block = begin; block < end; ++block) {
         const std::int64_t position = block * kKeysTogether;
+        const float* of_block = weights_of(place, block, token);
         Lanes total(0.0f);
-        for (std::int64_t each = 0; each < a.group; ++each) {
-          const Lanes weights = Lanes::load(first + each * a.tokens * sizes.stride + position);
-          total = fused_multiply_add(weights, Lanes(of_token[each * a.tokens].inverse_total), total);
+        for (std::int64_t each = 0; each < sizes.rows; each += a.tokens) {
+          const Lanes weight = Lanes::load(of_block + each * kKeysTogether);
+          total = fused_multiply_add(weight, Lanes(of_token[each * sizes.stretches].factor), total);
         }
-        float sums[kKeysTogether];
-        total.store(sums);
         std::int32_t* to = scores + (place * a.tokens + token) * sizes.stride + position;
-        order(sums, to);
+        order(total, to);
         if (!seen_by_all(position)) hide((head + place) / a.key_heads, token, position, to, kHidden);
       }
     }

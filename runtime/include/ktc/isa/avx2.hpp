@@ -102,6 +102,10 @@ class Lanes {
     };
     return {of_bits(a.low_, b.low_), of_bits(a.high_, b.high_)};
   }
+  // `x` where it is greater than `held`; a NaN is not.
+  friend Lanes raised(Lanes held, Lanes x) {
+    return {_mm256_max_ps(x.low_, held.low_), _mm256_max_ps(x.high_, held.high_)};
+  }
   // In two steps: 2^n itself may be outside the range of fp32 where x * 2^n is not, and the reverse.
   friend Lanes times_power_of_two(Lanes x, Lanes n) {
     const Lanes half = rounded(n * Lanes(0.5f));

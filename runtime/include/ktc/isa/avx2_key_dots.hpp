@@ -12,8 +12,9 @@ namespace ktc::avx2 {
 
 struct KeyProducts {
   static constexpr int kMostRows = 4;
+  static constexpr int kMostBlocks = 1;
 
-  template <int kRows>
+  template <int kRows, int kBlocks>
   [[gnu::noinline]] static void of_nibbles(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
                                            std::int64_t stride, std::int32_t* sums) {
     const __m256i low_half = _mm256_set1_epi8(15);
@@ -29,7 +30,7 @@ struct KeyProducts {
     sum.store(sums);
   }
 
-  template <int kRows>
+  template <int kRows, int kBlocks>
   [[gnu::noinline]] static void of_bits(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
                                         std::int64_t stride, std::int32_t* sums) {
     const __m256i byte_of = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
@@ -42,7 +43,7 @@ struct KeyProducts {
         std::int32_t bits;
         __builtin_memcpy(&bits, codes + 4 * side, sizeof bits);
         const __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte_of), bit_of);
-        const __m256i set = _mm256_and_si256(_mm256_cmpeq_epi8(spread, bit_of), _mm256_set1_epi8(1));
+        const __m256i set = _mm256_and_si256(_mm256_cmpeq_epi8(spread, bit_of), _mm256_set1_epi8(2));
         sum.add(side, set, query, stride);
       }
     }

@@ -6,6 +6,7 @@
 #include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/isa/avx512_key_products.hpp"
 #include "ktc/key_dots.hpp"
+#include "ktc/top_positions.hpp"
 
 namespace ktc::avx512_bf16 {
 
@@ -21,5 +22,8 @@ namespace ktc {
 
 template <>
 struct KeyDots<avx512_bf16::Isa> : avx512::KeyProducts<avx512_bf16::AddBytes> {};
+
+template <>
+struct ScoreLanes<avx512_bf16::Isa> : avx512::ScoreLanes {};
 
 }  // namespace ktc

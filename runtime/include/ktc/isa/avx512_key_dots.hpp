@@ -6,6 +6,7 @@
 #include "ktc/isa/avx512.hpp"
 #include "ktc/isa/avx512_key_products.hpp"
 #include "ktc/key_dots.hpp"
+#include "ktc/top_positions.hpp"
 
 namespace ktc::avx512 {
 
@@ -22,5 +23,8 @@ namespace ktc {
 
 template <>
 struct KeyDots<avx512::Isa> : avx512::KeyProducts<avx512::AddWords> {};
+
+template <>
+struct ScoreLanes<avx512::Isa> : avx512::ScoreLanes {};
 
 }  // namespace ktc

@@ -3,74 +3,128 @@
 
 #include <immintrin.h>
 
+#include <bit>
 #include <cstdint>
 
 #include "ktc/key_dots.hpp"
+#include "ktc/shape.hpp"
 
 namespace ktc::avx512 {
+
+struct ScoreLanes {
+  [[gnu::always_inline]] static void order(const float* scores, std::int32_t* ordered) {
+    const __m512 each = _mm512_loadu_ps(scores);
+    const __m512i bits = _mm512_castps_si512(each), greatest = _mm512_set1_epi32(0x7fffffff);
+    const __m512i order = _mm512_xor_si512(bits, _mm512_and_si512(_mm512_srai_epi32(bits, 31), greatest));
+    const __mmask16 invalid = _mm512_cmp_ps_mask(each, each, _CMP_UNORD_Q);
+    _mm512_storeu_si512(ordered, _mm512_mask_mov_epi32(order, invalid, greatest));
+  }
+
+  // By compression of registers, without a branch: one of three vectors has such a score.
+  [[gnu::always_inline]] static std::int64_t append(const std::int32_t* scores, std::int32_t bound, std::int64_t first,
+                                                    std::int32_t* positions, std::int32_t* reaching) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i each = _mm512_loadu_si512(scores);
+    const __mmask16 reach = _mm512_cmpge_epi32_mask(each, _mm512_set1_epi32(bound));
+    const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(first)));
+    _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(reach, at));
+    _mm512_storeu_si512(reaching, _mm512_maskz_compress_epi32(reach, each));
+    return std::popcount(static_cast<unsigned>(reach));
+  }
+};
 
 template <class Add>
 struct KeyProducts {
   static constexpr int kMostRows = 8;
+  static constexpr int kMostBlocks = 2;  // each number of a query is loaded once for both
+  static constexpr std::int64_t kAhead = 8192;
 
-  template <int kRows>
+  template <int kRows, int kBlocks>
   [[gnu::noinline]] static void of_nibbles(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
                                            std::int64_t stride, std::int32_t* sums) {
-    constexpr std::int64_t kAhead = 4096;
     const __m512i low_half = _mm512_set1_epi8(15);
-    // Two sums of few rows, since the next addition to one waits for the last.
-    constexpr int kChains = kRows <= 4 ? 2 : 1;
-    Sums<kRows, kChains> sum;
-    for (std::int64_t group = 0; group < groups; ++group, codes += 64, query += 8) {
-      __builtin_prefetch(codes + kAhead, 0, 0);
-      const __m512i both = _mm512_loadu_si512(codes);
-      sum.add(0, _mm512_and_si512(both, low_half), query, stride);
-      sum.add(kChains - 1, _mm512_and_si512(_mm512_srli_epi16(both, 4), low_half), query + 4, stride);
+    const std::int64_t of_block = groups * 64;
+    const std::uint8_t* ahead = codes + kAhead;  // blocks are neighbours, and fetched in their order
+    Sums<kRows, kBlocks> sum;
+    for (std::int64_t group = 0; group < groups; ++group, codes += 64, ahead += kBlocks * 64, query += 8) {
+      __m512i both[kBlocks], part[kBlocks];
+#pragma GCC unroll 2
+      for (int block = 0; block < kBlocks; ++block) {
+        __builtin_prefetch(ahead + block * 64, 0, 0);
+        both[block] = _mm512_loadu_si512(codes + block * of_block);
+        part[block] = _mm512_and_si512(both[block], low_half);
+      }
+      sum.add(0, part, query, stride);
+#pragma GCC unroll 2
+      for (int block = 0; block < kBlocks; ++block) {
+        part[block] = _mm512_and_si512(_mm512_srli_epi16(both[block], 4), low_half);
+      }
+      sum.add(1, part, query + 4, stride);
     }
     sum.store(sums);
   }
 
-  template <int kRows>
+  template <int kRows, int kBlocks>
   [[gnu::noinline]] static void of_bits(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
                                         std::int64_t stride, std::int32_t* sums) {
-    constexpr std::int64_t kAhead = 4096;
-    const __m512i one = _mm512_set1_epi8(1);
-    Sums<kRows, 1> sum;
+    const __m512i two = _mm512_set1_epi8(2);
+    const std::int64_t of_block = groups * 8;
+    const std::uint8_t* ahead = codes + kAhead;
+    Sums<kRows, kBlocks> sum;
     for (std::int64_t group = 0; group < groups; ++group, codes += 8, query += 4) {
-      if (group % 8 == 0) __builtin_prefetch(codes + kAhead, 0, 0);
-      std::uint64_t bits;
-      __builtin_memcpy(&bits, codes, sizeof bits);
-      sum.add(0, _mm512_maskz_mov_epi8(bits, one), query, stride);
+      if (group * kBlocks % 8 == 0) __builtin_prefetch(ahead + group * kBlocks * 8, 0, 0);
+      __m512i set[kBlocks];
+#pragma GCC unroll 2
+      for (int block = 0; block < kBlocks; ++block) {
+        std::uint64_t bits;
+        __builtin_memcpy(&bits, codes + block * of_block, sizeof bits);
+        set[block] = _mm512_maskz_mov_epi8(bits, two);
+      }
+      sum.add(0, set, query, stride);
     }
     sum.store(sums);
   }
 
  private:
-  template <int kRows, int kChains>
+  // Few rows of one block have two sums each, since the next addition to one waits for the last.
+  template <int kRows, int kBlocks>
   struct Sums {
-    __m512i of[kChains][kRows];
+    static constexpr int kChains = kRows * kBlocks <= 4 ? 2 : 1;
+    __m512i of[kChains][kBlocks][kRows];
 
     [[gnu::always_inline]] Sums() {
 #pragma GCC unroll 2
       for (auto& chain : of) {
+#pragma GCC unroll 2
+        for (auto& block : chain) {
 #pragma GCC unroll 8
-        for (__m512i& row : chain) row = _mm512_setzero_si512();
+          for (__m512i& row : block) row = _mm512_setzero_si512();
+        }
       }
     }
-    [[gnu::always_inline]] void add(int chain, __m512i codes, const std::int8_t* query, std::int64_t stride) {
+    [[gnu::always_inline]] void add(int turn, const __m512i (&codes)[kBlocks], const std::int8_t* query,
+                                    std::int64_t stride) {
+      auto& chain = of[turn % kChains];
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
         std::int32_t four;
         __builtin_memcpy(&four, query + row * stride, sizeof four);
-        of[chain][row] = Add::products(of[chain][row], codes, _mm512_set1_epi32(four));
+        const __m512i numbers = _mm512_set1_epi32(four);
+#pragma GCC unroll 2
+        for (int block = 0; block < kBlocks; ++block) {
+          chain[block][row] = Add::products(chain[block][row], codes[block], numbers);
+        }
       }
     }
     [[gnu::always_inline]] void store(std::int32_t* sums) const {
+#pragma GCC unroll 2
+      for (int block = 0; block < kBlocks; ++block) {
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row, sums += kKeysTogether) {
-        __m512i total = of[0][row];
-        if constexpr (kChains == 2) total = _mm512_add_epi32(total, of[1][row]);
-        _mm512_storeu_si512(sums, total);
+        for (int row = 0; row < kRows; ++row, sums += kKeysTogether) {
+          __m512i total = of[0][block][row];
+          if constexpr (kChains == 2) total = _mm512_add_epi32(total, of[1][block][row]);
+          _mm512_storeu_si512(sums, total);
+        }
       }
     }
   };

@@ -67,6 +67,8 @@ class Lanes {
   friend Lanes greater(Lanes a, Lanes b) {
     return Lanes(_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.v_), _mm512_castps_si512(b.v_))));
   }
+  // `x` where it is greater than `held`; a NaN is not.
+  friend Lanes raised(Lanes held, Lanes x) { return Lanes(_mm512_max_ps(x.v_, held.v_)); }
   friend Lanes times_power_of_two(Lanes x, Lanes n) { return Lanes(_mm512_scalef_ps(x.v_, n.v_)); }
   friend Lanes clamped(Lanes x, float low, float high) {
     // MAXPS and MINPS return their second operand when one is NaN, so x comes second.

@@ -81,6 +81,10 @@ class Lanes {
   friend Lanes greater(const Lanes& a, const Lanes& b) {
     return make([&](int lane) { return greater(a.values_[lane], b.values_[lane]); });
   }
+  // `x` where it is greater than `held`; a NaN is not.
+  friend Lanes raised(const Lanes& held, const Lanes& x) {
+    return make([&](int lane) { return x.values_[lane] > held.values_[lane] ? x.values_[lane] : held.values_[lane]; });
+  }
   // NaN passes.
   friend Lanes clamped(const Lanes& x, double low, double high) {
     return make([&](int lane) {
