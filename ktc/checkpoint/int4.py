@@ -1,0 +1,95 @@
+"""Symmetric INT4 with a scale per group of columns: the quantiser, its packing, and its gradient for training.
+
+In: matrices (rows, K) of bf16, fp16 or fp32; the columns of a group, or all of a row (-1). Out: codes from -7 to 7 and
+scales in the weights' dtype. A weight is its code times its scale, rounded once in that dtype, as compressed-tensors
+decompresses it: training with `fake_quantised` and inference from the packed codes see the same bits. The scale is
+rounded before the codes are chosen, so quantising again changes neither (`scale_first`). `slime` keeps scales in fp32
+for the codes and the product, as the trainer of that name does, for replication.
+Refused (`ValueError`): columns that groups do not divide, and values that are not finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ScaleMode = Literal["scale_first", "slime"]
+LARGEST: Final = 7
+_SMALLEST_SCALE: Final = 1e-5  # of a group of zeros
+_PER_WORD: Final = 8
+_SHIFTS: Final = torch.arange(_PER_WORD, dtype=torch.int32) * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """`codes` (rows, K) int8 in [-7, 7] and `scales` (rows, groups), of groups of `group` columns."""
+
+    codes: Tensor
+    scales: Tensor
+    group: int
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix (rows, K): products in the dtype of the scales, then rounded to `dtype`."""
+        rows, columns = self.codes.shape
+        grouped = self.codes.view(rows, -1, self.group).to(self.scales.dtype) * self.scales.unsqueeze(-1)
+        return grouped.view(rows, columns).to(dtype)
+
+
+def quantised(weight: Tensor, group: int, scale_mode: ScaleMode = "scale_first") -> Int4:
+    """Return codes and scales of a matrix. fp32 weights are rounded to bf16 first, `scale_first` alone."""
+    rows, columns = weight.shape
+    size = columns if group == -1 else group
+    if size < 1 or columns % size:
+        raise ValueError(f"groups of {size} do not divide {columns} columns")
+    stored = torch.bfloat16 if weight.dtype == torch.float32 and scale_mode == "scale_first" else weight.dtype
+    values = weight.detach().to(stored).float().view(rows, -1, size)
+    greatest = values.abs().amax(-1)
+    if not bool(torch.isfinite(greatest).all()):
+        raise ValueError("a weight is not finite")
+    scales = (greatest / LARGEST).clamp(min=_SMALLEST_SCALE)
+    if scale_mode == "scale_first":
+        scales = scales.to(stored)
+    codes = torch.round(values / scales.float().unsqueeze(-1)).clamp(-LARGEST, LARGEST)
+    return Int4(codes.to(torch.int8).view(rows, columns), scales, size)
+
+
+def fake_quantised(weight: Tensor, group: int, scale_mode: ScaleMode = "scale_first") -> Tensor:
+    """Return the weight that INT4 stores, in the dtype of `weight`. Its gradient passes to `weight` unchanged."""
+    found: Any = _StraightThrough.apply(weight, group, scale_mode)
+    return found
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Straight-through estimator: y = quantised(w), dL/dw = dL/dy (Bengio et al., arXiv:1308.3432)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: int, scale_mode: ScaleMode) -> Tensor:
+        return quantised(weight, group, scale_mode).weight(weight.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None, None
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Return codes (rows, K) as int32 words (rows, ceil(K / 8)), the first of eight in the lowest four bits.
+
+    Codes are stored plus 8; a last word that is not full ends with zeros. This is `pack-quantized` of
+    compressed-tensors.
+    """
+    rows, columns = codes.shape
+    words = -(-columns // _PER_WORD)
+    nibbles = torch.zeros(rows, words * _PER_WORD, dtype=torch.int32, device=codes.device)
+    nibbles[:, :columns] = codes.to(torch.int32) + 8
+    return (nibbles.view(rows, words, _PER_WORD) << _SHIFTS.to(codes.device)).sum(-1, dtype=torch.int32)
+
+
+def unpacked(words: Tensor, columns: int) -> Tensor:
+    """Return the codes (rows, columns), int8, of packed words."""
+    nibbles = (words.unsqueeze(-1) >> _SHIFTS.to(words.device)) & 0xF
+    return (nibbles - 8).to(torch.int8).flatten(1)[:, :columns]
