@@ -76,7 +76,7 @@ def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progres
         writer = _Writer(index, additions, factors, reader, progress or (lambda done, total: None))
         for file in index.files:
             writer.write(file, beside / file)
-        _copy_others(base.folder, beside)
+        copy_others(base.folder, beside)
     return Merged(out, len(additions), len(index.tensors), index.bytes)
 
 
@@ -280,8 +280,8 @@ def _changed(file: str) -> Diagnostic:
     return Diagnostic("I112", f"`{file}` was cut short while it was merged", hint=f"download or copy `{file}` again")
 
 
-def _copy_others(folder: Path, out: Path) -> None:
-    """Everything of the original but its weights: index, config, tokenizer, templates, licence."""
+def copy_others(folder: Path, out: Path) -> None:
+    """Copy everything of the original but its weights: index, config, tokenizer, templates, licence."""
     for path in sorted(folder.iterdir()):
         is_index = path.name == INDEX_FILE
         is_weights = path.suffix in _WEIGHTS or (path.name.endswith(".index.json") and not is_index)

@@ -11,7 +11,7 @@ Refused (`ValueError`): columns that groups do not divide, and values that are n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor
@@ -59,8 +59,7 @@ def quantised(weight: Tensor, group: int, scale_mode: ScaleMode = "scale_first")
 
 def fake_quantised(weight: Tensor, group: int, scale_mode: ScaleMode = "scale_first") -> Tensor:
     """Return the weight that INT4 stores, in the dtype of `weight`. Its gradient passes to `weight` unchanged."""
-    found: Any = _StraightThrough.apply(weight, group, scale_mode)
-    return found
+    return cast("Tensor", _StraightThrough.apply(weight, group, scale_mode))
 
 
 class _StraightThrough(torch.autograd.Function):

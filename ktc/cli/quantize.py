@@ -1,0 +1,50 @@
+"""`ktc quantize`: write a checkpoint in INT4.
+
+In: the options. Out: a bar on stderr, the counts and sizes, and with `--json` one object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ktc.cli.amounts import size
+from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
+
+SchemeName = Literal["int4-g32", "int4-g128", "int4-channel"]
+Modules = Literal["experts", "linears"]
+
+
+@in_session()
+def command(
+    session: Session,
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A checkpoint of bf16, fp16 or fp32, or a compiled model of it.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write: a complete checkpoint.")],
+    scheme: Annotated[
+        SchemeName, typer.Option(help="Symmetric INT4 with a scale for 32 or 128 columns, or for a row.")
+    ] = "int4-g32",
+    modules: Annotated[
+        Modules, typer.Option(help="Routed experts, or all linear layers but the head and routers too.")
+    ] = "experts",
+) -> None:
+    """Write MODEL in INT4 as compressed-tensors' pack-quantized, which transformers, vLLM and ktc load."""
+    session.require_versions()
+    from ktc.model.progress import progress_bar
+    from ktc.quantise.checkpoint import quantize
+    from ktc.quantise.scheme import SCHEMES
+
+    with progress_bar(f"quantising into {output.name}", session.quiet) as bar:
+        done = quantize(model, output, SCHEMES[scheme], modules, bar)
+    session.result({**asdict(done), "path": str(done.path)})
+    resumed = f", {done.resumed_files} files found finished" if done.resumed_files else ""
+    session.show(
+        f"{done.path}: {done.quantised} of {done.tensors} tensors in {scheme}, "
+        f"{size(done.bytes_before)} -> {size(done.bytes_after)}{resumed}"
+    )
+    session.show(f"next: ktc compile {done.path} moe-lora -o OUT")
