@@ -421,4 +421,8 @@ def _opened(path: Path, digest: str) -> _Module:
 @functools.cache
 def _engine(path: Path, digest: str, threads: int, nodes: tuple[NumaNode, ...], own: bool) -> Engine:
     functions = openmp.NONE if own else openmp.functions()
-    return _opened(path, digest).Engine(threads, [node.cpus for node in nodes], functions)
+    try:
+        return _opened(path, digest).Engine(threads, [node.cpus for node in nodes], functions)
+    except TypeError as error:  # of pybind11: it was built when engines had other arguments
+        message = f"the kernel library `{path}` was built by another version of ktc: its engine has other arguments"
+        raise InputRefused(Diagnostic("L412", message, hint="compile the model again")) from error
