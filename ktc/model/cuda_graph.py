@@ -134,10 +134,14 @@ class DecodeGraphs:
         return model(**inputs)
 
     def clear(self) -> None:
-        """Release the graphs and memories of all steps. Caches keep their content; the next step is captured again."""
+        """Release the graphs and memories of all steps, and log warnings again.
+
+        Caches keep their content; the next step is captured again.
+        """
         with self._busy:
             self._memories.clear()
             self._steps.clear()
+            self._told.clear()
             self._state = self._refusal = None
 
     def _unserved(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from kernel_layers import SPECS, built
 from places import CONFIGS
 
+from ktc.bench.generate import run as run_file
+from ktc.bench.generate.report import LeftOut, Row
 from ktc.bench.generate.run import experts_bytes
 from ktc.cli import app as cli
+from ktc.experts.backend import Offload
 from ktc.experts.module import FusedMoe
 
 Run = Callable[..., tuple[int, str, str]]
@@ -69,3 +74,29 @@ def test_a_step_reads_the_experts_that_even_choices_hit() -> None:
     packed = FusedMoe(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry))
     assert experts_bytes(packed, 1) == packed.packed_bytes * 2 / 8
     assert experts_bytes(packed, 2) == packed.packed_bytes * (1 - 0.75**2)
+
+
+def test_experts_that_stay_on_a_gpu_are_not_read_on_the_cpu() -> None:
+    resident = Offload((torch.device("cuda:0"),), 0, resident=True)
+    assert experts_bytes(FusedMoe(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry), offload=resident), 1) == 0
+
+
+def test_a_row_without_memory_says_so_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(impl: str, model: object, batch: int, context: int, *_: object) -> Row:
+        if context > 100:
+            raise torch.OutOfMemoryError
+        return Row("hf", batch, context, 5, 1.0, 1.0, 1.0, 1.0, 1.0, None, 0)
+
+    monkeypatch.setattr(run_file, "_row", row)
+    monkeypatch.setattr(run_file, "stock_model", lambda *_: None)
+    asked: Any = SimpleNamespace(batches=(1,), contexts=(999, 5), seed=0)
+    watch: Any = SimpleNamespace(told=lambda _: None, part=lambda _: None)
+    limits: Any = None
+    stack: Any = None
+    assert [type(each) for each in run_file._peer_rows(stack, asked, limits, watch)] == [LeftOut, Row]
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(run_file, "stock_model", full)
+    assert run_file._peer_rows(stack, asked, limits, watch) == [LeftOut("hf", "the GPU has no memory for its weights")]

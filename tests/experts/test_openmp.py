@@ -89,4 +89,5 @@ def test_a_library_from_before_these_threads_is_refused(monkeypatch: pytest.Monk
     library = KernelLibrary(tmp_path / "old.so", "0" * 64, (("experts", "bf16"),))
     with pytest.raises(InputRefused, match="L412") as refused:
         library.kernel("experts").engine(1)
-    assert "old.so" in str(refused.value) and "compile the model again" in str(refused.value)
+    (found,) = refused.value.diagnostics
+    assert "old.so" in found.message and found.hint == "compile the model again"

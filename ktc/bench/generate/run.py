@@ -1,7 +1,8 @@
 """`run`: from a request to a report. The model is compiled into a folder that is removed at the end.
 
 A step's time is from token to token of `generate` itself, choice of the token included; the GPU has finished then,
-since the choice reads its result. The steps in which graphs are captured do not count.
+since the choice reads its result. The first steps do not count: graphs are captured in them. Where the context outgrows
+its graph later (at 256, 512, 1,024 tokens and so on), the step with the new capture counts; the median leaves it out.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from torch import nn
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ktc import compiler, host
+from ktc.bench.finetune.device import peaks, reset_peaks
 from ktc.bench.generate.report import LeftOut, Report, Row
 from ktc.bench.generate.request import Impl, Request
 from ktc.bench.limits import Limits, Samples, build_library
 from ktc.bench.stack import Stack, stack_of
 from ktc.bench.stock import reason_against, stock_model
 from ktc.bench.watch import Watch
+from ktc.experts.cpu_backend import CpuKernel
 from ktc.experts.module import FusedMoe
 from ktc.model import cuda_graph
 from ktc.model.load import load
@@ -41,7 +44,7 @@ def run(request: Request, watch: Watch) -> Report:
 
     Raises InputRefused (U030) and what compiling and loading raise.
     """
-    seconds, rows, left_out = dict[str, float](), list[Row](), list[LeftOut]()
+    seconds, found = dict[str, float](), list[Row | LeftOut]()
     with tempfile.TemporaryDirectory(prefix="ktc-generate-") as name:
         folder = Path(name)
         stack = stack_of(request.model, request.layers, folder / "config")
@@ -51,26 +54,25 @@ def run(request: Request, watch: Watch) -> Report:
             model = _compiled(request, stack, folder / "generated_by_bench", watch, seconds)
             for impl in own:
                 if impl == "eager" and getattr(model, "decode_graphs", None) is None:
-                    left_out.append(LeftOut(impl, "the compiled model has no graphs: `ktc` is eager too"))
+                    found.append(LeftOut(impl, "the compiled model has no graphs: `ktc` is eager too"))
                     continue
-                rows += _rows(impl, model, request, limits, watch)
+                found += _rows(impl, model, request, limits, watch)
             del model
             gc.collect()
             torch.cuda.empty_cache()
         if "hf" in request.impls:
             if reason := reason_against(stack):
-                left_out.append(LeftOut("hf", reason))
+                found.append(LeftOut("hf", reason))
             else:
-                peer = stock_model(stack, "cuda:0", request.seed, watch.part("weights of the peer"))
-                rows += _rows("hf", peer, request, limits, watch)
+                found += _peer_rows(stack, request, limits, watch)
     return Report(
         machine=_machine(),
         request=asdict(request),
         layers=stack.layers,
         depth=stack.depth,
         seconds=seconds,
-        rows=tuple(rows),
-        left_out=tuple(left_out),
+        rows=tuple(each for each in found if isinstance(each, Row)),
+        left_out=tuple(each for each in found if isinstance(each, LeftOut)),
     )
 
 
@@ -85,12 +87,27 @@ def _compiled(request: Request, stack: Stack, out: Path, watch: Watch, seconds: 
     return model
 
 
-def _rows(impl: Impl, model: PreTrainedModel, request: Request, limits: Limits, watch: Watch) -> Iterator[Row]:
+def _peer_rows(stack: Stack, request: Request, limits: Limits, watch: Watch) -> list[Row | LeftOut]:
+    try:
+        peer = stock_model(stack, "cuda:0", request.seed, watch.part("weights of the peer"))
+    except torch.OutOfMemoryError:
+        return [LeftOut("hf", "the GPU has no memory for its weights")]
+    return list(_rows("hf", peer, request, limits, watch))
+
+
+def _rows(
+    impl: Impl, model: PreTrainedModel, request: Request, limits: Limits, watch: Watch
+) -> Iterator[Row | LeftOut]:  # fmt: skip
     for batch in request.batches:
         for context in request.contexts:
-            row = _row(impl, model, batch, context, request, limits, watch)
-            what = f"{impl}, batch {batch}, context {context}"
-            watch.told(f"{what}: {row.ms:.1f} ms, {row.tokens_per_second:.1f} token/s")
+            what = f"batch {batch}, context {context}"
+            try:
+                row = _row(impl, model, batch, context, request, limits, watch)
+            except torch.OutOfMemoryError:
+                watch.told(f"{impl}, {what}: out of GPU memory")
+                yield LeftOut(impl, f"{what}: out of GPU memory")
+                continue
+            watch.told(f"{impl}, {what}: {row.ms:.1f} ms, {row.tokens_per_second:.1f} token/s")
             yield row
 
 
@@ -103,6 +120,9 @@ def _row(
     samples, clock, told = Samples(), _Clock(), _Told()
     watch.progress(f"{impl}, batch {batch}, context {context}", 0, 1)  # not in each step, whose time it would take
     limits.measure(samples)
+    if (graphs := getattr(model, "decode_graphs", None)) is not None:
+        graphs.clear()  # each row has its own memory, and its own warnings
+    reset_peaks()
     logging.getLogger(cuda_graph.__name__).addHandler(told)
     try:
         clock.start()
@@ -133,16 +153,19 @@ def _row(
         prompt_seconds=clock.steps[0],
         read_gbps=read,
         experts_ms=1e-6 * on_cpu / read if on_cpu else None,
-        gpu_allocated=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        gpu_allocated=peaks()[0],
         told=told.text,
     )
 
 
 def experts_bytes(model: nn.Module, tokens: int) -> float:
-    """Return the bytes of experts that a step of this many tokens reads on the CPU, if choices are even."""
+    """Return the bytes of experts that a step of this many tokens reads on the CPU, if choices are even.
+
+    Layers whose experts stay on a GPU are not read there.
+    """
     total = 0.0
     for module in model.modules():
-        if isinstance(module, FusedMoe) and module.packed_bytes:
+        if isinstance(module, FusedMoe) and isinstance(module.backend(tokens, plain=True), CpuKernel):
             chosen = 1 - (1 - module.top_k / module.num_experts) ** tokens
             total += module.packed_bytes * chosen
     return total
