@@ -1,7 +1,7 @@
 """The layers of a measured model: all of its config, or the first of them in a config that is written for the run.
 
-In: MODEL and a number of layers. Out: a `Stack`. Refused (U030): a number of layers that the model has not, or that
-has no experts.
+In: MODEL and a number of layers. Out: a `Stack`. Refused (U030): more layers than the model has, and so few that none
+of them has experts. A model whose config shows no experts is left to the compiler.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stack:
 def stack_of(model: str, layers: int | None, folder: Path) -> Stack:
     """Return the first `layers` of MODEL, or all. Their config is written into `folder` unless it is MODEL's own.
 
-    Raises InputRefused (U030), and what opening a model raises.
+    Raises InputRefused: U030, and the codes of `open_model`.
     """
     source = open_model(model, fetch_weights=False)
     if source.folder is None:

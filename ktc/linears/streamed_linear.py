@@ -71,7 +71,7 @@ class StreamedLinear(nn.Linear):
         return out if bias is None else out + bias
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse (L449): a copy would train, or save, weights that it has not."""
+        """Refuse (L449): a copy would train, or save, weights that it does not have."""
         message = "a streamed linear layer cannot be copied: its weights are in host memory"
         hint = "leave it out of `modules_to_save`, or out of `place(stream = ...)`"
         raise InputRefused(Diagnostic("L449", message, hint=hint))

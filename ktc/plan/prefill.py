@@ -3,7 +3,7 @@
 `place(stream = D)` on them is the same for calls of any size. `auto` is every GPU of the host, each with a share.
 In: the claims, the program and the host. Out: for each experts module its devices, from how many tokens on, and the
 memory that weights pass through. `stay_resident` then marks the layers whose weights a device has room for.
-Refused: a GPU that the host has not, weights that are cut for several NUMA nodes.
+Refused: a GPU that the host does not have, weights that are cut for several NUMA nodes.
 """
 
 from __future__ import annotations
