@@ -7,18 +7,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from peft import LoraConfig
 
-from ktc import host
 from ktc.bench.finetune import hf, ours
 from ktc.bench.finetune.device import reset_peaks
 from ktc.bench.finetune.report import LeftOut, Report, Row, marked, whole_depth
 from ktc.bench.finetune.request import Request
+from ktc.bench.machine import machine
 from ktc.bench.stack import Stack, stack_of
 from ktc.bench.stock import reason_against
 from ktc.bench.watch import Watch
@@ -49,7 +47,7 @@ def run(request: Request, watch: Watch) -> Report:
             row if row.experts == "reference" else whole_depth(row, stack.depth, stack.times_whole) for row in rows
         )
     return Report(
-        machine=_machine(),
+        machine=machine("peft"),
         request=asdict(request),
         layers=stack.layers,
         depth=stack.depth,
@@ -78,15 +76,3 @@ def _timed(seconds: dict[str, float], name: str, call: Callable[[], T]) -> T:
     result = call()
     seconds[name] = time.perf_counter() - began
     return result
-
-
-def _machine() -> dict[str, str]:
-    here = host.detect()
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return {
-        "cpu": host.cpu_name(),
-        "cores": str(here.cores),
-        "isa": here.isas[0],
-        "gpus": ", ".join(gpus),
-        **{name: version(name) for name in ("torch", "transformers", "peft")},
-    }

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +26,7 @@ from ktc.bench.finetune.device import peaks, reset_peaks
 from ktc.bench.generate.report import LeftOut, Report, Row
 from ktc.bench.generate.request import Impl, Request
 from ktc.bench.limits import Limits, Samples, build_library
+from ktc.bench.machine import machine
 from ktc.bench.stack import Stack, stack_of
 from ktc.bench.stock import reason_against, stock_model
 from ktc.bench.watch import Watch
@@ -66,7 +66,7 @@ def run(request: Request, watch: Watch) -> Report:
             else:
                 found += _peer_rows(stack, request, limits, watch)
     return Report(
-        machine=_machine(),
+        machine=machine(),
         request=asdict(request),
         layers=stack.layers,
         depth=stack.depth,
@@ -196,15 +196,3 @@ class _Told(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = self.text or record.getMessage().partition("\n")[0]
-
-
-def _machine() -> dict[str, str]:
-    here = host.detect()
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return {
-        "cpu": host.cpu_name(),
-        "cores": str(here.cores),
-        "isa": here.isas[0],
-        "gpus": ", ".join(gpus),
-        **{name: version(name) for name in ("torch", "transformers")},
-    }
