@@ -17,7 +17,7 @@ class Band:
     """Memory (slots, heads, columns, width). Rows are the first slots, and their last token is in column `end` - 1."""
 
     def __init__(self, like: Tensor, room: int = ROOM) -> None:
-        """Make an empty band for rows such as `like` (heads, any length, width)."""
+        """Make an empty band for rows such as `like` (heads, any length, width), with `room` for further columns."""
         self._room, self.rows, self.left, self.end = room, 0, 0, 0
         self._memory = like.new_zeros((0, like.shape[0], 0, like.shape[2]))
 
@@ -44,7 +44,9 @@ class Band:
         slots = self._memory.shape[0]
         if self.rows == slots or length > self.end:
             grown = slots + slots // 4 + 1 if self.rows == slots else slots
-            self._relocate(grown, max(self.width, length))
+            # With room at the left as well: rows of growing lengths would move all others at every join.
+            width = max(self.width, length)
+            self._relocate(grown, width + max(width // 8, self._room // 4))
         self.left = min(self.left, self.end - length) if self.rows else self.end - length
         self._memory[self.rows].zero_()
         self._memory[self.rows, :, self.end - length : self.end] = row

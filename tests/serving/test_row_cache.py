@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ktc.serving.band import Band
 from ktc.serving.row_cache import CachedRow, LayerRow, RowCache
 
 WINDOW = 6
@@ -74,3 +75,22 @@ def test_an_empty_cache_holds_no_memory() -> None:
     assert (rows.cache.nbytes, rows.cache.columns) == (0, 0)
     rows.join(2)
     rows.step()
+
+
+def test_rows_of_growing_lengths_seldom_move_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that come in the order of their lengths would copy all rows at every join."""
+    moved, relocate = list[int](), Band._relocate
+
+    def counted(band: Band, slots: int, width: int) -> None:
+        moved.append(slots)
+        relocate(band, slots, width)
+
+    monkeypatch.setattr(Band, "_relocate", counted)
+    band, lengths = Band(torch.zeros(2, 1, 3), 256), range(20, 148, 2)
+    for length in lengths:
+        band.join(torch.full((2, length, 3), float(length)))
+    for at, length in enumerate(lengths):
+        assert torch.equal(band.row(at, length), torch.full((2, length, 3), float(length)))
+    assert bool(band.view().isfinite().all())
+    growths = len(set(moved))
+    assert len(moved) <= growths + 2, "few of them because a row was longer"
