@@ -130,6 +130,21 @@ def test_equal_scores_go_to_the_first_positions_and_hidden_ones_are_not_chosen(s
     assert found.counts.unique().tolist() == [5]
 
 
+def test_scores_of_a_wide_range_are_chosen_exactly(spec: SparseAttentionSpec) -> None:
+    """Scores of both signs over 40 powers of two: the k-th greatest one is found in several passes."""
+    query, heads = drawn(spec, (1, 4, 2, 1, 6000, 32, 0, 32))
+    powers = torch.linspace(-14, 12 if spec.dtype == "fp16" else 26, 6000)
+    powers = powers[torch.randperm(6000, generator=torch.Generator().manual_seed(6))]
+    heads = Heads((heads.keys.float() * powers.exp2()[:, None]).to(heads.keys.dtype), heads.values)
+    kernel = kernels(spec)[1]
+    index = indexed(heads, "int4", kernel)
+    visible = visible_positions(None, 1, 1, 6000, query.device)
+    for k in (7, 90, 1500, 4500):
+        sparsity = Sparsity(k, 4, 9, "int4", shared=False)
+        found = kernel.select(index, query, None, sparsity, 0.2)
+        assert_equal(found, choose(estimates(query, index.codes, "int4", 6000, 0.2), 2, visible, sparsity))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 def test_attention_over_the_chosen_is_the_reference(
