@@ -161,7 +161,7 @@ class StepMemory:
                 layer.cumulative_length = length
                 first = max(0, length - layer.sliding_window + 1)
             layer.keys, layer.values = (
-                _whole(cast("Tensor", kept), memory)[:, :, first:length]
+                _positions(cast("Tensor", kept), memory, first, length)
                 for kept, memory in zip((layer.keys, layer.values), pair, strict=True)
             )
 
@@ -191,16 +191,18 @@ def _alias(memory: Tensor) -> Tensor:
         return torch.from_dlpack(memory)
 
 
-def _whole(kept: Tensor, memory: Tensor) -> Tensor:
-    """Return all positions of the rows of which `kept` is a view."""
-    return kept.as_strided((kept.shape[0], *memory.shape[1:]), memory.stride(), 0)
+def _positions(kept: Tensor, memory: Tensor, first: int, end: int) -> Tensor:
+    """Return some positions of the rows of which `kept` is a view."""
+    (_, heads, _, width), strides = memory.shape, memory.stride()
+    return kept.as_strided((kept.shape[0], heads, end - first, width), strides, first * strides[2])
 
 
 def _is_view(kept: Tensor, memory: Tensor, length: int) -> bool:
     """Return whether `kept` is the last of the first `length` positions of a memory, from its first row on."""
     if kept.shape[0] > memory.shape[0] or kept.stride() != memory.stride():
         return False
-    return kept.data_ptr() == memory[:, :, length - kept.shape[-2] :].data_ptr()
+    first = length - kept.shape[-2]
+    return kept.data_ptr() == memory.data_ptr() + first * memory.stride(2) * memory.itemsize
 
 
 def _shares_storage(one: Tensor, other: Tensor) -> bool:
