@@ -198,11 +198,13 @@ class Engine:
             return None
 
     def _admitted(self) -> list[Request]:
-        """Take the first waiting request, and others to read beside it, where there is room."""
+        """Take the first waiting request, and others to read beside it, where there is room, of like lengths first."""
         with self._changed:
             waiting = [each for each in self._waiting if each.name not in self._cancelled]
+        first = len(waiting[0].tokens) if waiting else 0
         found, rests = list[Request](), list[int]()
-        for request in waiting[: 2 * self.limits.batch]:
+        others = sorted(waiting[1 : 2 * self.limits.batch], key=lambda each: abs(len(each.tokens) - first))
+        for request in [*waiting[:1], *others]:
             if self._has_room([*found, request]):
                 known = self._prefixes.length(request.adapter, request.tokens)
                 if not found or self._is_beside(found[0], request, [*rests, len(request.tokens) - known], known):

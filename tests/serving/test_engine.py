@@ -18,6 +18,7 @@ from ktc.attention.decoding import decoding
 from ktc.attention.latent_sizes import LatentSizes
 from ktc.attention.sparse import Sparse
 from ktc.attention.sparsity import Sparsity
+from ktc.serving import engine as engine_module
 from ktc.serving.batch import RowBatch
 from ktc.serving.decoder import Decoder
 from ktc.serving.engine import Engine
@@ -257,3 +258,23 @@ def test_sparse_attention_in_a_running_batch_chooses_as_alone(name: str, caplog:
     assert found == wanted
     assert wanted != [alone(stock, prompt, config, count) for prompt, count in zip(prompts, counts, strict=True)]
     assert "stays dense" not in caplog.text
+
+
+def test_prompts_of_like_lengths_are_read_side_by_side_and_the_first_is_among_them(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, make = list[list[str]](), engine_module.Reading
+
+    def recorded(decoder: Decoder, adapter: str, generations: Any, known: Any) -> Any:
+        read.append([each.request.name for each in generations])
+        return make(decoder, adapter, generations, known)
+
+    monkeypatch.setattr(engine_module, "Reading", recorded)
+    lengths = {"first": 20, "short": 14, "long": 40, "like": 21, "other": 19}
+    served = Served(model, Limits(prefill_chunk=64))
+    for name, length in lengths.items():
+        served.ask(name, range(5, 5 + length), 2, config_of(model))
+    with served:
+        for name, length in lengths.items():
+            assert served.answers.wait(name)[0] == alone(model, tuple(range(5, 5 + length)), config_of(model), 2)
+    assert read == [["first", "like", "other"], ["short"], ["long"]]
