@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import mmap
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal, NoReturn, cast
 
@@ -337,6 +339,14 @@ class PackedExperts:
         message = "a compiled model cannot be pickled: its experts are packed"
         hint = "save the adapter, and load the base from its compiled folder"
         raise InputRefused(Diagnostic("L435", message, hint=hint))
+
+
+def zeros_on_huge_pages(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return zeros in the dtype of `like`; on huge pages where they fill some, and on the CPU."""
+    size = math.prod(shape) * like.itemsize
+    if size < _HUGE_PAGE or like.device.type != "cpu":
+        return like.new_zeros(tuple(shape))
+    return huge_pages(size).view(like.dtype).view(*shape)
 
 
 def huge_pages(size: int) -> Tensor:

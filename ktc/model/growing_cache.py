@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ktc.attention.key_index import carried, length_of
+from ktc.experts.packed import zeros_on_huge_pages
 
 _ROOM: Final = 64  # tokens: the steps between two copies, and at most this many unused rows
 
@@ -80,7 +81,7 @@ class GrowingLayer(DynamicLayer):
         whole = length + new.shape[-2]
         room = cast("Tensor | None", vars(self).get(name))
         if room is None or room.shape[-2] < whole or not _begins(room, held, new):
-            room = new.new_empty((*new.shape[:-2], -(-whole // _ROOM) * _ROOM, new.shape[-1]))
+            room = zeros_on_huge_pages((*new.shape[:-2], -(-whole // _ROOM) * _ROOM, new.shape[-1]), new)
             if length:
                 room[..., :length, :] = held
             setattr(self, name, room)

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from ktc.experts.packed import zeros_on_huge_pages
 from ktc.model.growing_cache import GrowingLayer
 
 _WHOLE: Final = (DynamicLayer, GrowingLayer)
@@ -182,7 +183,7 @@ def capacity_for(positions: int) -> int:
 
 def _empty(kept: Tensor, rows: int, capacity: int) -> Tensor:
     # zeros: what a mask leaves out is still multiplied, by 0
-    return kept.new_zeros((rows, kept.shape[1], capacity, kept.shape[3]))
+    return zeros_on_huge_pages((rows, kept.shape[1], capacity, kept.shape[3]), kept)
 
 
 def _alias(memory: Tensor) -> Tensor:
