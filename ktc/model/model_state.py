@@ -24,6 +24,9 @@ from ktc.model.watch import HOOKS
 _OWN: Final = frozenset(vars(nn.Module()))  # tensors, children and hooks, which are compared otherwise
 # Modules whose hooks do nothing in a decoding step that returns logits alone, or what a replay does too.
 _IDLE: Final = ("ktc.", "transformers.")
+# Bytes of a tensor whose values are compared. A step reads larger ones where they are; of small ones, such as a
+# router's weights, it may have copies in another dtype.
+_MOST_CHECKED: Final = 1 << 22
 _PLAIN: Final = (bool, int, float, str, type(None))
 _CODE: Final[tuple[type, ...]] = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 
@@ -45,7 +48,7 @@ class ModelState:
         config, modules = getattr(model, "config", None), tuple(model.modules())
         found = (
             *((id(each), each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors),
-            *(_checksum(each) for each in tensors if each.device.type == "cpu"),
+            *(_checksum(each) for each in tensors if each.device.type == "cpu" and each.nbytes <= _MOST_CHECKED),
             _implementations(config),
             *(_facts(module) for module in modules),
             *(_methods(each) for each in dict.fromkeys(map(type, modules))),
