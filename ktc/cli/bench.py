@@ -19,6 +19,7 @@ from ktc.cli.bench_finetune import finetune_command
 from ktc.cli.bench_generate import generate_command
 from ktc.cli.bench_serve import serve_command
 from ktc.cli.bench_stream import stream_command
+from ktc.cli.options import ResultsFile
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -83,9 +84,7 @@ def moe_command(
         Path | None,
         typer.Option("--kt-python", metavar="PATH", help="The Python interpreter of kt-kernel's environment."),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
-    ] = None,
+    output: ResultsFile = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw a roofline: a .png or .svg file.")
     ] = None,

@@ -14,7 +14,7 @@ import typer
 
 from ktc.cli.bench_files import bar_of, require_writable
 from ktc.cli.compiling import settings_of
-from ktc.cli.options import Settings
+from ktc.cli.options import ResultsFile, RuleName, Settings
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -48,7 +48,7 @@ def decode_command(
             "--peer-python", metavar="PATH", help="The Python of llama.cpp's environment. Default: build/llama's."
         ),
     ] = None,
-    rule: Annotated[str, typer.Option("--rule", help="A rule file, or the name of a bundled one.")] = "moe-inference",
+    rule: RuleName = "moe-inference",
     settings: Settings = None,
     isa: Annotated[str, typer.Option("--isa", help="The instruction set of ktc's kernels. Default: the best.")] = "",
     threads: Annotated[
@@ -62,9 +62,7 @@ def decode_command(
         Path | None,
         typer.Option("--folder", metavar="DIR", help="Write the model there and keep it for the next run."),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
-    ] = None,
+    output: ResultsFile = None,
 ) -> None:
     """Measure decode steps and prompts of a GGUF model with random weights, beside peers on the same file."""
     session.require_versions()

@@ -16,7 +16,7 @@ import typer
 
 from ktc.cli.bench_files import require_distinct, require_writable
 from ktc.cli.compiling import settings_of
-from ktc.cli.options import Settings
+from ktc.cli.options import ConfigModel, ExpertsFormat, ResultsFile, RuleName, Settings
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -27,14 +27,10 @@ if TYPE_CHECKING:
 @in_session()
 def finetune_command(
     session: Session,
-    config: Annotated[
-        str, typer.Option("--config", metavar="MODEL", help="A model folder (config.json is enough) or a hub id.")
-    ],
-    rule: Annotated[str, typer.Option("--rule", help="A rule file, or the name of a bundled one.")] = "moe-lora",
+    config: ConfigModel,
+    rule: RuleName = "moe-lora",
     settings: Settings = None,
-    weight_format: Annotated[
-        str | None, typer.Option("--format", help="The experts' weight format: `--set format=FORMAT` of the rules.")
-    ] = None,
+    weight_format: ExpertsFormat = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Make random weights in memory instead of reading a checkpoint.")
     ] = False,
@@ -57,9 +53,7 @@ def finetune_command(
         str,
         typer.Option("--impl", metavar="NAME,...", help="ktc, and hf: stock Hugging Face and PEFT, all on one GPU."),
     ] = "ktc",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
-    ] = None,
+    output: ResultsFile = None,
     trace: Annotated[
         Path | None,
         typer.Option(

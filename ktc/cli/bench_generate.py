@@ -7,7 +7,6 @@ before anything is compiled.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +14,7 @@ import typer
 from ktc.cli.bench_files import require_writable
 from ktc.cli.bench_finetune import watching
 from ktc.cli.compiling import settings_of
-from ktc.cli.options import Settings
+from ktc.cli.options import ConfigModel, ExpertsFormat, ResultsFile, RuleName, Settings
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -23,14 +22,10 @@ from ktc.cli.session_options import in_session
 @in_session()
 def generate_command(
     session: Session,
-    config: Annotated[
-        str, typer.Option("--config", metavar="MODEL", help="A model folder (config.json is enough) or a hub id.")
-    ],
-    rule: Annotated[str, typer.Option("--rule", help="A rule file, or the name of a bundled one.")] = "mla-inference",
+    config: ConfigModel,
+    rule: RuleName = "mla-inference",
     settings: Settings = None,
-    weight_format: Annotated[
-        str | None, typer.Option("--format", help="The experts' weight format: `--set format=FORMAT` of the rules.")
-    ] = None,
+    weight_format: ExpertsFormat = None,
     layers: Annotated[int | None, typer.Option("--layers", min=1, help="Only the first N layers.")] = None,
     batches: Annotated[str, typer.Option("--batch", metavar="N,...", help="Numbers of sequences.")] = "1",
     contexts: Annotated[str, typer.Option("--context", metavar="N,...", help="Lengths of the prompts.")] = "64,4096",
@@ -43,9 +38,7 @@ def generate_command(
             help="ktc; eager: the same without CUDA graphs; hf: stock Hugging Face, all on one GPU.",
         ),
     ] = "ktc",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
-    ] = None,
+    output: ResultsFile = None,
 ) -> None:
     """Generate with a model of real sizes and random weights, and show token/s and the limit of the experts."""
     session.require_versions()

@@ -7,13 +7,12 @@ the figures are shown.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ktc.cli.bench_files import require_writable
-from ktc.cli.options import CompiledModel
+from ktc.cli.options import CompiledModel, ResultsFile
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -41,9 +40,7 @@ def serve_command(
     cancelled: Annotated[
         float, typer.Option("--cancelled", min=0, max=1, help="The share of streamed answers that clients end early.")
     ] = 0.1,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
-    ] = None,
+    output: ResultsFile = None,
 ) -> None:
     """Load a server of `ktc serve` with one client and then many, streaming or not, some of which cancel."""
     session.require_versions()

@@ -6,12 +6,12 @@ In: the options. Out: a table on stdout, JSON, and the file of `--output`. Witho
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ktc.cli.bench_files import bar_of, require_writable
+from ktc.cli.options import ResultsFile
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -39,9 +39,7 @@ def stream_command(
     weight_format: Annotated[str, typer.Option("--format", help="The experts' weight format.")] = "bf16",
     tokens: Annotated[str, typer.Option("--tokens", metavar="N,...", help="Numbers of tokens per call.")] = "2048,8192",
     rounds: Annotated[int, typer.Option("--rounds", min=0, help="Measured rounds; the median is reported.")] = 5,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
-    ] = None,
+    output: ResultsFile = None,
 ) -> None:
     """Measure one layer's experts streamed to a GPU: forward, backward, and the time that the bus alone needs."""
     session.require_versions()

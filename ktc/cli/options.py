@@ -23,6 +23,16 @@ Weights = Annotated[
     Path | None, typer.Option("--weights", help="The checkpoint's folder, if it was moved after the compilation.")
 ]
 Rules = Annotated[str, typer.Argument(help="A rule file, or the name of a bundled one (moe-lora).")]
+ResultsFile = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
+]
+RuleName = Annotated[str, typer.Option("--rule", help="A rule file, or the name of a bundled one.")]
+ConfigModel = Annotated[
+    str, typer.Option("--config", metavar="MODEL", help="A model folder (config.json is enough) or a hub id.")
+]
+ExpertsFormat = Annotated[
+    str | None, typer.Option("--format", help="The experts' weight format: `--set format=FORMAT` of the rules.")
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the rule file.")
 ]
