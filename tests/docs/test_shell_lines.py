@@ -122,6 +122,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.yaml").write_text("data: questions.jsonl\naccumulation: 2\n", encoding="utf-8")
     (folder / "my_rules.ktr").write_text('rule head {match linear at "lm_head" => keep(quant)}\n', encoding="utf-8")
     shutil.copy(TESTS / "kt_yaml" / "deepseek_v2.yaml", folder / "optimize.yaml")
+    shutil.copy(ROOT / "README.md", folder)
     shutil.copytree(CONFIGS / "deepseek-v2-lite", folder / "deepseek-v2-lite")
     _bash(
         "ktc compile tiny:deepseek_v2 moe-lora -o build/my_model\n"
