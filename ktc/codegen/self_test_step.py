@@ -68,7 +68,7 @@ def _computed(x: Tensor, y: Tensor, cache: Tensor, place: Tensor) -> tuple[Tenso
         normal, values, indices, chosen, groups, scores.gather(1, indices), held * seen[:, None],
         torch.view_as_real(turned * angles), torch.cat((x[:, 160:], -x[:, :160]), dim=-1),
         functional.linear(x, weight), functional.linear(x, weight[:40], y[0, :40]), x @ weight[:_WIDTH, :11],
-        torch.bmm(x.view(_ROWS, 9, 37), y.view(_ROWS, 37, 9)),
+        torch.bmm(x.view(_ROWS, 9, 37)[:, :5], y.view(_ROWS, 37, 9)),
         functional.embedding(indices, weight), cache.index_select(2, place), *_functions(x, y),
     )  # fmt: skip
 

@@ -99,7 +99,9 @@ class StoredLinear(nn.Linear):
 
         def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
             x_at, bias_at = map(address, reads)
-            return HostCall(native.call(engine, x_at, packed, bias_at, out.data_ptr(), *sizes), (self, *reads, out))
+            return HostCall(
+                native.call(engine, x_at, packed, bias_at, out.data_ptr(), *sizes), (self.packed, *reads, out)
+            )
 
         announce(bind, (x, bias), out)
         return out

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,12 +106,25 @@ class _Refusal:
     of_state: bool
 
 
+_ALL: Final[weakref.WeakSet[DecodeGraphs]] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """Give a child of a fork locks without a holder: a thread that it does not have may hold the old ones."""
+    for each in _ALL:
+        each._busy = threading.RLock()  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
 class DecodeGraphs:
     """The captured steps of one model. Copies of the model begin without any."""
 
     def __init__(self, means: Means | None = None) -> None:
         self._means = means or Means()
         self._busy = threading.RLock()
+        _ALL.add(self)
         self._memories: list[StepMemory] = []  # the last used last
         self._steps: dict[int, CapturedStep] = {}  # by the id of their memory
         self._state: ModelState | None = None

@@ -47,7 +47,7 @@ class ModelState:
         tensors = (*model.parameters(), *model.buffers())
         config, modules = getattr(model, "config", None), tuple(model.modules())
         found = (
-            *((id(each), each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors),
+            *map(_identity, tensors),
             *(_checksum(each) for each in tensors if each.device.type == "cpu" and each.nbytes <= _MOST_CHECKED),
             _implementations(config),
             *(_facts(module) for module in modules),
@@ -83,8 +83,13 @@ def _facts(module: nn.Module) -> tuple[object, ...]:
     own = [(name, value) for name, value in held.items() if name not in _OWN]
     plain = tuple((name, spelled) for name, value in own if (spelled := _spelled(value)))
     code = tuple((name, cast("object", value)) for name, value in own if isinstance(value, _CODE))
+    held_tensors = tuple((name, *_identity(value)) for name, value in own if type(value) is Tensor)
     configs = tuple((name, _implementations(value)) for name, value in own if isinstance(value, PreTrainedConfig))
-    return id(module), type(module), module.training, hooks, plain, code, configs
+    return id(module), type(module), module.training, hooks, plain, code, configs, held_tensors
+
+
+def _identity(tensor: Tensor) -> tuple[int, int, int]:
+    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _methods(module_class: type[nn.Module]) -> tuple[FunctionType, ...]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ktc.experts.kernel_library import Kernel, permitted_threads
 from ktc.model.cuda_graph import Compute, DecodeGraphs, Means
-from ktc.steps.program import record_program
+from ktc.steps.program import StepProgram, record_program
 
 log = logging.getLogger(__name__)
+_TOLERANCE: Final = 0.1  # of logits, relative: where a rounding sends a token to another expert they differ that much
 
 
 def native_steps(kernel: Kernel, threads: int) -> DecodeGraphs:
@@ -27,7 +28,13 @@ def native_steps(kernel: Kernel, threads: int) -> DecodeGraphs:
     def record(
         compute: Compute, device: torch.device, changing: Sequence[Tensor]
     ) -> tuple[Any, Callable[[], None]]:  # fmt: skip
-        output, program, (logits,) = record_program(compute, changing, kernel, threads, lambda out: (out.logits,))
+        try:
+            output, program, (logits,) = record_program(compute, changing, kernel, threads, lambda out: (out.logits,))
+            _require_same(compute, program, logits, changing[0])
+        except ValueError:
+            raise
+        except Exception as error:  # of code that was never recorded before: the step stays the model's own
+            raise ValueError(f"{type(error).__name__}: {error}") from error
         output.logits = logits
         if program.foreign:
             names = ", ".join(dict.fromkeys(program.foreign))
@@ -35,3 +42,20 @@ def native_steps(kernel: Kernel, threads: int) -> DecodeGraphs:
         return output, program.run
 
     return DecodeGraphs(Means(record, "cpu", None, rounded=False, code="L453", form="a program of its own"))
+
+
+def _require_same(compute: Compute, program: StepProgram, logits: Tensor, ids: Tensor) -> None:
+    """Compare the program with the model on other tokens than the recorded ones. Raises ValueError.
+
+    What this writes at the position of the step, the step itself writes again.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad():
+        recorded = ids.clone()
+        ids.copy_(torch.where(ids > 0, ids - 1, ids + 1))
+        try:
+            expected = compute().logits.double()
+            program.run()
+        finally:
+            ids.copy_(recorded)
+        if not float((logits.double() - expected).norm()) <= _TOLERANCE * float(expected.norm()):
+            raise ValueError("its program computes other logits for other tokens")

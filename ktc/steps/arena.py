@@ -40,6 +40,14 @@ class Arena:
             self._placed[id(tensor)] = values.as_strided(tensor.size(), tensor.stride(), first)
         return self._placed[id(tensor)]
 
+    def restore(self, tensor: Tensor) -> None:
+        """Give the place of a recorded tensor the bytes of its storage."""
+        offset = self._offsets.get(storage(tensor))
+        if offset is not None:
+            recorded = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            begin = self._start + offset
+            self._block[begin : begin + recorded.numel()] = recorded
+
 
 def _places(recording: Recording, kept: Sequence[Tensor]) -> tuple[dict[int, int], int]:
     """Return an offset for every storage of the step, and the bytes of all. Two may share bytes if one ends first."""

@@ -7,12 +7,14 @@ rounded once by every operation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from ktc.experts.kernel_library import Engine, NativeProgram, NativeStep, NativeView
 
@@ -21,6 +23,7 @@ TYPES: Final = {
     torch.float64: 6, torch.complex64: 7,
 }  # fmt: skip
 _FP32, _FP64, _INT64, _COMPLEX = TYPES[torch.float32], TYPES[torch.float64], TYPES[torch.int64], TYPES[torch.complex64]
+_MOST_ROWS: Final = 8  # of the smaller factor of a native product
 _NOTHING: Final = (0, _FP32, [1, 1, 1], [0, 0, 0])
 
 
@@ -32,19 +35,27 @@ class Builder:
     program: NativeProgram
     engine: Engine
     constants: list[Tensor] = field(default_factory=list[Tensor])
+    kept: list[object] = field(default_factory=list[object])
 
     def add(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]) -> bool:
         """Append an operation that writes `outs`. Return whether there is a native one."""
         lower = _LOWERED.get(name)
-        tensors = [each for each in (*args, *outs) if isinstance(each, Tensor)]
+        tensors = (each for each in tree_iter((args, outs)) if isinstance(each, Tensor))
         if lower is None or any(each.dtype not in TYPES for each in tensors):
             return False
-        return lower(self, outs, *args, **kwargs)
+        try:
+            return lower(self, outs, *args, **kwargs)
+        except (
+            TypeError,
+            IndexError,
+            ZeroDivisionError,
+        ):  # of arguments that a form does not have, tensors without dims
+            return False
 
     def pointwise(self, function: str, out: Tensor, *inputs: Any) -> bool:
         """Append out = function(inputs), where inputs are tensors that broadcast to `out`, or numbers."""
         computed = _computed(out, inputs)
-        if computed is None:
+        if computed is None or (len(inputs) > 1 and _rounds_first(function, inputs)):
             return False
         tensors = [self._tensor(each, computed).expand(out.shape) for each in inputs]
         if any(each.is_conj() or each.is_neg() for each in (out, *tensors)):
@@ -55,6 +66,8 @@ class Builder:
 
     def reduce(self, reduction: str, out: Tensor, input: Tensor, dim: int, *, keepdim: bool) -> bool:
         """Append a reduction of one dimension."""
+        if not input.dim():
+            return False
         last = input.movedim(dim, -1)
         target = out.movedim(dim, -1).squeeze(-1) if keepdim else out
         computed = _kind(out.dtype)
@@ -67,6 +80,8 @@ class Builder:
         """Append out = a b + bias of matrices, or of batches of them."""
         if not out.dtype.is_floating_point or not a.dtype == b.dtype == out.dtype:
             return False
+        if min(out.shape[-2:]) > _MOST_ROWS and out.dtype != torch.float64:
+            return False  # PyTorch's is faster
         made = [each if each.dim() == 3 else each.unsqueeze(0) for each in (out, a, b)]
         added = _NOTHING if bias is None else view(bias.expand(made[0].shape))
         whole, left, right = map(view, made)
@@ -126,14 +141,34 @@ def _kind(dtype: torch.dtype) -> int:
 def _computed(out: Tensor, inputs: Sequence[Any]) -> int | None:
     """Return the type that a function is computed in, None for a mixture of real and complex numbers."""
     tensors = [each for each in inputs if isinstance(each, Tensor)]
-    kinds = {_kind(each.dtype) for each in tensors if each.dim()}
+    kinds = {_kind(each.dtype) for each in tensors}
     if out.dtype != torch.bool:
         kinds.add(_kind(out.dtype))
-    if any(_kind(each.dtype) != _INT64 for each in tensors) or any(isinstance(each, float) for each in inputs):
-        kinds.add(_FP32)  # a number, or a tensor of one, is computed in the precision of the others
+    if any(isinstance(each, float) for each in inputs):
+        kinds.add(_FP32)  # a number is computed in the precision of the others
     if _COMPLEX in kinds:
         return _COMPLEX if not kinds & {_FP64, _INT64} and all(each.dtype.is_complex for each in tensors) else None
     return max(kinds, default=_INT64)  # int64, fp32 and fp64 ascend
+
+
+def _rounds_first(function: str, inputs: Sequence[Any]) -> bool:
+    """Return whether PyTorch rounds a tensor, or a number, to another dtype before it computes.
+
+    It multiplies 16-bit values with numbers in fp32, and rounds numbers for other functions.
+    """
+    if function == "where":
+        return False
+    common = functools.reduce(torch.promote_types, [torch.result_type(inputs[0], each) for each in inputs[1:]])
+    short = common in (torch.bfloat16, torch.float16)
+    if short and function != "multiply":
+        numbers = (each for each in inputs if isinstance(each, float | int))
+        if any(float(torch.tensor(number, dtype=common)) != number for number in numbers):
+            return True
+    dtypes = {each.dtype for each in inputs if isinstance(each, Tensor)}
+    return any(
+        torch.promote_types(dtype, common) != common or (short and dtype in (torch.int32, torch.int64))
+        for dtype in dtypes
+    )
 
 
 # The operators, by name without the overload ------------------------------------------------------------------------
@@ -170,7 +205,20 @@ def _filled(value: float) -> Lower:
     return lower
 
 
+def _comparison(name: str) -> Lower:
+    def lower(to: Builder, outs: Outs, a: Tensor, b: Any) -> bool:
+        common = torch.result_type(a, b)
+        if not isinstance(b, Tensor):  # PyTorch rounds a number to the dtype of the tensor
+            to.constants.append(torch.tensor(b, dtype=common))
+            b = to.constants[-1]
+        return a.dtype == b.dtype == common and to.pointwise(name, outs[0], a, b)
+
+    return lower
+
+
 def _power(to: Builder, outs: Outs, base: Any, exponent: Any) -> bool:
+    if not outs[0].is_floating_point():
+        return False
     special = {2: "square", 0.5: "square_root", -0.5: "reciprocal_root", -1: "reciprocal"}
     if not isinstance(exponent, Tensor) and exponent in special:
         return to.pointwise(special[exponent], outs[0], base)
@@ -225,6 +273,8 @@ def _reduced(name: str) -> Lower:
 
 
 def _softmax(to: Builder, outs: Outs, x: Tensor, dim: int, half_to_float: bool) -> bool:
+    if not x.dim():
+        return False
     computed = _kind(outs[0].dtype)
     to.program.softmax(to.kernel, view(outs[0].movedim(dim, -1)), view(x.movedim(dim, -1)), computed)
     return True
@@ -233,12 +283,16 @@ def _softmax(to: Builder, outs: Outs, x: Tensor, dim: int, half_to_float: bool) 
 def _top_k(
     to: Builder, outs: Outs, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> bool:  # fmt: skip
+    if not x.dim():
+        return False
     values, indices = (each.movedim(dim, -1) for each in outs)
     to.program.top_k(view(values), view(indices), view(x.movedim(dim, -1)), largest, sorted)
     return True
 
 
 def _gather(to: Builder, outs: Outs, x: Tensor, dim: int, index: Tensor, **_: Any) -> bool:
+    if index.dtype != torch.int64:
+        return False
     to.program.gather(view(outs[0]), view(x), view(index), dim % x.dim())
     return True
 
@@ -249,7 +303,7 @@ def _scatter(to: Builder, outs: Outs, target: Tensor, dim: int, index: Tensor, s
     if not isinstance(source, Tensor):
         to.constants.append(torch.tensor(source, dtype=target.dtype))
         source = to.constants[-1].expand(index.shape)
-    if source.dtype != target.dtype or source.shape != index.shape:
+    if source.dtype != target.dtype or source.shape != index.shape or index.dtype != torch.int64:
         return False
     to.program.scatter(view(outs[0]), view(index), view(source), dim % target.dim())
     return True
@@ -306,9 +360,11 @@ _PLAIN: Final = {
     "mul": "multiply", "minimum": "minimum", "maximum": "maximum", "neg": "negative", "abs": "absolute",
     "reciprocal": "reciprocal", "sqrt": "square_root", "rsqrt": "reciprocal_root", "exp": "exp", "log": "log",
     "sin": "sine", "cos": "cosine", "tanh": "tanh", "sigmoid": "sigmoid", "silu": "silu", "relu": "relu",
-    "eq": "equal", "ne": "unequal", "lt": "less", "le": "less_or_equal", "gt": "greater", "ge": "greater_or_equal",
     "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "exclusive_or",
     "where": "where",
+}  # fmt: skip
+_COMPARISONS: Final = {
+    "eq": "equal", "ne": "unequal", "lt": "less", "le": "less_or_equal", "gt": "greater", "ge": "greater_or_equal",
 }  # fmt: skip
 _SPECIAL: Final[dict[str, Lower]] = {
     "add": _sum_of("add"), "sub": _sum_of("subtract"), "div": _divide, "pow": _power, "clamp": _clamp,
@@ -325,6 +381,7 @@ _SPECIAL: Final[dict[str, Lower]] = {
 _IN_PLACE: Final = ("add", "sub", "mul", "div", "clamp", "masked_fill", "scatter", "pow", "neg", "exp", "sigmoid")
 _LOWERED: Final[dict[str, Lower]] = {
     **{name: _function(native) for name, native in _PLAIN.items()},
+    **{name: _comparison(native) for name, native in _COMPARISONS.items()},
     **_SPECIAL,
 }
 _LOWERED.update({f"{name}_": _LOWERED[name] for name in _IN_PLACE})

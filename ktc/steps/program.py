@@ -85,6 +85,7 @@ def _appended(operation: Operation, arena: Arena, builder: Builder) -> Stretch:
     begin = len(builder.program)
     if operation.call is not None:
         bound = _bound(operation, arena)
+        builder.kept.append(bound)
         builder.program.call(bound.native)
         return Stretch(_NATIVE, begin, len(builder.program))
     of: Any = operation.function
@@ -97,8 +98,7 @@ def _appended(operation: Operation, arena: Arena, builder: Builder) -> Stretch:
     name = str(of.__name__).partition(".")[0]
     if of.namespace == "aten" and builder.add(name, args, _without_defaults(kwargs), outs):
         return Stretch(_NATIVE, begin, len(builder.program))
-    if len(builder.program) != begin:
-        raise ValueError(f"`{operation.name}` has only a part of a native form")
+    begin = len(builder.program)  # what was appended before a part without a native form was met is never run
 
     def call() -> None:
         found = (each for each in tree_iter(of(*args, **kwargs)) if isinstance(each, Tensor))
@@ -145,8 +145,8 @@ def _compare(recording: Recording, arena: Arena, parts: Sequence[Stretch], nativ
     once = {place for place, count in writes.items() if count == 1}
     for operation, part in zip(recording.operations, parts, strict=True):
         for tensor in operation.reads:
-            if storage(tensor) in once and arena[tensor] is not tensor:
-                arena[tensor].copy_(tensor)
+            if storage(tensor) in once:
+                arena.restore(tensor)
         StepProgram(native, (part,), 0, ()).run()
         for tensor in operation.writes:
             if storage(tensor) in once and not close(arena[tensor], tensor):

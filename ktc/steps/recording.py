@@ -15,12 +15,16 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ktc.experts.kernel_calls import KernelCall, recorded
 
 _ALLOCATING: Final = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
+_SEEDED: Final = torch.Tag.nondeterministic_seeded
+# Operations that may write memory which outlives the step: repeated on the same values, they leave the same.
+_STORES: Final = frozenset({"index_copy_", "copy_", "fill_", "zero_"})
 _SIZED_BY_VALUES: Final = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -50,9 +54,10 @@ class Recording:
 def record(compute: Callable[[], Any], changing: Iterable[Tensor]) -> Recording:
     """Run `compute` without gradients and return what it did. `changing` are tensors with other values in each run."""
     recorder = _Recorder()
-    with torch.inference_mode(mode=False), torch.no_grad(), recorder, recorded(recorder.kernel):
+    with torch.inference_mode(mode=False), torch.no_grad(), _NoValues(), recorder, recorded(recorder.kernel):
         output = compute()
     outside = {storage(each) for each in changing}
+    outside |= {storage(each) for one in recorder.operations for each in one.writes} - recorder.allocated
     repeated = _repeated(recorder.operations, outside)
     for each in recorder.operations:
         if id(each) in repeated:
@@ -60,12 +65,22 @@ def record(compute: Callable[[], Any], changing: Iterable[Tensor]) -> Recording:
     _require_written(recorder.operations, repeated, recorder.allocated)
     operations = tuple(each for each in recorder.operations if id(each) in repeated)
     inner = {storage(tensor) for each in operations for tensor in each.writes} & recorder.allocated
-    return Recording(operations, frozenset(inner), tuple(recorder.held), output)
+    held = tuple(each for each in recorder.held if storage(each) not in inner)
+    return Recording(operations, frozenset(inner), held, output)
 
 
 def storage(tensor: Tensor) -> int:
     """Return what tensors that share memory have in common."""
     return tensor.untyped_storage().data_ptr()
+
+
+class _NoValues(TorchFunctionMode):
+    """Refuses what reads values into Python without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            raise ValueError(f"`{func.__name__}` reads values of a tensor into Python")
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -77,20 +92,24 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _SEEDED in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:
             raise ValueError(f"`{func}` draws random numbers")
+        changed = tuple(_changed(func, args, kwargs))
+        if _name(func) not in _STORES and any(storage(each) not in self.allocated for each in changed):
+            raise ValueError(f"`{func}` changes memory that outlives the step")
         before = len(self.operations)
         out = func(*args, **kwargs)
         if len(self.operations) > before:
             raise ValueError(f"`{func}` calls kernels of its own")
         reads, results = _tensors((args, kwargs)), _tensors(out)
+        if any(each.is_conj() or each.is_neg() for each in (*reads, *results)):
+            raise ValueError(f"`{func}` has a conjugated or negated view")
         self.held += [*reads, *results]
         known = {storage(tensor) for tensor in reads}
         new = [tensor for tensor in results if storage(tensor) not in known]
         self.allocated.update(storage(tensor) for tensor in new)
         if _name(func) in _ALLOCATING:
             return out
-        changed = tuple(_changed(func, args, kwargs))
         if new or changed or not results:
             self.operations.append(Operation(str(func), reads, (*new, *changed), func, tuple(args), dict(kwargs)))
         return out
@@ -107,6 +126,14 @@ def _tensors(tree: Any) -> tuple[Tensor, ...]:
 
 def _name(func: Any) -> str:
     return str(func.__name__).partition(".")[0]
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an argument of a call by its name, its default where the call has none, None where it has no such name."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    return None
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -110,6 +110,20 @@ def test_other_calls_are_the_models_own_and_told(
     assert "`output_hidden_states`" in told(caplog)
 
 
+def test_steps_whose_program_is_another_are_the_models_own(
+    compiled_for_inference: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ktc.steps.program import StepProgram
+
+    model = compiled_for_inference("olmoe")
+    wanted = generated(model).sequences
+    monkeypatch.setattr(model, "decode_graphs", copy.deepcopy(model.decode_graphs))
+    monkeypatch.setattr("ktc.model.native_step.StepProgram.run", lambda _: None, raising=True)
+    assert StepProgram.run is not None
+    assert torch.equal(generated(model).sequences, wanted)
+    assert "other tokens" in told(caplog) or "other values" in told(caplog)
+
+
 def test_an_adapter_is_part_of_the_state(
     compiled_for_inference: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,54 @@ def test_views_of_any_strides_are_read_and_written(kernel: Kernel) -> None:
     assert all(torch.equal(found, expected) for found, expected in zip(results, compute(), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
+def test_numbers_are_compared_in_the_dtype_of_the_tensor(kernel: Kernel, dtype: torch.dtype) -> None:
+    x, one = torch.tensor([0.1, -0.1, 0.3, 2.0]).to(dtype), torch.tensor(0.1)
+
+    def compute() -> tuple[Tensor, ...]:
+        return x > 0.1, x == 0.1, x >= 0.3, x <= -0.1, x != 2, x > one, x * one, x - 0.1, x * 3
+
+    program, results = programmed(kernel, compute, x, one)
+    x.copy_(torch.tensor([0.3, 0.1, 0.1, -0.1]).to(dtype))
+    one.fill_(0.3)
+    program.run()
+    assert all(torch.equal(found, expected) for found, expected in zip(results, compute(), strict=True))
+
+
+def test_values_that_a_step_repeats_are_read(kernel: Kernel) -> None:
+    x = torch.randn(2, 3)
+
+    def compute() -> tuple[Tensor, ...]:
+        wide = (x * 2)[:, None].expand(2, 4, 3)
+        return wide * 1.5, torch.cat((wide, wide), 1)
+
+    program, results = programmed(kernel, compute, x)
+    x.copy_(torch.randn(2, 3))
+    program.run()
+    assert all(torch.equal(found, expected) for found, expected in zip(results, compute(), strict=True))
+
+
+def test_products_of_many_rows_are_pytorchs(kernel: Kernel) -> None:
+    x, weight = torch.randn(9, 40), torch.randn(40, 50)
+    assert programmed(kernel, lambda: (x @ weight,), x)[0].foreign == ("aten.mm.default",)
+    assert not programmed(kernel, lambda: (x[:8] @ weight,), x)[0].foreign
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.softmax(x.sum(), dim=0), lambda x: x.sum().gather(0, torch.tensor(0)),
+        lambda x: torch.cat((x, torch.empty(0))), lambda x: x.gather(0, torch.tensor([1], dtype=torch.int32)),
+    ],
+)  # fmt: skip
+def test_what_a_native_form_does_not_take_is_pytorchs(kernel: Kernel, compute: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(4)
+    program, (result,) = programmed(kernel, lambda: (compute(x),), x)
+    x.copy_(torch.randn(4))
+    program.run()
+    assert close(result, compute(x))
+
+
 def test_an_index_out_of_range_is_an_error(kernel: Kernel) -> None:
     table, ids = torch.randn(4, 3), torch.tensor([1, 3])
     program, _ = programmed(kernel, lambda: (functional.embedding(ids, table),), ids)

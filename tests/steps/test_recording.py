@@ -46,12 +46,32 @@ def test_what_changes_a_changing_tensor_is_repeated() -> None:
         (lambda x: x.nonzero(), "depend on values"),
         (lambda x: x + torch.randn(4), "random"),
         (lambda x: x + torch.empty(4), "nothing|no recorded operation"),
+        (lambda x: x * x.tolist()[0], "into Python"),
+        (lambda x: x * float(x.numpy()[0]), "into Python"),
+        (lambda x: torch.view_as_complex(x.view(2, 2)).conj() * 2, "conjugated"),
     ],
 )
 def test_what_no_later_run_could_repeat_is_refused(compute: Callable[[Tensor], Any], reason: str) -> None:
     x = torch.randn(4)
     with pytest.raises(ValueError, match=reason):
         record(lambda: compute(x), [x])
+
+
+def test_memory_that_outlives_the_step_is_not_changed() -> None:
+    x, count = torch.randn(4), torch.zeros(1)
+    with pytest.raises(ValueError, match="outlives the step"):
+        record(lambda: x + count.add_(1), [x])
+    assert count == 0
+
+
+def test_what_is_stored_outside_is_stored_in_every_run() -> None:
+    x, held = torch.randn(4), torch.zeros(4)
+    assert names(lambda: x + held.copy_(torch.ones(4)), x) == ["copy_", "add"]
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    assert names(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q), q)
 
 
 def test_values_of_constants_may_decide() -> None:
