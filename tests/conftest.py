@@ -93,6 +93,19 @@ def compiled_twin(run_folder: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def inference_twin(run_folder: Path) -> Callable[[str], Path]:
+    """`inference_twin(family)` compiles a twin for inference on the CPU, once per run, and returns OUT."""
+    import ktc
+
+    def compile_once(family: str) -> Path:
+        out = run_folder / f"native_{family}"
+        with FileLock(out.with_suffix(".lock")):
+            return out if out.is_dir() else ktc.compile(f"tiny:{family}", "moe-inference", out)
+
+    return compile_once
+
+
+@pytest.fixture(scope="session")
 def adapter(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of `compiled` with a strong effect."""
     import torch

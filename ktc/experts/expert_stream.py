@@ -61,6 +61,13 @@ class ExpertStream:
         if isinstance(self._ring, _Resident):
             self._ring.send(self._source)
 
+    def renew(self, *, sent: bool) -> None:
+        """Forget pieces that were sent ahead; with `sent`, send resident ones again to where they are."""
+        if isinstance(self._ring, Ring):
+            self._ring.forget()
+        elif sent:
+            self._ring.renew(self._source)
+
     def copies(self, experts: Tensor) -> Matrices:
         """Return the matrices of resident experts (S,) int64, which may repeat: copies, made without waiting."""
         assert isinstance(self._ring, _Resident), "the weights are sent for each call"
@@ -102,6 +109,11 @@ class _Resident:
                 for held, piece in zip(self._pieces, source.pieces, strict=True):
                     held.copy_(piece)
 
+    def renew(self, source: StreamSource) -> None:
+        """Send the pieces again, if they were sent."""
+        for held, piece in zip(self._pieces, source.pieces, strict=False):
+            held.copy_(piece)
+
     def whole(self, source: StreamSource) -> Tensor:
         """Return all pieces as one."""
         self.send(source)
@@ -135,3 +147,9 @@ def expert_stream(
     if key not in streams:
         streams[key] = ExpertStream(experts, form, device, buffer, share, resident=resident)
     return streams[key]
+
+
+def renew_streams(experts: PackedExperts, *, sent: bool) -> None:
+    """Make all streams of a layer forget pieces sent ahead; with `sent`, renew their copies on devices."""
+    for stream in _made.get(experts, {}).values():
+        stream.renew(sent=sent)

@@ -22,6 +22,7 @@ from ktc.experts.backend import ExpertsBackend, Offload, choose
 from ktc.experts.cpu_backend import Activations
 from ktc.experts.form import ExpertPart, ExpertsForm, ExpertsSizes, parse_form
 from ktc.experts.kernel_library import Kernel
+from ktc.experts.load_state import LoadState
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.packed import Numa, PackedExperts
 from ktc.experts.stock_layout import stock_names
@@ -204,6 +205,19 @@ class FusedMoe(nn.Module):
     def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
         """Return the (expert, part) pairs that were never loaded, in order of expert."""
         return self.weights.missing()
+
+    @property
+    def state(self) -> LoadState:
+        """Whether the weights wait for a load."""
+        return self.weights.state
+
+    def restore(self, name: str) -> None:
+        """Await a load of all weights into the same memory. See `ExpertsWeights.restore`."""
+        self.weights.restore(name)
+
+    def process(self) -> None:
+        """Admit calls again. See `ExpertsWeights.process`."""
+        self.weights.process()
 
     def backend(self, tokens: int, *, plain: bool = False) -> ExpertsBackend:
         """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA."""

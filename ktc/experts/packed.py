@@ -173,13 +173,19 @@ class PackedExperts:
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._hold(torch.frombuffer(mapping, dtype=torch.uint8), mapped=True)
 
-    def _require_writable(self) -> None:
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the bytes are another's, and only read."""
+        return self._mapped
+
+    def require_writable(self) -> None:
+        """Raise `RuntimeError` for weights that are mapped read-only."""
         if self._mapped:
             raise RuntimeError("the experts are mapped read-only from a packed store")
 
     def load(self, expert: int, part: ExpertPart, values: Tensor) -> None:
         """Pack one part: gate and up are `(I, H)`, down is `(H, I)`, a bias is a row. Raises `ValueError` otherwise."""
-        self._require_writable()
+        self.require_writable()
         source = values.detach().cpu()
         if source.dtype not in _NAMES:
             source = source.float()
@@ -193,7 +199,7 @@ class PackedExperts:
 
         Raises `ValueError` if the kernel's weights are not codes, or for another shape, group or range.
         """
-        self._require_writable()
+        self.require_writable()
         codes, scales = codes.cpu().contiguous(), scales.cpu().float().contiguous()
         (rows, columns), groups = codes.shape, scales.shape[1]
         self._native.pack_codes(self._packed, expert, part, codes.data_ptr(), scales.data_ptr(), rows, columns, groups)
@@ -207,7 +213,7 @@ class PackedExperts:
 
         Raises `ValueError` where the part is not stored in blocks, or of another shape.
         """
-        self._require_writable()
+        self.require_writable()
         kind = self.blocks(part)
         if kind is None or blocks.dtype != torch.uint8 or blocks.dim() != 2:
             stored = f"`{part}` is stored in blocks of {kind}" if kind else f"`{part}` is not stored in blocks"

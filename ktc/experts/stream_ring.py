@@ -138,6 +138,14 @@ class Ring:
                 self._leave()
                 self._visitor = 0
 
+    def forget(self) -> None:
+        """Drop what was sent ahead, once it has arrived: its source is about to change."""
+        with self._turn:
+            self._copies.finish()
+            while self._ready:
+                self._give_up(self._ready.popleft())
+            self._plans.clear()
+
     def figures(self) -> StreamFigures:
         """Return the sums since the ring was made. Waits for the device."""
         self._copies.finish()

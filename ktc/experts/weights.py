@@ -2,6 +2,7 @@
 
 In: one part of one expert at a time, as values, codes or GGUF blocks, or the packed bytes of all experts at once.
 Out: what backends read, and which parts were never loaded.
+`restore` and `process` are the ends of a load into the same memory (`load_state.py`).
 Refused (`ValueError`): a part that the form lacks, another shape, packed bytes or codes without a kernel.
 """
 
@@ -14,9 +15,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ktc.experts.expert_stream import renew_streams
 from ktc.experts.form import ExpertPart, ExpertsForm, ExpertsSizes
+from ktc.experts.load_state import Loads, LoadState
 from ktc.experts.packed import PackedExperts
 from ktc.experts.stock_layout import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy as many bytes, without the lock of the interpreter."""
+    torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
 
 
 class ExpertsWeights:
@@ -31,7 +39,8 @@ class ExpertsWeights:
     ) -> None:
         self.form, self.sizes, self.dtype, self.packed = form, sizes, dtype, packed
         self.stock: dict[StockTensor, nn.Parameter] = {name: self._stock_tensor(name) for name in stock_names(form)}
-        self._missing: set[tuple[int, ExpertPart]] = set(itertools.product(range(sizes.num_experts), parts_of(form)))
+        self._generation = 0
+        self._loads: Loads[tuple[int, ExpertPart]] = Loads(itertools.product(range(sizes.num_experts), parts_of(form)))
 
     def _stock_tensor(self, name: StockTensor) -> nn.Parameter:
         shape = stock_shape(self.form, name, *self.sizes[:3])
@@ -45,18 +54,51 @@ class ExpertsWeights:
         """Hold the stock tensors in another float dtype, as new tensors: copies of the layer share the old ones."""
         for name, tensor in self.stock.items():
             self.stock[name] = nn.Parameter(tensor.detach().to(dtype), requires_grad=False)
-        self.dtype = dtype
+        self.dtype, self._loads = dtype, self._loads.separate()
+
+    @property
+    def state(self) -> LoadState:
+        """Whether the weights wait for a load."""
+        return self._loads.state
+
+    def restore(self, name: str) -> None:
+        """Await a load of all parts into the same memory. Raises `RuntimeError` for weights that are mapped read-only.
+
+        Until `process`, calls are refused (L460) with `name`, the module's.
+        """
+        if self.packed is not None:
+            self.packed.require_writable()
+            renew_streams(self.packed, sent=False)
+        self._loads.restore(name)
+
+    def process(self) -> None:
+        """Admit calls, with copies on GPUs renewed; nothing where that was done. Raises InputRefused (L460)."""
+        if not self._loads.process():
+            return
+        self._generation = self._loads.generation
+        if self.packed is not None:
+            renew_streams(self.packed, sent=True)
+
+    def copy_from(self, other: ExpertsWeights) -> None:
+        """Load all parts from weights of the same form, sizes and kernel."""
+        if self.packed is not None:
+            self.fill_packed(lambda target: copy_bytes(target, other.packed_storage))
+            return
+        for name, tensor in self.stock.items():
+            tensor.detach().copy_(other.stock[name])
+        self._loads.loaded_all()
 
     def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
         """Return the (expert, part) pairs that were never loaded, in order of expert."""
         parts = parts_of(self.form)
-        return tuple(sorted(self._missing, key=lambda pair: (pair[0], parts.index(pair[1]))))
+        return tuple(sorted(self._loads.missing, key=lambda pair: (pair[0], parts.index(pair[1]))))
 
     def require_loaded(self) -> None:
-        """Raise `RuntimeError` if a part was never loaded."""
-        if self._missing:
-            message = f"{len(self._missing)} expert weights were never loaded, the first is {self.missing()[0]}"
-            raise RuntimeError(message)
+        """Raise `RuntimeError` if a part was never loaded, InputRefused (L460) between `restore` and `process`."""
+        self._loads.require_processed(self._generation)
+        if self._loads.missing:
+            missing = self.missing()
+            raise RuntimeError(f"{len(missing)} expert weights were never loaded, the first is {missing[0]}")
 
     def load(self, expert: int, part: ExpertPart, tensor: Tensor) -> None:
         """Store one part in any float dtype. Raises `ValueError` for another shape, or a part that the form lacks."""
@@ -68,7 +110,7 @@ class ExpertsWeights:
             self.packed.load(expert, part, tensor)
         else:
             self._stock_part(expert, part).copy_(tensor.detach())
-        self._missing.discard((expert, part))
+        self._loads.loaded((expert, part))
 
     def takes_codes(self, part: ExpertPart, method: str, group: int) -> bool:
         """Return whether the kernel multiplies such codes of a part."""
@@ -81,7 +123,7 @@ class ExpertsWeights:
         """
         self._check(expert, part, codes)
         self._require_packed().load_codes(expert, part, codes, scales)
-        self._missing.discard((expert, part))
+        self._loads.loaded((expert, part))
 
     def takes_blocks(self, part: ExpertPart, type_name: str) -> bool:
         """Return whether the kernel multiplies a part in GGUF blocks of this type."""
@@ -93,7 +135,7 @@ class ExpertsWeights:
         Raises `ValueError` for another shape, or if the kernel takes no blocks.
         """
         self._require_packed().load_blocks(expert, part, blocks)
-        self._missing.discard((expert, part))
+        self._loads.loaded((expert, part))
 
     @property
     def packed_storage(self) -> memoryview:
@@ -106,12 +148,12 @@ class ExpertsWeights:
         filled = packed.to_fill()
         fill(memoryview(filled.numpy().data))
         packed.take(filled)
-        self._missing.clear()
+        self._loads.loaded_all()
 
     def take_packed(self, mapping: mmap.mmap) -> None:
         """Compute from a read-only mapping of bytes in the order of `packed_storage`."""
         self._require_packed().use_mapping(mapping)
-        self._missing.clear()
+        self._loads.loaded_all()
 
     def expert(self, expert: int, part: ExpertPart) -> Tensor:
         """Return a copy of one part, in the dtype it is computed in."""

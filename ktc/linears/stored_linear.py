@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.kernel_calls import HostCall, announce
 from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativePackedLinear, permitted_threads
+from ktc.experts.load_state import Loads
 from ktc.experts.packed import huge_pages
 from ktc.experts.tracing import never_traced
 from ktc.linears.absent_weight import AbsentWeight
@@ -34,6 +35,7 @@ class StoredLinear(nn.Linear):
     format: str
     threads: int
     packed: Tensor | None
+    loads: Loads[str]
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, kernel: Kernel, weight_format: str, threads: int) -> StoredLinear:
@@ -44,6 +46,7 @@ class StoredLinear(nn.Linear):
         made.__dict__["weight"] = AbsentWeight.of(shape, linear.weight.dtype, torch.device("cpu"))
         made.register_parameter("bias", linear.bias)
         made.kernel, made.format, made.packed = kernel, weight_format, None
+        made.loads = Loads(["weight"])
         made.threads = permitted_threads(threads)
         return made.train(linear.training)
 
@@ -56,12 +59,27 @@ class StoredLinear(nn.Linear):
     def load_blocks(self, blocks: Tensor) -> None:
         """Pack the whole weight: uint8 (out_features, bytes of a row), as the file stores it."""
         native, _ = _opened(self.kernel, 1)
-        packed = huge_pages(self.packed_bytes)
+        packed = huge_pages(self.packed_bytes) if self.packed is None else self.packed
         blocks = blocks.contiguous()
         if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[0] != self.out_features:
             raise ValueError(f"expected blocks of {self.out_features} rows, found {tuple(blocks.shape)}")
         native.pack(packed.data_ptr(), blocks.data_ptr(), *blocks.shape)
         self.packed = packed
+        self.loads.loaded("weight")
+
+    def copy_from(self, other: StoredLinear) -> None:
+        """Load the weight of a layer of the same sizes and format into the same memory."""
+        assert self.packed is not None and other.packed is not None, "both layers are loaded"
+        self.packed.copy_(other.packed)
+        self.loads.loaded("weight")
+
+    def restore(self, name: str) -> None:
+        """Await a load into the same memory. Until `process`, calls are refused (L460) with `name`, the module's."""
+        self.loads.restore(name)
+
+    def process(self) -> None:
+        """Admit calls again. Raises InputRefused (L460) without a load."""
+        self.loads.process()
 
     def dequantised(self) -> Tensor:
         """Return the weight (out_features, in_features), each value rounded to bf16."""
@@ -107,6 +125,7 @@ class StoredLinear(nn.Linear):
         return out
 
     def _held(self) -> int:
+        self.loads.require_processed(self.loads.generation)
         if self.packed is None:
             raise RuntimeError("the layer has no weight yet: `load_blocks` brings it")
         return self.packed.data_ptr()

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.load_state import Loads
 from ktc.experts.stream_ring import Ring, StreamSource, ring_of
 from ktc.experts.tracing import never_traced
 from ktc.linears.absent_weight import AbsentWeight
@@ -28,6 +29,7 @@ class StreamedLinear(nn.Linear):
 
     device: torch.device
     buffer: int
+    loads: Loads[str]
     source: StreamSource | None = None
     kept: Tensor | None = None
     _ring: Ring | None = None
@@ -39,6 +41,8 @@ class StreamedLinear(nn.Linear):
         made.weight = linear.weight
         made.register_parameter("bias", linear.bias)
         made.device, made.buffer = device, buffer
+        made.loads = Loads(["weight"])
+        made.loads.loaded_all()
         return made.train(linear.training)
 
     def begin(self) -> None:
@@ -55,6 +59,22 @@ class StreamedLinear(nn.Linear):
         if bias is not None:
             self.bias = nn.Parameter(bias.detach().to(self.device), requires_grad=False)
 
+    def copy_from(self, weight: Tensor) -> None:
+        """Load the weight (out_features, in_features) into the same memory, after `begin`."""
+        assert self.kept is not None, "`begin` comes first"
+        self.kept.copy_(weight)
+        self.loads.loaded_all()
+
+    def restore(self, name: str) -> None:
+        """Await a load into the same memory. Until `process`, calls are refused (L460) with `name`, the module's."""
+        if self._ring is not None:
+            self._ring.forget()
+        self.loads.restore(name)
+
+    def process(self) -> None:
+        """Admit calls again. Raises InputRefused (L460) without a load."""
+        self.loads.process()
+
     def forward(self, input: Tensor) -> Tensor:
         """Multiply on the device of the layer."""
         if self.source is None:
@@ -64,6 +84,7 @@ class StreamedLinear(nn.Linear):
     @never_traced
     def _streamed(self, input: Tensor) -> Tensor:
         assert self.kept is not None
+        self.loads.require_processed(self.loads.generation)
         x = input.to(self.device, self.kept.dtype)
         with torch.autocast(self.device.type, enabled=False):
             out = cast("Tensor", _Product.apply(x, self))

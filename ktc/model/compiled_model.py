@@ -23,6 +23,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.experts.module import FusedMoe
 from ktc.hf import remote_code
 from ktc.linears.stored_linear import StoredLinear
+from ktc.model import refresh
 from ktc.model.cuda_graph import CACHE, DecodeGraphs
 from ktc.model.growing_cache import growing
 from ktc.model.load_as import load_as
@@ -115,6 +116,33 @@ class CompiledModel:
             hint = "save the adapter, and load the base from its compiled folder"
             raise InputRefused(Diagnostic("L435", message, hint=hint))
         return super().__reduce_ex__(protocol)
+
+    def restore_weights(self) -> None:
+        """Let all weights await a load into the same memory; until `process_weights`, calls are refused (L460).
+
+        Addresses stay, captured steps are dropped. Raises InputRefused: L461 for a merged adapter or mapped experts.
+        """
+        refresh.restore(cast("PreTrainedModel", self))
+
+    def load_weights(self, checkpoint: str | Path) -> None:
+        """Read a checkpoint with the same config into the model's memory, one tensor at a time.
+
+        A fault leaves the model waiting for another load. Raises InputRefused: L460 without `restore_weights`, L405 for
+        another config, and what `ktc.load` raises.
+        """
+        refresh.load(cast("PreTrainedModel", self), Path(checkpoint))
+
+    def process_weights(self) -> None:
+        """Admit calls after a load; a second call does nothing. Raises InputRefused (L460) without a whole load."""
+        refresh.process(cast("PreTrainedModel", self))
+
+    def refresh(self, checkpoint: str | Path) -> None:
+        """Replace all weights by those of a checkpoint with the same config, or none of them.
+
+        All of them are read and checked in memory of their own first, as large as the model. Adapters stay attached.
+        Raises what `load_weights` and `restore_weights` raise, and HostLacks (L462) for memory.
+        """
+        refresh.Stage.for_model(cast("PreTrainedModel", self)).fill(Path(checkpoint)).apply()
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As the stock model counts, packed experts included."""

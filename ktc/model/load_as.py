@@ -13,7 +13,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +42,20 @@ from ktc.model.stock_facts import assumptions_of
 from ktc.model.watch import remember, watch
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFrom:
+    """The folder and the options of a load, for weights that replace the first ones."""
+
+    folder: Path
+    manifest: Manifest
+    library: KernelLibrary | None
+    reference: bool
+    allow_nonfinite: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadedFrom:
+        return self
 
 
 def load_as(
@@ -102,6 +116,7 @@ def load_as(
     entry = next((each.entry for each in manifest.kernels if each.spec["op"] == "step"), None)
     if entry is not None and library is not None and not reference:
         cast("Any", model).decode_graphs = native_steps(library.kernel(entry), threads)
+    cast("Any", model).loaded_from = LoadedFrom(folder, manifest, library, reference, allow_nonfinite)
     return _finished(model, folder, base, placement)
 
 

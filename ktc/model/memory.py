@@ -30,7 +30,7 @@ def check_bytes(model: nn.Module, manifest: Manifest, folder: Path, placement: M
     for device in sorted({*found, *planned} if planned else ()):
         held, wanted = found.get(device, 0), planned.get(device, 0)
         if abs(held - wanted) > max(ALLOWED * wanted, _SLACK):
-            message = f"the model's tensors take {_mib(held)} on `{device}`, its plan says {_mib(wanted)}"
+            message = f"the model's tensors take {in_gib(held)} on `{device}`, its plan says {in_gib(wanted)}"
             hint = f"compile it again: `{manifest.renewal(folder)}`; if that does not help, please report it"
             problems.append(Diagnostic("L413", message, hint=hint))
     if problems:
@@ -61,5 +61,6 @@ def _packs(module: nn.Module) -> bool:
     return isinstance(module, FusedMoe) and module.packed_bytes > 0
 
 
-def _mib(size: int) -> str:
+def in_gib(size: int) -> str:
+    """Return a number of bytes in GiB, or in MiB where it is less than one."""
     return f"{size / (1 << 30):,.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"

@@ -167,7 +167,11 @@ def _put(
         return
     device = device_of(source.target, placement)
     if expert is None and source.span is None:
-        assign(module, leaf, tensor.to(device, getattr(module, leaf).dtype).contiguous())
+        held = cast("Tensor", getattr(module, leaf))
+        if held.is_meta:
+            assign(module, leaf, tensor.to(device, held.dtype).contiguous())
+        else:
+            held.detach().copy_(tensor)
         return
     place = _materialised(module, leaf, device)
     place = place.view(source.viewed) if source.viewed else place
@@ -211,9 +215,10 @@ def assign(module: nn.Module, leaf: str, tensor: Tensor) -> None:
         setattr(module, leaf, tensor)
 
 
-def check_filled(model: nn.Module) -> None:
-    """Raise `InputRefused` (L408) with every tensor that is still without a value."""
-    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+def check_filled(model: nn.Module, *, persistent: bool = False) -> None:
+    """Raise `InputRefused` (L408) with every tensor, or every `persistent` one, that is still without a value."""
+    found: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    tensors = found.items() if persistent else [*model.named_parameters(), *model.named_buffers()]
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
     empty = [name for name, tensor in tensors if tensor.is_meta]
     for name, module in modules:

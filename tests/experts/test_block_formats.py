@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType
 from kernel_layers import CODE_ROWS, ISAS, Layer, built, error, random_layer, run, spec_of
 from lora_layers import adapt, assert_close, run_adapted
+from refresh_cycle import assert_cycle
 from torch import Tensor
 
 from ktc import host
@@ -81,6 +82,11 @@ def module_for(library: Library, spec: KernelSpec, layer: Layer, **options: obje
     sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
     kernel = library(spec).kernel(spec.entry)
     module = FusedMoe(*sizes, layer.form, kernel=kernel, **options)  # type: ignore[arg-type]
+    fill(module, spec, layer)
+    return module
+
+
+def fill(module: FusedMoe, spec: KernelSpec, layer: Layer) -> None:
     generator = torch.Generator().manual_seed(3)
     for expert, part, values in matrices(layer):
         weight_format = spec.format_of(part)
@@ -90,7 +96,6 @@ def module_for(library: Library, spec: KernelSpec, layer: Layer, **options: obje
         exact = dequantise_blocks(blocks, weight_format)
         rounded = weight_format == "fp16" and spec.isa not in WIDE_ROWS
         values.copy_(exact.bfloat16() if rounded else exact)
-    return module
 
 
 def matrices(layer: Layer) -> list[tuple[int, ExpertPart, Tensor]]:
@@ -169,6 +174,15 @@ def test_every_instruction_set_decodes_them_to_the_bit_in_fp32(isa: Isa, tmp_pat
 
 
 # What kernels make of them
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
+def test_blocks_are_replaced_where_they_are(library: Library, spec: KernelSpec) -> None:
+    layer = layer_for(spec, SHAPES["three tokens"])
+    module = module_for(library, spec, layer)
+    packed = module.weights.packed
+    assert packed is not None
+    assert_cycle(module, lambda: fill(module, spec, layer), lambda: run(module, layer)[0], packed.packed.data_ptr)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_layers import CODE_ROWS, ISAS, Layer, built, error, quick_or_slow, random_layer, run, spec_of
 from lora_layers import adapt, assert_close, run_adapted
+from refresh_cycle import assert_cycle
 from torch import Tensor
 
 from ktc import host
@@ -70,9 +71,13 @@ def matrices(layer: Layer) -> Iterator[tuple[int, ExpertPart, Tensor]]:
 def module_for(library: KernelLibrary, spec: KernelSpec, layer: Layer, **options: object) -> FusedMoe:
     sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
     module = FusedMoe(*sizes, layer.form, kernel=library.kernel(spec.entry), **options)  # type: ignore[arg-type]
+    fill(module, layer)
+    return module
+
+
+def fill(module: FusedMoe, layer: Layer) -> None:
     for expert, part, values in matrices(layer):
         module.load_expert(expert, part, values)
-    return module
 
 
 def expected_of(layer: Layer, spec: KernelSpec, module: FusedMoe) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,6 +98,14 @@ def expected_of(layer: Layer, spec: KernelSpec, module: FusedMoe) -> tuple[Tenso
         values.copy_(packed)
     out, d_x, d_weights = layer.expected()
     return (exact if fewest else out), d_x, d_weights
+
+
+def test_weights_are_replaced_where_they_are(library: KernelLibrary, spec: KernelSpec) -> None:
+    layer = layer_for(spec, SHAPES["three tokens"])
+    module = module_for(library, spec, layer)
+    packed = module.weights.packed
+    assert packed is not None
+    assert_cycle(module, lambda: fill(module, layer), lambda: run(module, layer)[0], packed.packed.data_ptr)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

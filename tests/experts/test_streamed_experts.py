@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernel_layers import EXACT, EXACT_FORMS, FORMS, ISAS, Load, built, error, quick_or_slow, random_layer, run, spec_of
 from lora_layers import adapt, run_adapted
+from refresh_cycle import assert_cycle
 
 from ktc.experts.backend import Offload
 from ktc.experts.block_reference import random_blocks
@@ -243,6 +244,30 @@ def test_two_gpus_share_the_experts(load: Load) -> None:
             assert error(ours.cpu(), theirs) <= limit
         results.append(found)
     assert all(torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True))
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_replaced_weights_are_sent_again(load: Load, resident: bool) -> None:
+    layer, other = (random_layer(70, 37, 8, 2, 3, seed=seed) for seed in (1, 2))
+    module, wanted = load(layer, spec_of(ISAS[0])), load(other, spec_of(ISAS[0]))
+    x, weights = layer.x.bfloat16(), layer.weights.float()
+    for each in (module, wanted):
+        each.offload = replace(CPU, min_tokens=1, resident=resident)
+    with torch.no_grad():
+        for _ in range(3):  # from the third time on, the next pass is foreseen and sent
+            before = module(x, layer.index, weights)
+        packed, experts = module.weights.packed, wanted.weights
+        assert packed is not None
+
+        def compute() -> torch.Tensor:
+            return module(x, layer.index, weights)
+
+        module.restore("other")
+        module.weights.copy_from(experts)
+        module.process()
+        assert torch.equal(compute(), wanted(x, layer.index, weights))
+        assert not torch.equal(compute(), before)
+        assert_cycle(module, lambda: module.weights.copy_from(experts), compute, packed.packed.data_ptr)
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[6]])

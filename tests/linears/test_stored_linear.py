@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_layers import built, error, quick_or_slow
 from peft import LoraConfig, inject_adapter_in_model
+from refresh_cycle import assert_cycle
 from torch import Tensor, nn
 
 from ktc import host
@@ -95,6 +96,16 @@ def test_a_bias_trains(input_trains: bool) -> None:
     made.zero_grad()
     made(vector).sum().backward()
     assert torch.equal(made.bias.grad, torch.ones_like(made.bias))
+
+
+@pytest.mark.parametrize("spec", EACH)
+def test_blocks_are_replaced_where_they_are(spec: PackedLinearSpec, request: pytest.FixtureRequest) -> None:
+    made, _ = layer(spec, 64, 2, slow=request.node.get_closest_marker("slow") is not None)
+    generator = torch.Generator().manual_seed(64)
+    stored = random_blocks(64, made.in_features, spec.weight_format, 0.05, generator)
+    x = torch.randn(3, made.in_features, generator=generator).bfloat16()
+    assert made.packed is not None
+    assert_cycle(made, lambda: made.load_blocks(stored), lambda: made(x), made.packed.data_ptr)
 
 
 def test_what_would_need_the_values_is_refused() -> None:

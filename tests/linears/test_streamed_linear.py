@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from refresh_cycle import assert_cycle
 from torch import nn
 
 from ktc.diagnostics import InputRefused
@@ -55,6 +56,21 @@ def test_peft_adapts_it_on_its_device_and_saves_no_weights_of_it(device: str) ->
     assert not any(name.endswith("base_layer.weight") for name in model.state_dict())
     with model.disable_adapter():
         torch.testing.assert_close(model(x), norm(stock(x.cpu()).to(device)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_weight_is_replaced_where_it_is_and_nothing_sent_ahead_is_used(device: str) -> None:
+    stock, layer = pair(device, bias=True)
+    x = torch.randn(3, 48, device=device)
+    for _ in range(3):
+        layer(x)  # from the third time on, the next pass is foreseen and sent
+    assert layer.kept is not None
+    other, at = torch.randn(33, 48), layer.kept.data_ptr
+    assert_cycle(layer, lambda: layer.copy_from(stock.weight), lambda: layer(x), at)
+    layer.restore("other")
+    layer.copy_from(other)
+    layer.process()
+    torch.testing.assert_close(layer(x).cpu(), x.cpu() @ other.T + stock.bias)
 
 
 def test_code_that_reads_its_weight_or_copies_it_is_refused() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 import ktc
@@ -20,13 +19,8 @@ FAMILIES = ("olmoe", "deepseek_v2", pytest.param("gpt_oss", marks=pytest.mark.sl
 
 
 @pytest.fixture(scope="module")
-def compiled_for_inference(run_folder: Path) -> Callable[[str], Any]:
-    def load(family: str) -> Any:
-        out = run_folder / f"native_{family}"
-        with FileLock(out.with_suffix(".lock")):
-            return ktc.load(out if out.is_dir() else ktc.compile(f"tiny:{family}", "moe-inference", out))
-
-    return load
+def compiled_for_inference(inference_twin: Callable[[str], Path]) -> Callable[[str], Any]:
+    return lambda family: ktc.load(inference_twin(family))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
