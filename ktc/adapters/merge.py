@@ -21,12 +21,13 @@ from torch import Tensor
 
 from ktc.adapters.adapter import read_adapter
 from ktc.adapters.base_model import BaseModel, find_base
-from ktc.adapters.factors import FactorReader, Factors, Placed, halves
+from ktc.adapters.factors import FactorReader, Placed
 from ktc.adapters.layouts import PlacedAdapter, place
+from ktc.adapters.merged_reader import Addition, MergedReader, as_rows
 from ktc.adapters.save import require_new
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.index import INDEX_FILE, CheckpointIndex, open_index
-from ktc.checkpoint.reader import TORCH_DTYPE, TensorReader
+from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.files import new_folder, refusing
 from ktc.hf.conversions import Place, Unmappable, placer
@@ -36,17 +37,6 @@ _FLOATS = ("bf16", "f16", "f32", "f64")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _COPIED = 1 << 24  # bytes that are copied at once
 _ADDED = 1 << 22  # weights that are added to at once: 16 MB as fp32
-_HELD = 3  # weights whose factors are held
-
-
-@dataclass(frozen=True, slots=True)
-class Addition:
-    """The addition to one stored tensor: factors of `placed`, of one `expert` or all, and of `part` of their rows."""
-
-    entry: TensorEntry
-    placed: Placed
-    expert: int | None
-    part: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +53,8 @@ def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progres
     """Write the original with `adapter` added to `out`; `model` is the original, if the adapter does not name it."""
     opened = read_adapter(adapter)
     base = find_base(opened, model)
-    index = _original(base)
+    index = open_index(base.folder)
+    _require_floats(base, index)
     placed = place(opened, base)
     additions = plan_additions(placed, index)
     require_new(out)
@@ -73,7 +64,8 @@ def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progres
         FactorReader(opened.weights) as factors,
         TensorReader(base.folder) as reader,
     ):
-        writer = _Writer(index, additions, factors, reader, progress or (lambda done, total: None))
+        merged = MergedReader(additions, factors, reader)
+        writer = _Writer(index, additions, merged, progress or (lambda done, total: None))
         for file in index.files:
             writer.write(file, beside / file)
         copy_others(base.folder, beside)
@@ -107,9 +99,8 @@ def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str
 # What cannot be merged
 
 
-def _original(base: BaseModel) -> CheckpointIndex:
-    """Return the checkpoint's headers. Raise `InputRefused` (A610) for quantised weights."""
-    index = open_index(base.folder)
+def _require_floats(base: BaseModel, index: CheckpointIndex) -> None:
+    """Raise `InputRefused` (A610) for quantised weights."""
     text = base.config.get_text_config()
     quantised = getattr(base.config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if quantised or index.gguf is not None:
@@ -117,7 +108,6 @@ def _original(base: BaseModel) -> CheckpointIndex:
         message = f"`{base.name}` is {kind}: an adapter merged into its weights would be rounded away"
         hint = "merge into the original of full precision, or use the adapter beside the model"
         raise InputRefused(Diagnostic("A610", message, hint=hint))
-    return index
 
 
 def _addition(entry: TensorEntry, spot: Place, placed: Placed) -> Addition | str:
@@ -189,13 +179,11 @@ class _Writer:
         self,
         index: CheckpointIndex,
         additions: Mapping[str, Addition],
-        factors: FactorReader,
-        reader: TensorReader,
+        merged: MergedReader,
         progress: Progress,
     ) -> None:
-        self._index, self._additions, self._factors, self._reader = index, additions, factors, reader
+        self._index, self._additions, self._merged = index, additions, merged
         self._progress, self._done = progress, 0
-        self._held: dict[str, Factors] = {}
 
     def write(self, file: str, path: Path) -> None:
         entries = sorted((e for e in self._index.tensors.values() if e.file == file), key=lambda e: e.begin)
@@ -205,7 +193,7 @@ class _Writer:
             out.write(source.read(length))
             for entry in entries:
                 if entry.name in self._additions:
-                    self._add(self._additions[entry.name], out)
+                    self._add(entry, out)
                 else:
                     source.seek(entry.begin)
                     _copy(source, out, entry.end - entry.begin)
@@ -214,57 +202,15 @@ class _Writer:
             if out.tell() != os.fstat(source.fileno()).st_size:
                 raise InputRefused(_changed(file))
 
-    def _add(self, addition: Addition, out: IO[bytes]) -> None:
-        """Write one tensor with its addition, a band of rows at a time."""
-        entry, factors = addition.entry, self._of(addition.placed)
-        columns = entry.shape[-1]
-        band = max(1, _ADDED // max(1, columns))
-        if len(entry.shape) == 2:
-            rows = _part(factors, addition)
-            for first in range(0, entry.shape[0], band):
-                run = slice(first, min(first + band, entry.shape[0]))
-                self._write_rows(entry, run, rows.delta(addition.expert, run), out)
-            return
-        per_expert = entry.shape[1]
-        flat = TensorEntry(
-            entry.name, entry.file, entry.dtype, (entry.shape[0] * per_expert, columns), entry.begin, entry.end
-        )
-        for expert in range(entry.shape[0]):
-            for first in range(0, per_expert, band):
-                run = slice(first, min(first + band, per_expert))
-                delta = _stack_rows(factors, expert, run)
-                place = slice(expert * per_expert + run.start, expert * per_expert + run.stop)
-                self._write_rows(flat, place, delta, out)
-
-    def _write_rows(self, entry: TensorEntry, rows: slice, delta: Tensor, out: IO[bytes]) -> None:
-        stored = self._reader.read(entry, rows)
-        summed = stored.to(torch.float64 if entry.dtype == "f64" else torch.float32).add_(delta)
-        data = summed.to(TORCH_DTYPE[entry.dtype]).contiguous()
-        out.write(data.view(torch.uint8).numpy().data)
-
-    def _of(self, placed: Placed) -> Factors:
-        """Return the factors of a weight; the last few are cached, because the tensors of experts alternate."""
-        name = placed.target.name
-        if name not in self._held:
-            while len(self._held) >= _HELD:
-                self._held.pop(next(iter(self._held)))
-            self._held[name] = self._factors.read(placed)
-        return self._held[name]
-
-
-def _part(factors: Factors, addition: Addition) -> Factors:
-    if not addition.part:
-        return factors
-    gate, up = halves(factors)
-    return Factors(factors.target, factors.a, gate if addition.part == "gate" else up, factors.scaling)
-
-
-def _stack_rows(factors: Factors, expert: int, run: slice) -> Tensor:
-    """Rows of what is added to one expert, as the stack stores them."""
-    if not factors.target.transposed:
-        return factors.delta(expert, run)
-    a, b = factors.a[expert].float(), factors.b[expert].float()
-    return (b @ a[:, run]).t() * factors.scaling
+    def _add(self, entry: TensorEntry, out: IO[bytes]) -> None:
+        """Write one tensor with its addition, a band of rows at a time; stacked matrices one after the other."""
+        rows = as_rows(entry)
+        band = max(1, _ADDED // max(1, rows.shape[1]))
+        per_matrix = entry.shape[-2]
+        for matrix in range(rows.shape[0] // per_matrix):
+            for first in range(0, per_matrix, band):
+                run = slice(matrix * per_matrix + first, matrix * per_matrix + min(first + band, per_matrix))
+                out.write(self._merged.read(rows, run).view(torch.uint8).numpy().data)
 
 
 def _copy(source: IO[bytes], out: IO[bytes], size: int) -> None:

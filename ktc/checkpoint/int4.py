@@ -83,9 +83,10 @@ def packed(codes: Tensor) -> Tensor:
     """
     rows, columns = codes.shape
     words = -(-columns // _PER_WORD)
-    nibbles = torch.zeros(rows, words * _PER_WORD, dtype=torch.int32, device=codes.device)
-    nibbles[:, :columns] = codes.to(torch.int32) + 8
-    return (nibbles.view(rows, words, _PER_WORD) << _SHIFTS.to(codes.device)).sum(-1, dtype=torch.int32)
+    nibbles = torch.zeros(rows, words * _PER_WORD, dtype=torch.uint8, device=codes.device)
+    nibbles[:, :columns] = codes.view(torch.uint8) + 8  # wraps: -8 to 7 are 0 to 15
+    low, high = nibbles.view(rows, -1, 2).unbind(-1)
+    return (low | high << 4).view(torch.int32)  # little-endian: the first byte has the first two codes
 
 
 def unpacked(words: Tensor, columns: int) -> Tensor:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ TORCH_DTYPE: Mapping[str, torch.dtype] = {
     "bool": torch.bool,
 }
 _LARGEST_READ = 1 << 30  # Linux moves at most 2 GiB in one call
+
+
+class RowReader(Protocol):
+    """A reader of rows of a checkpoint's tensors: as stored, dequantised, or with an adapter added."""
+
+    def read(self, entry: TensorEntry, rows: slice | None = None) -> Tensor:
+        """Return the tensor, or the `rows` of its first dimension (no step), in the dtype of `entry`."""
+        ...
 
 
 class TensorReader:

@@ -119,6 +119,39 @@ def _dequantised(
     return out.view(quantised.shape) if expert is None else out[0]
 
 
+def read_rows(
+    reader: TensorReader, index: CheckpointIndex, codes: TensorEntry, quantised: Quantised, run: slice,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return the weights (rows of `run`, columns), rounded to `dtype` once; stacked matrices are one after the other.
+
+    `codes` is the tensor that `quantised` describes.
+    """
+    *stack, rows, columns = quantised.shape
+    matrices, per_scale = math.prod(stack), quantised.block[0]
+    per_matrix = -(-rows // per_scale)
+    all_codes = _as_rows(codes, matrices * rows)
+    all_scales = _as_rows(index.tensors[quantised.scale.key], matrices * per_matrix)
+    zeros = _zero_points(reader, index, quantised)
+    out = torch.empty((run.stop - run.start, columns), dtype=dtype)
+    done = 0
+    while done < len(out):  # up to the end of a matrix, from the beginning of a row of scales
+        matrix, row = divmod(run.start + done, rows)
+        first = row // per_scale * per_scale
+        stop = min(rows, row + len(out) - done)
+        of_scales = slice(first // per_scale, -(-stop // per_scale))
+        found = _METHODS[quantised.method](
+            reader.read(all_codes, _shifted(slice(first, stop), matrix * rows)),
+            reader.read(all_scales, _shifted(of_scales, matrix * per_matrix)),
+            None if zeros is None else zeros[of_scales],
+            quantised.block,
+            columns,
+        )[row - first :]
+        out[done : done + len(found)] = found
+        done += len(found)
+    return out
+
+
 def _as_rows(entry: TensorEntry, rows: int) -> TensorEntry:
     """Return the same bytes as a matrix: stacked matrices concatenated by rows, the blocks of a row concatenated."""
     return replace(entry, shape=(rows, math.prod(entry.shape) // rows))

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from ktc.cli.amounts import size
+from ktc.cli.quantize import ModulesName, RequantizeMerged, SchemeName, write_int4
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -24,9 +25,18 @@ def command(
     ],
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A folder that PEFT saved.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write: a complete checkpoint.")],
+    int4: Annotated[
+        bool, typer.Option("--int4", help="Round the sums to INT4, as `ktc quantize` rounds a checkpoint.")
+    ] = False,
+    scheme: SchemeName = "int4-g32",
+    modules: ModulesName = "experts",
+    requantize_merged: RequantizeMerged = False,
 ) -> None:
     """Add ADAPTER to the weights of MODEL and write the checkpoint, tensor by tensor."""
     session.require_versions()
+    if int4 or requantize_merged:
+        write_int4(session, model, output, scheme, modules, adapter, requantize_merged)
+        return
     from ktc.adapters.merge import merge
     from ktc.model.progress import progress_bar
 

@@ -1,4 +1,4 @@
-"""`ktc quantize`: write a checkpoint in INT4.
+"""`ktc quantize`: write a checkpoint in INT4. Other commands that write INT4 take its options and its output.
 
 In: the options. Out: a bar on stderr, the counts and sizes, and with `--json` one object.
 """
@@ -15,8 +15,21 @@ from ktc.cli.amounts import size
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
-SchemeName = Literal["int4-g32", "int4-g128", "int4-channel"]
-Modules = Literal["experts", "linears"]
+SchemeName = Annotated[
+    Literal["int4-g32", "int4-g128", "int4-channel"],
+    typer.Option("--scheme", help="Symmetric INT4 with a scale for 32 or 128 columns, or for a row."),
+]
+ModulesName = Annotated[
+    Literal["experts", "linears"],
+    typer.Option("--modules", help="Routed experts, or all linear layers but the head and routers too."),
+]
+RequantizeMerged = Annotated[
+    bool,
+    typer.Option(
+        "--requantize-merged",
+        help="Merge and round again an adapter that was trained beside rounded weights; the drift is reported.",
+    ),
+]
 
 
 @in_session()
@@ -26,25 +39,31 @@ def command(
         Path, typer.Argument(metavar="MODEL", help="A checkpoint of bf16, fp16 or fp32, or a compiled model of it.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write: a complete checkpoint.")],
-    scheme: Annotated[
-        SchemeName, typer.Option(help="Symmetric INT4 with a scale for 32 or 128 columns, or for a row.")
-    ] = "int4-g32",
-    modules: Annotated[
-        Modules, typer.Option(help="Routed experts, or all linear layers but the head and routers too.")
-    ] = "experts",
+    scheme: SchemeName = "int4-g32",
+    modules: ModulesName = "experts",
 ) -> None:
     """Write MODEL in INT4 as compressed-tensors' pack-quantized, which transformers, vLLM and ktc load."""
     session.require_versions()
+    write_int4(session, model, output, scheme, modules)
+
+
+def write_int4(
+    session: Session, model: Path, output: Path, scheme: SchemeName, modules: ModulesName,
+    adapter: Path | None = None, requantise: bool = False,
+) -> None:  # fmt: skip
+    """Write `model` in INT4 to `output`, with `adapter` merged into it, and show what was written."""
     from ktc.model.progress import progress_bar
     from ktc.quantise.checkpoint import quantize
     from ktc.quantise.scheme import SCHEMES
 
     with progress_bar(f"quantising into {output.name}", session.quiet) as bar:
-        done = quantize(model, output, SCHEMES[scheme], modules, bar)
+        done = quantize(model, output, SCHEMES[scheme], modules, bar, adapter=adapter, requantise=requantise)
     session.result({**asdict(done), "path": str(done.path)})
     resumed = f", {done.resumed_files} files found finished" if done.resumed_files else ""
     session.show(
         f"{done.path}: {done.quantised} of {done.tensors} tensors in {scheme}, "
         f"{size(done.bytes_before)} -> {size(done.bytes_after)}{resumed}"
     )
+    drift = "" if done.drift is None else f", {done.drift:.2f} times what the adapter changes"
+    session.show(f"rounding changes the weights by {done.rounding_error:.1%}{drift} (Frobenius norms)")
     session.show(f"next: ktc compile {done.path} moe-lora -o OUT")

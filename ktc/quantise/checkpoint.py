@@ -1,40 +1,45 @@
-"""`ktc quantize`: a checkpoint in INT4 that stock transformers, vLLM and ktc load, written file by file.
+"""`ktc quantize` and `ktc merge --int4`: a checkpoint in INT4 that stock transformers, vLLM and ktc load.
 
-In: a checkpoint of full precision (or a compiled model of one), a scheme, and what of the model it applies to. Out: a
-folder of compressed-tensors' `pack-quantized`. Each file is whole or absent: a run that is stopped leaves its finished
-files in `OUT.unfinished`, and the same command goes on with the others.
-Refused: an existing OUT (A609), what `select` refuses, and weights that are not finite (Q504).
+In: a checkpoint (or a compiled model of one), a scheme, what of the model it applies to, and for a merge an adapter,
+which is added before rounding. Out: a folder of compressed-tensors' `pack-quantized`, written file by file. Each file
+is whole or absent: a run that is stopped leaves its finished files in `OUT.unfinished`, and the same command goes on
+with the others.
+Refused: an existing OUT (A609), what `open_original` and `select` refuse, and weights that are not finite (Q504).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ktc.adapters.base_model import read_base
 from ktc.adapters.merge import copy_others
 from ktc.adapters.save import require_new
 from ktc.checkpoint.header import TensorEntry
-from ktc.checkpoint.index import INDEX_FILE, CheckpointIndex, open_index
-from ktc.checkpoint.reader import TensorReader
+from ktc.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
 from ktc.diagnostics import InputRefused
 from ktc.files import finish_folder, move_file, refusing, replaced_file, write_file
 from ktc.model.progress import Progress
+from ktc.quantise.original import Original, open_original
 from ktc.quantise.scheme import Scheme
 from ktc.quantise.selection import Modules, Selection, select
-from ktc.quantise.shards import stored_parts, write_shard
+from ktc.quantise.shards import Rounding, stored_parts, write_shard
 
-_STATE: Final = "quantising.json"  # what the finished files were made of
+_STATE: Final = "quantising.json"  # what the finished files are made of, and what rounding did in each
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedCheckpoint:
-    """What was written: quantised and all tensors of the original, bytes before and after, files found finished."""
+    """What was written: quantised and all tensors of the original, bytes before and after, files found finished.
+
+    `rounding_error` is |change| / |weights| of the quantised weights, by Frobenius norms. `drift` is |change| /
+    |adapter|: what rounding changed, in terms of what a merged adapter added to these weights.
+    """
 
     path: Path
     quantised: int
@@ -42,60 +47,94 @@ class QuantisedCheckpoint:
     bytes_before: int
     bytes_after: int
     resumed_files: int
+    rounding_error: float
+    drift: float | None
 
 
 def quantize(
-    model: Path, out: Path, scheme: Scheme, modules: Modules = "experts", progress: Progress | None = None
+    model: Path, out: Path, scheme: Scheme, modules: Modules = "experts", progress: Progress | None = None, *,
+    adapter: Path | None = None, requantise: bool = False,
 ) -> QuantisedCheckpoint:  # fmt: skip
-    """Write `model` in `scheme` to the folder `out`. Raises InputRefused; nothing is left at `out` then."""
-    base = read_base(model)
-    index = open_index(base.folder)
-    selection = select(base, index, scheme, modules)
+    """Write `model` in `scheme` to the folder `out`, with `adapter` merged into it. Nothing is at `out` if refused.
+
+    `requantise`: the adapter was trained beside rounded weights, and merging may round them again. Raises InputRefused.
+    """
+    original = open_original(model, scheme, adapter, requantise)
+    selection = select(original.base, original.index, scheme, modules)
     require_new(out)
     with refusing(out):
         work = out.with_name(f"{out.name}.unfinished")
-        resumed = _resumed(work, _identity(index, scheme, selection))
+        state = _State(work, _identity(original, scheme, selection))
+        resumed = len(state.finished)
         try:
-            _write(index, selection, scheme, work, resumed, progress or (lambda done, total: None))
+            _write(original, selection, scheme, state, progress or (lambda done, total: None))
         except InputRefused:
             shutil.rmtree(work, ignore_errors=True)  # the same command would be refused again
             raise
-        copy_others(base.folder, work)
+        copy_others(original.base.folder, work)
         _write_config(work, scheme, selection)
-        _write_index(work, index, selection, scheme)
+        _write_index(work, original.index, selection, scheme)
         (work / _STATE).unlink()
         finish_folder(work)
         move_file(work, out)
-    after = sum((out / file).stat().st_size for file in index.files)
-    return QuantisedCheckpoint(out, len(selection.tensors), len(index.tensors), index.bytes, after, len(resumed))
+    index, found = original.index, state.finished.values()
+    weights, change, added = (math.fsum(getattr(each, name) for each in found) for name in Rounding.__slots__)
+    return QuantisedCheckpoint(
+        path=out,
+        quantised=len(selection.tensors),
+        tensors=len(index.tensors),
+        bytes_before=index.bytes,
+        bytes_after=sum((out / file).stat().st_size for file in index.files),
+        resumed_files=resumed,
+        rounding_error=math.sqrt(change / weights) if weights else 0.0,
+        drift=math.sqrt(change / added) if added else None,
+    )
 
 
-def _identity(index: CheckpointIndex, scheme: Scheme, selection: Selection) -> str:
-    """Return a digest of all that decides the files: the original's, the scheme, and what is quantised."""
-    digest = hashlib.sha256(f"{scheme}".encode())
-    for file in index.files:
-        status = (index.folder / file).stat()
-        digest.update(f"{index.folder.resolve()}/{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+def _identity(original: Original, scheme: Scheme, selection: Selection) -> str:
+    """Return a digest of all that decides the files: the original's, the adapter, the scheme, what is quantised."""
+    digest = hashlib.sha256(f"{scheme} {original.adapter_digest}\n".encode())
+    folder = original.index.folder
+    for file in original.index.files:
+        status = (folder / file).stat()
+        digest.update(f"{folder.resolve()}/{file} {status.st_size} {status.st_mtime_ns}\n".encode())
     for name in sorted(selection.tensors):
         digest.update(f"{name}\n".encode())
     return digest.hexdigest()
 
 
-def _resumed(work: Path, identity: str) -> frozenset[str]:
-    """Return the finished files in `work`, which is emptied if they were made of something else."""
-    state = work / _STATE
-    if state.is_file() and state.read_text(encoding="utf-8") == identity:
-        return frozenset(path.name for path in work.glob("*.safetensors"))
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    write_file(state, identity)
-    return frozenset()
+class _State:
+    """The folder that is filled, and its finished files; it is emptied if they are of another run."""
+
+    def __init__(self, work: Path, identity: str) -> None:
+        self.work, self._identity = work, identity
+        self.finished: dict[str, Rounding] = self._found()
+        if not self.finished:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+        self._save()
+
+    def finish(self, file: str, rounding: Rounding) -> None:
+        self.finished[file] = rounding
+        self._save()
+
+    def _save(self) -> None:
+        files = {file: asdict(each) for file, each in self.finished.items()}
+        write_file(self.work / _STATE, json.dumps({"identity": self._identity, "files": files}))
+
+    def _found(self) -> dict[str, Rounding]:
+        try:
+            state = json.loads((self.work / _STATE).read_text(encoding="utf-8"))
+            if state["identity"] != self._identity:
+                return {}
+            files = {str(file): Rounding(**each) for file, each in state["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        return {file: each for file, each in files.items() if (self.work / file).is_file()}
 
 
-def _write(
-    index: CheckpointIndex, selection: Selection, scheme: Scheme, work: Path, resumed: frozenset[str],
-    progress: Progress,
-) -> None:  # fmt: skip
+def _write(original: Original, selection: Selection, scheme: Scheme, state: _State, progress: Progress) -> None:
+    index = original.index
     read = 0
 
     def done(nbytes: int) -> None:
@@ -103,14 +142,15 @@ def _write(
         read += nbytes
         progress(read, index.bytes)
 
-    with TensorReader(index.folder) as reader:
+    with original.reader() as (reader, added):
         for file in index.files:
             entries = _of_file(index, file)
-            if file in resumed:
+            if file in state.finished:
                 done(sum(entry.end - entry.begin for entry in entries))
                 continue
-            with replaced_file(work / file) as beside:
-                write_shard(entries, selection.tensors, scheme, reader, beside, done)
+            with replaced_file(state.work / file) as beside:
+                rounding = write_shard(entries, selection.tensors, scheme, reader, beside, done, added)
+            state.finish(file, rounding)
 
 
 def _of_file(index: CheckpointIndex, file: str) -> list[TensorEntry]:
@@ -126,7 +166,7 @@ def _write_config(work: Path, scheme: Scheme, selection: Selection) -> None:
 
 def _write_index(work: Path, index: CheckpointIndex, selection: Selection, scheme: Scheme) -> None:
     """Write the index of several files, with the names and bytes of what they hold now."""
-    if len(index.files) == 1:
+    if index.files == (SINGLE_FILE,):
         (work / INDEX_FILE).unlink(missing_ok=True)
         return
     parts = [(entry, _parts(entry, selection.tensors, scheme)) for entry in index.tensors.values()]

@@ -14,6 +14,11 @@ class Scheme:
     name: str
     group: int
 
+    @property
+    def grid(self) -> str:
+        """The grid as recipes of compiled models spell it."""
+        return f"int4 {self.group} scale_first"
+
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """Return `quantization_config` of config.json: compressed-tensors' `pack-quantized`, for all but `ignored`."""
         weights: dict[str, Any] = {

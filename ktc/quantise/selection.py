@@ -3,8 +3,8 @@
 In: the headers, the stock model on meta, a scheme and what of the model is meant. Out: a frozen `Selection`. The list
 has a pattern per kind of module, with any number for a layer's, and is complete: it names every module with a matrix
 that stays, and no module that does not.
-Refused: a checkpoint that is quantised already (Q501), experts that are stored as stacks, and no weight to quantise
-(Q502), and rows that the scheme's groups do not divide (Q503), all together.
+Refused: experts that are stored as stacks, and no weight to quantise (Q502), and rows that the scheme's groups do not
+divide (Q503), all together.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class Selection:
 
 
 def select(base: BaseModel, index: CheckpointIndex, scheme: Scheme, modules: Modules) -> Selection:
-    """Decide what `scheme` is applied to. Raises InputRefused (Q501, Q502, Q503)."""
-    _require_floats(base, index)
+    """Decide what `scheme` is applied to. Raises InputRefused (Q502, Q503)."""
     targets: dict[str, Tensor] = base.model.state_dict()
     find = placer(base.model, targets)
     linears = _linears(base) if modules == "linears" else frozenset[str]()
@@ -105,18 +104,6 @@ def _pattern(module: str) -> str:
 
 
 # What is refused -------------------------------------------------------------------------------------------------
-def _require_floats(base: BaseModel, index: CheckpointIndex) -> None:
-    text: Any = base.config.get_text_config()
-    if index.gguf is not None:
-        what = "a GGUF file"
-    elif getattr(base.config, "quantization_config", None) or getattr(text, "quantization_config", None):
-        what = "quantised already"
-    else:
-        return
-    message = f"`{base.name}` is {what}: its weights would be rounded twice"
-    raise InputRefused(Diagnostic("Q501", message, hint="quantise the original of full precision"))
-
-
 def _nothing(base: BaseModel, stacks: list[str]) -> Diagnostic:
     if stacks:
         message = f"the experts of `{base.name}` are stored as stacks ({listing(stacks, 2)}), and INT4 as matrices"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.int4 import packed, quantised
-from ktc.checkpoint.reader import TensorReader
+from ktc.checkpoint.reader import RowReader
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.quantise.scheme import Scheme
 
@@ -27,6 +28,17 @@ _NAMES: Final = {
     "bf16": "BF16", "f16": "F16", "f32": "F32", "f64": "F64", "fp8": "F8_E4M3", "fp8_e5m2": "F8_E5M2",
     "e8m0": "F8_E8M0", "i64": "I64", "i32": "I32", "i16": "I16", "i8": "I8", "u8": "U8", "bool": "BOOL",
 }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Rounding:
+    """Sums of squares over quantised weights: of the weights, of their change, and of what an adapter added to them."""
+
+    weights: float = 0.0
+    change: float = 0.0
+    added: float = 0.0
+
+
 Parts = tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype as stored, shape, bytes
 
 
@@ -45,10 +57,15 @@ def stored_parts(entry: TensorEntry, scheme: Scheme | None) -> Parts:
 
 
 def write_shard(
-    entries: Sequence[TensorEntry], chosen: Mapping[str, TensorEntry], scheme: Scheme, reader: TensorReader, path: Path,
-    done: Callable[[int], None],
-) -> None:  # fmt: skip
-    """Write the tensors of one file to `path`. `done` is told the bytes of the original that were read."""
+    entries: Sequence[TensorEntry], chosen: Mapping[str, TensorEntry], scheme: Scheme, reader: RowReader, path: Path,
+    done: Callable[[int], None], added: Callable[[], float],
+) -> Rounding:  # fmt: skip
+    """Write the tensors of one file to `path`, and return what rounding did to those that are quantised.
+
+    `done` is told the bytes of the original that were read. `added` returns the sum of squares that an adapter has
+    added to what was read so far.
+    """
+    rounding = Rounding()
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in entries:
@@ -61,28 +78,35 @@ def write_shard(
         out.write(len(text).to_bytes(8, "little") + text)
         for entry in entries:
             if entry.name in chosen:
-                _quantise(entry, scheme, reader, out)
+                before = added()
+                _quantise(entry, scheme, reader, out, rounding)
+                rounding.added += added() - before
             else:
                 _copy(entry, reader, out)
             done(entry.end - entry.begin)
+    return rounding
 
 
-def _quantise(entry: TensorEntry, scheme: Scheme, reader: TensorReader, out: IO[bytes]) -> None:
+def _quantise(entry: TensorEntry, scheme: Scheme, reader: RowReader, out: IO[bytes], rounding: Rounding) -> None:
     rows, columns = entry.shape
     scales: list[Tensor] = []
     for run in _bands(rows, columns):
+        weight = reader.read(entry, run)
         try:
-            found = quantised(reader.read(entry, run), scheme.group)
+            found = quantised(weight, scheme.group)
         except ValueError as error:
             hint = "find out how it was trained or saved; INT4 has no code for such a value"
             raise InputRefused(Diagnostic("Q504", f"`{entry.name}`: {error}", hint=hint)) from error
         _put(packed(found.codes), out)
         scales.append(found.scales)
+        exact = weight.to(torch.float32, copy=True)
+        rounding.weights += float(exact.square().sum())
+        rounding.change += float(exact.sub_(found.weight(torch.float32)).square().sum())
     _put(torch.cat(scales), out)
     _put(torch.tensor([rows, columns], dtype=torch.int64), out)
 
 
-def _copy(entry: TensorEntry, reader: TensorReader, out: IO[bytes]) -> None:
+def _copy(entry: TensorEntry, reader: RowReader, out: IO[bytes]) -> None:
     if not entry.shape:
         _put(reader.read(entry), out)
         return

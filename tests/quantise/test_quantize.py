@@ -107,11 +107,11 @@ def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     whole = quantize(source, tmp_path / "whole", G32)
     write, written = shards.write_shard, list[Path]()
 
-    def stopping(*given: Any) -> None:
+    def stopping(*given: Any) -> shards.Rounding:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(given[4])
-        write(*given)
+        return write(*given)
 
     monkeypatch.setattr("ktc.quantise.checkpoint.write_shard", stopping)
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,108 @@
+"""The weights that a quantised checkpoint is made of: those of a checkpoint, with a merged adapter added to them.
+
+In: a checkpoint or a compiled model of one, and an adapter. Out: an `Original`: an index of weights in full precision,
+and a reader of their rows. What an adapter was trained beside decides what merging it means: with `fake_quant(weights =
+merged)` the sum was rounded in training, as a merge rounds it. Beside rounded or quantised weights the adapter was
+exact, and a merge that rounds the sum is another function.
+Refused: weights that are quantised already (Q501), a merge that rounds them again and was not asked for (Q505), a
+scheme that is not the grid of training (Q506), and what `plan_additions` refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ktc.adapters.adapter import Adapter, read_adapter
+from ktc.adapters.base_model import BaseModel, find_base, read_base
+from ktc.adapters.factors import FactorReader
+from ktc.adapters.layouts import place
+from ktc.adapters.merge import plan_additions
+from ktc.adapters.merged_reader import Addition, MergedReader
+from ktc.checkpoint.full_precision import FullPrecision
+from ktc.checkpoint.index import CheckpointIndex, open_index
+from ktc.checkpoint.reader import RowReader, TensorReader
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.files import file_digest
+from ktc.model import manifest as compiled
+from ktc.quantise.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """`index` has an entry for each weight in full precision; `additions` say what an adapter adds to which."""
+
+    base: BaseModel
+    index: CheckpointIndex
+    weights: FullPrecision
+    adapter: Adapter | None
+    additions: Mapping[str, Addition]
+
+    @property
+    def adapter_digest(self) -> str:
+        """The sha256 of the adapter's weights, "" without one."""
+        return file_digest(self.adapter.weights) if self.adapter else ""
+
+    @contextmanager
+    def reader(self) -> Generator[tuple[RowReader, Callable[[], float]]]:
+        """Yield a reader of rows, and the sum of squares of what the adapter added to those that were read."""
+        with ExitStack() as opened:
+            rows = self.weights.reader(opened.enter_context(TensorReader(self.index.folder)))
+            if self.adapter is None:
+                yield rows, lambda: 0.0
+                return
+            factors = opened.enter_context(FactorReader(self.adapter.weights))
+            merged = MergedReader(self.additions, factors, rows)
+            yield merged, lambda: merged.added
+
+
+def open_original(model: Path, scheme: Scheme, adapter: Path | None, requantise: bool) -> Original:
+    """Return the weights of `model`, with `adapter` added. Raises InputRefused (Q501, Q505, Q506, A6xx)."""
+    opened = read_adapter(adapter) if adapter else None
+    base = find_base(opened, model) if opened else read_base(model)
+    index = open_index(base.folder)
+    config = _quantisation(base)
+    if index.gguf is not None or (config is not None and opened is None):
+        raise InputRefused(_quantised(base, index))
+    if opened is not None and not requantise:
+        _require_trained_grid(base, model, config, scheme)
+    weights = FullPrecision(index, config)
+    added = plan_additions(place(opened, base), weights.index) if opened else dict[str, Addition]()
+    return Original(base, weights.index, weights, opened, added)
+
+
+def _quantisation(base: BaseModel) -> Mapping[str, Any] | None:
+    configs = (base.config, base.config.get_text_config())
+    found = next((c.quantization_config for c in configs if getattr(c, "quantization_config", None)), None)
+    return cast("Mapping[str, Any] | None", found if found is None or isinstance(found, dict) else found.to_dict())
+
+
+def _quantised(base: BaseModel, index: CheckpointIndex) -> Diagnostic:
+    what = "a GGUF file" if index.gguf is not None else "quantised already"
+    message = f"`{base.name}` is {what}: its weights would be rounded twice"
+    return Diagnostic("Q501", message, hint="quantise the original of full precision")
+
+
+def _require_trained_grid(
+    base: BaseModel, model: Path, config: Mapping[str, Any] | None, scheme: Scheme
+) -> None:  # fmt: skip
+    """Compare the merge with what training rounded: the checkpoint's codes, or the grids of a compiled program."""
+    if config is not None:
+        raise InputRefused(_rounds_again(f"the quantised weights of `{base.name}`"))
+    rewrites = compiled.read_manifest(model).rewrites if (model / compiled.FILE).is_file() else ()
+    for rewrite in rewrites:
+        grid = str(rewrite.args.get("grid") or "")
+        if grid and not rewrite.args.get("merged"):
+            raise InputRefused(_rounds_again(f"weights that `{rewrite.rule}` rounds at `{rewrite.fqn}`"))
+        if grid and grid != scheme.grid:
+            message = f"training rounded `{rewrite.fqn}` to `{grid}`; the scheme `{scheme.name}` is `{scheme.grid}`"
+            raise InputRefused(Diagnostic("Q506", message, hint="use the scheme of the program, or `ktc merge` alone"))
+
+
+def _rounds_again(beside: str) -> Diagnostic:
+    message = f"the adapter was trained beside {beside}, and a merge rounds the sum of both again"
+    hint = "use the adapter beside the INT4 model, or accept the drift that is reported: `--requantize-merged`"
+    return Diagnostic("Q505", message, hint=hint)
