@@ -22,6 +22,11 @@ def group_of(name: str, layers: str) -> str:
     return f"{layers}.{name[len(layers) + 1 :].partition('.')[0]}"
 
 
+def inside(path: str, around: str) -> bool:
+    """Return whether a module's path is `around` or below it."""
+    return path == around or path.startswith(f"{around}.")
+
+
 def module_of(model: nn.Module, group: str) -> nn.Module:
     """Return the module of a group: a layer, or the model."""
     return model.get_submodule(group)

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from ktc.checkpoint import WeightSource
 from ktc.fidelity.calls import LayerCall
 from ktc.fidelity.compiled import CompiledLayers
-from ktc.fidelity.experts import Experts, experts_of
+from ktc.fidelity.experts import Experts
+from ktc.fidelity.groups import inside
 from ktc.fidelity.probe import Probe, answers, make_probe, unprobed
 from ktc.fidelity.report import Row
-from ktc.fidelity.rows import AskedExperts, Seen, inside, rows_of
+from ktc.fidelity.rows import AskedExperts, Seen, rows_of
 from ktc.fidelity.stock import StockModel
 from ktc.fidelity.tokens import Tokens
 from ktc.fidelity.watch import LayerRun, run_layer
-from ktc.fidelity.yardstick import ExpertsFormat, format_of, through_format
+from ktc.fidelity.yardstick import ExpertsFormat, formats_in, through_format
 from ktc.model.manifest import Manifest
 from ktc.model.progress import Tally
 
@@ -76,7 +77,7 @@ class LayerFound:
 def compare_layer(sides: Sides, index: int, inputs: LayerInputs, tokens: Tokens, tally: Tally) -> LayerFound:
     """Compare one layer. One side's weights are in memory at a time."""
     group = sides.groups[index]
-    formats = _formats(sides, group)
+    formats = formats_in(group, sides.manifest, sides.rows)
     experts, stock = tuple(formats), sides.stock.layer(group)
     coarser = _coarser(sides.dtype, [form.computes for form in formats.values()])
     of_stock, of_compiled = inputs.carried or (None, None)
@@ -115,16 +116,6 @@ def compare_layer(sides: Sides, index: int, inputs: LayerInputs, tokens: Tokens,
     rows = rows_of(ktc, own, wanted, start, asked, rewritten, tokens)
     after = None if own.carried is None or ktc.carried is None else (own.carried, ktc.carried)
     return LayerFound(rows, start.output, after)
-
-
-def _formats(sides: Sides, group: str) -> dict[Experts, ExpertsFormat]:
-    """Return the routed experts in a layer that the recipe puts in place, with their formats."""
-    found: dict[Experts, ExpertsFormat] = {}
-    for step in sides.manifest.rewrites:
-        if step.module == "fused_moe" and inside(step.fqn, group):
-            experts = experts_of(step, sides.manifest, step.fqn[len(group) + 1 :])
-            found[experts] = format_of(step, sides.manifest, sides.rows)
-    return found
 
 
 def _yardstick(

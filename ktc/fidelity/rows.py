@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ktc.fidelity.compare import Output, Outputs, compare, compare_experts, root_mean_square, token_errors
+from ktc.fidelity.groups import inside
 from ktc.fidelity.report import Row
 from ktc.fidelity.tokens import Tokens
 from ktc.fidelity.watch import LayerRun
@@ -97,8 +98,3 @@ def per_token(output: Tensor, tokens: Tokens) -> Tensor:
     """Return an output as (T, anything) in fp32 on the CPU; one row if it does not divide by the tokens."""
     count = tokens.ids.shape[1]
     return output.float().cpu().reshape(count if output.numel() % count == 0 else 1, -1)
-
-
-def inside(path: str, around: str) -> bool:
-    """Return whether a module's path is `around` or below it."""
-    return path == around or path.startswith(f"{around}.")

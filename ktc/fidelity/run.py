@@ -8,30 +8,24 @@ the place of the fault. One side's layer is released before the next one's is re
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
 
-import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc.fidelity.calls import Recorded, logits, record
 from ktc.fidelity.compare import Output, Outputs, compare, root_mean_square, token_errors
 from ktc.fidelity.compiled import CompiledLayers, Opened, open_compiled
 from ktc.fidelity.groups import OUTSIDE
 from ktc.fidelity.layer import LayerInputs, Sides, compare_layer
-from ktc.fidelity.layers import chosen_layers, list_of_layers
+from ktc.fidelity.layers import chosen_layers
+from ktc.fidelity.opened_stock import open_stock
 from ktc.fidelity.report import FLOOR, SCHEMA, TWICE, Carried, FinalReport, LayerReport, Report, Whole, manifest_digest
-from ktc.fidelity.stock import StockModel, own_dtypes
 from ktc.fidelity.tokens import COUNT, Tokens, choose_tokens
 from ktc.fidelity.watch import run_layer
-from ktc.hf import remote_code
-from ktc.model.load_as import build_on_meta
 from ktc.model.manifest import Versions
 from ktc.model.progress import Progress, Tally
 
@@ -132,39 +126,12 @@ def _sides(
     opened: Opened, layers: str | None, text: Path | None, count: int, seed: int
 ) -> tuple[Sides, tuple[int, ...], Tokens]:
     """Build both models on meta, and choose layers and tokens. No weight is read."""
-    manifest, stock_class = opened.manifest, opened.stock_class
-    config = _config(opened)
-
-    def built(reference: bool) -> PreTrainedModel:
-        return build_on_meta(stock_class, copy.deepcopy(config), manifest, None, reference)
-
-    model_dtype = cast("torch.dtype", getattr(torch, manifest.model.dtype))
-    dtypes = own_dtypes(built(reference=False), model_dtype)
-    model = built(reference=True)
-    path = list_of_layers(model, manifest.rewrites)
-    groups = tuple(f"{path}.{index}" for index in range(len(cast("Any", model.get_submodule(path)))))
-    chosen = chosen_layers(layers, len(groups))
-    tokens = choose_tokens(opened.folder, int(config.get_text_config().vocab_size), text, count, seed)
-    stock = StockModel(model, dtypes, path, opened.index, opened.rows)
-    compiled = CompiledLayers(opened, path)
-    compiled.model.config.update({"output_router_logits": False} if _collects_router_logits(config) else {})
-    return Sides(stock, compiled, groups, model_dtype, manifest, opened.rows), chosen, tokens
-
-
-def _config(opened: Opened) -> PreTrainedConfig:
-    """Return the checkpoint's own config, and not the copy in OUT."""
-    folder = opened.index.folder
-    own = remote_code.config_class_of(opened.stock_class)
-    config = cast("PreTrainedConfig", (own or AutoConfig).from_pretrained(folder))
-    if _collects_router_logits(config):
-        config.update(
-            {"output_router_logits": False}
-        )  # they come from layers that are replaced while calls are recorded
-    return config
-
-
-def _collects_router_logits(config: PreTrainedConfig) -> bool:
-    return bool(getattr(config, "output_router_logits", False))
+    stock = open_stock(opened)
+    chosen = chosen_layers(layers, len(stock.groups))
+    tokens = choose_tokens(opened.folder, stock.vocabulary, text, count, seed)
+    compiled = CompiledLayers(opened, stock.layers)
+    compiled.model.config.update({"output_router_logits": False} if stock.collects_router_logits else {})
+    return Sides(stock.model, compiled, stock.groups, stock.dtype, opened.manifest, opened.rows), chosen, tokens
 
 
 def _bytes(sides: Sides, chosen: Sequence[int], whole: bool) -> int:

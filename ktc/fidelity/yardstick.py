@@ -25,7 +25,8 @@ from ktc.experts.block_reference import dequantise_blocks, quantise_blocks
 from ktc.experts.form import parse_form
 from ktc.experts.own_module import Held, parse_held
 from ktc.experts.quantised_reference import dequantise, int8_product, quantise
-from ktc.fidelity.experts import own_step
+from ktc.fidelity.experts import Experts, experts_of, own_step
+from ktc.fidelity.groups import inside
 from ktc.formats import CODES, FORMATS
 from ktc.model.graph_block import parse_parts
 from ktc.model.manifest import Manifest, Rewrite
@@ -56,6 +57,15 @@ class ExpertsFormat:
     def words(self) -> str:
         """Name the formats, for people."""
         return ", ".join(dict.fromkeys(name for name, _ in self.matrices.values()))
+
+
+def formats_in(group: str, manifest: Manifest, rows: Sequence[WeightSource]) -> dict[Experts, ExpertsFormat]:
+    """Return the routed experts in a layer that the recipe puts in place, with their formats."""
+    return {
+        experts_of(step, manifest, step.fqn[len(group) + 1 :]): format_of(step, manifest, rows)
+        for step in manifest.rewrites
+        if step.module == "fused_moe" and inside(step.fqn, group)
+    }
 
 
 def format_of(step: Rewrite, manifest: Manifest, rows: Sequence[WeightSource]) -> ExpertsFormat:
