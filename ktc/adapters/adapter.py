@@ -95,6 +95,9 @@ def attach(
 ) -> PeftModel:
     """Attach the adapter in `folder` to a loaded model, compiled or stock, by stock PEFT, in place and in eval mode.
 
+    One that is not trainable gets the dtype of the layers that it is on. So a bf16 model computes it as under the
+    autocast of its training, and not in fp32, which would differ from what was trained.
+
     Raise `InputRefused`: the errors of `read_adapter` and `require_fit`, and A605 if PEFT omitted tensors.
     """
     from peft import PeftModel
@@ -102,7 +105,9 @@ def attach(
     adapter = read_adapter(folder)
     require_fit(adapter, model, str(model.name_or_path))
     with _refusing_misfits(folder, model):
-        attached = PeftModel.from_pretrained(model, str(folder), adapter_name=adapter_name, is_trainable=trainable)
+        attached = PeftModel.from_pretrained(
+            model, str(folder), adapter_name=adapter_name, is_trainable=trainable, autocast_adapter_dtype=trainable
+        )
     require_whole(adapter, attached, adapter_name)
     return attached
 
@@ -119,7 +124,7 @@ def attach_several(model: PreTrainedModel, folders: Mapping[str, Path]) -> PeftM
     attached = attach(model, folder, adapter_name=first)
     for name, folder in others:
         with _refusing_misfits(folder, model):
-            attached.load_adapter(str(folder), adapter_name=name)
+            attached.load_adapter(str(folder), adapter_name=name, autocast_adapter_dtype=False)
         require_whole(adapters[name], attached, name)
     return attached
 
@@ -138,12 +143,16 @@ def _refusing_misfits(folder: Path, model: PreTrainedModel) -> Generator[None]:
 def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "default") -> None:
     """Raise `InputRefused` (A605) if the model does not hold the whole adapter.
 
-    Every layout of one adapter has the same sum of squares: PEFT only permutes its values and adds zeros.
+    Every layout of one adapter has the same sum of squares: PEFT only permutes its values, rounds them to the dtype of
+    the layers and adds zeros.
     """
     marks = (f".lora_A.{adapter_name}.", f".lora_B.{adapter_name}.")
-    held = _squares(p for name, p in attached.named_parameters() if any(mark in f"{name}." for mark in marks))
-    wanted = _squares(tensor for _, tensor in read_tensors(adapter))
-    if not math.isclose(held, wanted, rel_tol=1e-3, abs_tol=1e-12):
+    taken = [p for name, p in attached.named_parameters() if any(mark in f"{name}." for mark in marks)]
+    dtypes = {p.dtype for p in taken}
+    rounded = next(iter(dtypes)) if len(dtypes) == 1 else None
+    held, wanted = _squares(taken), _squares(tensor.to(rounded) for _, tensor in read_tensors(adapter))
+    tolerance = 1e-2 if len(dtypes) > 1 else 1e-3  # which value is rounded to which dtype is not known then
+    if not math.isclose(held, wanted, rel_tol=tolerance, abs_tol=1e-12):
         message = f"peft took a part of adapter `{adapter.folder.name}` only, without saying so"
         hint = f"`ktc export {adapter.folder} --check` writes a layout that the installed peft reads whole"
         raise InputRefused(Diagnostic("A605", message, hint=hint))
