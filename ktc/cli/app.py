@@ -21,6 +21,7 @@ from ktc.cli import (
     bench,
     census,
     compiling,
+    consistency,
     doctor,
     evaluate,
     export,
@@ -51,6 +52,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("pack", pack.pack_command),
     ("verify", pack.verify_command),
     ("prove", prove.prove_command),
+    ("consistency", consistency.command),
     ("generate", generate.command),
     ("serve", serve.command),
     ("eval", evaluate.command),
@@ -71,7 +73,10 @@ app.add_typer(bench.app, name="bench")
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the newer name, and the one before torch 2.9
 _RUNS_MODELS = frozenset(
-    {"train", "generate", "serve", "eval", "prove", "lf", "bench finetune", "bench generate", "bench decode"}
+    {
+        *("train", "generate", "serve", "eval", "prove", "consistency", "lf"),
+        *("bench finetune", "bench generate", "bench decode"),
+    }
 )
 
 

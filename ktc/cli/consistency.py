@@ -1,0 +1,114 @@
+"""`ktc consistency`: log-probabilities of the same tokens where a model trains and where it serves.
+
+In: the options. Out: tables, with `-o` the values as JSON, with `--plot` a picture, and the exit code 1 where a bound
+is broken.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ktc.cli.options import Seed, Trust, Weights
+from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
+from ktc.diagnostics import Diagnostic, InputRefused
+
+Against = Literal["trainer", "stock"]
+Precision = Literal["bf16", "fp32"]
+Stack = Literal["auto", "on", "off"]
+Attention = Literal["as compiled", "eager", "sdpa"]
+
+
+@in_session()
+def command(
+    session: Session,
+    outs: Annotated[
+        list[str],
+        typer.Argument(metavar="[NAME=]OUT...", help="Compiled models that train. Several are compared in all pairs."),
+    ],
+    serve: Annotated[
+        list[str] | None,
+        typer.Option("--serve", metavar="[NAME=]OUT", help="A compiled model that serves. Default: those that train."),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="[NAME=]A", help="The adapter of the training: of all models, or of one."),
+    ] = None,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Models that serve hold the adapter already, and get none.")
+    ] = False,
+    against: Annotated[
+        Against,
+        typer.Option("--against", help="Compare with the trainer, or with stock transformers on the same weights."),
+    ] = "trainer",
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="FILE", help="Use this text's tokens. Default: random tokens.")
+    ] = None,
+    sequences: Annotated[int, typer.Option("--sequences", min=1, max=4096, help="Number of sequences.")] = 4,
+    length: Annotated[int, typer.Option("--tokens", min=2, max=1 << 17, help="Tokens of a sequence.")] = 64,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens before decoding begins.")] = 16,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences that are decoded together.")] = 1,
+    precision: Annotated[
+        Precision, typer.Option("--precision", help="bf16: a bf16 model trains under autocast, as by `ktc train`.")
+    ] = "bf16",
+    stack: Annotated[Stack, typer.Option("--stack", help="Whether the trainer stacks micro-batches.")] = "auto",
+    attention: Annotated[
+        Attention, typer.Option("--attention", help="The attention of transformers on both sides.")
+    ] = "as compiled",
+    max_mean: Annotated[
+        float | None,
+        typer.Option("--max-mean", min=0.0, help="Exit with 1 if a matched cell's mean of decoding is above this."),
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Exit with 1 if a bit of a matched cell's calls differs.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="F.json", help="Also write the report to this file.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="F.svg", help="Also draw the report.")] = None,
+    seed: Seed = 0,
+    weights: Weights = None,
+    trust: Trust = False,
+) -> None:
+    """Compare the trainer's log-probabilities with those of serving, over the same tokens."""
+    adapters = adapter or []
+    if adapters and against == "stock":
+        message = "`--adapter` has no meaning for `--against stock`"
+        raise InputRefused(Diagnostic("V810", message, hint="stock is compared without an adapter: leave it out"))
+    from ktc.consistency.request import Request, models
+
+    trained = models(outs, adapters)
+    served = models(serve) if serve else trained
+    request = Request(
+        trained, served, against=against, merged=merged, text=text, sequences=sequences, length=length,
+        prompt=prompt, batch_size=batch_size, precision=precision, stack=stack, attention=attention, seed=seed,
+        weights=weights, trusted=trust,
+    )  # fmt: skip
+    session.require_versions()
+    from ktc.cli.consistency_table import modes_table, paths_table, verdict
+    from ktc.consistency.picture import draw, require_drawable
+    from ktc.consistency.run import measure
+
+    if plot is not None:
+        require_drawable()
+    session.go_on()
+    with session.console.status("loading") as status, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that transformers and PEFT use themselves
+        report = measure(request, lambda line: status.update(f"measuring {line}"))
+    faults = report.faults(max_mean, exact)
+    session.result({"consistency": report.to_json(), "faults": list(faults)})
+    if len(report.cells) > 1:
+        session.show(modes_table(report))
+    session.show(paths_table(report))
+    session.show(verdict(report, faults))
+    if output is not None:
+        session.emit(json.dumps(report.to_json(), indent=1), output)
+    if plot is not None:
+        session.emit(draw(report), plot)
+    if faults:
+        session.exit_code = 1
