@@ -120,13 +120,54 @@ def attach_several(model: PreTrainedModel, folders: Mapping[str, Path]) -> PeftM
     adapters = {name: read_adapter(folder) for name, folder in folders.items()}
     for adapter in adapters.values():
         require_fit(adapter, model, str(model.name_or_path))
-    (first, folder), *others = folders.items()
-    attached = attach(model, folder, adapter_name=first)
-    for name, folder in others:
-        with _refusing_misfits(folder, model):
-            attached.load_adapter(str(folder), adapter_name=name, autocast_adapter_dtype=False)
-        require_whole(adapters[name], attached, name)
+    first, *others = folders
+    attached = attach(model, folders[first], adapter_name=first)
+    for name in others:
+        _load_beside(attached, adapters[name], name)
     return attached
+
+
+def attach_beside(attached: PeftModel, folder: Path, adapter_name: str) -> None:
+    """Load the adapter in `folder` beside those that a model has. Raise `InputRefused` as `attach` does."""
+    adapter, base = read_adapter(folder), cast("PreTrainedModel", attached.get_base_model())
+    require_fit(adapter, base, str(base.name_or_path))
+    _load_beside(attached, adapter, adapter_name)
+
+
+def _load_beside(attached: PeftModel, adapter: Adapter, adapter_name: str) -> None:
+    with _refusing_misfits(adapter.folder, cast("PreTrainedModel", attached.get_base_model())):
+        attached.load_adapter(str(adapter.folder), adapter_name=adapter_name, autocast_adapter_dtype=False)
+    require_whole(adapter, attached, adapter_name)
+
+
+def detach(model: PreTrainedModel) -> PreTrainedModel:
+    """Put the modules under all adapters in their places again, also where attaching one failed halfway."""
+    from torch import nn
+
+    for name, module in list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules())):
+        plain: Any = module
+        while isinstance(inner := getattr(plain, "base_layer", getattr(plain, "original_module", None)), nn.Module):
+            plain = inner
+        parent, _, leaf = name.rpartition(".")
+        if plain is not module and not {"base_layer", "original_module"} & set(parent.split(".")):
+            setattr(model.get_submodule(parent), leaf, plain)
+    vars(model).pop("peft_config", None)  # by which PEFT would take the next adapter for a second one
+    return model
+
+
+def require_finite(adapter: Adapter) -> None:
+    """Raise `InputRefused` (A602) for a value that is not finite, and for a rank that no tensor of the file has.
+
+    PEFT allocates by the ranks of the config before it reads the file.
+    """
+    ranks = [adapter.config["r"], *cast("Mapping[str, Any]", adapter.config.get("rank_pattern") or {}).values()]
+    largest = max((size for entry in adapter.tensors for size in entry.shape), default=0)
+    wrong = next((rank for rank in ranks if not (isinstance(rank, int) and rank <= largest)), None)
+    if wrong is not None:
+        raise InputRefused(_damaged(adapter.folder, f"no tensor has the rank {wrong!s:.40} of `{CONFIG}`"))
+    for name, tensor in read_tensors(adapter):
+        if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
+            raise InputRefused(_damaged(adapter.folder, f"`{name}` has a value that is not finite"))
 
 
 @contextmanager

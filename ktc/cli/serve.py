@@ -6,6 +6,7 @@ before the model is loaded.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,6 +59,17 @@ def command(
             help="Keys and values kept for prompts that begin alike; 0: none. Default: an eighth of the free memory.",
         ),
     ] = None,
+    updates: Annotated[
+        Path | None,
+        typer.Option(
+            "--updates", metavar="FOLDER",
+            help="Take new weights and adapters from folders below this one while running; needs `--update-key`.",
+        ),
+    ] = None,
+    update_key: Annotated[
+        Path | None,
+        typer.Option("--update-key", metavar="FILE", help="The file of the key that updates need."),
+    ] = None,
     reference: Reference = False,
     weights: Weights = None,
     trust: Trust = False,
@@ -69,8 +81,11 @@ def command(
     from ktc.serving.request import Limits
 
     serve.require_server()
+    from ktc.serving.update_routes import read_access
+
     adapters = tuple(adapter or ())
     named_adapters(adapters)
+    access = read_access(updates, update_key)
     with serve.listen(host, port) as listening:
         session.diagnose(serve.exposure(host))
         models = open_served_models(out, adapters, reference=reference, weights=weights, trust_remote_code=trust)
@@ -78,13 +93,13 @@ def command(
         cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
         prefix_bytes = serve.free_memory() // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)
         limits = Limits(max_batch, max_waiting, cache_bytes, prefill_chunk, prefix_bytes)
-        server, notes = serve.make_server(models, limits)
+        server, notes = serve.make_server(models, limits, access)
         session.diagnose(notes)
         opened = models.default.opened
         session.result({
             "url": serve.url(listening), "model": opened.name, "models": list(models.names),
             "adapter": opened.adapter or None, "cache_bytes": cache_bytes,
-            "prefix_cache_bytes": prefix_bytes,
+            "prefix_cache_bytes": prefix_bytes, "updates": access is not None,
         })  # fmt: skip
         names = ", ".join(models.names)
         session.console.print(

@@ -1,8 +1,8 @@
 """The server of transformers in front of the engine.
 
 Input: `ServedModels` and `Limits`. Output: the FastAPI application, reduced to the paths that the models support, with
-`/metrics` added. A request that is too long or has a value of a wrong type is refused with 400 or 422, one beyond the
-limits with 429.
+`/metrics` and, for those who have a key, `/updates` added. A request that is too long or has a value of a wrong type
+is refused with 400 or 422, one beyond the limits with 429.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState, Modality
 
-from ktc.serving import handlers
+from ktc.serving import handlers, update_routes
 from ktc.serving.answers import Answers
 from ktc.serving.decoder import Decoder
 from ktc.serving.disconnect import CancelOnDisconnect
@@ -25,6 +25,8 @@ from ktc.serving.engine import Engine
 from ktc.serving.metrics import CONTENT_TYPE, Metrics
 from ktc.serving.models import LoadedAdapters, ServedModels
 from ktc.serving.request import Limits
+from ktc.serving.update_routes import UpdateAccess
+from ktc.serving.updates import Updates
 
 PATHS: Final = frozenset({"/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions",
                           "/v1/responses"})  # fmt: skip
@@ -39,8 +41,11 @@ class Application:
     alone: str
 
 
-def make_application(models: ServedModels, limits: Limits) -> Application:
-    """Return the application with its engine started; the end of the application stops the engine."""
+def make_application(models: ServedModels, limits: Limits, access: UpdateAccess | None = None) -> Application:
+    """Return the application with its engine started; the end of the application stops the engine.
+
+    With `access` it has the paths of updates.
+    """
     opened = models.default.opened
     adapters = LoadedAdapters(opened.model)
     adapters.use(models.default.adapter)
@@ -51,7 +56,10 @@ def make_application(models: ServedModels, limits: Limits) -> Application:
     answers.engine = engine
     metrics.watch(engine)
     engine.start()
-    return Application(_application(models, answers, metrics), engine, decoder.alone)
+    app = _application(models, answers, metrics)
+    if access is not None:
+        update_routes.add_routes(app, access, Updates(access.root, models, adapters, engine, metrics))
+    return Application(app, engine, decoder.alone)
 
 
 def _application(models: ServedModels, answers: Answers, metrics: Metrics) -> Any:

@@ -11,7 +11,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ktc.serving.batch import LoneBatch, RowBatch
 from ktc.serving.decoder import Decoder, choose
@@ -23,6 +24,7 @@ from ktc.serving.request import End, Event, Limits, Refused, Request
 log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[Event]], None]
+Result = TypeVar("Result")
 _PADDED = 1.5  # prompts are read side by side with at most this many times their tokens
 
 
@@ -33,12 +35,27 @@ class Adapters(Protocol):
         """Make one active, or none for ""."""
         ...
 
+    def remove(self, name: str) -> None:
+        """Remove one, which no request uses."""
+        ...
+
 
 class NoAdapters:
     """No adapters, or one that is always active."""
 
     def use(self, name: str) -> None:
         """Do nothing."""
+
+    def remove(self, name: str) -> None:
+        """Do nothing."""
+
+
+class _Change(NamedTuple):
+    """A function that changes the model, and its result. It is called between turns, or when nothing runs (`idle`)."""
+
+    call: Callable[[], Any]
+    idle: bool
+    result: Future[Any]
 
 
 class Engine:
@@ -53,6 +70,9 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._cancelled: set[str] = set()
         self._active: set[str] = set()
+        self._changes: deque[_Change] = deque()
+        self._retired: set[str] = set()  # adapters that no new request may use
+        self._retiring: set[str] = set()  # of them, those that are not removed yet
         self._stopping = self._aborting = False
         # Of the engine's thread.
         self._reading: Reading | None = None
@@ -73,6 +93,8 @@ class Engine:
         with self._changed:
             if self._stopping:
                 raise Refused("stopping", "the server stops")
+            if request.adapter in self._retired:
+                raise Refused("busy", "its adapter was replaced in this moment")
             if len(self._active) >= self.limits.batch + self.limits.waiting:
                 raise Refused("busy", f"{len(self._active)} requests are running or waiting")
             self._active.add(request.name)
@@ -86,6 +108,39 @@ class Engine:
                 self._cancelled.add(name)
                 self._changed.notify()
 
+    def change(self, call: Callable[[], Result], *, idle: bool = False, patience: float | None = None) -> Result:
+        """Call a function that changes the model on the engine's thread, between two turns, and return its result.
+
+        With `idle` it waits until the running requests have ended, while new ones wait for it. Not to be called on the
+        engine's thread. Raises what the function raises, TimeoutError if it was not called within `patience` seconds,
+        and Refused where the engine stops.
+        """
+        made = _Change(call, idle, Future())
+        with self._changed:
+            if self._stopping:
+                raise Refused("stopping", "the server stops")
+            self._changes.append(made)
+            self._changed.notify()
+        try:
+            return made.result.result(patience)
+        except TimeoutError:
+            if not made.result.cancel():  # it is being called
+                return made.result.result()
+            with self._changed:
+                self._changed.notify()
+            raise
+
+    def retire(self, adapter: str) -> None:
+        """Remove an adapter when no request uses it any more. New requests for it are refused."""
+        with self._changed:
+            self._retired.add(adapter)
+            self._retiring.add(adapter)
+            self._changed.notify()
+
+    def forget_prefixes(self, adapter: str | None = None) -> None:
+        """Drop the keys and values of earlier prompts, of one adapter or all. For a change, on the engine's thread."""
+        self._prefixes.clear(adapter)
+
     def stop(self, grace: float = 0.0) -> None:
         """Refuse new requests, answer the running ones for at most `grace` seconds, and end the thread."""
         with self._changed:
@@ -97,6 +152,11 @@ class Engine:
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether new requests are refused for ever."""
+        return self._stopping
 
     @property
     def longest(self) -> int | None:
@@ -128,14 +188,22 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._has_work or self._cancelled or self._aborting)
+                self._changed.wait_for(lambda: self._has_news or self._has_work)
                 if self._aborting:
                     break
             try:
                 self._turn()
-            except Exception as error:  # noqa: BLE001  # no request may wait for ever
+            except Exception as error:  # no request may wait for ever
+                log.exception("the engine failed, and ends all of its requests")
                 self._fail_all(error)
         self._finish({name: End(None, "the server stops") for name in self._active})
+        for change in self._changes:
+            if change.result.set_running_or_notify_cancel():
+                change.result.set_exception(Refused("stopping", "the server stops"))
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._waiting or self._cancelled or self._changes or self._retiring or self._aborting)
 
     @property
     def _has_work(self) -> bool:
@@ -143,6 +211,8 @@ class Engine:
 
     def _turn(self) -> None:
         self._drop_cancelled()
+        self._change()
+        self._remove_retired()
         self._read()
         for adapter in list(self._batches):
             self._step(adapter)
@@ -160,6 +230,44 @@ class Engine:
         if self._reading is not None and all(each.request.name in gone for each in self._reading.generations):
             self._reading = None
         self._finish({name: End("cancelled") for name in gone})
+
+    # Changes of the model ---------------------------------------------------------------------------------------------
+    def _change(self) -> None:
+        """Call the functions that wait, up to one that waits for running requests."""
+        while change := self._next_change():
+            if not change.result.set_running_or_notify_cancel():
+                continue
+            try:
+                change.result.set_result(change.call())
+            except Exception as error:
+                log.exception("a change of the model failed")
+                change.result.set_exception(error)
+
+    def _next_change(self) -> _Change | None:
+        with self._changed:
+            if self._must_drain and self._has_work:
+                return None
+            return self._changes.popleft() if self._changes else None
+
+    @property
+    def _must_drain(self) -> bool:
+        """Whether the next change waits for running requests."""
+        while self._changes and self._changes[0].result.cancelled():
+            self._changes.popleft()
+        return bool(self._changes) and self._changes[0].idle
+
+    def _remove_retired(self) -> None:
+        with self._changed:
+            used = {each.adapter for each in self._waiting} | self._batches.keys()
+            if self._reading is not None:
+                used.add(self._reading.adapter)
+            removed, self._retiring = self._retiring - used, self._retiring & used
+        for adapter in removed:
+            self._prefixes.clear(adapter)
+            try:
+                self._adapters.remove(adapter)
+            except Exception:
+                log.exception("an adapter could not be removed; its memory stays in use")
 
     # Prompts ----------------------------------------------------------------------------------------------------------
     def _read(self) -> None:
@@ -200,6 +308,8 @@ class Engine:
     def _admitted(self) -> list[Request]:
         """Take the first waiting request, and others to read beside it, where there is room, of like lengths first."""
         with self._changed:
+            if self._must_drain:
+                return []
             waiting = [each for each in self._waiting if each.name not in self._cancelled]
         first = len(waiting[0].tokens) if waiting else 0
         found, rests = list[Request](), list[int]()
@@ -294,7 +404,6 @@ class Engine:
         self._finish({each.request.name: End(None, _words(error)) for each in generations})
 
     def _fail_all(self, error: Exception) -> None:
-        log.exception("the engine failed, and ends all of its requests", exc_info=error)
         self._reading, self._batches = None, {}
         with self._changed:
             self._waiting.clear()

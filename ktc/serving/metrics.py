@@ -37,6 +37,7 @@ class Metrics:
         self.next = Histogram(
             "ktc_time_per_token_seconds", "Between two tokens of an answer", buckets=_NEXT, registry=of
         )
+        self.updates = Counter("ktc_updates", "Updates of weights and adapters", ["kind", "outcome"], registry=of)
         self._running = Gauge("ktc_requests_running", "Requests in running batches", registry=of)
         self._waiting = Gauge("ktc_requests_waiting", "Requests whose prompts are not read yet", registry=of)
         self._prefix_tokens = Gauge("ktc_cached_prompt_tokens", "Tokens of prompts that were cached", registry=of)

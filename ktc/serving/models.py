@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.generate.language_model import LanguageModel, open_language_model, read_adapter_tokenizer
@@ -25,11 +25,11 @@ class ServedModel:
     adapter: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class ServedModels:
-    """All names; the first answers requests that name no model."""
+    """All names; the first answers requests that name no model. A change replaces the mapping as a whole."""
 
-    names: Mapping[str, ServedModel]
+    def __init__(self, names: Mapping[str, ServedModel]) -> None:
+        self.names = names
 
     @property
     def default(self) -> ServedModel:
@@ -39,20 +39,44 @@ class ServedModels:
         """Return the name that answers with an adapter."""
         return next(name for name, served in self.names.items() if served.adapter == adapter)
 
+    def put(self, name: str, served: ServedModel) -> None:
+        """Answer a name, known or new, with another adapter from now on."""
+        self.names = {**self.names, name: served}
+
+    def drop(self, name: str) -> None:
+        """Answer a name no more."""
+        self.names = {known: served for known, served in self.names.items() if known != name}
+
 
 class LoadedAdapters:
-    """The adapters of a `PeftModel`, one active at a time. A model without adapters has "" alone."""
+    """The adapters of a model, one active at a time, "" for none. All calls are on one thread."""
+
+    _model: Any
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._active: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """PEFT's names of the adapters."""
+        return tuple(getattr(self._model, "peft_config", ()) if self._is_tuned else ())
+
+    @property
+    def _is_tuned(self) -> bool:
+        return hasattr(self._model, "get_base_model")
+
+    @property
+    def base(self) -> Any:
+        """The model without adapters, or under them."""
+        return self._model.get_base_model() if self._is_tuned else self._model
 
     def use(self, name: str) -> None:
         """Make an adapter active, or none for ""."""
         if name == self._active:
             return
         self._active = None  # until all layers have changed
-        if hasattr(self._model, "peft_config"):
+        if self._is_tuned:
             tuner = self._model.base_model
             if name:
                 tuner.enable_adapter_layers()
@@ -60,6 +84,36 @@ class LoadedAdapters:
             else:
                 tuner.disable_adapter_layers()
         self._active = name
+
+    def load(self, name: str, folder: Path) -> None:
+        """Load an adapter beside the others, in evaluation mode. Raises as `attach`; the model is then as before."""
+        from ktc.adapters.adapter import attach, attach_beside
+
+        self._active = None
+        base = self.base
+        try:
+            if self._is_tuned:
+                attach_beside(self._model, folder, name)
+            else:
+                self._model = cast("Any", attach(base, folder, adapter_name=name))
+        except BaseException:
+            self._discard(name)
+            raise
+        self._model.eval()
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter, and PEFT's layers with the last of them."""
+        self._active = None
+        self._discard(name)
+
+    def _discard(self, name: str) -> None:
+        from ktc.adapters.adapter import detach
+
+        if [known for known in self.names if known != name]:
+            if name in self.names:
+                self._model.delete_adapter(name)
+        else:
+            self._model = cast("Any", detach(self.base))
 
 
 def named_adapters(given: Sequence[str]) -> tuple[Path | None, dict[str, Path]]:
@@ -98,12 +152,13 @@ def open_served_models(
     model: Any = opened.model
     if folders:
         model = attach_several(model, folders).eval()
-    found = {opened.name: ServedModel(_with(opened, model, plain), PLAIN if plain is not None else "")}
-    found |= {name: ServedModel(_with(opened, model, folder), keys[name]) for name, folder in named.items()}
+    found = {opened.name: ServedModel(with_adapter(opened, model, plain), PLAIN if plain is not None else "")}
+    found |= {name: ServedModel(with_adapter(opened, model, folder), keys[name]) for name, folder in named.items()}
     return ServedModels(found)
 
 
-def _with(opened: LanguageModel, model: Any, adapter: Path | None) -> LanguageModel:
+def with_adapter(opened: LanguageModel, model: Any, adapter: Path | None) -> LanguageModel:
+    """Return the model with an adapter's tokenizer, where its folder has one. Raises InputRefused (G701)."""
     if adapter is None:
         return replace(opened, model=model)
     tokenizer = read_adapter_tokenizer(adapter, opened)

@@ -66,6 +66,10 @@ class PrefixCache:
         while self.nbytes > self._limit:
             self._entries.pop(0)
 
+    def clear(self, adapter: str | None = None) -> None:
+        """Drop the sequences of an adapter, or all."""
+        self._entries = [each for each in self._entries if adapter is not None and each.adapter != adapter]
+
     def _longest(self, adapter: str, tokens: Sequence[int]) -> tuple[int, _Entry | None]:
         best, found = 0, None
         prompt = torch.tensor(tokens)

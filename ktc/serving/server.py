@@ -19,6 +19,8 @@ from ktc.serving.request import Limits
 if TYPE_CHECKING:
     from uvicorn import Server
 
+    from ktc.serving.update_routes import UpdateAccess
+
 PACKAGES = ("fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")
 _GRACE = 5  # seconds for running answers when the server stops
 
@@ -67,8 +69,10 @@ def exposure(host: str) -> tuple[Diagnostic, ...]:
     return (Diagnostic("G722", message, hint=hint, severity="warning"),)
 
 
-def make_server(models: ServedModels, limits: Limits) -> tuple[Server, tuple[Diagnostic, ...]]:
-    """Return the server, and notes on how it serves the model.
+def make_server(
+    models: ServedModels, limits: Limits, access: UpdateAccess | None = None
+) -> tuple[Server, tuple[Diagnostic, ...]]:
+    """Return the server, and notes on how it serves the model. With `access` it takes updates.
 
     `run(sockets=[...])` runs it until `should_exit` is set or a signal ends it. Raises InputRefused (G721).
     """
@@ -79,7 +83,7 @@ def make_server(models: ServedModels, limits: Limits) -> tuple[Server, tuple[Dia
     if not all(getattr(served.opened.tokenizer, "is_fast", False) for served in models.names.values()):
         message = "the server of transformers streams with fast tokenizers only, and the model's is a slow one"
         raise InputRefused(Diagnostic("G721", message, hint="use `ktc generate --chat`"))
-    made = make_application(models, limits)
+    made = make_application(models, limits, access)
     config = uvicorn.Config(made.app, log_level="warning", timeout_graceful_shutdown=_GRACE)
     return uvicorn.Server(config), tuple(_notes(made.alone))
 

@@ -216,6 +216,31 @@ def test_stopping_ends_what_runs(model: PreTrainedModel) -> None:
     assert {served.answers.wait(name)[1] for name in "01"} == {End(None, "the server stops")}
 
 
+def test_changes_come_between_turns_or_when_nothing_runs(model: PreTrainedModel) -> None:
+    config, seen = config_of(model), list[tuple[int, int]]()
+    with Served(model, Limits()) as served:
+
+        def look() -> None:
+            seen.append((served.engine.num_running, len(seen)))
+
+        started = threading.Event()
+        served.answers.on_event = lambda _: started.set()
+        served.ask("0", PROMPTS[0], 60, config)
+        assert started.wait(60)
+        served.engine.change(look)
+        with pytest.raises(TimeoutError):
+            served.engine.change(look, idle=True, patience=0)
+        with pytest.raises(ZeroDivisionError):
+            served.engine.change(lambda: 1 // 0)
+        served.ask("1", PROMPTS[1], 8, config)
+        served.engine.change(look, idle=True)
+        assert served.answers.wait("0")[0] == alone(model, PROMPTS[0], config, 60)
+        assert served.answers.wait("1")[0] == alone(model, PROMPTS[1], config, 8)
+    assert [running for running, _ in seen[1:]] == [0]
+    with pytest.raises(Refused):
+        served.engine.change(look)
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "llama4"])
 def test_a_model_whose_cache_cannot_be_joined_answers_each_request_alone(name: str) -> None:
     model = stock_model(name, torch.float32)

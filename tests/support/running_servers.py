@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ktc.serving import server as serve
 from ktc.serving.models import ServedModels
@@ -13,10 +14,10 @@ from ktc.serving.request import Limits
 
 
 @contextmanager
-def served(models: ServedModels, limits: Limits) -> Iterator[str]:
+def served(models: ServedModels, limits: Limits, access: Any = None) -> Iterator[str]:
     """The URL of a server that shares batches, until the end of the context."""
     listening = serve.listen("127.0.0.1", 0)
-    server, notes = serve.make_server(models, limits)
+    server, notes = serve.make_server(models, limits, access)
     assert notes == ()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
