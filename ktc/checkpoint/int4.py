@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ScaleMode = Literal["scale_first", "slime"]
+SCALE_MODES: Final[tuple[ScaleMode, ...]] = ("scale_first", "slime")
+WHOLE_ROW: Final = -1
 LARGEST: Final = 7
 _SMALLEST_SCALE: Final = 1e-5  # of a group of zeros
 _PER_WORD: Final = 8
@@ -39,13 +41,44 @@ class Int4:
         return grouped.view(rows, columns).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Int4Grid:
+    """The values that INT4 weights can have: the columns that share a scale (-1: a row), and how it is rounded."""
+
+    group: int
+    scale_mode: ScaleMode = "scale_first"
+
+    def __str__(self) -> str:
+        return f"int4 {self.group} {self.scale_mode}"
+
+    @classmethod
+    def parse(cls, text: str) -> Int4Grid | None:
+        """Return the grid that `str` spells, `None` for "". Raises `ValueError` for another text."""
+        if not text:
+            return None
+        name, group, mode = (*text.split(), "", "")[:3]
+        scale_mode = next((each for each in SCALE_MODES if each == mode), None)
+        if name != "int4" or scale_mode is None or str(cls(int(group), scale_mode)) != text:
+            raise ValueError(f"`{text}` names no grid of INT4")
+        return cls(int(group), scale_mode)
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Return weights (..., K) on the grid, in their dtype, with the straight-through gradient."""
+        return fake_quantised(weight.reshape(-1, weight.shape[-1]), self.group, self.scale_mode).view(weight.shape)
+
+    def coded(self, matrix: Tensor) -> Int4:
+        """Return the codes and scales of a matrix (rows, K)."""
+        return quantised(matrix, self.group, self.scale_mode)
+
+
 def quantised(weight: Tensor, group: int, scale_mode: ScaleMode = "scale_first") -> Int4:
-    """Return codes and scales of a matrix. fp32 weights are rounded to bf16 first, `scale_first` alone."""
+    """Return codes and scales of a matrix. Weights wider than bf16 are rounded to it first, `scale_first` alone."""
     rows, columns = weight.shape
-    size = columns if group == -1 else group
+    size = columns if group == WHOLE_ROW else group
     if size < 1 or columns % size:
         raise ValueError(f"groups of {size} do not divide {columns} columns")
-    stored = torch.bfloat16 if weight.dtype == torch.float32 and scale_mode == "scale_first" else weight.dtype
+    rounds_first = weight.dtype.itemsize > 2 and scale_mode == "scale_first"
+    stored = torch.bfloat16 if rounds_first else weight.dtype
     values = weight.detach().to(stored).float().view(rows, -1, size)
     greatest = values.abs().amax(-1)
     if not bool(torch.isfinite(greatest).all()):

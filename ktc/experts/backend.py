@@ -22,6 +22,7 @@ from ktc.experts.reference_backend import Reference
 from ktc.experts.resident_backend import ResidentFew
 from ktc.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.experts.streamed_backend import Streamed
+from ktc.experts.trained_backend import Trained
 from ktc.experts.weights import ExpertsWeights
 
 
@@ -79,6 +80,8 @@ def choose(
     packed, form = weights.packed, weights.form
     if packed is None:
         return Reference(weights)
+    if weights.training.repacks:
+        return Trained(weights, activations)
     if plain and offload is not None and offload.has_room_for_copies(tokens, packed.sizes):
         return ResidentFew(packed, form, offload.devices[0])
     if offload is not None and tokens >= offload.min_tokens:

@@ -113,6 +113,8 @@ class NativeKernel(Protocol):
         tokens: int,
         lora_gate_up: NativeLora,
         lora_down: NativeLora,
+        d_first_rows: int,
+        activated_rows: int,
         /,
     ) -> None: ...
 

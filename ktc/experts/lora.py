@@ -1,4 +1,4 @@
-"""LoRA on the routed experts of one layer. `W + scale * B A` is never formed.
+"""LoRA on the routed experts of one layer. `W + scale * B A` is formed only where it is to be rounded (`delta`).
 
 Its factors take four forms on their way from PEFT to C++:
 
@@ -46,6 +46,11 @@ class Lora:
         """Compute `scale * B A x` of one expert, (..., inputs) -> (..., outputs), in the dtype of `x`."""
         a, b = self.a[expert].to(x.dtype), self.b[expert].to(x.dtype)
         return torch.nn.functional.linear(torch.nn.functional.linear(x, a), b) * self.scale
+
+    def delta(self, expert: int) -> Tensor:
+        """Return `scale * B A` of one expert, (outputs, inputs), in fp32 or the factors' wider dtype."""
+        wide = torch.promote_types(self.a.dtype, torch.float32)
+        return (self.b[expert].to(wide) @ self.a[expert].to(wide)) * self.scale
 
     def check(self, what: str, num_experts: int, inputs: int, outputs: int) -> None:
         """Raise `ValueError` for factors that do not fit a product of these sizes."""

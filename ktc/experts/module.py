@@ -2,7 +2,7 @@
 
 In: hidden states and the router's choice, as Hugging Face's experts modules take them, and LoRA factors. Out: the
 weighted sum of the experts' outputs. Gradients go to the hidden states, the routing weights and the factors.
-`ExpertsWeights` holds the frozen weights, and a backend computes each call.
+`ExpertsWeights` holds the weights, and a backend computes each call.
 Refused: tensors of another shape than the layer's, an unknown form, a forward before every expert is loaded.
 """
 
@@ -26,6 +26,7 @@ from ktc.experts.load_state import LoadState
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.packed import Numa, PackedExperts
 from ktc.experts.stock_layout import stock_names
+from ktc.experts.weight_training import FROZEN, WeightTraining
 from ktc.experts.weights import ExpertsWeights
 
 
@@ -38,15 +39,16 @@ class Check(Protocol):
 
 
 class FusedMoe(nn.Module):
-    """Routed experts with frozen weights; forward takes `(T, H), (T, K) int64, (T, K)` and returns `(T, H)`.
+    """Routed experts; forward takes `(T, H), (T, K) int64, (T, K)` and returns `(T, H)`.
 
     PEFT needs the tensors of the stock module (`stock_names`: `gate_up_proj` or, without a gate, `up_proj`;
     `down_proj`; their biases) by name and in their stock shapes. They are not registered, so optimizers, `state_dict`
-    and `.to()` do not see them. With a kernel they have no storage; `expert` returns the weights.
+    and `.to()` do not see them. With a kernel they have no storage; `expert` returns the weights. Weights that train
+    are registered parameters.
 
     `.to(device)` moves nothing. `.float()`, `.half()` and the like change the dtype of the reference; a kernel computes
     in the dtype it was built for (L429 says so) and returns the dtype of its hidden states.
-    K may differ from `top_k`. Copies share the weights, which are frozen.
+    K may differ from `top_k`. Copies share weights that are frozen.
 
     Args:
         form: what the experts compute and how their stock tensors are stored, or the spelling of it.
@@ -56,6 +58,7 @@ class FusedMoe(nn.Module):
         activations: `keep` saves gate and up of every slot for backward, `recompute` computes them again.
         numa: `shard` cuts packed weights for the NUMA nodes that the process may run on, `none` does not.
         offload: the number of tokens from which a kernel's experts are streamed to a device, and that device.
+        training: whether weights are rounded to a grid, trained, or merged with the adapter.
     """
 
     gate_up_proj: nn.Parameter
@@ -76,6 +79,7 @@ class FusedMoe(nn.Module):
         activations: Activations = "keep",
         numa: Numa = "shard",
         offload: Offload | None = None,
+        training: WeightTraining = FROZEN,
     ) -> None:
         super().__init__()
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
@@ -84,15 +88,24 @@ class FusedMoe(nn.Module):
         self.watch: Check | None = None  # of the loader
         sizes = ExpertsSizes(num_experts, hidden, intermediate, top_k)
         packed = None if kernel is None else PackedExperts(kernel, threads, *sizes, numa)
-        self.weights = ExpertsWeights(parse_form(form) if isinstance(form, str) else form, sizes, dtype, packed)
+        of_form = parse_form(form) if isinstance(form, str) else form
+        self.weights = ExpertsWeights(of_form, sizes, dtype, packed, training)
+        self._show()
+
+    def _show(self) -> None:
+        """Make the stock tensors attributes of the module: plain ones, or parameters where they train."""
         for name, tensor in self.weights.stock.items():
-            self.__dict__[name] = tensor  # a plain attribute, unregistered
+            if self.weights.training.trains:
+                self.register_parameter(name, tensor)
+            else:
+                self.__dict__[name] = tensor
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the stock tensors by name. A parent module does not list them."""
-        yield from ((f"{prefix}.{name}".lstrip("."), tensor) for name, tensor in self.weights.stock.items())
+        if not self.weights.training.trains:
+            yield from ((f"{prefix}.{name}".lstrip("."), tensor) for name, tensor in self.weights.stock.items())
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def __getitem__(self, expert: object) -> NoReturn:
@@ -114,7 +127,10 @@ class FusedMoe(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedMoe:
         copied = self.__new__(type(self))
         memo[id(self)] = copied
-        memo.update((id(tensor), tensor) for tensor in self.weights.stock.values())
+        if self.weights.training.trains:
+            memo[id(self.watch)] = self.watch  # it holds other modules, which the copy has too
+        else:
+            memo.update((id(tensor), tensor) for tensor in self.weights.stock.values())
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
@@ -126,7 +142,7 @@ class FusedMoe(nn.Module):
         wanted = fn(torch.empty(1, dtype=self.weights.dtype)).dtype
         if wanted != self.weights.dtype:
             self._become(wanted)
-        return super()._apply(fn, recurse)
+        return self if self.weights.training.trains else super()._apply(fn, recurse)
 
     def _become(self, dtype: torch.dtype) -> None:
         if self.weights.packed:
@@ -135,13 +151,12 @@ class FusedMoe(nn.Module):
             warnings.warn(f"{kept.code}: {kept.message}", stacklevel=3)
             return
         self.weights.become(dtype)
-        for name, tensor in self.weights.stock.items():
-            self.__dict__[name] = tensor
+        self._show()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Refuse weights of experts (L436). A load that is not strict would drop them without a word."""
         found = next((name for name in state_dict if name.startswith(prefix)), None)
-        if found is not None:
+        if found is not None and not self.weights.training.trains:
             message = f"`{found}` cannot be loaded into a compiled model: the weights of its experts are fixed"
             hint = "leave the experts out of the state dict, or load the checkpoint: `ktc.load(OUT, weights=FOLDER)`"
             raise InputRefused(Diagnostic("L436", message, hint=hint))
@@ -161,6 +176,11 @@ class FusedMoe(nn.Module):
     def packed_bytes(self) -> int:
         """Bytes of the packed weights, 0 without a kernel."""
         return self.weights.packed.nbytes if self.weights.packed else 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weights and of the tensors that they are made of, 0 without a kernel."""
+        return self.weights.nbytes
 
     def load_expert(self, expert: int, part: ExpertPart, tensor: Tensor) -> None:
         """Store one part of one expert: gate and up are `(I, H)`, down is `(H, I)`, biases `(I,)` and `(H,)`.

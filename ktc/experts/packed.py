@@ -14,6 +14,7 @@ import math
 import mmap
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NoReturn, cast
 
@@ -40,8 +41,27 @@ from ktc.host import NumaNode
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _HUGE_PAGE: Final = 2 << 20
+_PANEL: Final = 32  # `kPanelWidth`
 Numa = Literal["none", "shard"]  # whether weights are cut for the nodes of the machine that loads them
 _SAVED: Final = SavedBuffers()  # one for all layers: backward frees what the next forward takes
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """What the gradients of weights are products of, by slot: sorted by expert, then by (token, k).
+
+    `d_first` (S, parts, Ip) are the gradients of gate and up, with the routing weight, `activated` (S, Ip) what the
+    activation returned, in the kernel's dtype. Ip is I rounded up to 32, and values past I are not defined.
+    """
+
+    d_first: Tensor
+    activated: Tensor
+
+    @classmethod
+    def empty(cls, slots: int, parts: int, intermediate: int, dtype: torch.dtype) -> SlotRows:
+        """Return rows for backward to fill."""
+        padded = -(-intermediate // _PANEL) * _PANEL
+        return cls(torch.empty(slots, parts, padded, dtype=dtype), torch.empty(slots, padded, dtype=dtype))
 
 
 class PackedExperts:
@@ -96,6 +116,15 @@ class PackedExperts:
         other = self.__new__(type(self))
         vars(other).update(vars(self))
         other._hold(packed, mapped=True)
+        return other
+
+    def beside(self) -> PackedExperts:
+        """Return the same kernel and threads with memory of its own, in which nothing is loaded."""
+        other = self.__new__(type(self))
+        vars(other).update(vars(self))
+        other._hold(huge_pages(self._native.packed_bytes))
+        if self._nodes:
+            self._native.bind(other._packed, [node.number for node in self._nodes])
         return other
 
     def unloaded(self) -> PackedExperts:
@@ -305,8 +334,9 @@ class PackedExperts:
         x_TH: Tensor | None,
         lora: ExpertsLora = NO_LORA,
         interleaved: bool = False,
+        rows: SlotRows | None = None,
     ) -> tuple[Tensor, Tensor, ExpertsLora]:
-        """Compute the gradients of hidden states, routing weights and LoRA's factors.
+        """Compute the gradients of hidden states, routing weights and LoRA's factors, and fill `rows`.
 
         They come from what forward saved or else from its input; those of the factors need the input too.
         """
@@ -331,6 +361,7 @@ class PackedExperts:
                     native_argument(each, gradient, interleaved=interleaved)
                     for each, gradient in zip(read.products, gradients.products, strict=True)
                 ),
+                *((0, 0) if rows is None else (rows.d_first.data_ptr(), rows.activated.data_ptr())),
             )
         return grad_x_TH, grad_weights_TK, gradients
 

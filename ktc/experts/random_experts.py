@@ -40,7 +40,7 @@ class RandomExperts:
         `copied` is called from several threads, with the bytes of each expert that is finished.
         """
         packed = experts.weights.packed
-        if packed is None:
+        if packed is None or experts.weights.training.repacks:
             _load_values(experts, self._seed + _SEED_OF_LAYER * layer)
             return
         some = self._packed(packed, experts.form)

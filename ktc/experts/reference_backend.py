@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktc.experts.lora import ExpertsLora
+from ktc.experts.lora import NO_LORA, ExpertsLora
 from ktc.experts.reference import fused_moe_reference
 from ktc.experts.staging import on_host
 from ktc.experts.tracing import never_traced
@@ -31,7 +31,11 @@ class Reference:
 
     @never_traced
     def _compute(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-        gate_up, down, *biases = self.weights.stock.values()
+        gate_up, down, *biases = (
+            each.to(torch.promote_types(each.dtype, x_TH.dtype)) for each in self.weights.effective(lora).values()
+        )
+        if self.weights.training.merged:
+            lora = NO_LORA
         return fused_moe_reference(x_TH, index_TK, weights_TK, gate_up, down, self.weights.form, *biases, lora=lora)
 
     def prepare(self) -> None:

@@ -1,4 +1,6 @@
-"""The weights of one layer's experts: stock tensors that PyTorch computes with, or a kernel's packed form.
+"""The weights of one layer's experts: stock tensors that PyTorch computes with, a kernel's packed form, or both.
+
+A layer has both where packed weights change with the parameters that they are made of (`weight_training.py`).
 
 In: one part of one expert at a time, as values, codes or GGUF blocks, or the packed bytes of all experts at once.
 Out: what backends read, and which parts were never loaded.
@@ -8,18 +10,23 @@ Refused (`ValueError`): a part that the form lacks, another shape, packed bytes 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ktc.checkpoint.int4 import WHOLE_ROW
 from ktc.experts.expert_stream import renew_streams
 from ktc.experts.form import ExpertPart, ExpertsForm, ExpertsSizes
 from ktc.experts.load_state import Loads, LoadState
+from ktc.experts.lora import NO_LORA, ExpertsLora
 from ktc.experts.packed import PackedExperts
 from ktc.experts.stock_layout import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
+from ktc.experts.weight_training import FROZEN, State, WeightTraining, state_of
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
@@ -28,32 +35,56 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 class ExpertsWeights:
-    """Frozen weights of one layer. `packed` holds them, or `stock` where there is no kernel.
+    """Weights of one layer. `packed` holds them, or `stock` where there is no kernel, or both as `training` says.
 
-    With a kernel the stock tensors are shapes without storage, and every value in them is NaN.
-    `dtype` is that of the stock tensors.
+    With a kernel that packs once, the stock tensors are shapes without storage, and every value in them is NaN.
+    `dtype` is that of frozen stock tensors and of the reference.
     """
 
     def __init__(
-        self, form: ExpertsForm, sizes: ExpertsSizes, dtype: torch.dtype, packed: PackedExperts | None
+        self,
+        form: ExpertsForm,
+        sizes: ExpertsSizes,
+        dtype: torch.dtype,
+        packed: PackedExperts | None,
+        training: WeightTraining = FROZEN,
     ) -> None:
-        self.form, self.sizes, self.dtype, self.packed = form, sizes, dtype, packed
+        self.form, self.sizes, self.dtype, self.packed, self.training = form, sizes, dtype, packed, training
+        self._packed_from: State | None = None
         self.stock: dict[StockTensor, nn.Parameter] = {name: self._stock_tensor(name) for name in stock_names(form)}
         self._generation = 0
         self._loads: Loads[tuple[int, ExpertPart]] = Loads(itertools.product(range(sizes.num_experts), parts_of(form)))
 
     def _stock_tensor(self, name: StockTensor) -> nn.Parameter:
-        shape = stock_shape(self.form, name, *self.sizes[:3])
-        if self.packed:  # NaN shows in the results of any code that computes with it
-            tensor = torch.full((), torch.nan, dtype=self.dtype).expand(shape)
+        shape, dtype = stock_shape(self.form, name, *self.sizes[:3]), self.training.masters or self.dtype
+        if self.packed and not self.training.repacks:  # NaN shows in the results of any code that computes with it
+            tensor = torch.full((), torch.nan, dtype=dtype).expand(shape)
         else:
-            tensor = torch.zeros(shape, dtype=self.dtype)
-        return nn.Parameter(tensor, requires_grad=False)
+            tensor = torch.zeros(shape, dtype=dtype)
+        return nn.Parameter(tensor, requires_grad=self.training.trains)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights and of the tensors that they are made of, 0 without a kernel."""
+        if self.packed is None:
+            return 0
+        kept = sum(tensor.nbytes for tensor in self.stock.values()) if self.training.repacks else 0
+        return self.packed.nbytes + kept
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsWeights:
+        """Copy tensors that train; copies of a layer share packed weights that no parameter changes."""
+        copied = self.__new__(type(self))
+        memo[id(self)] = copied
+        if self.packed is not None and self.training.repacks:
+            memo[id(self.packed)] = self.packed.beside()
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._packed_from = None if self.training.repacks else self._packed_from
+        return copied
 
     def become(self, dtype: torch.dtype) -> None:
         """Hold the stock tensors in another float dtype, as new tensors: copies of the layer share the old ones."""
         for name, tensor in self.stock.items():
-            self.stock[name] = nn.Parameter(tensor.detach().to(dtype), requires_grad=False)
+            self.stock[name] = nn.Parameter(tensor.detach().to(dtype), requires_grad=tensor.requires_grad)
         self.dtype, self._loads = dtype, self._loads.separate()
 
     @property
@@ -81,11 +112,12 @@ class ExpertsWeights:
 
     def copy_from(self, other: ExpertsWeights) -> None:
         """Load all parts from weights of the same form, sizes and kernel."""
-        if self.packed is not None:
+        if self.packed is not None and not self.training.repacks:
             self.fill_packed(lambda target: copy_bytes(target, other.packed_storage))
             return
         for name, tensor in self.stock.items():
             tensor.detach().copy_(other.stock[name])
+        self._packed_from = None
         self._loads.loaded_all()
 
     def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
@@ -106,15 +138,88 @@ class ExpertsWeights:
         if part not in parts:
             raise ValueError(f"experts of the form `{self.form}` have no `{part}`, only {', '.join(parts)}")
         self._check(expert, part, tensor)
-        if self.packed:
-            self.packed.load(expert, part, tensor)
+        if self.packed is not None and not self.training.repacks:
+            self._pack(expert, part, tensor)
         else:
-            self._stock_part(expert, part).copy_(tensor.detach())
+            rounds = not self.training.repacks and not part.endswith("_bias")
+            kept = self._on_grid(tensor.detach()) if rounds else tensor.detach()
+            self._stock_part(expert, part).copy_(kept)
+            self._packed_from = None
         self._loads.loaded((expert, part))
+
+    def current(self, lora: ExpertsLora = NO_LORA) -> PackedExperts:
+        """Return the packed weights, packed again if a parameter changed since. `lora` is merged if training says so.
+
+        Raises `ValueError` without a kernel, and for weights that are not finite where they are rounded.
+        """
+        packed = self._require_packed()
+        if not self.training.repacks:
+            return packed
+        merged = lora if self.training.merged else NO_LORA
+        state = state_of((*self.stock.values(), *merged.factors))
+        if state != self._packed_from:
+            with torch.no_grad():
+                for expert in range(self.sizes.num_experts):
+                    self._pack_again(expert, merged)
+            self._packed_from = state
+        return packed
+
+    @property
+    def packed_from(self) -> State | None:
+        """The state of the parameters that the packed weights were made of."""
+        return self._packed_from
+
+    def effective(self, lora: ExpertsLora) -> Mapping[StockTensor, Tensor]:
+        """Return the stock tensors as they are multiplied: with a merged adapter, and rounded. Differentiable."""
+        found: dict[StockTensor, Tensor] = dict(self.stock)
+        if not self.training.repacks:
+            return found
+        for name, factors in zip(stock_names(self.form), lora.products if self.training.merged else (), strict=False):
+            if factors is not None:
+                delta = torch.stack([factors.delta(expert) for expert in range(self.sizes.num_experts)])
+                found[name] = found[name] + (delta.transpose(1, 2) if self.form.transposed else delta)
+        if self.training.grid is not None:
+            for name in stock_names(self.form)[:2]:
+                rows = found[name].transpose(1, 2) if self.form.transposed else found[name]
+                rounded = self.training.grid.rounded(rows)
+                found[name] = rounded.transpose(1, 2) if self.form.transposed else rounded
+        return found
+
+    def _pack_again(self, expert: int, merged: ExpertsLora) -> None:
+        """Pack all parts of one expert from the stock tensors, which gate_up and down begin."""
+        for name, factors in itertools.zip_longest(stock_names(self.form), merged.products):
+            tensor = self.stock[name].detach()[expert]
+            if factors is not None:
+                delta = factors.delta(expert)
+                tensor = tensor.float() + (delta.t() if self.form.transposed else delta)
+            for part, matrix in canonical_parts(self.form, name, tensor):
+                self._pack(expert, part, matrix)
+
+    def _pack(self, expert: int, part: ExpertPart, values: Tensor) -> None:
+        """Pack one part on the grid. A kernel with scales for groups has those of a row as often as it has groups."""
+        packed, grid = self._require_packed(), self.training.grid
+        coding = packed.coding(part)
+        if grid is None or part.endswith("_bias") or coding == ("int4", grid.group):
+            packed.load(expert, part, values)
+        elif coding is not None and grid.group == WHOLE_ROW:
+            coded = grid.coded(values)
+            scales = coded.scales.expand(-1, values.shape[1] // coding[1])
+            packed.load_codes(expert, part, coded.codes, scales)
+        else:
+            packed.load(expert, part, self._on_grid(values.detach()))
+
+    def _on_grid(self, matrix: Tensor) -> Tensor:
+        return matrix if self.training.grid is None else self.training.grid.rounded(matrix)
 
     def takes_codes(self, part: ExpertPart, method: str, group: int) -> bool:
         """Return whether the kernel multiplies such codes of a part."""
-        return self.packed is not None and self.packed.coding(part) == (method, group) and not self.form.transposed
+        stored = self.packed is not None and self.packed.coding(part) == (method, group) and not self.form.transposed
+        return stored and self._keeps_stored(method, group)
+
+    def _keeps_stored(self, method: str, group: int) -> bool:
+        """Return whether codes of the checkpoint are already what training would round them to."""
+        grid = self.training.grid
+        return not self.training.repacks and (grid is None or (method, group) == ("int4", grid.group))
 
     def load_codes(self, expert: int, part: ExpertPart, codes: Tensor, scales: Tensor) -> None:
         """Store one part without rounding: a code per weight, a scale per row and group.
@@ -127,7 +232,8 @@ class ExpertsWeights:
 
     def takes_blocks(self, part: ExpertPart, type_name: str) -> bool:
         """Return whether the kernel multiplies a part in GGUF blocks of this type."""
-        return self.packed is not None and self.packed.blocks(part) == type_name
+        plain = not self.training.repacks and self.training.grid is None
+        return plain and self.packed is not None and self.packed.blocks(part) == type_name
 
     def load_blocks(self, expert: int, part: ExpertPart, blocks: Tensor) -> None:
         """Store one part from uint8 rows of whole GGUF blocks, (I, bytes of H weights) or (H, bytes of I weights).
@@ -157,7 +263,7 @@ class ExpertsWeights:
 
     def expert(self, expert: int, part: ExpertPart) -> Tensor:
         """Return a copy of one part, in the dtype it is computed in."""
-        if self.packed:
+        if self.packed is not None and not self.training.repacks:
             return self.packed.unpack(expert, part, self._shape(part))
         return self._stock_part(expert, part).clone(memory_format=torch.contiguous_format)
 

@@ -45,7 +45,9 @@ def tensor_bytes(model: nn.Module, placement: Mapping[str, str]) -> dict[str, in
         totals[device] = totals.get(device, 0) + tensor.numel() * tensor.element_size()
     for module in model.modules():
         if isinstance(module, FusedMoe | StoredLinear):
-            totals["cpu"] = totals.get("cpu", 0) + module.packed_bytes
+            totals["cpu"] = totals.get("cpu", 0) + (
+                module.weight_bytes if isinstance(module, FusedMoe) else module.packed_bytes
+            )
     return totals
 
 

@@ -55,13 +55,16 @@ class ActivationGradient {
   using Accumulator = typename Layer::Accumulator;
 
   ActivationGradient(const Layer& layer, const Element* saved_S, const Accumulator* weight_S, Element* d_first_S,
-                     const WeightGradients<Layer>& weight_gradients, const LoraColumnGradients<Layer>& lora)
+                     const WeightGradients<Layer>& weight_gradients, const LoraColumnGradients<Layer>& lora,
+                     const WeightGradientRows& rows)
       : layer_(layer),
         saved_S_(saved_S),
         weight_S_(weight_S),
         d_first_S_(d_first_S),
         weight_gradients_(weight_gradients),
-        lora_(lora) {}
+        lora_(lora),
+        d_first_rows_(static_cast<Element*>(rows.d_first)),
+        activated_rows_(static_cast<Element*>(rows.activated)) {}
 
   void begin(PanelPart part) const {
     if (lora_.active()) lora_.begin(part);
@@ -88,6 +91,7 @@ class ActivationGradient {
     const std::int64_t half = 2 * panel + side;
     const std::int64_t padded = layer_.shape.padded_intermediate();
     const bool has_padding = layer_.valid_lanes(half) < kHalfPanel;
+    const bool needs_activated = lora_.active() || activated_rows_ != nullptr;
     alignas(64) Element activated[Layer::Isa::kMaxRows][kHalfPanel];
     alignas(64) Element d_first[Layer::kFirstParts][Layer::Isa::kMaxRows][kHalfPanel];
     for (int row = 0; row < group.rows; ++row) {
@@ -102,17 +106,26 @@ class ActivationGradient {
         const Lanes up = Lanes::from_elements(saved + padded);
         const auto gradients = Layer::Activation::gradients(first, up, unweighted, weight);
         d_weight[row] += gradients.d_weight.sum();
-        if (lora_.active()) gradients.activated.to_elements(activated[row]);
+        if (needs_activated) gradients.activated.to_elements(activated[row]);
         gradients.d_gate.to_elements(d_first[0][row]);
         gradients.d_up.to_elements(d_first[1][row]);
       } else {
         const auto gradients = Layer::Activation::gradients(first, unweighted, weight);
         d_weight[row] += gradients.d_weight.sum();
-        if (lora_.active()) gradients.activated.to_elements(activated[row]);
+        if (needs_activated) gradients.activated.to_elements(activated[row]);
         gradients.d_up.to_elements(d_first[0][row]);
       }
     }
     if (lora_.active()) lora_.add(group, side, activated, d_first);
+    if (activated_rows_ != nullptr) {
+      PlainRows<Layer>(activated_rows_, padded).write(group, half * kHalfPanel, activated);
+    }
+    if (d_first_rows_ != nullptr) {
+      const PlainRows<Layer> plain(d_first_rows_, layer_.first_size());
+      for (std::int64_t part = 0; part < Layer::kFirstParts; ++part) {
+        plain.write(group, part * padded + half * kHalfPanel, d_first[part]);
+      }
+    }
     const PackedRows<Layer> rows(d_first_S_, layer_.first_size());
     for (std::int64_t part = 0; part < Layer::kFirstParts; ++part) {
       rows.write(group, (half * Layer::kFirstParts + part) * kHalfPanel, d_first[part]);
@@ -125,6 +138,8 @@ class ActivationGradient {
   Element* d_first_S_;
   WeightGradients<Layer> weight_gradients_;
   LoraColumnGradients<Layer> lora_;
+  Element* d_first_rows_;
+  Element* activated_rows_;
 };
 
 // <dY, b_down> of each slot in `groups`: the bias's part of the routing weight's gradient.
@@ -236,7 +251,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
                  packed_S, at_hand,
                  lora.around_down(worker.index,
                                   ActivationGradient<Layer>(layer, saved_S, weight_S, d_first_S, weight_gradients,
-                                                            lora.column_gradients(worker.index))));
+                                                            lora.column_gradients(worker.index), arguments.rows)));
       worker.barrier.arrive_and_wait();
       if (lora.first()) {
         lora.begin_hidden(worker.index, share(num_groups), d_first_S);

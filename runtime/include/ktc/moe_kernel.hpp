@@ -52,6 +52,14 @@ struct ForwardArguments {
   LoraFactors lora_down = {};
 };
 
+// For the gradients of weights, whose products another library computes: by slot, that is sorted by expert and then by
+// (token, k), the gradients of gate and up with the routing weight, (slots, parts, Ip), and the results of the
+// activation, (slots, Ip), of the kernel's element type. Ip is I rounded up to 32. Null: not wanted.
+struct WeightGradientRows {
+  void* d_first = nullptr;
+  void* activated = nullptr;
+};
+
 struct BackwardArguments {
   const std::byte* packed;
   const std::int64_t* top_k_index;
@@ -64,6 +72,7 @@ struct BackwardArguments {
   std::int64_t tokens;
   LoraFactors lora_first = {};
   LoraFactors lora_down = {};
+  WeightGradientRows rows = {};
 };
 
 // How a part's weights are stored: the name of their codes, null if they have none, and the number of a row's weights

@@ -146,7 +146,7 @@ inline std::unique_ptr<ktc::HostCall> call(const MoeKernel& kernel, ktc::Engine&
 inline void backward(const MoeKernel& kernel, ktc::Engine& engine, Address packed, Address top_k_index,
                      Address top_k_weights, Address saved, Address hidden_states, Address grad_out,
                      Address grad_hidden_states, Address grad_top_k_weights, std::int64_t tokens, const Lora& first,
-                     const Lora& down) {
+                     const Lora& down, Address d_first_rows, Address activated_rows) {
   const ktc::LoraFactors lora_first = factors(first);
   const ktc::LoraFactors lora_down = factors(down);
   const py::gil_scoped_release release;
@@ -160,7 +160,8 @@ inline void backward(const MoeKernel& kernel, ktc::Engine& engine, Address packe
                            .grad_top_k_weights = at(grad_top_k_weights),
                            .tokens = tokens,
                            .lora_first = lora_first,
-                           .lora_down = lora_down});
+                           .lora_down = lora_down,
+                           .rows = {.d_first = at(d_first_rows), .activated = at(activated_rows)}});
 }
 
 inline void add_classes(py::module_& library) {
