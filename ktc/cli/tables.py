@@ -121,10 +121,10 @@ def _adapted(lora: LoraPlan) -> str:
 
 def adapter_line(lora: LoraPlan) -> Text:
     """Return the adapter in one line."""
-    return Text(
-        f"LoRA r={lora.r} alpha={lora.lora_alpha:g} on {_adapted(lora)}: "
-        f"{count(lora.trainable, 'trainable parameter')}\n"
-    )
+    adapted = f"LoRA r={lora.r} alpha={lora.lora_alpha:g} on {_adapted(lora)}" if _adapted(lora) else ""
+    trained = f"{count(len(lora.modules), 'module')} trained whole" if lora.modules else ""
+    what = ", ".join(filter(None, (adapted, trained)))
+    return Text(f"{what}: {count(lora.trainable, 'trainable parameter')}\n")
 
 
 def kernels_table(plan: Plan) -> Table:

@@ -40,6 +40,10 @@ class WeightTraining:
         """Whether the weights are parameters of an optimizer."""
         return self.masters is not None
 
+    def stored_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the stock tensors of a model of `dtype`: masters are never narrower than its weights."""
+        return dtype if self.masters is None else torch.promote_types(self.masters, dtype)
+
     @property
     def repacks(self) -> bool:
         """Whether packed weights change with the parameters that they are made of."""

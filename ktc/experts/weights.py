@@ -56,7 +56,7 @@ class ExpertsWeights:
         self._loads: Loads[tuple[int, ExpertPart]] = Loads(itertools.product(range(sizes.num_experts), parts_of(form)))
 
     def _stock_tensor(self, name: StockTensor) -> nn.Parameter:
-        shape, dtype = stock_shape(self.form, name, *self.sizes[:3]), self.training.masters or self.dtype
+        shape, dtype = stock_shape(self.form, name, *self.sizes[:3]), self.training.stored_in(self.dtype)
         if self.packed and not self.training.repacks:  # NaN shows in the results of any code that computes with it
             tensor = torch.full((), torch.nan, dtype=dtype).expand(shape)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ktc.diagnostics import Diagnostic, InputRefused
 
+_NOTHING = "dummy-target-modules"  # peft.utils.constants.DUMMY_TARGET_MODULES: no layer has to match
 _EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
@@ -22,8 +23,11 @@ def adapter_json(
     rank_pattern: Mapping[str, int],
     alpha_pattern: Mapping[str, float],
     parameters: Sequence[str] = (),
+    modules: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return arguments of `LoraConfig` for the modules `targets` and the weights `parameters` of experts (full names).
+
+    The `modules` train themselves.
 
     Raises `InputRefused` (I150) for a dropout on a layer that PEFT can only name by its weight.
     """
@@ -37,8 +41,9 @@ def adapter_json(
         "r": r,
         "lora_alpha": lora_alpha,
         "lora_dropout": lora_dropout,
-        "target_modules": [fqn for fqn in targets if fqn not in renamed],
+        "target_modules": [fqn for fqn in targets if fqn not in renamed] if targets or parameters else _NOTHING,
         "target_parameters": [*renamed.values(), *parameters] or None,
         "rank_pattern": {renamed.get(fqn, fqn): value for fqn, value in rank_pattern.items()},
         "alpha_pattern": {renamed.get(fqn, fqn): value for fqn, value in alpha_pattern.items()},
+        **({"modules_to_save": list(modules)} if modules else {}),
     }

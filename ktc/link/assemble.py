@@ -71,6 +71,7 @@ def assemble(
             lora.rank_pattern,
             lora.alpha_pattern,
             lora.parameters,
+            lora.modules,
         ),
         proofs=tuple(proof.to_json() for proof in proofs),
         own_code=captured.source.own_code,

@@ -26,7 +26,7 @@ from ktc.targets import MODULES
 from ktc.targets.kt_linear import STORED_LINEAR
 
 FILE = "ktc.json"
-SCHEMA = 10
+SCHEMA = 11
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -114,8 +114,8 @@ def _open(path: Path, weights: str | Path | None, trusted: bool) -> _Opened:
     manifest = read_manifest(folder)
     checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
     library = load_as.check_fit(manifest, folder, checkpoint, reference=False)
-    if library is None or not any(step.kernel and step.module == "fused_moe" for step in manifest.rewrites):
-        message = f"no kernel runs experts of `{folder}`, so there is nothing to pack"
+    if library is None or not any(map(packed_store.is_stored, manifest.rewrites)):
+        message = f"no kernel runs frozen experts of `{folder}`, so there is nothing to pack"
         raise InputRefused(Diagnostic("L443", message, hint="compile it by rules with `cpu_moe`"))
     stock = load.stock_class(manifest, folder, checkpoint, trust_remote_code=trusted)
     rows = load_as.read_rows(folder, manifest)

@@ -111,13 +111,20 @@ def layers(manifest: Manifest, sources: Sequence[WeightSource], index: Checkpoin
     checkpoint = checkpoint_digest(index)
     found: list[Layer] = []
     for step in manifest.rewrites:
-        if step.kernel is None or step.module != "fused_moe":
+        if not is_stored(step):
             continue
+        assert step.kernel is not None
         own = tuple(rows.get(step.fqn, ()))
         kernel = _digest([manifest.library.sha256, asdict(kernels[step.kernel]), dict(step.args)])
         tensors = _digest([manifest.model.config_sha256, [asdict(row) for row in own]])
         found.append(Layer(step, own, Origin(kernel, rules, tensors, checkpoint)))
     return tuple(found)
+
+
+def is_stored(step: Rewrite) -> bool:
+    """Return whether a step's packed weights can be kept: those that change in training are packed from masters."""
+    changes = bool(step.args.get("masters") or step.args.get("merged"))
+    return step.kernel is not None and step.module == "fused_moe" and not changes
 
 
 def checkpoint_digest(index: CheckpointIndex) -> str:

@@ -16,6 +16,8 @@ from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.module import FusedMoe
 from ktc.experts.peft_wrapper import ASKED, AskedTargets, ExpertsParamWrapper
+from ktc.linears.merged_lora import MergedLoraLinear
+from ktc.linears.trained_linear import TrainedLinear
 
 FILE = "lora.json"
 _INSTALLED = "_ktc_installed"
@@ -35,7 +37,7 @@ def install() -> None:
         original(self)
         if self.base_model_name_or_path is None:  # an adapter that is read names its base, and was checked when made
             setattr(self, ASKED, AskedTargets.of(self))
-        cast("Any", self)._register_custom_module({FusedMoe: ExpertsParamWrapper})
+        cast("Any", self)._register_custom_module({FusedMoe: ExpertsParamWrapper, TrainedLinear: MergedLoraLinear})
 
     setattr(with_modules, _INSTALLED, True)
     cast("Any", LoraConfig).__post_init__ = with_modules

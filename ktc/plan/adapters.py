@@ -8,16 +8,23 @@ from ktc.capture import CapturedModel
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.dsl.ruleset import RuleSet
 from ktc.plan.expert_adapters import adapted_weights
+from ktc.plan.trained import NOTHING_TRAINED, TrainedWeights
 from ktc.plan.types import Claim, LoraPlan
 from ktc.targets import LoraExperts, LoraLinear
 
 DEFAULT_DROPOUT = 0.0
+DEFAULT_RANK = 8  # PEFT's own, of a config that adapts nothing
 
 
-def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) -> LoraPlan | None:
+def plan_lora(
+    captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet, trained: TrainedWeights = NOTHING_TRAINED
+) -> LoraPlan | None:
     """Return the adapter of the program, or None. Raise InputRefused for targets that cannot be adapted."""
     chosen = [claim for claim in claims if isinstance(claim.target, LoraLinear)]
     adapting = [claim for claim in claims if isinstance(claim.target, LoraLinear | LoraExperts)]
+    whole = sum(p.numel() for fqn in trained.modules for p in captured.model.get_submodule(fqn).parameters())
+    if not adapting and trained.modules:
+        return LoraPlan((), (), DEFAULT_RANK, DEFAULT_RANK, DEFAULT_DROPOUT, {}, {}, whole, trained.modules)
     if not adapting:
         return None
     dropout = _dropout(adapting, rules)
@@ -45,7 +52,8 @@ def plan_lora(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) 
         lora_dropout=dropout,
         rank_pattern={path: value for path, value in ranks.items() if value != r},
         alpha_pattern={path: value for path, value in alphas.items() if value != alpha},
-        trainable=trainable,
+        trainable=trainable + whole,
+        modules=trained.modules,
     )
 
 

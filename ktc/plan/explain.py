@@ -17,7 +17,8 @@ from ktc.plan.linear_spec import LinearSpec, PackedLinearSpec
 from ktc.plan.sparse import told_sparse
 from ktc.plan.types import BlockRewrite, Claim, LoraPlan, OutsideLinear, Placement, PlannedOnly, Reason
 from ktc.plan.working_memory import slots_of
-from ktc.targets import CpuMoe, FusedAttention, KtLinear, LoraExperts, LoraLinear, MlaAbsorbed, SparseAttention
+from ktc.targets import CpuMoe, FusedAttention, KtLinear, LoraExperts, LoraLinear, MlaAbsorbed, SparseAttention, Train
+from ktc.targets.quantisation import Quantisation
 from ktc.targets.target import NodeAction, Spec, Target
 
 
@@ -48,6 +49,8 @@ def _of_rewrite(
     """Yield one reason per rule and kind of rewrite; modules of a block are written as a choice."""
     groups: dict[tuple[str, str], list[NodeAction]] = {}
     for action in rewrite.actions:
+        if isinstance(action.target, Quantisation | Train):  # `plan/trained.py` says what becomes of its weights
+            continue
         groups.setdefault((action.rule, action.target.name), []).append(action)
     for actions in groups.values():
         names = [a.fqn for a in actions]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from ktc.checkpoint.int4 import Int4Grid
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.experts.form import parse_form
 from ktc.formats import BLOCKS, CODES, FORMATS, STORED, Codes, WeightFormat
@@ -14,6 +15,7 @@ from ktc.plan.kernel_spec import KERNELS, KernelSpec
 from ktc.plan.spec import Spec
 from ktc.plan.types import Claim, Plan
 from ktc.targets import CpuMoe
+from ktc.targets.target import AS_STORED, NodeWeights
 
 # A format counts as built if every instruction set has it, so that no user gets the scalar oracle unawares.
 ON_EVERY_ISA = tuple(name for name in FORMATS if all(name in formats for formats in KERNELS.values()))
@@ -24,7 +26,9 @@ StoredFormat = tuple[str, int]
 StoredFormats = tuple[tuple[StoredFormat, ...], tuple[StoredFormat, ...]]
 
 
-def choose_kernel(claim: Claim, target: CpuMoe, node: fx.Node, stored: StoredFormats, host: Host) -> KernelSpec:
+def choose_kernel(
+    claim: Claim, target: CpuMoe, node: fx.Node, stored: StoredFormats, host: Host, weights: NodeWeights = AS_STORED
+) -> KernelSpec:
     """Choose `target`'s kernel for the experts node `node`, whose weights the checkpoint stores as `stored`.
 
     This version may not build the format or the ISA; `availability` reports it. Raise InputRefused if no kernel reads
@@ -32,7 +36,12 @@ def choose_kernel(claim: Claim, target: CpuMoe, node: fx.Node, stored: StoredFor
     """
     about = ops.attributes(node)
     hidden, inter = int(about["hidden"]), int(about["inter"])
-    gate_up, down, group_size = _formats(claim, target.format, stored, hidden, inter)
+    if weights.grid:
+        gate_up, down, group_size = _on_grid(Int4Grid.parse(weights.grid), hidden, inter)
+    elif weights.masters:
+        gate_up, down, group_size = "bf16", "bf16", 0  # masters are not what is stored
+    else:
+        gate_up, down, group_size = _formats(claim, target.format, stored, hidden, inter)
     top_k, num_experts = int(ops.shape_of(node.args[1])[-1]), int(about["num_experts"])
     if not 1 <= top_k <= num_experts:
         message = f"the router of `{claim.path}` chooses {top_k} of {num_experts} experts"
@@ -53,6 +62,22 @@ def choose_kernel(claim: Claim, target: CpuMoe, node: fx.Node, stored: StoredFor
         biased=form.biased,
         group_size=group_size,
     )
+
+
+def _on_grid(grid: Int4Grid | None, hidden: int, inter: int) -> tuple[WeightFormat, WeightFormat, int]:
+    """Return the formats of weights that are rounded to a grid, as `_formats` does.
+
+    A scale of a whole row is stored as often as the row has groups. Scales that stay in fp32 are those of no format,
+    so their products are stored.
+    """
+    assert grid is not None, "the plan has its spelling"
+    if grid.scale_mode != "scale_first":
+        return "bf16", "bf16", 0
+    sizes = sorted(CODES["int4"].group_sizes, reverse=True)
+    fitting = [size for size in sizes if hidden % size == 0 and inter % size == 0]
+    if grid.group in fitting:
+        return "int4", "int4", grid.group
+    return ("int4", "int4", fitting[0]) if fitting else ("bf16", "bf16", 0)
 
 
 def _formats(

@@ -34,6 +34,7 @@ from ktc.plan.sparse import choose_sparse, on_long_caches, with_indices
 from ktc.plan.spec import Spec
 from ktc.plan.stored import conversions
 from ktc.plan.streams import plan_streams
+from ktc.plan.trained import TrainedWeights, plan_weights
 from ktc.plan.types import (
     ANY_SIZE,
     BlockRewrite,
@@ -62,32 +63,33 @@ def make_plan(
     over budget, or requests targets that are not built, is a value that records it.
     """
     claims, left = on_latents(captured, resolve_claims(captured, matches, rules), matches)
+    trained = plan_weights(captured, claims, rules)
+    claims = trained.claims
     placements = place(claims, rules, host)
     devices = {p.fqn: p.device for p in placements}
     sparse = on_long_caches(captured, claims, matches, devices)
     claims = sparse.claims
     trains = rules.plan.get("mode") == "train" or any(claim.facet == "adapter" for claim in claims)
-    chosen = _choose(captured, weights, claims, devices, host, trains=trains)
+    chosen = _choose(captured, weights, claims, devices, host, trained, trains=trains)
     specs = {claim.path: spec for claim, spec in chosen.items() if isinstance(spec, KernelSpec)}
     linears = {claim.path: spec for claim, spec in chosen.items() if isinstance(spec, PackedLinearSpec)}
     prefills, streams = plan_prefill(claims, rules, host), plan_streams(captured, claims, rules, host)
-    rewrites = _group(captured, claims, chosen, devices, prefills)
+    rewrites = _group(captured, claims, chosen, devices, prefills, trained)
     outside = outside_linears(captured, claims, chosen, devices)
     unavailable = not_built(claims, chosen, rules)
-    lora = plan_lora(captured, claims, rules)
+    lora = plan_lora(captured, claims, rules, trained)
     graph = decide_graph(captured, claims, devices, streams, rules)
-    if not rewrites and not outside and not unavailable:
+    if not rewrites and not outside and not unavailable and not trained.modules:
         raise InputRefused(_nothing_to_rewrite(captured, matches))
     threads = max((claim.target.num_threads(host) for claim in claims), default=1)
     mode = str(rules.plan.get("mode") or ("train" if lora else "infer"))
     step = decide_step(captured, claims, devices, graph, mode, rules, host)
-    memory = _memory(captured, rewrites, devices, specs, lora, rules, host, asked, streams, prefills, outside, linears)
+    given = (specs, lora, rules, host, asked, streams)
+    memory = _memory(captured, rewrites, devices, *given, prefills, outside, linears, trained)
     resident = stay_resident(prefills, specs, memory, rules, mode)
     if resident != prefills:
-        rewrites = _group(captured, claims, chosen, devices, resident)
-        memory = _memory(
-            captured, rewrites, devices, specs, lora, rules, host, asked, streams, resident, outside, linears
-        )
+        rewrites = _group(captured, claims, chosen, devices, resident, trained)
+        memory = _memory(captured, rewrites, devices, *given, resident, outside, linears, trained)
     return Plan(
         host=host,
         mode=mode,
@@ -100,6 +102,7 @@ def make_plan(
         reasons=(
             *explain(captured, matches, rewrites, planned_only(claims), placements, claims, lora, host, outside),
             *map(_dense, sparse.dense),
+            *trained.reasons,
             *conversions(captured, weights, specs, linears),
             *graph.reasons,
             *step.reasons,
@@ -125,7 +128,7 @@ def _memory(
     captured: CapturedModel, rewrites: Sequence[BlockRewrite], devices: Mapping[str, str],
     specs: Mapping[str, KernelSpec], lora: LoraPlan | None, rules: RuleSet, host: Host, asked: Point,
     streams: Sequence[StreamedLinear], prefills: Mapping[str, Prefill], outside: Sequence[OutsideLinear],
-    linears: Mapping[str, PackedLinearSpec],
+    linears: Mapping[str, PackedLinearSpec], trained: TrainedWeights,
 ) -> MemoryPlan:  # fmt: skip
     """Return the memory plan with what streamed weights take on each device."""
     streaming = resident_bytes(prefills, specs)
@@ -145,6 +148,7 @@ def _memory(
         streaming,
         outside,
         linears,
+        trained,
     )
 
 
@@ -154,6 +158,7 @@ def _choose(
     claims: Sequence[Claim],
     devices: Mapping[str, str],
     host: Host,
+    trained: TrainedWeights,
     *,
     trains: bool,
 ) -> dict[Claim, Spec]:
@@ -163,7 +168,8 @@ def _choose(
     for claim in claims:
         if isinstance(claim.target, CpuMoe):
             stored = _stored_formats(captured, weights, claim.path)
-            chosen[claim] = choose_kernel(claim, claim.target, _node(captured, claim), stored, host)
+            weights_of = trained.of(claim.path)
+            chosen[claim] = choose_kernel(claim, claim.target, _node(captured, claim), stored, host, weights_of)
         elif isinstance(claim.target, KtLinear):
             device = device_of(claim.path, devices)
             blocks = in_blocks.get(claim.path)
@@ -206,6 +212,7 @@ def _group(
     chosen: Mapping[Claim, Spec],
     devices: Mapping[str, str],
     prefills: Mapping[str, Prefill],
+    trained: TrainedWeights,
 ) -> tuple[BlockRewrite, ...]:
     """Sites of one block with the same actions on the same devices are one rewrite."""
     by_site: dict[str, list[Claim]] = {}
@@ -217,9 +224,9 @@ def _group(
         held = by_site.get(site.fqn)
         if not held:
             continue
-        actions = tuple(_action(claim, chosen.get(claim), prefills) for claim in held)
+        actions = tuple(_action(claim, chosen.get(claim), prefills, trained) for claim in held)
         device = device_of(site.fqn, devices)
-        done = tuple((a.node, a.target, a.kernel, a.prefill) for a in actions)
+        done = tuple((a.node, a.target, a.kernel, a.prefill, a.weights) for a in actions)
         groups.setdefault((site.block, device, done), ([], actions))[0].append(site)
     counts: dict[str, int] = {}
     rewrites: list[BlockRewrite] = []
@@ -232,10 +239,13 @@ def _group(
     return tuple(rewrites)
 
 
-def _action(claim: Claim, kernel: Spec | None, prefills: Mapping[str, Prefill]) -> NodeAction:
+def _action(
+    claim: Claim, kernel: Spec | None, prefills: Mapping[str, Prefill], trained: TrainedWeights
+) -> NodeAction:
     fqn = claim.path.removeprefix(claim.site).lstrip(".")
     prefill = prefills.get(claim.path) if isinstance(kernel, KernelSpec) else None
-    return NodeAction(claim.node, fqn, claim.target, claim.rule, claim.span, kernel, prefill)
+    weights = trained.of(claim.path)
+    return NodeAction(claim.node, fqn, claim.target, claim.rule, claim.span, kernel, prefill, weights)
 
 
 def _dense(claims: Sequence[Claim]) -> Reason:

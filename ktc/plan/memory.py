@@ -21,6 +21,7 @@ from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.linear_spec import PackedLinearSpec
 from ktc.plan.packed_size import packed_bytes, packed_linear_bytes
 from ktc.plan.placement import budget_of, device_of, gib
+from ktc.plan.trained import NOTHING_TRAINED, TrainedWeights
 from ktc.plan.types import (
     ANY_SIZE,
     BlockRewrite,
@@ -35,6 +36,7 @@ from ktc.plan.types import (
 from ktc.plan.workloads import workloads
 
 KINDS = ("attention", "experts", "mlp", "embeddings", "lm_head", "other")
+_BYTES = {"bf16": 2, "fp32": 4}  # of a master
 _RECURRENT = frozenset({"conv1d", "convolution", "cumsum", "softplus"})
 
 
@@ -51,14 +53,15 @@ def plan_memory(
     streaming: Mapping[str, int] = MappingProxyType({}),
     outside: Sequence[OutsideLinear] = (),
     linears: Mapping[str, PackedLinearSpec] = MappingProxyType({}),
+    trained: TrainedWeights = NOTHING_TRAINED,
 ) -> MemoryPlan:
     """Return the memory plan. `placements` maps FQNs to devices, `kernels` the FQN of experts to their kernel.
 
     `linears` has the kernel of each linear layer that stays in blocks. `asked` is the size of input that the user
     named. `streaming` has by device the bytes of `DeviceMemory.streaming`.
     """
-    weights = _weights(captured, {**placements, **{each.fqn: "cpu" for each in streams}}, kernels, linears)
-    adapters = _adapters(captured, lora, placements)
+    weights = _weights(captured, {**placements, **{each.fqn: "cpu" for each in streams}}, kernels, linears, trained)
+    adapters = _adapters(captured, lora, placements, trained, kernels)
     devices = tuple(
         DeviceMemory(
             name, budget_of(name, rules, host), weights.get(name, {}), adapters.get(name, 0), streaming.get(name, 0)
@@ -103,6 +106,7 @@ def _weights(
     placements: Mapping[str, str],
     kernels: Mapping[str, KernelSpec],
     linears: Mapping[str, PackedLinearSpec],
+    trained: TrainedWeights,
 ) -> dict[str, dict[str, int]]:
     """Return bytes by device and kind. A tensor that several modules share is on the device of the first."""
     kinds = _kinds(captured)
@@ -117,7 +121,10 @@ def _weights(
         size = tensor.numel() * tensor.element_size()
         if owner in linears and leaf == "weight":
             size = packed_linear_bytes(linears[owner], *tensor.shape)
-        if owner not in kernels:  # what a kernel packs is counted as packed
+        of_owner = trained.of(owner)
+        if of_owner.masters:
+            size = tensor.numel() * _BYTES[of_owner.masters]
+        if owner not in kernels or of_owner.masters or of_owner.merged:  # what a kernel packs is counted as packed
             add(device_of(owner, placements), _nearest(owner, kinds), size)
     for spec in kernels.values():
         add("cpu", "experts", packed_bytes(spec))
@@ -158,8 +165,17 @@ def _nearest(fqn: str, kinds: Mapping[str, str]) -> str:
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
-def _adapters(captured: CapturedModel, lora: LoraPlan | None, placements: Mapping[str, str]) -> dict[str, int]:
-    """Bytes by device: PEFT keeps LoRA in fp32 at least, beside its base layer; Adam needs four of each number."""
+def _adapters(
+    captured: CapturedModel,
+    lora: LoraPlan | None,
+    placements: Mapping[str, str],
+    trained: TrainedWeights,
+    kernels: Mapping[str, KernelSpec],
+) -> dict[str, int]:
+    """Bytes by device: PEFT keeps LoRA in fp32 at least, beside its base layer; Adam needs four of each number.
+
+    A module that trains is copied by PEFT, with its packed weights, or with the weight that it rounds.
+    """
     found: dict[str, int] = {}
     if lora is None:
         return found
@@ -172,6 +188,13 @@ def _adapters(captured: CapturedModel, lora: LoraPlan | None, placements: Mappin
         num_experts, rows, columns = captured.model.get_parameter(path).shape
         count = lora.rank_pattern.get(path, lora.r) * num_experts * (rows + columns)
         found["cpu"] = found.get("cpu", 0) + 4 * max(4, captured.model.dtype.itemsize) * count
+    for path in trained.modules:
+        device, masters = device_of(path, placements), _BYTES.get(trained.of(path).masters)
+        for parameter in captured.model.get_submodule(path).parameters():
+            kept = parameter.numel() * (captured.model.dtype.itemsize if masters and path not in kernels else 0)
+            found[device] = found.get(device, 0) + 4 * (masters or parameter.element_size()) * parameter.numel() + kept
+        if path in kernels:
+            found["cpu"] = found.get("cpu", 0) + packed_bytes(kernels[path])
     return found
 
 

@@ -81,7 +81,8 @@ class LoraPlan:
     lora_dropout: float
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
-    trainable: int  # parameters of lora_A and lora_B over all targets
+    trainable: int  # parameters of lora_A and lora_B over all targets, and of `modules`
+    modules: tuple[str, ...] = ()  # that train themselves
 
 
 @dataclass(frozen=True, slots=True)

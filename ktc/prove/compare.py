@@ -40,9 +40,10 @@ def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dic
     A value that one side alone has is an error of infinity. An exception of `stock` is raised as StockRefuses: the
     model itself cannot compute this case. An exception of `rewritten` alone is raised as it is.
     """
-    frozen = {name for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)}
+    fused = {name: child for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)}
+    frozen = {name for name, child in fused.items() if not child.weights.training.trains}
     # A list of experts is not called, so there only the router's own gradients cover the routing weights.
-    called = {name for name in frozen if not isinstance(stock.get_submodule(name), nn.ModuleList)}
+    called = {name for name in fused if not isinstance(stock.get_submodule(name), nn.ModuleList)}
     try:
         expected = _run(stock, frozen, called, case, seed)
     except Exception as error:  # foreign code on an unusual input raises anything

@@ -29,6 +29,7 @@ from ktc.model.realise import realise
 from ktc.plan import BlockRewrite
 from ktc.prove.copies import copied
 from ktc.rewrite import RewrittenBlock, block_files, recipe, rewrite_block
+from ktc.targets.target import NodeAction, NodeWeights
 
 SEED = 20260
 
@@ -131,7 +132,7 @@ def carried_over(captured: CapturedModel, block: RewrittenBlock, witness: Witnes
         assert small.graph is not None
         renamed = dict(zip(significant(full.graph), significant(small.graph), strict=True))
         actions = tuple(
-            replace(action, node=renamed[action.node], target=action.target.as_proven)
+            replace(action, node=renamed[action.node], target=action.target.as_proven, weights=_unrounded(action))
             for action in block.rewrite.actions
         )
         sites = tuple(there[fqn] for fqn in fqns)
@@ -141,6 +142,14 @@ def carried_over(captured: CapturedModel, block: RewrittenBlock, witness: Witnes
         own = tuple(each for each in small.own if each.fqn in {known.fqn for known in block.own})
         made.append(RewrittenBlock(rewrite, graph, small.experts if block.experts else None, own))
     return SmallRewrite(block, tuple(made))
+
+
+def _unrounded(action: NodeAction) -> NodeWeights:
+    """Return what becomes of weights without a grid: rounding changes values, which proofs compare, and no computation.
+
+    Gradients of weights that train are those of stock code.
+    """
+    return NodeWeights(masters=action.weights.masters)
 
 
 def _mismatch(full: BlockGraph, small: BlockGraph) -> str:

@@ -23,11 +23,13 @@ from ktc.targets.place import Place
 from ktc.targets.quantize import Quantize
 from ktc.targets.sparse_attention import SparseAttention
 from ktc.targets.target import Target
+from ktc.targets.train import Train
 
 # In the order in which their passes run; `place` follows all that change nodes, since it moves what is then there.
 ROWS: Final[tuple[type[Target], ...]] = (
     LoraLinear,
     LoraExperts,
+    Train,
     KtLinear,
     CpuMoe,
     GpuMoe,
@@ -49,4 +51,5 @@ MODULES: Final[Mapping[str, type[ModuleTarget]]] = {
 __all__ = [
     "MODULES", "ROWS", "TARGETS", "CpuMoe", "FakeQuant", "Fused", "FusedAttention", "GpuMoe", "Keep", "KtLinear",
     "LoraExperts", "LoraLinear", "MlaAbsorbed", "ModuleTarget", "Place", "Quantize", "SparseAttention", "Target",
+    "Train",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
 from ktc.targets.quantize import Quantize
 from ktc.targets.settings import Format, Isa, Threads, Words
 from ktc.targets.target import NodeAction, Spec
+from ktc.targets.train import Train
 
 if TYPE_CHECKING:
     from torch import Tensor, fx, nn
@@ -50,7 +51,7 @@ class CpuMoe(ModuleTarget):
     accepts: ClassVar = ("moe", "experts")
     absorbs: ClassVar = ("experts",)
     pins: ClassVar = {"experts": "cpu"}
-    hosts: ClassVar = (LoraExperts.name, FakeQuant.name, Quantize.name)
+    hosts: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)
     available: ClassVar = True
     built: ClassVar = {"numa": ("none", "shard")}  # no copies of the weights for each node
     module: ClassVar = "fused_moe"
@@ -58,7 +59,7 @@ class CpuMoe(ModuleTarget):
         **dict.fromkeys(
             ("num_experts", "hidden", "intermediate", "top_k", "threads", "prefill_tokens", "stream_buffer"), int
         ),
-        **dict.fromkeys(("form", "activations", "numa", "prefill", "streamed"), str),
+        **dict.fromkeys(("form", "activations", "numa", "prefill", "streamed", "grid", "masters", "merged"), str),
     }
     operands: ClassVar = 3
 
@@ -99,6 +100,7 @@ class CpuMoe(ModuleTarget):
             "streamed": "resident" if action.prefill and action.prefill.resident else "each pass",
             "format_gate_up": kernel.format_gate_up,
             "format_down": kernel.format_down,
+            **action.weights.arguments,
         }
 
     @staticmethod
@@ -112,7 +114,9 @@ class CpuMoe(ModuleTarget):
         from ktc.experts.module import FusedMoe
         from ktc.experts.own_module import StockExperts
         from ktc.experts.stock_layout import stock_names, stock_shape
+        from ktc.experts.weight_training import WeightTraining
 
+        training = WeightTraining.parse(arguments["grid"], arguments["masters"], arguments["merged"])
         form = parse_form(arguments["form"])
         sizes = (arguments["num_experts"], arguments["hidden"], arguments["intermediate"])
         stacked: dict[StockTensor, Tensor] = {}
@@ -138,6 +142,7 @@ class CpuMoe(ModuleTarget):
             activations=arguments["activations"],
             numa=arguments["numa"],
             offload=Offload(devices, tokens, arguments["stream_buffer"], resident) if devices else None,
+            training=training,
         )
         if not stacked["down_proj"].is_meta:
             _load(made, stacked)

@@ -13,6 +13,7 @@ from ktc.targets.lora_experts import LoraExperts
 from ktc.targets.quantize import Quantize
 from ktc.targets.settings import Words
 from ktc.targets.target import Target
+from ktc.targets.train import Train
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,4 +26,4 @@ class GpuMoe(Target):
     fills: ClassVar = "kernel"
     accepts: ClassVar = ("moe", "experts")
     absorbs: ClassVar = ("experts",)
-    hosts: ClassVar = (LoraExperts.name, FakeQuant.name, Quantize.name)
+    hosts: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)

@@ -44,7 +44,7 @@ class KtLinear(ModuleTarget):
     built: ClassVar = {"kernel": ("torch", "gemv"), "prefill": (None, "torch", "packed", "auto")}
     without_backward: ClassVar = frozenset({"fp8", "q8", "w8a8"})
     module: ClassVar = "kt_linear"
-    arguments: ClassVar = {"threads": int, "few": str, "many": str}
+    arguments: ClassVar = {"threads": int, "few": str, "many": str, "grid": str}
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `KTLinear` with the weights of the graph."""
@@ -68,7 +68,12 @@ class KtLinear(ModuleTarget):
         """Return the number of threads, which is the host's, and the format or the kernels for few and many rows."""
         if weight_format := stored_format(action):
             return {"threads": host.workers, "format": weight_format}
-        return {"threads": host.workers, "few": self.kernel, "many": self.prefill or "torch"}
+        return {
+            "threads": host.workers,
+            "few": self.kernel,
+            "many": self.prefill or "torch",
+            "grid": action.weights.grid,
+        }
 
     @staticmethod
     def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:

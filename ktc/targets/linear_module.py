@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ktc.checkpoint.int4 import Int4Grid
 from ktc.experts.kernel_library import Kernel, permitted_threads
+from ktc.experts.weight_training import WeightTraining
 from ktc.graph import ops
 from ktc.linears.gemv import Gemv
 from ktc.linears.lora_linear import KTLinear
 from ktc.linears.many_rows import ManyRows
 from ktc.linears.plain import is_plain_linear
+from ktc.linears.trained_linear import TrainedLinear
 from ktc.targets.module_target import WrongModule
 
 
@@ -35,9 +38,22 @@ def linear_of_model(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel
     """Return the module for a stock layer. Raises `WrongModule` for a module that is not an `nn.Linear` alone."""
     if not isinstance(old, nn.Linear) or not is_plain_linear(old):
         raise WrongModule(f"a `{type(old).__name__}`" + " with code of its own" * isinstance(old, nn.Linear))
+    grid = Int4Grid.parse(str(arguments.get("grid", "")))
     if kernel is None:
-        return KTLinear.from_linear(old)
+        return KTLinear.from_linear(old, grid=grid)
     threads, few, many = arguments["threads"], arguments["few"], arguments["many"]
     decode = Gemv(kernel, threads) if few == "gemv" else None
     product = ManyRows(kernel, permitted_threads(threads), many) if many != "torch" else None
-    return KTLinear.from_linear(old, decode, product)
+    return KTLinear.from_linear(old, decode, product, grid)
+
+
+def linear_on_grid(old: nn.Module, grid: str) -> KTLinear:
+    """Return the module for a stock layer whose frozen weight is rounded. Raises as `linear_of_model` does."""
+    return linear_of_model(old, {"grid": grid}, None)
+
+
+def trained_linear_of_model(old: nn.Module, grid: str, masters: str, merged: str) -> TrainedLinear:
+    """Return the module for a stock layer whose weight changes in training. Raises as `linear_of_model` does."""
+    if not isinstance(old, nn.Linear) or not is_plain_linear(old):
+        raise WrongModule(f"a `{type(old).__name__}`" + " with code of its own" * isinstance(old, nn.Linear))
+    return TrainedLinear.from_linear(old, WeightTraining.parse(grid, masters, merged))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from ktc.targets.settings import Facet
 from ktc.targets.target import Block, NodeAction, Target
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ktc.host import Host
 
 Arguments = dict[str, int | str]
+_CARRYING: Final[tuple[Facet, ...]] = ("kernel", "quant", "adapter")  # of two on a node, the earlier makes its module
 ITSELF = "itself"  # in the graph of a block that is replaced as a whole, the module that replaces it
 
 
@@ -113,6 +115,11 @@ def replaced(block: nn.Module, place: str) -> nn.Module:
 
 
 def carriers(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:
-    """Yield one action per node, whose target makes the module: an adapter shares the module of a kernel."""
-    with_kernel = {action.node for action in actions if action.target.fills == "kernel"}
-    yield from (a for a in actions if a.target.fills == "kernel" or a.node not in with_kernel)
+    """Yield one action per node, whose target makes the module: that of a kernel, a quantisation or an adapter."""
+    for facet in _CARRYING:
+        held = {action.node for before in _CARRYING[: _CARRYING.index(facet)] for action in _of(actions, before)}
+        yield from (action for action in _of(actions, facet) if action.node not in held)
+
+
+def _of(actions: Sequence[NodeAction], facet: Facet) -> list[NodeAction]:
+    return [action for action in actions if action.target.fills == facet]

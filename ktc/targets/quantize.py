@@ -1,7 +1,4 @@
-"""`quantize`: weights are packed on a quantisation's grid when the model is compiled, for inference.
-
-It is not built: `compile` refuses it by name.
-"""
+"""`quantize`: weights are rounded to a quantisation's grid when the model is loaded, for inference."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from ktc.targets.quantisation import Quantisation
 
 @dataclass(frozen=True, slots=True)
 class Quantize(Quantisation):
-    """Packed weights; no adapter trains on them."""
+    """Quantised weights; no adapter trains on them."""
 
     name: ClassVar = "quantize"
+    module: ClassVar = "quantized_linear"

@@ -114,6 +114,26 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeWeights:
+    """What becomes of a node's weights: `grid` as `Int4Grid` spells it, `masters` the dtype of trained ones, or "".
+
+    `merged`: an adapter is added to them before they are rounded.
+    """
+
+    grid: str = ""
+    masters: str = ""
+    merged: bool = False
+
+    @property
+    def arguments(self) -> dict[str, int | str]:
+        """The words of a recipe."""
+        return {"grid": self.grid, "masters": self.masters, "merged": "merged" if self.merged else ""}
+
+
+AS_STORED = NodeWeights()
+
+
+@dataclass(frozen=True, slots=True)
 class NodeAction:
     """One rewrite of one node of a block's graph. `fqn` is the module it becomes, relative to the block.
 
@@ -128,6 +148,7 @@ class NodeAction:
     span: Span
     kernel: Spec | None = None
     prefill: Prefill | None = None
+    weights: NodeWeights = AS_STORED
 
     def at(self, site: str) -> str:
         """Return the FQN of the module in the model, for the block at `site`."""

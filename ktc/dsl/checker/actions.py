@@ -64,10 +64,10 @@ def _settings(
         named = listing(target.one_of)
         report.error("E031", f"`{action.target.text}` needs one of {named}", action.target.span, hint="`place(cpu)`")
     lost = lora.span is None and unit.source.damaged  # the block may be the part that does not parse
-    if target.fills == "adapter" and values["rank"] is None and "rank" not in lora.spans and not lost:
+    if "rank" in values and values["rank"] is None and "rank" not in lora.spans and not lost:
         hint = "add `lora { rank = 8 }`, or write `rank = 8` here"
         report.error("E031", f"`{action.target.text}` needs a rank", action.target.span, hint=hint)
-    if target.fills == "adapter" and values["alpha"] is None and isinstance(values["rank"], int):
+    if "alpha" in values and values["alpha"] is None and isinstance(values["rank"], int):
         values["alpha"] = float(values["rank"])
     return values
 
