@@ -54,10 +54,10 @@ IMPORTS = {
     "--help": (36, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
     "compile --help": (36, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
     "explain E040": (37, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "fmt --check rules": (91, ("ktc.host", "ktc.compiler", *_MODELS)),
-    "check moe-lora": (91, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
+    "fmt --check rules": (92, ("ktc.host", "ktc.compiler", *_MODELS)),
+    "check moe-lora": (92, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
-    "import ktc.compiler": (186, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
+    "import ktc.compiler": (189, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }
 
 # One process: each command line runs in a fork of it, which answers with the modules that it has imported.

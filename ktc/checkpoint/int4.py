@@ -53,11 +53,11 @@ class Int4Grid:
 
     @classmethod
     def parse(cls, text: str) -> Int4Grid | None:
-        """Return the grid that `str` spells, `None` for "". Raises `ValueError` for another text."""
+        """Return the grid that `str` writes, `None` for "". Raises `ValueError` for another text."""
         if not text:
             return None
         name, group, mode = (*text.split(), "", "")[:3]
-        scale_mode = next((each for each in SCALE_MODES if each == mode), None)
+        scale_mode: ScaleMode | None = next((each for each in SCALE_MODES if each == mode), None)
         if name != "int4" or scale_mode is None or str(cls(int(group), scale_mode)) != text:
             raise ValueError(f"`{text}` names no grid of INT4")
         return cls(int(group), scale_mode)

@@ -48,7 +48,7 @@ _SAVED: Final = SavedBuffers()  # one for all layers: backward frees what the ne
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """What the gradients of weights are products of, by slot: sorted by expert, then by (token, k).
+    """The rows whose products are the gradients of weights, by slot: sorted by expert, then by (token, k).
 
     `d_first` (S, parts, Ip) are the gradients of gate and up, with the routing weight, `activated` (S, Ip) what the
     activation returned, in the kernel's dtype. Ip is I rounded up to 32, and values past I are not defined.
@@ -357,11 +357,10 @@ class PackedExperts:
                 grad_x_TH.data_ptr(),
                 grad_weights_TK.data_ptr(),
                 grad_TH.shape[0],
-                *(
-                    native_argument(each, gradient, interleaved=interleaved)
-                    for each, gradient in zip(read.products, gradients.products, strict=True)
-                ),
-                *((0, 0) if rows is None else (rows.d_first.data_ptr(), rows.activated.data_ptr())),
+                native_argument(read.gate_up, gradients.gate_up, interleaved=interleaved),
+                native_argument(read.down, gradients.down, interleaved=interleaved),
+                0 if rows is None else rows.d_first.data_ptr(),
+                0 if rows is None else rows.activated.data_ptr(),
             )
         return grad_x_TH, grad_weights_TK, gradients
 

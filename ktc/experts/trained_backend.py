@@ -83,7 +83,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What backward needs beside tensors. `state` is that of the parameters when forward ran."""
+    """A call as backward sees it. `state` is that of the parameters when forward ran."""
 
     weights: ExpertsWeights
     packed: PackedExperts
@@ -188,9 +188,10 @@ class _Slots:
         """Yield the experts that have tokens."""
         top_k, dtype = self.index.shape[1], self.routing.dtype
         order = self.index.flatten().argsort(stable=True)
-        ends = torch.bincount(self.index.flatten(), minlength=self.weights.sizes.num_experts).cumsum(0).tolist()
+        counts = torch.bincount(self.index.flatten(), minlength=self.weights.sizes.num_experts)
+        ends = cast("list[int]", counts.cumsum(0).tolist())
         inter, begin = self.weights.sizes.intermediate, 0
-        for number, end in enumerate(cast("list[int]", ends)):
+        for number, end in enumerate(ends):
             if begin < end:
                 pairs = order[begin:end]
                 tokens = pairs // top_k
@@ -198,7 +199,9 @@ class _Slots:
                 first = (first.transpose(1, 2) if self.weights.form.interleaved else first).flatten(1)
                 out = self.grad[tokens].to(dtype) * self.routing.flatten()[pairs, None]
                 activated = self.rows.activated[begin:end, :inter].to(dtype)
-                yield _Expert(number, first.t() @ self.x[tokens].to(dtype), out.t() @ activated, first.sum(0), out.sum(0))
+                yield _Expert(
+                    number, first.t() @ self.x[tokens].to(dtype), out.t() @ activated, first.sum(0), out.sum(0)
+                )
             begin = end
 
 

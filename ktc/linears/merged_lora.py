@@ -40,7 +40,8 @@ class MergedLoraLinear(Linear):
 
     def _factors(self) -> Factors | None:
         names = [str(name) for name in self.active_adapters if name in self.lora_A]
-        pairs = [(self.lora_A[name].weight, self.lora_B[name].weight, float(self.scaling[name])) for name in names]
+        scaling = cast("dict[str, float]", self.scaling)
+        pairs = [(_weight(self.lora_A[name]), _weight(self.lora_B[name]), scaling[name]) for name in names]
         if len(pairs) < 2:
             return pairs[0] if pairs else None
         return torch.cat([a for a, _, _ in pairs]), torch.cat([b * scale for _, b, scale in pairs], 1), 1.0
@@ -49,3 +50,7 @@ class MergedLoraLinear(Linear):
         """Always refused: a merged weight would be rounded as another one."""
         message = "an adapter that is merged before rounding is not merged into the loaded model"
         raise InputRefused(Diagnostic("L433", message, hint="save the adapter, and run `ktc merge --int4`"))
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    return cast("Tensor", layer.weight)

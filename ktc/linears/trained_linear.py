@@ -43,8 +43,9 @@ class TrainedLinear(nn.Linear):
         dtype = training.stored_in(linear.weight.dtype)
         made = cls(linear.in_features, linear.out_features, bias=False, device="meta", dtype=dtype)
         made.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=training.trains)
-        bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().to(dtype), training.trains)
-        made.register_parameter("bias", bias)
+        bias = cast("Tensor | None", linear.bias)
+        of_outputs = None if bias is None else nn.Parameter(bias.detach().to(dtype), training.trains)
+        made.register_parameter("bias", of_outputs)
         made.weight_training, made.kept = training, _Rounded()
         return made.train(linear.training)
 

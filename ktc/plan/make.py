@@ -217,7 +217,7 @@ def _group(
     """Sites of one block with the same actions on the same devices are one rewrite."""
     by_site: dict[str, list[Claim]] = {}
     for claim in claims:
-        if isinstance(claim.target, ModuleTarget) and claim.node:
+        if isinstance(claim.target, ModuleTarget) and claim.node and trained.realises(claim):
             by_site.setdefault(claim.site, []).append(claim)
     groups: dict[object, tuple[list[BlockSite], tuple[NodeAction, ...]]] = {}
     for site in captured.sites:
@@ -239,9 +239,7 @@ def _group(
     return tuple(rewrites)
 
 
-def _action(
-    claim: Claim, kernel: Spec | None, prefills: Mapping[str, Prefill], trained: TrainedWeights
-) -> NodeAction:
+def _action(claim: Claim, kernel: Spec | None, prefills: Mapping[str, Prefill], trained: TrainedWeights) -> NodeAction:
     fqn = claim.path.removeprefix(claim.site).lstrip(".")
     prefill = prefills.get(claim.path) if isinstance(kernel, KernelSpec) else None
     weights = trained.of(claim.path)

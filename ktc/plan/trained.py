@@ -1,4 +1,4 @@
-"""What becomes of weights in training: claims of `fake_quant`, `quantize` and `train` -> each node's `NodeWeights`.
+"""Weights that are rounded or train: claims of `fake_quant`, `quantize` and `train` -> each node's `NodeWeights`.
 
 A weight has one of three meanings: frozen and rounded once, trained and rounded after each step, or merged with its
 adapter and rounded after each step. A program rounds the base or the sum of base and adapter, not both: an adapter of
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from torch import fx, nn
 
@@ -44,6 +45,10 @@ class TrainedWeights:
     modules: tuple[str, ...] = ()
     reasons: tuple[Reason, ...] = ()
 
+    def realises(self, claim: Claim) -> bool:
+        """Return whether a module is put for the claim: for a quantisation, that this version builds it."""
+        return not isinstance(claim.target, Quantisation) or claim.path in self.by_path
+
     def of(self, path: str) -> NodeWeights:
         """Return what becomes of the weights of the module at `path`."""
         return self.by_path.get(path, AS_STORED)
@@ -56,7 +61,7 @@ def plan_weights(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSe
     """Return what becomes of every weight that a rule rounds or trains. Raises InputRefused (M085, M086)."""
     resolved = tuple(dict.fromkeys(_resolved(captured, claim, claims) for claim in claims))
     standing = tuple(claim for claim in resolved if claim is not None)
-    rounding = [claim for claim in standing if isinstance(claim.target, Quantisation)]
+    rounding = [claim for claim in standing if isinstance(claim.target, Quantisation) and claim.target.is_built]
     training = [claim for claim in standing if isinstance(claim.target, Train)]
     problems = [
         *_refused("M085", {claim: _not_rounded(captured, claim, standing, rules) for claim in rounding}),
@@ -127,7 +132,7 @@ def _unsuited(captured: CapturedModel, claim: Claim, target: Quantisation, claim
     elif kind == "linear" and _is_linear(captured, claim.path):
         sizes = {"in_features": captured.model.get_submodule(claim.path).get_parameter("weight").shape[1]}
     else:
-        return "it is no linear layer and no experts of a captured block", "name the projections with `on`"
+        return "it is neither a linear layer nor experts of a captured block", "name the projections with `on`"
     if target.group > 0 and (odd := {name: size for name, size in sizes.items() if size % target.group}):
         name, size = next(iter(odd.items()))
         return f"groups of {target.group} do not divide {name} = {size}", "choose another `group`, or -1 for a row"
@@ -281,7 +286,8 @@ def _dtype(module: nn.Module) -> str:
 def _tied(captured: CapturedModel) -> set[str]:
     """Return the modules that share a parameter with another one."""
     owners: dict[int, list[str]] = {}
-    for name, module in captured.model.named_modules(remove_duplicate=False):
+    modules = cast("Iterator[tuple[str, nn.Module]]", captured.model.named_modules(remove_duplicate=False))
+    for name, module in modules:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
     return {name for names in owners.values() if len(names) > 1 for name in names}

@@ -1,4 +1,4 @@
-"""What `fake_quant` and `quantize` share: weights on the grid of a quantisation, in linear layers and routed experts.
+"""`Quantisation`: the part that `fake_quant` and `quantize` share, weights on a grid in linear layers and experts.
 
 A linear layer becomes `KTLinear` or `TrainedLinear` at its FQN. Routed experts are quantised in the node of the target
 that runs them. Where another rule gives a linear layer a kernel, the weights of that kernel's module are rounded.
@@ -53,8 +53,13 @@ class Quantisation(ModuleTarget):
 
     @property
     def grid(self) -> str:
-        """The grid as `Int4Grid` spells it."""
+        """The grid as `Int4Grid` writes it."""
         return f"{self.format} {self.group} {self.scale_mode}"
+
+    @property
+    def is_built(self) -> bool:
+        """Whether this version carries out all of its settings."""
+        return all(self.settings[name] in values for name, values in self.built.items())
 
     @property
     def merges(self) -> bool:

@@ -115,7 +115,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class NodeWeights:
-    """What becomes of a node's weights: `grid` as `Int4Grid` spells it, `masters` the dtype of trained ones, or "".
+    """The treatment of a node's weights: `grid` as `Int4Grid` writes it, `masters` the dtype of trained ones, or "".
 
     `merged`: an adapter is added to them before they are rounded.
     """

@@ -1,4 +1,4 @@
-"""Experts whose weights train or take a merged adapter: gradients of weights, rounding to a grid, and when they pack."""
+"""Experts whose weights train, or take a merged adapter: gradients of weights, rounding, and when they are packed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_gradients_of_weights_and_biases_are_exact_in_float64(load: Load, form: 
     assert_close(run_trained(module, layer, torch.float64), reference_of(layer), 1e-12)
 
 
-@pytest.mark.parametrize(("isa", "form"), isas_with("silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved"))
+@pytest.mark.parametrize(
+    ("isa", "form"), isas_with("silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved")
+)
 def test_experts_of_another_layout_train_in_their_stock_layout(load: Load, isa: Isa, form: str) -> None:
     layer = random_layer(70, 37, 5, 2, 29, form=form)
     for activations in ("keep", "recompute"):
@@ -108,7 +110,8 @@ def test_gradcheck_of_the_fused_node(load: Load) -> None:
 
 def rounded(layer: Layer, grid: Int4Grid) -> Layer:
     stock = {
-        name: torch.stack([grid.rounded(each.bfloat16()) for each in tensor]).double() for name, tensor in layer.stock.items()
+        name: torch.stack([grid.rounded(each.bfloat16()) for each in tensor]).double()
+        for name, tensor in layer.stock.items()
     }
     return replace(layer, stock=stock)
 
@@ -157,7 +160,10 @@ def test_a_merged_adapter_is_rounded_with_the_weights(load: Load, ranks: tuple[i
     training = WeightTraining(Int4Grid(128), merged=True)
     module = FusedMoe(4, 256, 128, 2, kernel=int4_kernel(), training=training)
     load_into(module, adapted.layer)
-    found, expected = run_merged(module, adapted), run_merged(load(adapted.layer, None, training=training).float(), adapted)
+    found, expected = (
+        run_merged(module, adapted),
+        run_merged(load(adapted.layer, None, training=training).float(), adapted),
+    )
     assert_close(found, expected, 1e-2)
     with torch.no_grad():
         x, weights, lora = trained(adapted, torch.bfloat16, torch.float32)

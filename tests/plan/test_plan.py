@@ -103,14 +103,16 @@ def test_a_stored_format_without_a_kernel_is_told_not_converted(tmp_path: Path) 
 def test_everything_that_is_not_built_is_planned_and_told_once(tmp_path: Path) -> None:
     text = """
     rule experts { match moe.block => cpu_moe(format = fp32) }
-    rule quant   { match attn.mla as a => fake_quant(int4) on a.o }
+    rule quant   { match attn.mla as a => fake_quant(int8) on a.o }
+    rule norm    { match module at "model.norm" => fused }
     rule all     { match module at "model" => place(cpu, prefill = cpu) }
     plan { mode = infer  cuda_graph = decode  auto = intensity }
     """
     _, plan = planned(captured("deepseek_v2"), rules(text, tmp_path))
     told = sorted(d.message.partition(" is not")[0] for d in plan.unavailable)
     assert told == [
-        "`fake_quant`", "`place(prefill = cpu)`", "`plan { auto = intensity }`", "a kernel for `fp32` weights",
+        "`fake_quant(format = int8)`", "`fused`", "`place(prefill = cpu)`", "`plan { auto = intensity }`",
+        "a kernel for `fp32` weights",
     ]  # fmt: skip
     assert all(d.span is not None and d.severity == "warning" for d in plan.unavailable)
     assert [d.code for d in plan.warnings if d.span is not None] == ["M082"]
@@ -227,13 +229,14 @@ def test_a_rule_whose_matches_share_a_node_rewrites_it_once(tmp_path: Path) -> N
 
 
 def test_compile_refuses_what_check_only_plans(tmp_path: Path) -> None:
-    out = tmp_path / "compiled_here"
+    out, program = tmp_path / "compiled_here", tmp_path / "later.ktr"
+    program.write_text('rule later { match linear at "**.q_proj" => fake_quant(int8) }\n')
     with pytest.raises(InputRefused) as refusal:
-        ktc.compile("tiny:qwen3_moe", "qwen3-moe-int4-qat", out, host=CPU)
+        ktc.compile("tiny:qwen3_moe", program, out, host=CPU)
     assert {d.code for d in refusal.value.diagnostics} == {"M066"}
     assert {d.severity for d in refusal.value.diagnostics} == {"error"}
     assert not out.exists()
-    assert all(d.severity == "warning" for d in ktc.check("qwen3-moe-int4-qat", "tiny:qwen3_moe", host=CPU))
+    assert all(d.severity == "warning" for d in ktc.check(program, "tiny:qwen3_moe", host=CPU))
 
 
 @pytest.mark.parametrize(

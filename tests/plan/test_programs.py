@@ -27,6 +27,7 @@ PROGRAMS = {
     "moe-lora": "deepseek-v3",
     "moe-experts-lora": "qwen3-30b-a3b",
     "moe-inference": "deepseek-v3",
+    "moe-qat": "qwen3-30b-a3b",
 }
 
 

@@ -54,7 +54,7 @@ struct ForwardArguments {
 
 // For the gradients of weights, whose products another library computes: by slot, that is sorted by expert and then by
 // (token, k), the gradients of gate and up with the routing weight, (slots, parts, Ip), and the results of the
-// activation, (slots, Ip), of the kernel's element type. Ip is I rounded up to 32. Null: not wanted.
+// activation, (slots, Ip), of the kernel's element type. Ip is I rounded up to 32. Null: not written.
 struct WeightGradientRows {
   void* d_first = nullptr;
   void* activated = nullptr;

@@ -1,0 +1,118 @@
+"""INT4 training as a user meets it: compile, train with the Trainer, save, resume, load again, in stock PEFT too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+
+import ktc
+from ktc.checkpoint.int4 import Int4Grid
+from ktc.model import peft_glue
+from ktc.quantise.checkpoint import quantize
+from ktc.quantise.scheme import SCHEMES
+from ktc.training import KTrainer
+
+HEAD = 'import "std/moe.ktr"\nimport "std/attention.ktr" as attn\n'
+FULL = """
+rule experts { match moe.block as m => cpu_moe() => fake_quant(int4) on m.experts => train on m.experts }
+rule q       { match attn.gqa as a => train on a.q => fake_quant(int4, group = -1) on a.q }
+rule router  { match module at "model.layers.*.mlp.gate", "model.norm" => train }
+"""
+IDS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3")
+    sizes: dict[str, Any] = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_experts": 4,
+        "num_hidden_layers": 2, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def compiled(checkpoint: Path, rules: str, folder: Path, **settings: str) -> Path:
+    if rules.startswith("\n"):
+        (folder / "program.ktr").write_text(HEAD + rules)
+        rules = str(folder / "program.ktr")
+    return ktc.compile(checkpoint, rules, folder / "out", settings=settings)
+
+
+def adapted(out: Path) -> PeftModel:
+    torch.manual_seed(3)
+    return get_peft_model(ktc.load(out), peft_glue.read_lora_config(out))  # type: ignore[return-value]
+
+
+def trained(model: PeftModel, folder: Path, resume: str | None = None) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 96, (16, 12), generator=generator)]
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-2,
+        save_steps=2, report_to="none", use_cpu=True, bf16=True, disable_tqdm=True, logging_steps=100,
+    )  # fmt: skip
+    trainer = KTrainer(model=model, args=args, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=resume)
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_trained_experts_and_layers_resume_to_the_bit_and_load_in_stock_peft(checkpoint: Path, tmp_path: Path) -> None:
+    out = compiled(checkpoint, FULL, tmp_path)
+    model = adapted(out)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    found = trained(model, tmp_path / "run")
+    assert len(found) == 2 * 2 + 2 + 2 + 1
+    assert not any(torch.equal(found[name], before[name]) for name in found)
+    again = trained(adapted(out), tmp_path / "run", str(tmp_path / "run" / "checkpoint-2"))
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+    model.save_pretrained(tmp_path / "adapter")
+    expected = model.eval()(IDS).logits.detach()
+    reloaded = PeftModel.from_pretrained(ktc.load(out), tmp_path / "adapter").eval()
+    assert torch.equal(reloaded(IDS).logits, expected)
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    tuned = PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
+    with torch.no_grad():  # what the compiled model rounds, rounded here by the reference
+        for name, parameter in tuned.named_parameters():
+            if "modules_to_save" in name and (".experts." in name or ".q_proj." in name):
+                grid = Int4Grid(32 if ".experts." in name else -1)
+                parameter.copy_(grid.rounded(parameter.bfloat16()))
+        error = (tuned(IDS).logits - expected).norm() / expected.norm()
+    assert error < 1e-2
+
+
+@pytest.mark.parametrize("weights", ["base", "merged"])
+def test_adapters_on_int4_train_in_the_mode_that_serves(checkpoint: Path, weights: str, tmp_path: Path) -> None:
+    out = compiled(checkpoint, "moe-qat", tmp_path, rank="4", weights=weights, device="cpu")
+    model = adapted(out)
+    found = trained(model, tmp_path / "run")
+    assert len(found) == 2 * (2 * 2 + 4 * 2)
+    again = trained(adapted(out), tmp_path / "run", str(tmp_path / "run" / "checkpoint-2"))
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    reference = get_peft_model(ktc.load(out, reference=True), peft_glue.read_lora_config(out))
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if name in found:
+                parameter.copy_(found[name])
+        expected = reference.eval()(IDS).logits
+        error = (model.eval()(IDS).logits - expected).norm() / expected.norm()
+    assert error < 2e-2
+
+
+def test_the_base_in_int4_is_the_checkpoint_that_quantize_writes(checkpoint: Path, tmp_path: Path) -> None:
+    out = compiled(checkpoint, "moe-qat", tmp_path, device="cpu")
+    quantised = quantize(checkpoint, tmp_path / "exported", SCHEMES["int4-g32"], "experts").path
+    stock = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.bfloat16)
+    experts = ktc.load(out).model.layers[1].mlp.experts  # type: ignore[attr-defined]
+    wanted = stock.model.layers[1].mlp.experts.gate_up_proj[2].chunk(2)  # type: ignore[attr-defined]
+    assert torch.equal(experts.expert(2, "gate"), wanted[0])
+    assert torch.equal(experts.expert(2, "up"), wanted[1])
