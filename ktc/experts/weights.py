@@ -78,7 +78,8 @@ class ExpertsWeights:
         if self.packed is not None and self.training.repacks:
             memo[id(self.packed)] = self.packed.beside()
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied._packed_from = None if self.training.repacks else self._packed_from
+        if self.training.repacks:
+            copied._packed_from, copied._loads = None, self._loads.separate()
         return copied
 
     def become(self, dtype: torch.dtype) -> None:

@@ -43,16 +43,20 @@ class KTLinear(nn.Linear):
         made.decode, made.many, made.grid = decode, many, grid
         return made.train(linear.training)
 
-    def round_weight(self) -> None:
-        """Put the weight on the grid, a band of rows at a time. Raises `ValueError` for one that is not finite."""
+    def round_weight(self, *, in_place: bool = False) -> None:
+        """Put the weight on the grid, a band of rows at a time, in memory of its own unless it is `in_place`.
+
+        Raises `ValueError` for a weight that is not finite.
+        """
         if self.grid is None:
             return
         weight = self.weight.detach()
-        rounded = torch.empty_like(weight)
+        rounded = weight if in_place else torch.empty_like(weight)
         rows = max(1, _BAND // weight.shape[1])
         for first in range(0, weight.shape[0], rows):
             rounded[first : first + rows] = self.grid.rounded(weight[first : first + rows])
-        self.weight = nn.Parameter(rounded, requires_grad=self.weight.requires_grad)
+        if not in_place:
+            self.weight = nn.Parameter(rounded, requires_grad=self.weight.requires_grad)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""

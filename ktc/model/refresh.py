@@ -27,6 +27,7 @@ from ktc.checkpoint import open_index
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
 from ktc.experts.module import FusedMoe
+from ktc.linears.lora_linear import KTLinear
 from ktc.linears.stored_linear import StoredLinear
 from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model import weight_store
@@ -182,6 +183,9 @@ def _fill(shell: PreTrainedModel, model: PreTrainedModel, checkpoint: Path, prog
     weight_store.fill(shell, sources, index, {}, allow_nonfinite=of.allow_nonfinite, progress=progress)
     shell.tie_weights()
     weight_store.check_filled(shell, persistent=True)
+    for module in shell.modules():
+        if isinstance(module, KTLinear):
+            module.round_weight(in_place=True)
 
 
 def require_same_config(model: PreTrainedModel, checkpoint: Path) -> None:

@@ -28,6 +28,7 @@ from ktc.model import weight_store
 from ktc.model.load import load
 from ktc.model.manifest import Rewrite
 from ktc.model.realise import realise
+from ktc.targets.target import AS_STORED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,7 +54,7 @@ def recipe(model: PreTrainedModel) -> tuple[Rewrite, ...]:
             args = {
                 "num_experts": experts, "hidden": hidden, "intermediate": inner, "form": str(form), "threads": 1,
                 "top_k": model.config.num_experts_per_tok, "activations": "keep", "numa": "shard",
-                "prefill": "", "prefill_tokens": 1, "stream_buffer": 1, "streamed": "each pass",
+                "prefill": "", "prefill_tokens": 1, "stream_buffer": 1, "streamed": "each pass", **AS_STORED.arguments,
             }  # fmt: skip
             steps.append(Rewrite(fqn, "fused_moe", None, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     assert steps

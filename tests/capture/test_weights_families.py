@@ -22,6 +22,7 @@ from ktc.model import weight_store
 from ktc.model.buffers import compute_buffers
 from ktc.model.manifest import Rewrite
 from ktc.model.realise import realise
+from ktc.targets.target import AS_STORED
 
 # One of each way to name or store weights; the rest runs with `make test-all`.
 SHOWN = (
@@ -119,4 +120,5 @@ def args_of(model: PreTrainedModel, fqn: str, form: str) -> dict[str, object]:
         "prefill_tokens": 1,
         "stream_buffer": 1,
         "streamed": "each pass",
+        **AS_STORED.arguments,
     }

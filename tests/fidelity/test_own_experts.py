@@ -27,6 +27,7 @@ from ktc.host import find_compiler
 from ktc.model import packed_file, packed_store
 from ktc.model.realise import own_experts
 from ktc.targets.cpu_moe import CpuMoe
+from ktc.targets.target import AS_STORED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROUTED = "hidden_states=hidden top_k_index=index top_k_weights=weights"
@@ -94,7 +95,7 @@ def experts_of(family: str) -> Experts:
 def compiled(family: str, module: nn.Module) -> CalledExperts:
     """Return the module that takes the place of the stock experts, with their weights."""
     args = {**arguments(family, module), "top_k": experts_of(family).top_k, "activations": "keep", "threads": 1}
-    streamed = {"prefill": "", "prefill_tokens": 1, "stream_buffer": 1, "streamed": "each pass"}
+    streamed = {"prefill": "", "prefill_tokens": 1, "stream_buffer": 1, "streamed": "each pass", **AS_STORED.arguments}
     made = CpuMoe.realise(own_experts(module, args), {**args, **streamed, "numa": "none"}, None)
     assert isinstance(made, CalledExperts)
     return made

@@ -17,6 +17,7 @@ from ktc.model.manifest import Rewrite
 from ktc.model.realise import realise
 from ktc.model.stock_facts import assumptions_of, spelled
 from ktc.model.watch import called_modules, remember, watch
+from ktc.targets.target import AS_STORED
 
 WIDTH, COUNT = 8, 4
 CODE = """
@@ -93,7 +94,7 @@ RECIPE = [
         Rewrite(f"{fqn}.pickers", "fused_moe", None, "cpu", {
             "num_experts": COUNT, "hidden": WIDTH, "intermediate": WIDTH, "top_k": 2, "form": "silu", "threads": 1,
             "activations": "keep", "numa": "none", "prefill": "", "prefill_tokens": 1,
-            "stream_buffer": 1, "streamed": "each pass",
+            "stream_buffer": 1, "streamed": "each pass", **AS_STORED.arguments,
         }, "r", "r.ktr:1:1"),
     )
 ]  # fmt: skip

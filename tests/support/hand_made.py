@@ -22,6 +22,7 @@ from ktc.link import KernelFile, Package, adapter_json
 from ktc.model.manifest import Rewrite
 from ktc.model.stock_facts import assumptions_of
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.targets.target import AS_STORED
 
 ADAPTED = ("q_a_proj", "q_b_proj", "q_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 GPT_OSS = "silu(alpha=1.702, limit=7.0, up_offset=1.0) biased transposed interleaved"
@@ -51,6 +52,7 @@ def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, 
                 "prefill_tokens": 1,
                 "stream_buffer": 1,
                 "streamed": "each pass",
+                **AS_STORED.arguments,
             }
             steps.append(Rewrite(fqn, "fused_moe", kernel, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     return tuple(steps)
