@@ -19,11 +19,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, masking_utils
+from transformers.cache_utils import Cache
 
 from ktc.diagnostics import Diagnostic, render
 from ktc.experts.host_node import HostNodes, Launch, on_current_stream
@@ -144,7 +145,7 @@ class DecodeGraphs:
             captured = reason or self._captured(model, inputs)
             if isinstance(captured, CapturedStep):
                 return captured.run(model, inputs)
-        self._tell(captured)
+        self.tell(captured)
         return model(**inputs)
 
     def clear(self) -> None:
@@ -157,6 +158,11 @@ class DecodeGraphs:
             self._steps.clear()
             self._told.clear()
             self._state = self._refusal = None
+
+    @property
+    def means(self) -> Means:
+        """How the steps are captured."""
+        return self._means
 
     def _unserved(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
         """Return why a call cannot be a captured step, "" if it can."""
@@ -234,7 +240,8 @@ class DecodeGraphs:
         self._refusal = _Refusal(weakref.ref(cache), reason, of_state=True) if reason else None
         return reason
 
-    def _tell(self, reason: str) -> None:
+    def tell(self, reason: str) -> None:
+        """Log why a step is not captured, once for each reason."""
         if reason not in self._told:
             self._told.add(reason)
             message = f"a decoding step runs without {self._means.form}: {reason}"
@@ -257,6 +264,19 @@ def _misshapen(inputs: Mapping[str, Any]) -> str:
 
 
 # One step --------------------------------------------------------------------------------------------------------
+class StepPlaces(Protocol):
+    """Where a step reads and writes keys and values: see `StepMemory`."""
+
+    @property
+    def position(self) -> Tensor: ...
+
+    @property
+    def cache(self) -> Cache: ...
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
     """A step of a model on `memory`: `replay` reads `inputs` and writes the logits (rows, 1, V) of `output`."""
@@ -287,7 +307,17 @@ def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, means: M
     Raises what the model and `means.record` raise, and `ValueError` for an output with more than logits.
     """
     memory.position.fill_(length_of(inputs[CACHE]))
-    found = step_inputs(memory, inputs)
+    return CapturedStep(memory, *record_step(model, memory, step_inputs(memory, inputs), means))
+
+
+def record_step(
+    model: PreTrainedModel, memory: StepPlaces, found: Inputs, means: Means
+) -> tuple[Inputs, Any, Callable[[], None], HostNodes | None]:  # fmt: skip
+    """Record a step of `model` that reads ids, positions and present columns such as `found` of all rows of `memory`.
+
+    Return the inputs that the step reads, the output that it writes, a function that repeats it, and its host nodes.
+    Raises as `capture`.
+    """
     with torch.inference_mode(mode=False):  # later steps write to them, perhaps outside of it
         held = {name: value.clone() for name, value in found.items()}
     nodes = None if means.launch is None else HostNodes(means.launch)
@@ -301,7 +331,7 @@ def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, means: M
     more = sorted(name for name, value in output.items() if value is not None and name not in ("logits", CACHE))
     if more:
         raise ValueError(f"the model returns `{more[0]}`")
-    return CapturedStep(memory, held, output, replay, nodes)
+    return held, output, replay, nodes
 
 
 def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:
@@ -315,7 +345,7 @@ def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:
     return {name: _rows(value, batch, memory.rows) for name, value in found.items()}
 
 
-def masks_of(model: PreTrainedModel, memory: StepMemory, inputs: Inputs) -> Any:
+def masks_of(model: PreTrainedModel, memory: StepPlaces, inputs: Inputs) -> Any:
     """Return the masks of a step as `generate` makes them for a static cache: (rows, 1, 1, capacity), or one per kind
     of layers. Columns after the position are left out."""
     ids = inputs["input_ids"]

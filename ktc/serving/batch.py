@@ -12,15 +12,22 @@ from torch import Tensor
 
 from ktc.serving.decoder import Decoder
 from ktc.serving.generation import Generation
+from ktc.serving.native_rows import MOST_ROWS
 from ktc.serving.row_cache import CachedRow, RowCache
 
 
 class RowBatch:
-    """Sequences in one cache, aligned at their last token."""
+    """Sequences in one cache, aligned at their last token. An empty one can be used again."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.running: list[Generation] = []
-        self._decoder, self._rows = decoder, RowCache()
+        self._decoder, self._native = decoder, decoder.native_rows()
+        self._rows = RowCache(steady=0 if self._native is None else MOST_ROWS)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether native steps know its memory, so that an empty batch is worth keeping."""
+        return self._native is not None
 
     @property
     def nbytes(self) -> int:
@@ -45,6 +52,8 @@ class RowBatch:
         """Read the last token of every sequence; return the scores of the next, (rows, V)."""
         device = self._decoder.device
         ids = torch.tensor([[each.tokens[-1]] for each in self.running], device=device)
+        if self._native is not None and (found := self._native.scores(self._rows, ids)) is not None:
+            return found
         lengths = torch.tensor(self._rows.lengths, device=device)[:, None]
         columns = self._rows.columns
         mask: Tensor | None = None

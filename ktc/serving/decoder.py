@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ktc.model.growing_cache import GrowingLayer
 from ktc.serving.generation import Generation
+from ktc.serving.native_rows import NativeRows
 from ktc.serving.request import Request
 from ktc.serving.row_cache import CachedRow, cached_row
 
@@ -81,6 +82,10 @@ class Decoder:
             given["logits_to_keep"] = 1
         with torch.no_grad():
             return self._base(input_ids=ids, **given).logits[:, -1].float()
+
+    def native_rows(self) -> NativeRows | None:
+        """Return what computes steps of a few rows natively, None for a model without native steps."""
+        return NativeRows.of(self._base)
 
     def _reason(self, cache: DynamicCache | None) -> str:
         if not isinstance(cache, DynamicCache):

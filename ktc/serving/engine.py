@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[Event]], None]
 Result = TypeVar("Result")
+_KEPT = 1 << 30  # bytes of an empty batch, most of which no row has touched
 _PADDED = 1.5  # prompts are read side by side with at most this many times their tokens
 
 
@@ -77,6 +78,7 @@ class Engine:
         # Of the engine's thread.
         self._reading: Reading | None = None
         self._batches: dict[str, RowBatch | LoneBatch] = {}
+        self._empty: dict[str, RowBatch] = {}  # whose memory native steps know
         self._prefixes = PrefixCache(0 if decoder.alone else limits.prefix_bytes)
         self.cached_tokens = 0  # of prompts, which were not read again
 
@@ -137,9 +139,10 @@ class Engine:
             self._retiring.add(adapter)
             self._changed.notify()
 
-    def forget_prefixes(self, adapter: str | None = None) -> None:
-        """Drop the keys and values of earlier prompts, of one adapter or all. For a change, on the engine's thread."""
-        self._prefixes.clear(adapter)
+    def forget(self) -> None:
+        """Drop keys and values of earlier prompts, and native steps. For a change of weights, on the engine's thread."""
+        self._prefixes.clear()
+        self._empty.clear()
 
     def stop(self, grace: float = 0.0) -> None:
         """Refuse new requests, answer the running ones for at most `grace` seconds, and end the thread."""
@@ -264,6 +267,7 @@ class Engine:
             removed, self._retiring = self._retiring - used, self._retiring & used
         for adapter in removed:
             self._prefixes.clear(adapter)
+            self._empty.pop(adapter, None)
             try:
                 self._adapters.remove(adapter)
             except Exception:
@@ -358,12 +362,16 @@ class Engine:
                 self._prefixes.add(reading.adapter, generation.request.tokens, reading.row(at).clone())
             if end is None and generation.request.name in self._active:
                 if batch is None:
-                    made = LoneBatch if self._decoder.alone else RowBatch
-                    batch = self._batches[reading.adapter] = made(self._decoder)
+                    batch = self._batches[reading.adapter] = self._new_batch(reading.adapter)
                 if isinstance(batch, RowBatch):
                     batch.join(generation, reading.row(at))
                 else:
                     batch.join(generation, reading.cache)
+
+    def _new_batch(self, adapter: str) -> RowBatch | LoneBatch:
+        if self._decoder.alone:
+            return LoneBatch(self._decoder)
+        return self._empty.pop(adapter, None) or RowBatch(self._decoder)
 
     # Steps ------------------------------------------------------------------------------------------------------------
     def _step(self, adapter: str) -> None:
@@ -388,6 +396,8 @@ class Engine:
         batch.leave(at)
         if not batch.running:
             del self._batches[adapter]
+            if isinstance(batch, RowBatch) and batch.is_steady and batch.nbytes <= _KEPT:
+                self._empty[adapter] = batch
 
     def _add(self, generations: Sequence[Generation], tokens: Sequence[int]) -> list[End | None]:
         """Add one token to each sequence, and emit them."""

@@ -75,12 +75,15 @@ def _layer_row(layer: Any, at: int, kept: Tensor | None, length: int) -> LayerRo
 
 
 class RowCache:
-    """The rows of a batch in one `cache`; each is as long as its sequence, and `columns` as the longest."""
+    """The rows of a batch in one `cache`; each is as long as its sequence, and `columns` as the longest.
 
-    def __init__(self, room: int = ROOM) -> None:
+    A `steady` one keeps its memory when the last row leaves (`Band`).
+    """
+
+    def __init__(self, room: int = ROOM, steady: int = 0) -> None:
         self.cache = DynamicCache()
         self.lengths: list[int] = []
-        self._room = room
+        self._room, self._steady = room, steady
 
     @property
     def columns(self) -> int:
@@ -96,8 +99,8 @@ class RowCache:
 
     def join(self, row: CachedRow) -> None:
         """Add a sequence after the others."""
-        if not self.lengths:
-            made = [RowLayer(self._room) if window is None else SlidingRowLayer(window, self._room)
+        if not self._layers:
+            made = [RowLayer(self._room, self._steady) if window is None else SlidingRowLayer(window, self._room)
                     for window in row.windows]  # fmt: skip
             cast("Any", self.cache).layers = made
         self.lengths.append(row.length)
@@ -110,11 +113,16 @@ class RowCache:
         """Remove a sequence; the last one takes its place."""
         self.lengths[at] = self.lengths[-1]
         self.lengths.pop()
-        if not self.lengths:
+        if not self.lengths and not self._steady:
             self.cache = DynamicCache()
         for layer in self._layers:
             layer.leave(at)
             layer.set_columns(self.columns)
+
+    def bands(self) -> tuple[tuple[Band, Band], ...] | None:
+        """Return the keys and values of all layers, None where a layer has none of its own, or a window."""
+        found = [layer.bands if isinstance(layer, RowLayer) else () for layer in self._layers]
+        return tuple((each[0], each[1]) for each in found if len(each) == 2) if all(map(len, found)) else None
 
     def row(self, at: int) -> CachedRow:
         """Return a copy of a sequence."""
@@ -126,6 +134,13 @@ class RowCache:
         """Count the token that a forward pass has appended to every sequence."""
         self.lengths = [length + 1 for length in self.lengths]
 
+    def written(self) -> None:
+        """Count the token that a native step has written behind every sequence, into all `bands`."""
+        for layer in self._layers:
+            if isinstance(layer, RowLayer):
+                layer.written()
+        self.appended()
+
 
 class _Rows:
     """The bands of a layer; empty until a row with content joins."""
@@ -133,25 +148,27 @@ class _Rows:
     _keys: Band | None
     _values: Band | None
     _room: int
+    _steady = 0
     is_initialized: bool
 
     @property
     def nbytes(self) -> int:
-        return sum(band.nbytes for band in self._bands)
+        return sum(band.nbytes for band in self.bands)
 
     @property
-    def _bands(self) -> tuple[Band, ...]:
+    def bands(self) -> tuple[Band, ...]:
+        """Keys and values, nothing before a row with content."""
         return () if self._keys is None or self._values is None else (self._keys, self._values)
 
     def join(self, row: LayerRow) -> None:
         if self._keys is None or self._values is None:
-            self._keys, self._values = Band(row.keys, self._room), Band(row.values, self._room)
+            self._keys, self._values = (Band(each, self._room, self._steady) for each in row)
             self.is_initialized = True
         self._keys.join(row.keys)
         self._values.join(row.values)
 
     def leave(self, at: int) -> None:
-        for band in self._bands:
+        for band in self.bands:
             band.leave(at)
 
     def row(self, at: int, length: int) -> LayerRow | None:
@@ -164,10 +181,10 @@ class _Rows:
 class RowLayer(_Rows, DynamicLayer):
     """A layer that keeps every token. Sparse attention keeps the index of every row in `row_indices`."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, steady: int = 0) -> None:
         DynamicLayer.__init__(self)
         self._keys = self._values = None
-        self._room = room
+        self._room, self._steady = room, steady
         self._columns = 0
         self.row_indices = RowIndices()
 
@@ -188,8 +205,16 @@ class RowLayer(_Rows, DynamicLayer):
         """Keep the columns that a row still has."""
         self._columns = columns
         self.keys = self.values = None  # they would keep memory that the bands have left
-        for band in self._bands:
+        for band in self.bands:
             band.trim(columns)
+            if not band.rows:
+                band.clear()
+
+    def written(self) -> None:
+        """Take a column that was written behind the last one."""
+        self._columns += 1
+        for band in self.bands:
+            band.end += 1
 
     def get_seq_length(self) -> int:
         return self._columns
@@ -213,7 +238,7 @@ class SlidingRowLayer(_Rows, DynamicSlidingWindowLayer):
     def set_columns(self, columns: int) -> None:
         """Keep the columns that a row still has."""
         self.cumulative_length = columns
-        for band in self._bands:
+        for band in self.bands:
             band.trim(min(columns, self.sliding_window - 1))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -221,6 +246,6 @@ class SlidingRowLayer(_Rows, DynamicSlidingWindowLayer):
         assert self._keys is not None and self._values is not None
         self.cumulative_length += key_states.shape[2]
         found = self._keys.append(key_states), self._values.append(value_states)
-        for band in self._bands:
+        for band in self.bands:
             band.trim(self.sliding_window - 1)
         return found

@@ -70,7 +70,7 @@ class Updates:
 
             def apply() -> None:
                 staged.apply()
-                self._engine.forget_prefixes()
+                self._engine.forget()
 
             self._engine.change(apply, idle=True, patience=patience)
             return Applied(folder, checked - begun, time.monotonic() - checked)
