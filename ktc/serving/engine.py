@@ -140,7 +140,7 @@ class Engine:
             self._changed.notify()
 
     def forget(self) -> None:
-        """Drop keys and values of earlier prompts, and native steps. For a change of weights, on the engine's thread."""
+        """Drop keys and values of earlier prompts, and native steps: for a change of weights, on this thread."""
         self._prefixes.clear()
         self._empty.clear()
 

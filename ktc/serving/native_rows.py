@@ -42,8 +42,8 @@ class _Places:
     def of(cls, bands: Bands, rows: int) -> _Places:
         position = torch.zeros(1, dtype=torch.int64)
         held = [tuple(band.memory[:rows] for band in pair) for pair in bands]
-        layers = [StepLayer(keys, values, position, is_sliding=False) for keys, values in held]
-        return cls(position, Cache(layers=layers), (position, *(each for pair in held for each in pair)))
+        cache = Cache(layers=[StepLayer(keys, values, position, is_sliding=False) for keys, values in held])
+        return cls(position, cache, (position, *(each for pair in held for each in pair)))
 
 
 @dataclass(frozen=True, slots=True)
