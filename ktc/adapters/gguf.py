@@ -37,8 +37,8 @@ class _Piece:
 
 def write_gguf(factors: Iterable[Factors], base: BaseModel, path: Path) -> int:
     """Write the adapter to `path` and return its number of tensors. Raise `InputRefused` (A606)."""
-    gguf = _gguf()
-    architecture, factors = _architecture(base), tuple(factors)
+    gguf = require_gguf()
+    architecture, factors = architecture_of(base), tuple(factors)
     pieces = {each.target.name: tuple(_pieces(each.target, base, architecture)) for each in factors}
     alpha = factors[0].scaling * factors[0].r
     writer = gguf.GGUFWriter(path, architecture)
@@ -64,7 +64,7 @@ def write_gguf(factors: Iterable[Factors], base: BaseModel, path: Path) -> int:
 
 def read_gguf_adapter(path: Path, base: BaseModel) -> tuple[Factors, ...]:
     """Return the factors in the file, for the weights of the model `base`. Raise `InputRefused` (A602, A603, A606)."""
-    gguf = _gguf()
+    gguf = require_gguf()
     try:
         file = gguf.GGUFReader(path)
     except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
@@ -74,7 +74,7 @@ def read_gguf_adapter(path: Path, base: BaseModel) -> tuple[Factors, ...]:
     }
     if (settings.get(_TYPE), settings.get(_KIND)) != ("adapter", "lora"):
         raise InputRefused(_broken(path, "it is not a LoRA adapter"))
-    architecture = _architecture(base)
+    architecture = architecture_of(base)
     if settings.get(_ARCHITECTURE) != architecture:
         message = f"`{path.name}` is of architecture `{settings.get(_ARCHITECTURE)}`, `{base.name}` of `{architecture}`"
         raise InputRefused(Diagnostic("A603", message, hint="use the model that the adapter was trained on"))
@@ -126,17 +126,19 @@ def _named(
     target: Target, base: BaseModel, architecture: str, name_of: Callable[[str], str | None]
 ) -> Iterator[_Piece]:
     if not target.experts:
-        yield _Piece(str(name_of(target.name)), target, heads=_heads(target, base, architecture))
+        heads = heads_by_pairs(target.leaf, base, architecture)
+        yield _Piece(str(name_of(target.name)), target, heads=heads)
         return
     layer = next(part for part in target.name.split(".") if part.isdigit())
     for part in ("gate", "up") if target.is_gate_up else (target.leaf.removesuffix("_proj"),):
         yield _Piece(f"blk.{layer}.ffn_{part}_exps.weight", target, part)
 
 
-def _heads(target: Target, base: BaseModel, architecture: str) -> int:
-    if architecture != "llama" or target.leaf not in ("q_proj", "k_proj"):
+def heads_by_pairs(leaf: str, base: BaseModel, architecture: str) -> int:
+    """Return the heads of a layer whose rows files of `architecture` order by pairs, 0 for other layers."""
+    if architecture != "llama" or leaf not in ("q_proj", "k_proj"):
         return 0
-    return int(base.config.num_attention_heads if target.leaf == "q_proj" else base.config.num_key_value_heads)
+    return int(base.config.num_attention_heads if leaf == "q_proj" else base.config.num_key_value_heads)
 
 
 def _by_pairs(b: Tensor, heads: int) -> Tensor:
@@ -148,7 +150,8 @@ def _by_halves(b: Tensor, heads: int) -> Tensor:
     return b if not heads else b.reshape(heads, -1, 2, b.shape[1]).transpose(1, 2).reshape(b.shape)
 
 
-def _architecture(base: BaseModel) -> str:
+def architecture_of(base: BaseModel) -> str:
+    """Return the GGUF architecture of the model. Raises InputRefused (A606)."""
     found = [name for name, kinds in ARCHITECTURES.items() if base.model_type in kinds]
     if found:
         return found[0]
@@ -161,7 +164,8 @@ def _broken(path: Path, what: str) -> Diagnostic:
     return Diagnostic("A602", f"GGUF adapter `{path}` is damaged or half written: {what}", hint="export it again")
 
 
-def _gguf() -> Any:
+def require_gguf() -> Any:
+    """Return the package `gguf`. Raises HostLacks (H230)."""
     if versions.installed("gguf") is None:
         message = "GGUF files are written with the package `gguf`, which is not installed"
         raise HostLacks(Diagnostic("H230", message, hint="`pip install 'ktc[gguf]'`"))

@@ -1,6 +1,6 @@
-"""`ktc export`: write an adapter in another layout, and check that stock peft computes the same with it.
+"""`ktc export`: write an adapter in another layout, or a model as a GGUF file or in INT4.
 
-In: the options. Out: the output of a `Session`; exit code 1 if the check finds a difference.
+In: the options. Out: the output of a `Session`; exit code 1 if `--check` finds a difference.
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ktc.cli.amounts import size
+from ktc.cli.amounts import count, size
+from ktc.cli.quantize import ModulesName, RequantizeMerged, SchemeName, write_int4
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
+from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:
     from ktc.adapters.export import Exported
     from ktc.adapters.export_check import Checked
 
 Layout = Literal["per-expert", "peft-fused", "peft-fused-018", "gguf"]
-SourceAdapter = Annotated[
-    Path, typer.Argument(metavar="ADAPTER", help="A folder that PEFT saved, or a GGUF adapter (with --model).")
+MatrixType = Literal["f32", "f16", "bf16", "q8_0"]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        help="An adapter: a folder that PEFT saved, or a GGUF adapter (with --model). With --gguf or --int4 a model "
+        "too: a checkpoint, or a compiled model of it.",
+    ),
 ]
 OriginalModel = Annotated[
     Path | None,
@@ -32,21 +40,85 @@ OriginalModel = Annotated[
 @in_session()
 def command(
     session: Session,
-    adapter: SourceAdapter,
+    source: Source,
     layout: Annotated[
         Layout, typer.Option("--layout", help="The layout to write: per-expert loads in most tools, gguf in llama.cpp.")
     ] = "per-expert",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The folder or file to write. Default: ADAPTER's name and the layout."),
+        typer.Option("--output", "-o", help="The folder or file to write. Default: SOURCE's name and the layout."),
     ] = None,
+    gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file, of a model or an adapter.")] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="With --gguf, write the model of an adapter, merged, instead of factors.")
+    ] = False,
+    kind: Annotated[
+        MatrixType, typer.Option("--type", help="With --gguf, the type of matrices. INT4 weights become Q4_0, exactly.")
+    ] = "bf16",
+    split_size: Annotated[
+        float, typer.Option("--split-size", min=0, metavar="GB", help="With --gguf, of a shard; 0: one file.")
+    ] = 0,
+    int4: Annotated[bool, typer.Option("--int4", help="Write a model, or an adapter's model merged, in INT4.")] = False,
+    scheme: SchemeName = "int4-g32",
+    modules: ModulesName = "experts",
+    requantize_merged: RequantizeMerged = False,
     check: Annotated[
         bool, typer.Option("--check", help="Load the export with stock peft on a small twin and compare the logits.")
     ] = False,
     model: OriginalModel = None,
 ) -> None:
-    """Write ADAPTER in the layout of another tool; the values do not change."""
+    """Write an adapter in the layout of another tool, or a model as GGUF or INT4."""
     session.require_versions()
+    is_adapter = source.suffix == ".gguf" or (source / "adapter_config.json").is_file()
+    if check and (int4 or (gguf and (merged or not is_adapter))):
+        message = "`--check` compares adapters, and this export is a model"
+        raise InputRefused(Diagnostic("Q512", message, hint="`ktc verify OUT --source` compares it with its original"))
+    if int4 or (gguf and (merged or not is_adapter)):
+        original, adapter = _original(source, model) if is_adapter else (source, None)
+        name = source.resolve().name
+        if int4:
+            write_int4(
+                session, original, output or source.with_name(f"{name}-{scheme}"), scheme, modules, adapter,
+                requantize_merged,
+            )  # fmt: skip
+        else:
+            out = output or source.with_name(f"{name}-gguf")
+            _write_gguf(session, original, out, kind, adapter, int(split_size * 1e9))
+        return
+    _export_adapter(session, source, "gguf" if gguf else layout, output, model, check)
+
+
+def _original(adapter: Path, model: Path | None) -> tuple[Path, Path]:
+    """Return the original of an adapter, and the adapter."""
+    from ktc.adapters.adapter import read_adapter
+    from ktc.adapters.base_model import find_base
+
+    return model or find_base(read_adapter(adapter)).folder, adapter
+
+
+def _write_gguf(
+    session: Session, model: Path, output: Path, kind: MatrixType, adapter: Path | None, shard_bytes: int
+) -> None:
+    from ktc.model.progress import progress_bar
+    from ktc.quantise.gguf_model import write_gguf_model
+
+    with progress_bar(f"writing {output.name}", session.quiet) as bar:
+        done = write_gguf_model(model, output, kind, bar, adapter=adapter, shard_bytes=shard_bytes)
+    session.result({**asdict(done), "path": str(done.path)})
+    types = ", ".join(f"{number} {name}" for name, number in sorted(done.types.items()))
+    files = done.files[0] if len(done.files) == 1 else count(len(done.files), "file")
+    session.show(f"{done.path}: {files}, {done.tensors} tensors ({types}), {size(done.bytes)}")
+    if done.tokenizer == "none":
+        session.show("note: llama.cpp has no form of this tokenizer; the file takes and gives numbers of tokens")
+    if done.left_out:
+        session.show(f"note: left out, since the model has no place for them: {len(done.left_out)} tensors")
+    for note in done.notes:
+        session.show(f"note: {note}")
+
+
+def _export_adapter(
+    session: Session, adapter: Path, layout: Layout, output: Path | None, model: Path | None, check: bool
+) -> None:
     from ktc.adapters.export import export
 
     done = export(adapter, layout, output, model)

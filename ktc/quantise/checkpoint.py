@@ -25,7 +25,7 @@ from ktc.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
 from ktc.diagnostics import InputRefused
 from ktc.files import finish_folder, move_file, refusing, replaced_file, write_file
 from ktc.model.progress import Progress
-from ktc.quantise.original import Original, open_original
+from ktc.quantise.original import Original, open_original, require_one_rounding
 from ktc.quantise.scheme import Scheme
 from ktc.quantise.selection import Modules, Selection, select
 from ktc.quantise.shards import Rounding, stored_parts, write_shard
@@ -59,7 +59,8 @@ def quantize(
 
     `requantise`: the adapter was trained beside rounded weights, and merging may round them again. Raises InputRefused.
     """
-    original = open_original(model, scheme, adapter, requantise)
+    original = open_original(model, adapter)
+    require_one_rounding(original, model, scheme, requantise)
     selection = select(original.base, original.index, scheme, modules)
     require_new(out)
     with refusing(out):

@@ -33,10 +33,15 @@ from ktc.quantise.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """`index` has an entry for each weight in full precision; `additions` say what an adapter adds to which."""
+    """`index` has an entry for each weight in full precision; `additions` say what an adapter adds to which.
+
+    `stored` is the index of the tensors as they are stored, `config` the `quantization_config` of config.json.
+    """
 
     base: BaseModel
+    stored: CheckpointIndex
     index: CheckpointIndex
+    config: Mapping[str, Any] | None
     weights: FullPrecision
     adapter: Adapter | None
     additions: Mapping[str, Addition]
@@ -59,19 +64,28 @@ class Original:
             yield merged, lambda: merged.added
 
 
-def open_original(model: Path, scheme: Scheme, adapter: Path | None, requantise: bool) -> Original:
-    """Return the weights of `model`, with `adapter` added. Raises InputRefused (Q501, Q505, Q506, A6xx)."""
+def open_original(model: Path, adapter: Path | None) -> Original:
+    """Return the weights of `model`, with `adapter` added. Raises InputRefused (Q501 for a GGUF file, A6xx)."""
     opened = read_adapter(adapter) if adapter else None
     base = find_base(opened, model) if opened else read_base(model)
     index = open_index(base.folder)
+    if index.gguf is not None:
+        raise InputRefused(_quantised(base, "a GGUF file"))
     config = _quantisation(base)
-    if index.gguf is not None or (config is not None and opened is None):
-        raise InputRefused(_quantised(base, index))
-    if opened is not None and not requantise:
-        _require_trained_grid(base, model, config, scheme)
     weights = FullPrecision(index, config)
     added = plan_additions(place(opened, base), weights.index) if opened else dict[str, Addition]()
-    return Original(base, weights.index, weights, opened, added)
+    return Original(base, index, weights.index, config, weights, opened, added)
+
+
+def require_one_rounding(original: Original, model: Path, scheme: Scheme, requantise: bool) -> None:
+    """Refuse to round weights a second time (Q501, Q505), or to another grid than that of training (Q506).
+
+    `model` is the compiled model or the checkpoint that was named.
+    """
+    if original.adapter is None and original.config is not None:
+        raise InputRefused(_quantised(original.base, "quantised already"))
+    if original.adapter is not None and not requantise:
+        _require_trained_grid(original.base, model, original.config, scheme)
 
 
 def _quantisation(base: BaseModel) -> Mapping[str, Any] | None:
@@ -80,8 +94,7 @@ def _quantisation(base: BaseModel) -> Mapping[str, Any] | None:
     return cast("Mapping[str, Any] | None", found if found is None or isinstance(found, dict) else found.to_dict())
 
 
-def _quantised(base: BaseModel, index: CheckpointIndex) -> Diagnostic:
-    what = "a GGUF file" if index.gguf is not None else "quantised already"
+def _quantised(base: BaseModel, what: str) -> Diagnostic:
     message = f"`{base.name}` is {what}: its weights would be rounded twice"
     return Diagnostic("Q501", message, hint="quantise the original of full precision")
 

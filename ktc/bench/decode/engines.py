@@ -147,7 +147,7 @@ class LlamaEngine:
         spent = self._child.ask("decode", steps=steps)
         return Seconds(spent["cpu"] / steps, spent["wall"] / steps)
 
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Read the prompt in one call."""
-        self._child.ask("prepare", sequences=1, context=0, room=len(tokens))
+    def logits(self, tokens: Sequence[int], *, exact: bool = False) -> Tensor:
+        """Read the prompt in one call; `exact` keeps keys and values in fp32."""
+        self._child.ask("prepare", sequences=1, context=0, room=len(tokens), exact=exact)
         return torch.tensor(self._child.ask("logits", tokens=list(tokens))["logits"])

@@ -22,6 +22,7 @@ llama_cpp: Any = importlib.import_module("llama_cpp")  # it is of another enviro
 
 _BATCH = 512
 _PADDING = 256  # a cache's length is a multiple of it
+_FP32, _NO_FLASH_ATTENTION = 0, 0  # numbers of llama.cpp's enumerations
 
 
 class Worker:
@@ -47,8 +48,11 @@ class Worker:
         built = llama_cpp.llama_print_system_info().decode()
         return {"version": llama_cpp.__version__, "built": built}
 
-    def prepare(self, sequences: int, context: int, room: int) -> dict[str, Any]:
-        """Make a context whose `sequences` sequences have `context` tokens each, with room for `room` more."""
+    def prepare(self, sequences: int, context: int, room: int, exact: bool = False) -> dict[str, Any]:
+        """Make a context whose `sequences` sequences have `context` tokens each, with room for `room` more.
+
+        `exact`: keys and values in fp32, and attention without the kernel that rounds them.
+        """
         if self._context is not None:
             llama_cpp.llama_free(self._context)
         self._sequences, self._length = sequences, context
@@ -58,6 +62,9 @@ class Worker:
         parameters.n_batch, parameters.n_ubatch = max(_BATCH, room), _BATCH
         parameters.n_threads = parameters.n_threads_batch = self._threads
         parameters.kv_unified = False
+        if exact:
+            parameters.type_k = parameters.type_v = _FP32
+            parameters.flash_attn_type = _NO_FLASH_ATTENTION
         self._context = llama_cpp.llama_init_from_model(self._model, parameters)
         if not self._context:
             raise RuntimeError(f"llama.cpp has no room for {sequences} sequences of {length} tokens")
