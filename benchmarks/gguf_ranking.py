@@ -4,8 +4,8 @@
     python benchmarks/gguf_ranking.py FOLDER [--python build/llama/bin/python] [--prompts 50]
 
 Compiles FOLDER with `moe-inference`, reads seeded random prompts with both, and prints how often the most probable
-token and the order of the ten most probable are the same, and the largest difference of logits. `--reference` computes ktc's side
-in fp32 by PyTorch, from the weights of the same file, and keeps llama.cpp's cache in fp32.
+token and the order of the ten most probable are the same, and the largest difference of logits. `--reference`
+computes ktc's side in fp32 by PyTorch, from the weights of the same file, and keeps llama.cpp's cache in fp32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """Checkpoints in other forms, INT4 and GGUF, written from those that transformers saves.
 
-`scheme` names the formats, `selection` decides what is quantised, `shards` writes files, `checkpoint` does it all.
+`original` reads weights, with a merged adapter. INT4: `scheme`, `selection`, `shards` and `checkpoint`, which does it
+all. GGUF: `gguf_tensors`, `gguf_rows`, `gguf_settings`, `gguf_tokenizer` and `gguf_model`.
 """
