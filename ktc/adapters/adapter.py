@@ -191,9 +191,13 @@ def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "de
     taken = [p for name, p in attached.named_parameters() if any(mark in f"{name}." for mark in marks)]
     dtypes = {p.dtype for p in taken}
     rounded = next(iter(dtypes)) if len(dtypes) == 1 else None
-    held, wanted = _squares(taken), _squares(tensor.to(rounded) for _, tensor in read_tensors(adapter))
+    factors = (tensor.to(rounded) for name, tensor in read_tensors(adapter) if split_name(name) is not None)
+    held, wanted = _squares(taken), _squares(factors)
     tolerance = 1e-2 if len(dtypes) > 1 else 1e-3  # which value is rounded to which dtype is not known then
-    if not math.isclose(held, wanted, rel_tol=tolerance, abs_tol=1e-12):
+    whole = _squares(p for name, p in attached.named_parameters() if f".modules_to_save.{adapter_name}." in name)
+    saved = _squares(tensor for name, tensor in read_tensors(adapter) if split_name(name) is None)
+    partly = not math.isclose(held, wanted, rel_tol=tolerance, abs_tol=1e-12)
+    if partly or not math.isclose(whole, saved, rel_tol=1e-2, abs_tol=1e-12):
         message = f"peft took a part of adapter `{adapter.folder.name}` only, without saying so"
         hint = f"`ktc export {adapter.folder} --check` writes a layout that the installed peft reads whole"
         raise InputRefused(Diagnostic("A605", message, hint=hint))

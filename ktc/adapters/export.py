@@ -81,6 +81,10 @@ def open_adapter(source: Path, model: Path | None = None) -> Opened:
     adapter = read_adapter(source)
     base = find_base(adapter, model)
     placed = place(adapter, base)
+    if placed.whole:
+        message = f"adapter `{adapter.folder.name}` has modules that trained themselves, as `{placed.whole[0].name}`"
+        hint = "use it with peft as it is, or merge it: `ktc merge`"
+        raise InputRefused(Diagnostic("A604", message, hint=hint))
     with FactorReader(adapter.weights) as reader:
         factors = tuple(reader.read(each) for each in placed.placed)
     return Opened(source, base, placed.layout or "no routed experts", adapter.config, factors)

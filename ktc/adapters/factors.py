@@ -43,6 +43,18 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor of the model that trained itself: `name` in the model, `entry` in the adapter's file.
+
+    `stack` is the target of a stack of experts, `None` for any other tensor.
+    """
+
+    name: str
+    entry: TensorEntry
+    stack: Target | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Factors:
     """`scaling * B @ A` is what is added to the weight (out, in): A (r, in), B (out, r), of experts (E, ...) each."""
 
@@ -77,6 +89,18 @@ class FactorReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.__exit__(kind, error, trace)
+
+    def read_whole(self, whole: Whole, expert: int | None, part: str, rows: slice) -> Tensor:
+        """Return `rows` of a trained tensor, or of gate or up of one `expert` in a stack of both."""
+        stored = self._file.get_slice(whole.entry.name)
+        if expert is None or whole.stack is None:
+            return cast("Tensor", stored[rows])
+        matrix = cast("Tensor", stored[expert])
+        matrix = matrix.t() if whole.stack.transposed else matrix
+        if part:
+            halves = (matrix[0::2], matrix[1::2]) if whole.stack.interleaved else matrix.chunk(2)
+            matrix = halves[part == "up"]
+        return matrix[rows]
 
     def read(self, placed: Placed) -> Factors:
         """Return the factors of one weight as stored. gate and up with two A's get twice the rank."""

@@ -15,16 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from torch import Tensor
+
 from ktc import versions
 from ktc.adapters.adapter import PREFIX, Adapter, split_name
 from ktc.adapters.base_model import BaseModel, Target
-from ktc.adapters.factors import Layout, Placed, Slot
+from ktc.adapters.factors import Layout, Placed, Slot, Whole
 from ktc.checkpoint.header import TensorEntry
 from ktc.diagnostics import Diagnostic, InputRefused
 
 # Kinds of LoRA whose weights are not `W + s B A` of the base as it is, by their key in the config.
 _VARIANTS = (
-    "use_dora", "use_qalora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices",
+    "use_dora", "use_qalora", "lora_bias", "layer_replication", "trainable_token_indices",
     "alora_invocation_tokens", "fan_in_fan_out", "use_bdlora", "megatron_config", "arrow_config", "kasa_config",
     "velora_config",
 )  # fmt: skip
@@ -44,15 +46,17 @@ class PlacedAdapter:
     base: BaseModel
     layout: Layout | None
     placed: tuple[Placed, ...]
+    whole: tuple[Whole, ...] = ()  # tensors of `modules_to_save`
 
 
 def place(adapter: Adapter, base: BaseModel) -> PlacedAdapter:
     """Place every tensor of the adapter at its weight. Raise `InputRefused` (A602, A603, A604, A607)."""
     problems = list(_variants(adapter))
     pairs, loose = _pairs(adapter)
-    problems += [
-        _refused("A604", adapter, f"tensor `{name}` is not a factor of a plain LoRA", _PLAIN_HINT) for name in loose[:3]
-    ]
+    whole = [_whole(adapter, base, entry) for entry in loose]
+    problems += [_refused("A604", adapter, found, _PLAIN_HINT) for found in whole if isinstance(found, str)][:3]
+    if adapter.config.get("modules_to_save") and not loose:
+        problems.append(_refused("A604", adapter, "has `modules_to_save`, and its file none of them", _PLAIN_HINT))
     if problems:
         raise InputRefused(*problems)
     reader = _Reader(adapter, base, frozenset(pairs))
@@ -67,7 +71,8 @@ def place(adapter: Adapter, base: BaseModel) -> PlacedAdapter:
         raise InputRefused(*problems[:10])
     layout = _layout(adapter, [pair for slots in found.values() for pair in slots])
     placed = tuple(_placed(adapter, [slot for slot, _ in slots], slots[0][1], layout) for slots in found.values())
-    return PlacedAdapter(adapter, base, layout if any(each.layout for each in placed) else None, placed)
+    tensors = tuple(each for each in whole if isinstance(each, Whole))
+    return PlacedAdapter(adapter, base, layout if any(each.layout for each in placed) else None, placed, tensors)
 
 
 def is_named(name: str, wanted: Sequence[str]) -> bool:
@@ -97,14 +102,30 @@ def _variants(adapter: Adapter) -> Iterator[Diagnostic]:
         yield _refused("A604", adapter, what, "save it with `path_initial_model_for_weight_conversion`")
 
 
-def _pairs(adapter: Adapter) -> tuple[Mapping[str, tuple[TensorEntry, TensorEntry]], list[str]]:
-    """Return both factors by layer, and the names of tensors that are not factors."""
+def _whole(adapter: Adapter, base: BaseModel, entry: TensorEntry) -> Whole | str:
+    """Return the tensor of the model that this one of the adapter replaces, or why there is none."""
+    name = entry.name.removeprefix(PREFIX)
+    modules = [str(each) for each in cast("Sequence[object]", adapter.config.get("modules_to_save") or ())]
+    if not any(
+        f".{name}".rpartition(".")[0].endswith(f".{module}") or f".{module}." in f".{name}" for module in modules
+    ):
+        return f"tensor `{entry.name}` is neither a factor of a plain LoRA nor of a module in `modules_to_save`"
+    held: Mapping[str, Tensor] = base.model.state_dict()
+    if name not in held or tuple(held[name].shape) != entry.shape:
+        found = f"{list(held[name].shape)}" if name in held else "missing"
+        return f"tensor `{entry.name}` is {list(entry.shape)}, and in the model it is {found}"
+    target = base.targets.get(name)
+    return Whole(name, entry, target if target is not None and target.experts else None)
+
+
+def _pairs(adapter: Adapter) -> tuple[Mapping[str, tuple[TensorEntry, TensorEntry]], list[TensorEntry]]:
+    """Return both factors by layer, and the tensors that are not factors."""
     sides: dict[str, dict[str, TensorEntry]] = {}
-    loose: list[str] = []
+    loose: list[TensorEntry] = []
     for entry in adapter.tensors:
         found = split_name(entry.name)
         if found is None or len(entry.shape) != 2:
-            loose.append(entry.name)
+            loose.append(entry)
         else:
             sides.setdefault(found[0], {})[found[1]] = entry
     return {layer: (found["lora_A"], found["lora_B"]) for layer, found in sides.items()}, loose

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ktc.adapters.adapter import read_adapter
-from ktc.adapters.base_model import BaseModel, find_base
-from ktc.adapters.factors import FactorReader, Placed
+from ktc.adapters.base_model import BaseModel, Target, find_base
+from ktc.adapters.factors import FactorReader, Placed, Whole
 from ktc.adapters.layouts import PlacedAdapter, place
 from ktc.adapters.merged_reader import Addition, MergedReader, as_rows
 from ktc.adapters.save import require_new
@@ -76,7 +76,8 @@ def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str
     """By the names of stored tensors what is added to each. Raises `InputRefused` (A611) for what would be left out."""
     base = placed.base
     targets: dict[str, Tensor] = base.model.state_dict()
-    wanted = {each.target.name: each for each in placed.placed}
+    wanted: dict[str, Placed | Whole] = {each.target.name: each for each in placed.placed}
+    wanted |= {each.name: each for each in placed.whole}
     problems = [_tied(name) for name in wanted if name in _ties(base)]
     additions: dict[str, Addition] = {}
     find = placer(base.model, targets)
@@ -110,7 +111,7 @@ def _require_floats(base: BaseModel, index: CheckpointIndex) -> None:
         raise InputRefused(Diagnostic("A610", message, hint=hint))
 
 
-def _addition(entry: TensorEntry, spot: Place, placed: Placed) -> Addition | str:
+def _addition(entry: TensorEntry, spot: Place, placed: Placed | Whole) -> Addition | str:
     """Return the addition to the stored tensor, or the reason why there cannot be one."""
     if spot.steps or spot.joined:
         return "is stored in another form than the model holds it"
@@ -123,14 +124,21 @@ def _addition(entry: TensorEntry, spot: Place, placed: Placed) -> Addition | str
     return Addition(entry, placed, spot.expert, part)
 
 
-def _stored_shape(placed: Placed, expert: int | None, part: str) -> tuple[int, ...]:
-    target = placed.target
+def _stored_shape(placed: Placed | Whole, expert: int | None, part: str) -> tuple[int, ...]:
+    target = _target(placed)
+    if target is None or (isinstance(placed, Whole) and expert is None):
+        assert isinstance(placed, Whole)
+        return placed.entry.shape
     if not target.experts:
         return target.out_features, target.in_features
     if expert is not None:
         return target.out_features // (2 if part else 1), target.in_features
     sizes = (target.out_features, target.in_features)
     return (target.experts, *(reversed(sizes) if target.transposed else sizes))
+
+
+def _target(placed: Placed | Whole) -> Target | None:
+    return placed.stack if isinstance(placed, Whole) else placed.target
 
 
 def _ties(base: BaseModel) -> frozenset[str]:
@@ -148,16 +156,20 @@ def _not_added(name: str, why: str) -> Diagnostic:
     return Diagnostic("A611", f"nothing can be added to stored tensor `{name}`: it {why}", hint="use it with peft")
 
 
-def _left_out(wanted: Mapping[str, Placed], additions: Iterable[Addition], lost: Sequence[str]) -> Iterator[Diagnostic]:
+def _left_out(
+    wanted: Mapping[str, Placed | Whole], additions: Iterable[Addition], lost: Sequence[str]
+) -> Iterator[Diagnostic]:
     """Adapted weights, and experts and halves of them, that no stored tensor is."""
     taken: dict[str, set[tuple[int | None, str]]] = {}
     for each in additions:
-        taken.setdefault(each.placed.target.name, set()).add((each.expert, each.part))
+        name = each.placed.name if isinstance(each.placed, Whole) else each.placed.target.name
+        taken.setdefault(name, set()).add((each.expert, each.part))
     for name, placed in wanted.items():
-        parts = ("gate", "up") if placed.target.is_gate_up else ("",)
+        target = _target(placed)
+        parts = ("gate", "up") if target is not None and target.is_gate_up else ("",)
         complete: list[set[tuple[int | None, str]]] = [{(None, "")}]
-        if placed.target.experts:
-            complete.append({(expert, part) for expert in range(placed.target.experts) for part in parts})
+        if target is not None and target.experts:
+            complete.append({(expert, part) for expert in range(target.experts) for part in parts})
         if taken.get(name) in complete:
             continue
         message = f"the checkpoint has no tensor, or not all tensors, of `{name}`, which the adapter changes"
@@ -206,7 +218,7 @@ class _Writer:
         """Write one tensor with its addition, a band of rows at a time; stacked matrices one after the other."""
         rows = as_rows(entry)
         band = max(1, _ADDED // max(1, rows.shape[1]))
-        per_matrix = entry.shape[-2]
+        per_matrix = entry.shape[-2] if len(entry.shape) > 1 else 1
         for matrix in range(rows.shape[0] // per_matrix):
             for first in range(0, per_matrix, band):
                 run = slice(matrix * per_matrix + first, matrix * per_matrix + min(first + band, per_matrix))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ktc.adapters.factors import FactorReader, Factors, Placed, halves
+from ktc.adapters.factors import FactorReader, Factors, Placed, Whole, halves
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.reader import TORCH_DTYPE, RowReader
 
@@ -23,10 +23,13 @@ _HELD = 3  # weights whose factors are held, because the tensors of experts alte
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """The addition to one stored tensor: factors of `placed`, of one `expert` or all, and of `part` of their rows."""
+    """The change of one stored tensor: by factors of `placed`, of one `expert` or all, and of `part` of their rows.
+
+    A tensor that trained itself takes the place of the stored one.
+    """
 
     entry: TensorEntry
-    placed: Placed
+    placed: Placed | Whole
     expert: int | None
     part: str
 
@@ -49,14 +52,32 @@ class MergedReader:
         if addition is None or not stored.numel():
             return stored
         first, stop, _ = (rows or slice(None)).indices(entry.shape[0])
+        if isinstance(addition.placed, Whole):
+            trained = self._trained(addition, addition.placed, entry, first, stop)
+            self.added += float((trained.float() - stored.float()).square().sum())
+            return trained.to(TORCH_DTYPE[entry.dtype]).contiguous()
         per_row = entry.shape[1] if len(entry.shape) == 3 else 1
         delta = self._delta(addition, first * per_row, stop * per_row)
         self.added += float(delta.square().sum())
         summed = stored.to(torch.float64 if entry.dtype == "f64" else torch.float32).add_(delta.view(stored.shape))
         return summed.to(TORCH_DTYPE[entry.dtype]).contiguous()
 
+    def _trained(self, addition: Addition, whole: Whole, entry: TensorEntry, first: int, stop: int) -> Tensor:
+        """Return the rows `first` to `stop` of a tensor that trained itself, as `entry` stores them."""
+        shape = addition.entry.shape
+        if len(entry.shape) == len(shape):
+            return self._factors.read_whole(whole, addition.expert, addition.part, slice(first, stop))
+        if len(shape) == 1:  # read as one row
+            return self._factors.read_whole(whole, None, "", slice(None))[None]
+        per_matrix = shape[-2]
+        number, begin = divmod(first, per_matrix)
+        assert stop - number * per_matrix <= per_matrix, "a band of rows is in one matrix of a stack"
+        matrix = self._factors.read_whole(whole, None, "", slice(number, number + 1))[0]
+        return matrix[begin : begin + stop - first]
+
     def _delta(self, addition: Addition, first: int, stop: int) -> Tensor:
         """Return what is added to the rows `first` to `stop` of a matrix, or of all matrices of a stack."""
+        assert isinstance(addition.placed, Placed), "whole tensors are read"
         factors = self._of(addition.placed)
         if len(addition.entry.shape) == 2:
             return _part(factors, addition).delta(addition.expert, slice(first, stop))

@@ -108,7 +108,7 @@ def _require_trained_grid(
     rewrites = compiled.read_manifest(model).rewrites if (model / compiled.FILE).is_file() else ()
     for rewrite in rewrites:
         grid = str(rewrite.args.get("grid") or "")
-        if grid and not rewrite.args.get("merged"):
+        if grid and not rewrite.args.get("merged") and not rewrite.args.get("masters"):
             raise InputRefused(_rounds_again(f"weights that `{rewrite.rule}` rounds at `{rewrite.fqn}`"))
         if grid and grid != scheme.grid:
             message = f"training rounded `{rewrite.fqn}` to `{grid}`; the scheme `{scheme.name}` is `{scheme.grid}`"

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import ktc
+from ktc.adapters.adapter import attach
+from ktc.adapters.merge import merge
 from ktc.checkpoint.int4 import Int4Grid
 from ktc.model import peft_glue
 from ktc.quantise.checkpoint import quantize
@@ -79,7 +81,7 @@ def test_trained_experts_and_layers_resume_to_the_bit_and_load_in_stock_peft(che
     expected = model.eval()(IDS).logits.detach()
     reloaded = PeftModel.from_pretrained(ktc.load(out), tmp_path / "adapter").eval()
     assert torch.equal(reloaded(IDS).logits, expected)
-    stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    stock = stock_of(checkpoint)
     tuned = PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
     with torch.no_grad():  # what the compiled model rounds, rounded here by the reference
         for name, parameter in tuned.named_parameters():
@@ -88,6 +90,33 @@ def test_trained_experts_and_layers_resume_to_the_bit_and_load_in_stock_peft(che
                 parameter.copy_(grid.rounded(parameter.bfloat16()))
         error = (tuned(IDS).logits - expected).norm() / expected.norm()
     assert error < 1e-2
+
+    merge(tmp_path / "adapter", tmp_path / "merged", checkpoint)
+    merged = stock_of(tmp_path / "merged")
+    by_peft = PeftModel.from_pretrained(stock_of(checkpoint), tmp_path / "adapter").merge_and_unload()
+    wanted = by_peft.bfloat16().state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in merged.state_dict().items())
+    generated = attach(ktc.load(out), tmp_path / "adapter")
+    assert torch.equal(generated(IDS).logits, expected)
+
+
+def stock_of(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+
+
+def test_trained_experts_are_exported_as_the_int4_that_they_were_trained_as(checkpoint: Path, tmp_path: Path) -> None:
+    out = compiled(checkpoint, FULL.replace("=> fake_quant(int4, group = -1) on a.q", ""), tmp_path)
+    model = adapted(out)
+    trained(model, tmp_path / "run")
+    model.save_pretrained(tmp_path / "adapter")
+    done = quantize(out, tmp_path / "int4", SCHEMES["int4-g32"], "experts", adapter=tmp_path / "adapter")
+    experts = model.get_base_model().model.layers[0].mlp.experts.modules_to_save["default"]  # type: ignore[attr-defined]
+    served = stock_of(done.path).model.layers[0].mlp.experts
+    packed = experts.weights.current()
+    for expert in range(4):
+        gate, up = served.gate_up_proj[expert].chunk(2)
+        for part, weight in (("gate", gate), ("up", up), ("down", served.down_proj[expert])):
+            assert torch.equal(packed.unpack(expert, part, tuple(weight.shape)), weight)
 
 
 @pytest.mark.parametrize("weights", ["base", "merged"])
@@ -111,7 +140,7 @@ def test_adapters_on_int4_train_in_the_mode_that_serves(checkpoint: Path, weight
 def test_the_base_in_int4_is_the_checkpoint_that_quantize_writes(checkpoint: Path, tmp_path: Path) -> None:
     out = compiled(checkpoint, "moe-qat", tmp_path, device="cpu")
     quantised = quantize(checkpoint, tmp_path / "exported", SCHEMES["int4-g32"], "experts").path
-    stock = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.bfloat16)
+    stock = stock_of(quantised)
     experts = ktc.load(out).model.layers[1].mlp.experts  # type: ignore[attr-defined]
     wanted = stock.model.layers[1].mlp.experts.gate_up_proj[2].chunk(2)  # type: ignore[attr-defined]
     assert torch.equal(experts.expert(2, "gate"), wanted[0])
