@@ -95,8 +95,9 @@ def attach(
 ) -> PeftModel:
     """Attach the adapter in `folder` to a loaded model, compiled or stock, by stock PEFT, in place and in eval mode.
 
-    One that is not trainable gets the dtype of the layers that it is on. So a bf16 model computes it as under the
-    autocast of its training, and not in fp32, which would differ from what was trained.
+    One that is not trainable gets the model's dtype. So a bf16 model computes it as under the autocast of its training,
+    and not in fp32, which would differ from what was trained. Factors that are merged before the sum is rounded stay
+    in fp32, as they were merged in training.
 
     Raise `InputRefused`: the errors of `read_adapter` and `require_fit`, and A605 if PEFT omitted tensors.
     """
@@ -105,10 +106,10 @@ def attach(
     adapter = read_adapter(folder)
     require_fit(adapter, model, str(model.name_or_path))
     with _refusing_misfits(folder, model):
-        attached = PeftModel.from_pretrained(
-            model, str(folder), adapter_name=adapter_name, is_trainable=trainable, autocast_adapter_dtype=trainable
-        )
+        attached = PeftModel.from_pretrained(model, str(folder), adapter_name=adapter_name, is_trainable=trainable)
     require_whole(adapter, attached, adapter_name)
+    if not trainable:
+        _cast_to_model(attached)
     return attached
 
 
@@ -136,8 +137,31 @@ def attach_beside(attached: PeftModel, folder: Path, adapter_name: str) -> None:
 
 def _load_beside(attached: PeftModel, adapter: Adapter, adapter_name: str) -> None:
     with _refusing_misfits(adapter.folder, cast("PreTrainedModel", attached.get_base_model())):
-        attached.load_adapter(str(adapter.folder), adapter_name=adapter_name, autocast_adapter_dtype=False)
+        attached.load_adapter(str(adapter.folder), adapter_name=adapter_name)
     require_whole(adapter, attached, adapter_name)
+    _cast_to_model(attached)
+
+
+def _cast_to_model(attached: PeftModel) -> None:
+    """Give the factors of all adapters the model's dtype, but for those that are merged before they are rounded."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
+
+    from ktc.experts.module import FusedMoe
+    from ktc.linears.trained_linear import TrainedLinear
+
+    dtype = cast("Any", attached).dtype
+    for module in cast("Iterable[nn.Module]", attached.modules()):
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        layer: Any = module.get_base_layer()
+        if isinstance(layer, FusedMoe) and layer.weights.training.merged:
+            continue
+        if isinstance(layer, TrainedLinear) and layer.weight_training.merged:
+            continue
+        for factors in (getattr(module, "lora_A", None), getattr(module, "lora_B", None)):
+            if isinstance(factors, nn.ModuleDict):
+                factors.to(dtype)
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
@@ -184,19 +208,14 @@ def _refusing_misfits(folder: Path, model: PreTrainedModel) -> Generator[None]:
 def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "default") -> None:
     """Raise `InputRefused` (A605) if the model does not hold the whole adapter.
 
-    Every layout of one adapter has the same sum of squares: PEFT only permutes its values, rounds them to the dtype of
-    the layers and adds zeros.
+    Every layout of one adapter has the same sum of squares: PEFT only permutes its values and adds zeros.
     """
     marks = (f".lora_A.{adapter_name}.", f".lora_B.{adapter_name}.")
-    taken = [p for name, p in attached.named_parameters() if any(mark in f"{name}." for mark in marks)]
-    dtypes = {p.dtype for p in taken}
-    rounded = next(iter(dtypes)) if len(dtypes) == 1 else None
-    factors = (tensor.to(rounded) for name, tensor in read_tensors(adapter) if split_name(name) is not None)
-    held, wanted = _squares(taken), _squares(factors)
-    tolerance = 1e-2 if len(dtypes) > 1 else 1e-3  # which value is rounded to which dtype is not known then
+    held = _squares(p for name, p in attached.named_parameters() if any(mark in f"{name}." for mark in marks))
+    wanted = _squares(tensor for name, tensor in read_tensors(adapter) if split_name(name) is not None)
     whole = _squares(p for name, p in attached.named_parameters() if f".modules_to_save.{adapter_name}." in name)
     saved = _squares(tensor for name, tensor in read_tensors(adapter) if split_name(name) is None)
-    partly = not math.isclose(held, wanted, rel_tol=tolerance, abs_tol=1e-12)
+    partly = not math.isclose(held, wanted, rel_tol=1e-3, abs_tol=1e-12)
     if partly or not math.isclose(whole, saved, rel_tol=1e-2, abs_tol=1e-12):
         message = f"peft took a part of adapter `{adapter.folder.name}` only, without saying so"
         hint = f"`ktc export {adapter.folder} --check` writes a layout that the installed peft reads whole"
