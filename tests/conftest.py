@@ -108,20 +108,11 @@ def inference_twin(run_folder: Path) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def adapter(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of `compiled` with a strong effect."""
-    import torch
-    from peft import get_peft_model
+    from strong_adapters import save_strong_adapter
 
-    import ktc
     from ktc.model.peft_glue import read_lora_config
 
-    torch.manual_seed(1)
-    tuned = get_peft_model(ktc.load(compiled, reference=True), read_lora_config(compiled))
-    for name, parameter in tuned.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    folder = tmp_path_factory.mktemp("adapter") / "tuned"
-    tuned.save_pretrained(folder)
-    return folder
+    return save_strong_adapter(compiled, read_lora_config(compiled), tmp_path_factory.mktemp("adapter") / "tuned", 1)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ events are passed to the event loop once per step; there, a client that reads sl
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from ktc.serving.metrics import Metrics, RequestClock
 from ktc.serving.models import ServedModels
 from ktc.serving.request import Event, Refused, Request
 
+log = logging.getLogger(__name__)
 _STATUS: Final = {"too long": 400, "busy": 429, "stopping": 503}
 _RETRY_AFTER: Final = "1"  # seconds
 
@@ -77,6 +79,8 @@ class Answers(GenerateManager):
 
     def cancel(self, name: str) -> None:
         """End a request whose client is gone."""
+        if (running := self._running.get(name)) is not None:
+            running.is_read = False
         self.engine.cancel(name)
 
     def _request(self, inputs: Any, config: Any, tokenizer: Any) -> Request:
@@ -130,9 +134,12 @@ class Answers(GenerateManager):
             if event.end is not None:
                 del self._running[event.name]
                 running.clock.ended(event.end.finish or "error")
+            if not running.is_read:
+                continue
             try:
                 running.to.receive(event)
-            except Exception:  # noqa: BLE001  # a streamer refuses tokens once its client is gone
+            except Exception:  # of a tokenizer; the other requests continue
+                log.exception("an answer could not be passed to its client")
                 self.cancel(event.name)
 
 
@@ -140,6 +147,7 @@ class Answers(GenerateManager):
 class _Running:
     to: _Streamed | _Whole
     clock: RequestClock
+    is_read: bool = True  # by a client; a streamer refuses tokens after it was cancelled
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,26 +275,39 @@ class Engine:
 
     # Prompts ----------------------------------------------------------------------------------------------------------
     def _read(self) -> None:
-        """Read prompts, a chunk of tokens in all."""
+        """Read prompts, a chunk of tokens in all. A prompt that takes longer leaves half of it to short ones."""
         left = self.limits.prefill_chunk
+        self._reading = self._reading or self._next_reading()
+        if self._reading is not None and self._reading.left > left and not self._decoder.alone:
+            kept = left - left // 2
+            while left > kept and (beside := self._next_reading(left - kept)) is not None:
+                left -= self._advance(beside, beside.left)
         while left > 0:
             reading = self._reading = self._reading or self._next_reading()
             if reading is None:
                 return
-            try:
-                self._adapters.use(reading.adapter)
-                left -= reading.advance(reading.tokens if self._decoder.alone else left)
-                if reading.scores is not None:
-                    self._reading = None
-                    self._join(reading)
-            except Exception as error:
-                self._reading = None
-                log.exception("prompts could not be read")
-                self._fail(reading.generations, error)
+            left -= self._advance(reading, reading.left if self._decoder.alone else left)
 
-    def _next_reading(self) -> Reading | None:
-        """Prepare the next requests that there is room for."""
-        prepared = [each for request in self._admitted() if (each := self._prepared(request)) is not None]
+    def _advance(self, reading: Reading, most: int) -> int:
+        """Read the next tokens, about `most`; return how many. When all are read, the sequences join their batch."""
+        read = most
+        try:
+            self._adapters.use(reading.adapter)
+            read = reading.advance(most)
+            done = reading.scores is not None
+            if done:
+                self._join(reading)
+        except Exception as error:
+            log.exception("prompts could not be read")
+            self._fail(reading.generations, error)
+            done = True
+        if done and reading is self._reading:
+            self._reading = None
+        return read
+
+    def _next_reading(self, most: int | None = None) -> Reading | None:
+        """Prepare the next requests that there is room for; with `most`, those that this many tokens complete."""
+        prepared = [each for request in self._admitted(most) if (each := self._prepared(request)) is not None]
         if not prepared:
             return None
         known = [self._prefixes.find(each.request.adapter, each.tokens) for each in prepared]
@@ -309,21 +322,26 @@ class Engine:
             self._finish({request.name: End(None, _words(error))})
             return None
 
-    def _admitted(self) -> list[Request]:
-        """Take the first waiting request, and others to read beside it, where there is room, of like lengths first."""
+    def _admitted(self, most: int | None) -> list[Request]:
+        """Take the first waiting request, and others to read beside it, where there is room, of like lengths first.
+
+        With `most`, requests with more tokens to read are passed over.
+        """
         with self._changed:
             if self._must_drain:
                 return []
             waiting = [each for each in self._waiting if each.name not in self._cancelled]
+        if most is not None:
+            waiting = [each for each in waiting[: 2 * self.limits.batch] if self._rest(each) <= most]
         first = len(waiting[0].tokens) if waiting else 0
         found, rests = list[Request](), list[int]()
         others = sorted(waiting[1 : 2 * self.limits.batch], key=lambda each: abs(len(each.tokens) - first))
         for request in [*waiting[:1], *others]:
             if self._has_room([*found, request]):
-                known = self._prefixes.length(request.adapter, request.tokens)
-                if not found or self._is_beside(found[0], request, [*rests, len(request.tokens) - known], known):
+                rest = self._rest(request)
+                if not found or self._is_beside(found[0], request, [*rests, rest], most):
                     found.append(request)
-                    rests.append(len(request.tokens) - known)
+                    rests.append(rest)
             elif not found:
                 break
         with self._changed:
@@ -331,17 +349,23 @@ class Engine:
                 self._waiting.remove(request)
         return found
 
-    def _is_beside(self, first: Request, request: Request, rests: Sequence[int], known: int) -> bool:
+    def _rest(self, request: Request) -> int:
+        """Return the tokens of a prompt that are not cached."""
+        return len(request.tokens) - self._prefixes.length(request.adapter, request.tokens)
+
+    def _is_beside(self, first: Request, request: Request, rests: Sequence[int], most: int | None) -> bool:
         """Return whether a request can be read beside others: `rests` are the tokens to read, its own the last."""
         if self._decoder.alone or first.adapter != request.adapter:
             return False
         windows = self._decoder.size.has_windows
-        if windows and (known or self._prefixes.length(first.adapter, first.tokens)):
+        if windows and (rests[-1] < len(request.tokens) or self._rest(first) < len(first.tokens)):
             return False
-        return len(rests) * max(rests) <= min(self.limits.prefill_chunk, _PADDED * sum(rests))
+        limit = self.limits.prefill_chunk if most is None else most
+        return len(rests) * max(rests) <= min(limit, _PADDED * sum(rests))
 
     def _has_room(self, asked: Sequence[Request]) -> bool:
-        """Return whether these requests can run with those that run."""
+        """Return whether these requests can run with those that run, or are being read."""
+        asked = [*asked, *(each.request for each in (self._reading.generations if self._reading else ()))]
         if self.num_running + len(asked) > self.limits.batch:
             return False
         if self.limits.cache_bytes is None or self._decoder.alone:

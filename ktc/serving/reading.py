@@ -46,9 +46,9 @@ class Reading:
             self._begin(before)
 
     @property
-    def tokens(self) -> int:
-        """The tokens of a pass over all of it, padding included."""
-        return self._ids.numel()
+    def left(self) -> int:
+        """The tokens that are still to be read, padding included."""
+        return (self._width - self._done) * len(self.generations)
 
     def advance(self, most: int) -> int:
         """Read the next columns, about `most` tokens; return how many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -214,6 +215,23 @@ def test_stopping_ends_what_runs(model: PreTrainedModel) -> None:
         served.ask("0", PROMPTS[0], 400, config_of(model))
         served.ask("1", PROMPTS[0], 400, config_of(model))
     assert {served.answers.wait(name)[1] for name in "01"} == {End(None, "the server stops")}
+
+
+def test_a_long_prompt_leaves_half_of_each_turn_to_short_ones(model: PreTrainedModel) -> None:
+    chance, config = random.Random(3), config_of(model)
+    prompts = {"long": 160, "short": 9, "middle": 30, "other": 7, "later": 120}
+    tokens = {name: tuple(chance.randrange(1, 64) for _ in range(length)) for name, length in prompts.items()}
+    served, firsts = Served(model, Limits(prefill_chunk=16)), list[str]()
+    served.answers.on_event = lambda event: firsts.append(event.name) if event.name not in firsts else None
+    for name, prompt in tokens.items():
+        served.ask(name, prompt, 40, config)
+    with served:
+        for name, prompt in tokens.items():
+            assert served.answers.wait(name)[0] == alone(model, prompt, config, 40)
+    # Of a turn's 16 tokens 8 are for prompts that they complete; longer ones keep their order.
+    assert firsts[0] == "other"
+    assert firsts.index("long") < firsts.index("later")
+    assert firsts.index("long") < firsts.index("middle")
 
 
 def test_changes_come_between_turns_or_when_nothing_runs(model: PreTrainedModel) -> None:

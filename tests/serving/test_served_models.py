@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from engine_answers import Answers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
+from strong_adapters import save_strong_adapter
 
-import ktc
 from ktc.diagnostics import InputRefused
 from ktc.generate.answers import Sampling, answer
 from ktc.generate.language_model import LanguageModel, open_language_model
@@ -27,17 +25,10 @@ TEXTS = ("Hello", "Rain falls on the hills", "def add(a, b):")
 @pytest.fixture(scope="module")
 def on_experts(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter on the routed experts, of a rank that the other adapter does not have."""
-    torch.manual_seed(2)
     config = LoraConfig(r=3, target_modules=["o_proj"], target_parameters=[
         "mlp.experts.gate_up_proj", "mlp.experts.down_proj",
     ])  # fmt: skip
-    tuned: Any = get_peft_model(ktc.load(compiled, reference=True), config)
-    for name, parameter in tuned.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    folder = tmp_path_factory.mktemp("adapter") / "experts"
-    tuned.save_pretrained(folder)
-    return folder
+    return save_strong_adapter(compiled, config, tmp_path_factory.mktemp("adapter") / "experts", 2)
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ async def _request(client: AsyncOpenAI, model: str, load: Load, streamed: bool, 
             whole: Any = await create(**asked)
             return Outcome(_state(whole, wanted), False, whole.usage.completion_tokens, _since(begun))
         return await _streamed(client, asked, wanted, chance.random() < load.cancelled)
-    except Exception as error:  # noqa: BLE001  # each failure is an outcome
+    except Exception as error:  # noqa: BLE001  # each failure is an outcome; those of the transport have no common class
         return Outcome(f"{type(error).__name__}: {error}"[:120], streamed, 0, _since(begun))
 
 
