@@ -82,11 +82,15 @@ def _decode(model: nn.Module, rows: Tensor, prompt: int) -> Scores:
 
 
 def _config(model: nn.Module, new_tokens: int) -> Any:
-    """Return the model's generation config, for greedy choices and without an end."""
+    """Return the model's generation config, for greedy choices and without an end.
+
+    `generate` puts the model's own end in the place of none, so the end is a token that no text has.
+    """
     config = copy.deepcopy(cast("Any", model).generation_config)
+    vocabulary = int(cast("Any", model).get_input_embeddings().weight.shape[0])
     config.update(
         max_new_tokens=new_tokens, min_new_tokens=None, do_sample=False, num_beams=1, num_return_sequences=1,
-        temperature=1.0, top_p=1.0, top_k=50, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
+        temperature=1.0, top_p=1.0, top_k=50, eos_token_id=vocabulary, pad_token_id=0, return_dict_in_generate=True,
         output_logits=True,
     )  # fmt: skip
     return config
