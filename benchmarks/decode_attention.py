@@ -31,13 +31,16 @@ from torch.nn import functional
 from ktc import host
 from ktc.attention.decode import DecodeAttention, Heads
 from ktc.attention.index_kernel import IndexKernel
+from ktc.attention.int8_decode import Int8DecodeAttention, quantised
+from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.key_index import KeyIndex
 from ktc.attention.latent import attend
 from ktc.attention.sparsity import FORMATS, Sparsity, Traffic
 from ktc.attention.up_projection import UpProjection
 from ktc.codegen.build import build
 from ktc.codegen.render import render
-from ktc.plan.attention_spec import AttentionSpec, SparseAttentionSpec
+from ktc.experts.packed import zeros_on_huge_pages
+from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
 from ktc.plan.linear_spec import ISAS
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
@@ -46,29 +49,53 @@ COLD: Final = 1 << 28  # bytes read between calls, so that the cache comes from 
 Candidates = dict[str, tuple[Callable[[], object], int]]
 
 
-def grouped(positions: int, decode: DecodeAttention) -> Candidates:
+def coded(heads: Heads, decode: DecodeAttention) -> Heads:
+    """Return the cache as int8 codes, on huge pages as a growing cache has them."""
+    kernel = decode.kernel
+
+    def of(numbers: Tensor) -> Tensor:
+        made = quantised(kernel, numbers)
+        codes = zeros_on_huge_pages(tuple(made.codes.shape), made.codes).copy_(made.codes)
+        return Int8Tensor(codes, made.scales, made.dtype)
+
+    keys = of(heads.keys)
+    more = None if heads.more_keys is None else of(heads.more_keys)
+    return Heads(keys, keys if heads.values is heads.keys else of(heads.values), more)
+
+
+def size(heads: Heads) -> int:
+    """Return the bytes of a cache."""
+    values = 0 if heads.values is heads.keys else heads.values.nbytes
+    return heads.keys.nbytes + values + (0 if heads.more_keys is None else heads.more_keys.nbytes)
+
+
+def grouped(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) -> Candidates:
     """Candidates by name, with the bytes of the cache that each reads."""
     query = torch.randn(1, HEADS, 1, WIDTH).bfloat16()
     keys, values = (torch.randn(1, KEY_HEADS, positions, WIDTH).bfloat16() for _ in range(2))
     nbytes = keys.nbytes + values.nbytes
+    codes = coded(Heads(keys, values), by_codes)
     return {
         "GQA, ktc": (lambda: decode(query, Heads(keys, values), scale=0.1), nbytes),
+        "GQA, ktc, int8": (lambda: by_codes(query, codes, scale=0.1), size(codes)),
         "GQA, torch": (
             lambda: functional.scaled_dot_product_attention(query, keys, values, scale=0.1, enable_gqa=True), nbytes,
         ),
     }  # fmt: skip
 
 
-def latent(positions: int, decode: DecodeAttention) -> Candidates:
+def latent(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) -> Candidates:
     """Candidates by name, from queries to outputs of all heads."""
     query = torch.randn(1, LATENT_HEADS, 1, NOPE + ROPE).bfloat16()
     latents, ropes = (torch.randn(1, 1, positions, width).bfloat16() for width in (LATENT, ROPE))
     up = UpProjection(torch.randn(LATENT_HEADS, NOPE + VALUE, LATENT).bfloat16(), NOPE)
     weight, nbytes = up.weight.reshape(-1, LATENT), latents.nbytes + ropes.nbytes
 
-    def by_kernel() -> Tensor:
+    codes = coded(Heads(latents, latents, ropes), by_codes)
+
+    def by_kernel(decode: DecodeAttention, heads: Heads) -> Tensor:
         absorbed = torch.cat([up.into_latent(query[..., :NOPE]), query[..., NOPE:]], dim=-1)
-        return up.out_of_latent(decode(absorbed, Heads(latents, latents, ropes), scale=0.1).transpose(1, 2))
+        return up.out_of_latent(decode(absorbed, heads, scale=0.1).transpose(1, 2))
 
     def expanded() -> Tensor:
         both = functional.linear(latents, weight).view(1, positions, LATENT_HEADS, -1).transpose(1, 2)
@@ -76,7 +103,8 @@ def latent(positions: int, decode: DecodeAttention) -> Candidates:
         return functional.scaled_dot_product_attention(query, keys, both[..., NOPE:], scale=0.1)
 
     return {
-        "MLA, ktc": (by_kernel, nbytes),
+        "MLA, ktc": (lambda: by_kernel(decode, Heads(latents, latents, ropes)), nbytes),
+        "MLA, ktc, int8": (lambda: by_kernel(by_codes, codes), size(codes)),
         "MLA, torch, absorbed": (lambda: attend(query, latents[:, 0], ropes[:, 0], up, scale=0.1), nbytes),
         "MLA, torch, expanded": (expanded, nbytes),
     }
@@ -167,9 +195,13 @@ def main() -> None:
         small, kinds = (sparse(length, options.k, *both) for length in (16, options.positions))
         compare(options.rounds, small, kinds, cold, clock)
         return
-    spec = AttentionSpec("attention", "bf16", options.isa)
-    decode = DecodeAttention(build(render([spec], {spec: "bench"}), host.detect()).kernel(spec.entry), options.threads)
-    small, candidates = (grouped(length, decode) | latent(length, decode) for length in (16, options.positions))
+    specs = AttentionSpec("attention", "bf16", options.isa), Int8AttentionSpec("int8_attention", "bf16", options.isa)
+    library = build(render(list(specs), dict.fromkeys(specs, "bench")), host.detect())
+    decode = DecodeAttention(library.kernel(specs[0].entry), options.threads)
+    by_codes = Int8DecodeAttention(library.kernel(specs[1].entry), options.threads)
+    small, candidates = (
+        grouped(length, decode, by_codes) | latent(length, decode, by_codes) for length in (16, options.positions)
+    )
     print(f"{options.positions} positions, {options.isa}, {options.threads} threads")
     share_of_read(options.rounds, small, candidates, cold, clock)
 

@@ -28,9 +28,10 @@ KNOWN = {
     "_apply", "_apply_gate", "_attn_implementation", "_attn_implementation_internal", "_base",
     "_build_generation_config", "_dynamo", "_experts_implementation", "_from_config", "_init_weights",
     "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
-    "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_non_persistent_buffers_set",
-    "_prefill", "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module",
-    "_resolve_model", "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request", "_version",
+    "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_make_wrapper_subclass",
+    "_non_persistent_buffers_set", "_prefill", "_prepare_cache_for_generation", "_python_dispatch", "_pytree",
+    "_register_custom_module", "_resolve_model", "_schema", "_StreamError", "_subclasses", "_supports_sdpa",
+    "_validate_request", "_version",
 }  # fmt: skip
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
 
@@ -93,6 +94,19 @@ def test_a_module_has_its_children_parameters_and_hooks_in_its_dictionary() -> N
     assert vars(module)["_modules"] == {"0": module[0]}
     assert [name for name in HOOKS if vars(module)[name]] == ["_forward_pre_hooks", "_backward_hooks"]
     assert set(vars(module[0])["_parameters"]) == {"weight", "bias"}
+
+
+def test_a_tensor_may_hold_others_that_pytorch_takes_for_one() -> None:
+    class Wrapper(torch.Tensor):
+        """As `ktc/attention/int8_tensor.py` makes it."""
+
+        @classmethod
+        def __torch_dispatch__(cls, *args: object) -> None:
+            """Compute nothing."""
+
+    made = torch.Tensor._make_wrapper_subclass(Wrapper, (2, 3), dtype=torch.bfloat16, device="cpu")
+    assert type(made) is Wrapper
+    assert (made.shape, made.dtype) == ((2, 3), torch.bfloat16)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.int8_tensor import plain
 from ktc.attention.interface import AnsweredAttention, answer, chosen, implementation_of, stock_function
 from ktc.attention.latent import attend
 from ktc.attention.latent_sizes import LatentSizes
@@ -103,9 +104,9 @@ def latent_attention(
         up = up_projection(module.get_submodule(absorption.kv_b), sizes.heads, sizes.nope)
         if not isinstance(up, str):
             heads = Heads(latent, latent, k_rope)
-            plain = implementation != "eager" and not dropout
+            without_weights = implementation != "eager" and not dropout
             sparse: Sparse | None = own.sparse
-            if sparse is not None and plain:
+            if sparse is not None and without_weights:
                 q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
                 scale = cast("float", scaling)
                 summed = sparse.attend(
@@ -113,10 +114,11 @@ def latent_attention(
                 )
                 if summed is not None:
                     return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
-            if own.decode is not None and plain and own.decode.serves(query, heads, mask):
+            if own.decode is not None and without_weights and own.decode.serves(query, heads, mask):
                 q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
                 summed = own.decode(q_latent, heads, scale=cast("float", scaling), mask=mask, sinks=s_aux)
                 return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
+            latent, k_rope = plain(latent), plain(k_rope)  # codes of a cache, where the kernel does not take the call
             out, weights = attend(
                 query, latent[:, 0], k_rope[:, 0], up, scale=cast("float", scaling), mask=mask, sinks=s_aux,
                 dropout=dropout, elide=absorption.elide,
@@ -124,7 +126,7 @@ def latent_attention(
             return out, weights.to(query.dtype) if implementation == "eager" else None
         _tell(own, up)
     stock = own.stock_class
-    key, value = cast("tuple[Tensor, Tensor]", getattr(stock, EXPAND)(module, latent, k_rope))
+    key, value = cast("tuple[Tensor, Tensor]", getattr(stock, EXPAND)(module, plain(latent), plain(k_rope)))
     options = more if s_aux is None else {**more, "s_aux": s_aux}
     return stock_function(own)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **options)
 

@@ -14,13 +14,21 @@ import torch
 from torch import Tensor
 
 from ktc.attention.chosen import Chosen
+from ktc.attention.int8_tensor import Int8Tensor
 from ktc.experts.kernel_calls import HostCall, announce
-from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativeAttention, permitted_threads
+from ktc.experts.kernel_library import (
+    TURNS,
+    Engine,
+    Kernel,
+    NativeAttention,
+    NativeCacheView,
+    permitted_threads,
+)
 from ktc.linears.gemv import DTYPES, address, is_plain, is_traced
 
 MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
 _BYTES_PER_THREAD: Final = 128 << 10  # with less, waking a thread costs more than it saves
-_NOTHING: Final = (0, 0, 0, 0, 0)
+_NOTHING: Final = (0, 0, 0, 0, 0, 0, 0, 0, 0)
 _ALL: Final = (0, 0, 1, 1)  # positions, and no lists of them
 
 
@@ -41,15 +49,13 @@ class DecodeAttention:
 
     def serves(self, query: Tensor, heads: Heads, mask: Tensor | None) -> bool:
         """Return whether the kernel takes this call: few tokens, under `no_grad`, plain CPU tensors of its dtype."""
-        if torch.is_grad_enabled() or query.shape[2] > MOST_TOKENS or is_traced():
+        if not self._is_few(query) or not is_seen_mask(mask):
             return False
         tensors = [query, *(each for each in heads if each is not None)]
         dtype = DTYPES[self.kernel.dtype]
         if not all(t.dtype == dtype and t.device.type == "cpu" and is_plain(t) for t in tensors):
             return False
-        if torch.is_autocast_enabled("cpu") or any(each.stride(-1) != 1 for each in tensors[1:]):
-            return False
-        return mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
+        return all(each.stride(-1) == 1 for each in tensors[1:])
 
     def __call__(
         self, query: Tensor, heads: Heads, *, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None
@@ -82,12 +88,19 @@ class DecodeAttention:
         self._forward(rows, heads, None, sinks, out, sizes, scale, lists, nbytes)
         return out
 
+    def _is_few(self, query: Tensor) -> bool:
+        plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu") and not is_traced()
+        return plain and query.shape[2] <= MOST_TOKENS
+
+    def _opened(self, nbytes: int) -> tuple[NativeAttention, Engine]:
+        return _opened(self.kernel, threads_for(nbytes, self.threads))
+
     def _forward(
         self, query: Tensor, heads: Heads, seen: Tensor | None, sinks: Tensor | None, out: Tensor,
         sizes: tuple[int, int, int, int, int], scale: float, chosen: tuple[int, int, int, int], nbytes: int,
     ) -> None:  # fmt: skip
         sink = None if sinks is None else sinks.detach().float().contiguous()
-        native, engine = _opened(self.kernel, threads_for(nbytes, self.threads))
+        native, engine = self._opened(nbytes)
         with TURNS:
             native.forward(
                 engine, query.data_ptr(), view(heads.keys), view(heads.more_keys), view(heads.values), *mask_view(seen),
@@ -118,11 +131,23 @@ def seen_by_kernel(mask: Tensor | None, batch: int, tokens: int, positions: int)
     return seen if seen is None or seen.stride(-1) == 1 else seen.contiguous()
 
 
-def view(tensor: Tensor | None) -> tuple[int, int, int, int, int]:
-    """Return the address, the strides and the width of keys or values (B, K, L, k), or zeros."""
+def is_seen_mask(mask: Tensor | None) -> bool:
+    """Return whether kernels take a mask: none, or a bool (B or 1, 1, T, L)."""
+    return mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
+
+
+def view(tensor: Tensor | None) -> NativeCacheView:
+    """Return the address, the strides and the width of keys or values (B, K, L, k), those of scales, or zeros."""
     if tensor is None:
         return _NOTHING
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.shape[-1]
+    held, scales = (tensor.codes, tensor.scales) if isinstance(tensor, Int8Tensor) else (tensor, None)
+    if scales is None:
+        return held.data_ptr(), *_strides(held), held.shape[-1], 0, 0, 0, 0
+    return held.data_ptr(), *_strides(held), held.shape[-1], scales.data_ptr(), *_strides(scales)
+
+
+def _strides(held: Tensor) -> tuple[int, int, int]:
+    return held.stride(0), held.stride(1), held.stride(2)
 
 
 def mask_view(seen: Tensor | None) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.int8_tensor import plain
 from ktc.attention.interface import AnsweredAttention, answer, chosen, stock_function
 from ktc.attention.sparse import Sparse, follows_cache
 from ktc.attention.sparsity import Traffic
@@ -65,6 +66,7 @@ def decoding_attention(
         sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return decode(query, heads, scale=scale, mask=seen, sinks=sinks), None
+    key, value = plain(key), plain(value)  # codes of a cache, for a call that the kernel does not take
     return stock_function(own)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **more)
 
 

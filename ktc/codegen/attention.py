@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ktc.codegen.linear import ELEMENTS
 from ktc.isa import INSTRUCTION_SETS
-from ktc.plan.attention_spec import AttentionSpec, SparseAttentionSpec
+from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
 
 
-def choices(spec: AttentionSpec | SparseAttentionSpec) -> dict[str, object]:
+def choices(spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec) -> dict[str, object]:
     """Return the template's variables. The scalar ISA computes in bf16, or has lanes of fp32 for other elements."""
     lanes = ELEMENTS["bf16" if spec.dtype == "bf16" else "fp32"]
     return {"isa": INSTRUCTION_SETS[spec.isa].cxx_type(lanes), "element": ELEMENTS[spec.dtype]}

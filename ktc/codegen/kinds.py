@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from ktc.codegen import attention, fused_moe, linear, packed_linear, step
 from ktc.codegen.self_test import self_test
-from ktc.codegen.self_test_attention import self_test_attention, self_test_sparse_attention
+from ktc.codegen.self_test_attention import self_test_attention, self_test_int8_attention, self_test_sparse_attention
 from ktc.codegen.self_test_linear import self_test_linear
 from ktc.codegen.self_test_packed_linear import self_test_packed_linear
 from ktc.codegen.self_test_step import self_test_step
@@ -41,6 +41,7 @@ KINDS: Final[Mapping[str, Kind[Any]]] = {
     "linear": Kind(linear.choices, self_test_linear),
     "packed_linear": Kind(packed_linear.choices, self_test_packed_linear),
     "attention": Kind(attention.choices, self_test_attention),
+    "int8_attention": Kind(attention.choices, self_test_int8_attention),
     "sparse_attention": Kind(attention.choices, self_test_sparse_attention),
     "step": Kind(step.choices, self_test_step),
 }

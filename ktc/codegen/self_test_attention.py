@@ -6,6 +6,7 @@ one bit between one thread and three; a sparse one also with other codes or choi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from ktc.attention.decode import DecodeAttention, Heads
 from ktc.attention.index_kernel import IndexKernel
+from ktc.attention.int8_decode import Int8DecodeAttention, quantised
+from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.key_codes import estimates
 from ktc.attention.key_index import KeyIndex
 from ktc.attention.selection import attend_chosen, choose, visible_positions
@@ -21,28 +24,54 @@ from ktc.codegen.self_test_linear import TOLERANCE, norm
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.experts.kernel_library import Kernel
 from ktc.linears.gemv import DTYPES
-from ktc.plan.attention_spec import AttentionSpec, SparseAttentionSpec
+from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
 
 # Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values.
+_INT8_TOLERANCE: Final = 2e-4  # of queries and weights as words
 _SHAPES: Final = ((2, 6, 2, 3, 70, 40, 0, 24), (1, 5, 1, 1, 300, 64, 20, 64))
 
 
 def self_test_attention(kernel: Kernel, spec: AttentionSpec | SparseAttentionSpec) -> None:
     """Raise `KtcError` (H225) if the kernel does not compute causal attention."""
+    for query, heads, scale in _drawn(spec):
+        _compare(spec, [DecodeAttention(kernel, threads)(query, heads, scale=scale) for threads in (1, 3)],
+                 _attention(query, heads, scale))  # fmt: skip
+
+
+def self_test_int8_attention(kernel: Kernel, spec: Int8AttentionSpec) -> None:
+    """Raise `KtcError` (H225) if the kernel has other codes than the reference, or computes no attention over them."""
+    for query, heads, scale in _drawn(spec):
+        coded = [quantised(kernel, each) for each in heads if each is not None]
+        for found, expected in zip(coded, (Int8Tensor.of(each) for each in heads if each is not None), strict=True):
+            if not torch.equal(found.codes, expected.codes) or not torch.equal(found.scales, expected.scales):
+                raise _wrong(spec, "has other codes of keys and values")
+        held, decoded = Heads(*coded), Heads(*(each.codes.double() * each.scales for each in coded))
+        _compare(spec, [Int8DecodeAttention(kernel, threads)(query, held, scale=scale) for threads in (1, 3)],
+                 _attention(query, decoded, scale))  # fmt: skip
+
+
+def _drawn(spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec) -> Iterator[tuple[Tensor, Heads, float]]:
+    """Yield queries, caches and scales of the shapes."""
     draw = torch.Generator().manual_seed(22)
     for batch, heads, key_heads, tokens, positions, width, rope, value_width in _SHAPES:
         query = torch.randn(batch, heads, tokens, width + rope, generator=draw).to(DTYPES[spec.dtype])
         keys = torch.randn(batch, key_heads, positions, width, generator=draw).to(DTYPES[spec.dtype])
         more = torch.randn(batch, key_heads, positions, rope, generator=draw).to(DTYPES[spec.dtype])
         values = torch.randn(batch, key_heads, positions, value_width, generator=draw).to(DTYPES[spec.dtype])
-        heads = Heads(keys, values, more if rope else None)
-        found = [DecodeAttention(kernel, threads)(query, heads, scale=0.2) for threads in (1, 3)]
-        expected = _attention(query, torch.cat([keys, more], -1), values, 0.2)
-        error = norm(found[0].double() - expected) / norm(expected)
-        if not error <= TOLERANCE[spec.dtype]:
-            raise _wrong(spec, f"differs from the reference by {error:.1e}, allowed are {TOLERANCE[spec.dtype]:.0e}")
-        if not torch.equal(*found):
-            raise _wrong(spec, "has other bits with three threads")
+        yield query, Heads(keys, values, more if rope else None), 0.2
+
+
+def _compare(
+    spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec, found: list[Tensor], expected: Tensor
+) -> None:
+    """Raise `KtcError` (H225) unless the outputs of one thread and of three are the expected one."""
+    error, most = norm(found[0].double() - expected) / norm(expected), TOLERANCE[spec.dtype]
+    if isinstance(spec, Int8AttentionSpec):
+        most = max(most, _INT8_TOLERANCE)
+    if not error <= most:
+        raise _wrong(spec, f"differs from the reference by {error:.1e}, allowed are {most:.0e}")
+    if not torch.equal(*found):
+        raise _wrong(spec, "has other bits with three threads")
 
 
 def self_test_sparse_attention(kernel: Kernel, spec: SparseAttentionSpec) -> None:
@@ -78,8 +107,10 @@ def self_test_sparse_attention(kernel: Kernel, spec: SparseAttentionSpec) -> Non
             raise _wrong(spec, f"over chosen positions differs from the reference by {error:.1e}")
 
 
-def _attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """(B, H, T, k), (B, K, L, k), (B, K, L, v) -> (B, T, H, v) in fp64."""
+def _attention(query: Tensor, heads: Heads, scale: float) -> Tensor:
+    """(B, H, T, k + r) and a cache -> (B, T, H, v) in fp64."""
+    keys = heads.keys if heads.more_keys is None else torch.cat([heads.keys, heads.more_keys], -1)
+    values = heads.values
     group = query.shape[1] // keys.shape[1]
     keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
     scores = query.double() @ keys.transpose(2, 3) * scale
@@ -88,6 +119,6 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(1, 2)
 
 
-def _wrong(spec: AttentionSpec | SparseAttentionSpec, what: str) -> KtcError:
+def _wrong(spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec, what: str) -> KtcError:
     message = f"the built kernel `{spec.entry}` is wrong: its output {what}"
     return KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))

@@ -157,16 +157,20 @@ class NativePackedLinear(Protocol):
     ) -> NativeHostCall: ...
 
 
+# The address of keys or values, three strides and a width; of codes the address and three strides of their scales too.
+NativeCacheView = tuple[int, int, int, int, int, int, int, int, int]
+
+
 class NativeAttention(Protocol):
-    """`ktc::AttentionKernel`; see `decode_attention.hpp`. A view is an address, three strides and a width."""
+    """`ktc::AttentionKernel`; see `attention_plan.hpp`."""
 
     def forward(
         self,
         engine: Engine,
         query: int,
-        keys: tuple[int, int, int, int, int],
-        more_keys: tuple[int, int, int, int, int],
-        values: tuple[int, int, int, int, int],
+        keys: NativeCacheView,
+        more_keys: NativeCacheView,
+        values: NativeCacheView,
         mask: int,
         mask_batch: int,
         mask_token: int,
@@ -182,9 +186,9 @@ class NativeAttention(Protocol):
         engine: Engine,
         element: int,
         query: int,
-        keys: tuple[int, int, int, int, int],
-        more_keys: tuple[int, int, int, int, int],
-        values: tuple[int, int, int, int, int],
+        keys: NativeCacheView,
+        more_keys: NativeCacheView,
+        values: NativeCacheView,
         mask: int,
         mask_batch: int,
         mask_token: int,
@@ -197,14 +201,22 @@ class NativeAttention(Protocol):
     ) -> NativeHostCall: ...
 
 
+class NativeInt8Attention(NativeAttention, Protocol):
+    """`ktc::Int8AttentionKernel`; see `int8_attention.hpp`."""
+
+    def quantise(
+        self, rows: int, strides: tuple[int, int, int], codes: NativeCacheView, sizes: tuple[int, int, int], /
+    ) -> None: ...
+
+
 class NativeSparseAttention(NativeAttention, Protocol):
     """`ktc::SparseAttentionKernel`; see `key_index.hpp`. An index is addresses of its parts, and its sizes."""
 
     def encode(
         self,
         engine: Engine,
-        keys: tuple[int, int, int, int, int],
-        more_keys: tuple[int, int, int, int, int],
+        keys: NativeCacheView,
+        more_keys: NativeCacheView,
         index: tuple[int, int, int, int, int, int, int],
         sizes: tuple[int, int, int, int],
         /,
@@ -294,6 +306,10 @@ class Kernel:
     def attention(self) -> NativeAttention:
         """Return the kernel for attention of any sizes; the entry must be one."""
         return cast("NativeAttention", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+
+    def int8_attention(self) -> NativeInt8Attention:
+        """Return the kernel for attention of any sizes over int8 codes; the entry must be one."""
+        return cast("NativeInt8Attention", getattr(_opened(self.library.path, self.library.digest), self.entry)())
 
     def sparse_attention(self) -> NativeSparseAttention:
         """Return the kernel for sparse attention of any sizes; the entry must be one."""

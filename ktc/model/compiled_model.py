@@ -26,6 +26,7 @@ from ktc.linears.stored_linear import StoredLinear
 from ktc.model import refresh
 from ktc.model.cuda_graph import CACHE, DecodeGraphs
 from ktc.model.growing_cache import growing
+from ktc.model.int8_cache import as_int8, int8_kernels
 from ktc.model.load_as import load_as
 
 log = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class CompiledModel:
         prepared = cast("Any", super())._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get(CACHE)
         if given is None and type(made) is DynamicCache and not getattr(made, "offloading", False):
-            growing(made)
+            growing(as_int8(made, int8_kernels(cast("nn.Module", self))))
         return prepared
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any, *args: Any) -> bool:

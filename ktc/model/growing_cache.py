@@ -47,8 +47,8 @@ class GrowingLayer(DynamicLayer):
         needs_grad = key_states.requires_grad or value_states.requires_grad
         if (torch.is_grad_enabled() and needs_grad) or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)
-        self.keys = self._appended(_KEYS, cast("Tensor", self.keys), key_states)
-        self.values = self._appended(_VALUES, cast("Tensor", self.values), value_states)
+        self.keys = appended(self, _KEYS, cast("Tensor", self.keys), key_states)
+        self.values = appended(self, _VALUES, cast("Tensor", self.values), value_states)
         return self.keys, self.values
 
     def release(self) -> None:
@@ -76,17 +76,19 @@ class GrowingLayer(DynamicLayer):
         with carried(self, lambda index: index.choose_sequences(lambda t: t[indices, ...])):
             super().batch_select_indices(indices)
 
-    def _appended(self, name: str, held: Tensor, new: Tensor) -> Tensor:
-        length = held.shape[-2] if held.numel() else 0
-        whole = length + new.shape[-2]
-        room = cast("Tensor | None", vars(self).get(name))
-        if room is None or room.shape[-2] < whole or not _begins(room, held, new):
-            room = zeros_on_huge_pages((*new.shape[:-2], -(-whole // _ROOM) * _ROOM, new.shape[-1]), new)
-            if length:
-                room[..., :length, :] = held
-            setattr(self, name, room)
-        room[..., length:whole, :] = new
-        return room[..., :whole, :]
+
+def appended(layer: DynamicLayer, name: str, held: Tensor, new: Tensor) -> Tensor:
+    """Return `held` (..., L, d) with `new` (..., T, d) behind it, in memory that the layer keeps by this name."""
+    length = held.shape[-2] if held.numel() else 0
+    whole = length + new.shape[-2]
+    room = cast("Tensor | None", vars(layer).get(name))
+    if room is None or room.shape[-2] < whole or not _begins(room, held, new):
+        room = zeros_on_huge_pages((*new.shape[:-2], -(-whole // _ROOM) * _ROOM, new.shape[-1]), new)
+        if length:
+            room[..., :length, :] = held
+        setattr(layer, name, room)
+    room[..., length:whole, :] = new
+    return room[..., :whole, :]
 
 
 def _begins(room: Tensor, held: Tensor, new: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`AttentionSpec` and `SparseAttentionSpec`: kernels for attention of few new tokens over a cache.
+"""`AttentionSpec`, `Int8AttentionSpec` and `SparseAttentionSpec`: kernels for attention of few new tokens over a cache.
 
 They hold everything that their templates may ask.
 """
@@ -24,6 +24,25 @@ class AttentionSpec:
     def entry(self) -> str:
         """The name under which the kernel library exposes it."""
         return f"Attention_{self.dtype}_{self.isa}"
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """Describe the computation and the weight format, for a table of kernels."""
+        return f"{self.op} (decode)", "any", "any", "", "", self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Int8AttentionSpec:
+    """One kernel, for any sizes, over a cache of int8 codes. `dtype` is that of queries, new keys and outputs."""
+
+    op: Literal["int8_attention"]
+    dtype: Dtype
+    isa: Isa
+
+    @property
+    def entry(self) -> str:
+        """The name under which the kernel library exposes it."""
+        return f"Int8Attention_{self.dtype}_{self.isa}"
 
     @property
     def summary(self) -> tuple[str, ...]:

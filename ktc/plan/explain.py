@@ -11,6 +11,7 @@ from ktc.capture import CapturedModel
 from ktc.diagnostics import listing
 from ktc.host import Host
 from ktc.match import Matches
+from ktc.plan.decode_attention import told_codes
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.latent import told
 from ktc.plan.linear_spec import LinearSpec, PackedLinearSpec
@@ -75,11 +76,13 @@ def _of_action(captured: CapturedModel, action: NodeAction, rewrite: BlockRewrit
     if isinstance(action.target, LoraLinear):
         return f"takes LoRA, on {rewrite.device}: {where}"
     if isinstance(action.target, MlaAbsorbed):
-        return f"{told(captured, rewrite.block, action)}, on {rewrite.device}: {where}"
+        codes = told_codes(captured, rewrite.block, action)
+        return f"{told(captured, rewrite.block, action)}{codes}, on {rewrite.device}: {where}"
     if isinstance(action.target, SparseAttention):
         return f"{told_sparse(captured, rewrite.block, action)}, on {rewrite.device}: {where}"
     if isinstance(action.target, FusedAttention) and spec is not None:
-        return f"few new tokens without gradients by the {spec.isa} kernel, all others by sdpa, on cpu: {where}"
+        codes = told_codes(captured, rewrite.block, action)
+        return f"few new tokens without gradients by the {spec.isa} kernel, all others by sdpa{codes}, on cpu: {where}"
     if not isinstance(spec, KernelSpec):
         return f"{_of_linear(action.target, spec)}, on {rewrite.device}: {where}"
     automatic = action.target.settings["isa"] == "auto"

@@ -17,7 +17,7 @@ from ktc.match import Matches
 from ktc.plan.adapters import plan_lora
 from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
-from ktc.plan.decode_attention import choose_attention
+from ktc.plan.decode_attention import choose_attention, coded_caches, with_int8_caches
 from ktc.plan.decode_graph import decide_graph
 from ktc.plan.explain import collapse, explain
 from ktc.plan.kernel_spec import KernelSpec
@@ -68,7 +68,7 @@ def make_plan(
     placements = place(claims, rules, host)
     devices = {p.fqn: p.device for p in placements}
     sparse = on_long_caches(captured, claims, matches, devices)
-    claims = sparse.claims
+    claims, in_dtype = with_int8_caches(captured, sparse.claims)
     trains = rules.plan.get("mode") == "train" or any(claim.facet == "adapter" for claim in claims)
     chosen = _choose(captured, weights, claims, devices, host, trained, trains=trains)
     specs = {claim.path: spec for claim, spec in chosen.items() if isinstance(spec, KernelSpec)}
@@ -111,6 +111,7 @@ def make_plan(
             *matches.warnings,
             *left,
             *sparse.warnings,
+            *in_dtype,
             *_left_alone(captured, rewrites),
             *(() if step.spec else graph.warnings(rules)),  # the program names both, for either place
             *step.warnings(rules),
@@ -136,7 +137,7 @@ def _memory(
     for device, size in rings:
         streaming[device] = streaming.get(device, 0) + size
     return plan_memory(
-        with_indices(captured, rewrites),
+        coded_caches(with_indices(captured, rewrites), rewrites),
         rewrites,
         devices,
         specs,

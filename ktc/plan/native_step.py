@@ -1,7 +1,7 @@
 """Whether decoding steps become native programs (`plan { native_step = decode }`), and why not.
 
 In: the captured model, the devices of its modules, and the host. Out: the decision, and the kernel of the programs. A
-step is one program where the whole model is on the CPU and attention reads all positions.
+step is one program where the whole model is on the CPU, and attention reads all positions, and no codes of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ktc.diagnostics import Diagnostic
 from ktc.dsl.ruleset import RuleSet
 from ktc.host import Host
 from ktc.plan.availability import plan_settings
+from ktc.plan.decode_attention import holds_codes
 from ktc.plan.decode_graph import DecodeGraph, sparse_attention_in
 from ktc.plan.linear_spec import ISAS
 from ktc.plan.placement import device_of
@@ -62,4 +63,6 @@ def decide_step(
         return NativeStep(obstacle=f"`{elsewhere}` is on {device_of(elsewhere, devices)}")
     if sparse := sparse_attention_in(claims):
         return NativeStep(obstacle=sparse)
+    if codes := [claim.path for claim in claims if claim.node and holds_codes(claim.target)]:
+        return NativeStep(obstacle=f"the cache of `{codes[0]}` holds int8 codes")
     return NativeStep(StepSpec("step", "fp32", next(isa for isa in ISAS if isa in host.isas)))

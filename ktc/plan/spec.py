@@ -6,9 +6,9 @@ what the kernel computes in and with which instructions; and `summary`, for peop
 
 from __future__ import annotations
 
-from ktc.plan.attention_spec import AttentionSpec, SparseAttentionSpec
+from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.linear_spec import LinearSpec, PackedLinearSpec
 from ktc.plan.step_spec import StepSpec
 
-Spec = KernelSpec | LinearSpec | PackedLinearSpec | AttentionSpec | SparseAttentionSpec | StepSpec
+Spec = KernelSpec | LinearSpec | PackedLinearSpec | AttentionSpec | Int8AttentionSpec | SparseAttentionSpec | StepSpec

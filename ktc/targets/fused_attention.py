@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
-from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, FLASH_DECODE, AttentionKernel
+from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, FLASH_DECODE, AttentionKernel, KvFormat
 from ktc.targets.target import NodeAction
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FusedAttention(ModuleTarget):
-    """`kernel` names the core."""
+    """`kernel` names the core, and `kv` what the cache holds."""
 
     kernel: AttentionKernel
+    kv: KvFormat = "auto"
 
     name: ClassVar = "fused_attention"
     fills: ClassVar = "kernel"
@@ -35,7 +36,7 @@ class FusedAttention(ModuleTarget):
     built: ClassVar = {"kernel": (FLASH_DECODE,)}
     without_backward: ClassVar = ATTENTION_WITHOUT_BACKWARD
     module: ClassVar = "decoding_attention"
-    arguments: ClassVar = {"threads": int}
+    arguments: ClassVar = {"threads": int, "kv": str}
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return the core with the settings of the node."""
@@ -55,16 +56,16 @@ class FusedAttention(ModuleTarget):
         return query, keys, values, *more
 
     def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
-        """Return the number of threads, which is the host's."""
-        return {"threads": host.workers}
+        """Return the number of threads, which is the host's, and what the cache holds."""
+        return {"threads": host.workers, "kv": self.kv}
 
     @staticmethod
     def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
         """Return the stock module, of a class that decodes by the kernel."""
-        from ktc.attention.decode import DecodeAttention
         from ktc.attention.decoding import decoding
+        from ktc.attention.int8_decode import decoder
 
         try:
-            return decoding(old, None if kernel is None else DecodeAttention(kernel, arguments["threads"]))
+            return decoding(old, None if kernel is None else decoder(kernel, arguments["threads"], arguments["kv"]))
         except ValueError as error:
             raise WrongModule(f"a `{type(old).__name__}`: {error}") from error

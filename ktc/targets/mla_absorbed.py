@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ktc.targets.lora_linear import LoraLinear
 from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
-from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, FLASH_DECODE, AttentionKernel, Phase, Words
+from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, FLASH_DECODE, AttentionKernel, KvFormat, Phase, Words
 from ktc.targets.target import NodeAction
 
 if TYPE_CHECKING:
@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MlaAbsorbed(ModuleTarget):
-    """`absorb` is the phase that runs absorbed; `move_elision` leaves out copies of what attention only reads."""
+    """`absorb` is the phase that runs absorbed; `move_elision` leaves out copies of what attention only reads.
+
+    `kv` is what the cache holds.
+    """
 
     cache: Annotated[Literal["compressed", "expanded"], Words("cache")] = "compressed"
     absorb: Phase = "decode"
     move_elision: bool = True
     kernel: AttentionKernel = "sdpa"
+    kv: KvFormat = "auto"
 
     name: ClassVar = "mla_absorbed"
     fills: ClassVar = "kernel"
@@ -43,7 +47,7 @@ class MlaAbsorbed(ModuleTarget):
     may_be_zero: ClassVar = frozenset({"elide"})
     arguments: ClassVar = {
         **dict.fromkeys(("heads", "nope", "rope", "value", "latent", "elide", "threads"), int),
-        **dict.fromkeys(("kv_b", "absorb"), str),
+        **dict.fromkeys(("kv_b", "absorb", "kv"), str),
     }
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
@@ -88,6 +92,7 @@ class MlaAbsorbed(ModuleTarget):
             "kv_b": str(about["kv_b"]),
             "absorb": self.absorb,
             "elide": int(self.move_elision),
+            "kv": self.kv,
             "threads": host.workers,
         }
 
@@ -95,13 +100,13 @@ class MlaAbsorbed(ModuleTarget):
     def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
         """Return the stock module, of a class that absorbs."""
         from ktc.attention.absorbed import Absorption, absorb
-        from ktc.attention.decode import DecodeAttention
+        from ktc.attention.int8_decode import decoder
         from ktc.attention.latent_sizes import LatentSizes
 
         sizes = LatentSizes(**{name: arguments[name] for name in ("heads", "nope", "rope", "value", "latent")})
         absorption = Absorption(sizes, arguments["kv_b"], arguments["absorb"], bool(arguments["elide"]))
         try:
-            decode = None if kernel is None else DecodeAttention(kernel, arguments["threads"])
+            decode = None if kernel is None else decoder(kernel, arguments["threads"], arguments["kv"])
             return absorb(old, absorption, decode)
         except AttributeError as error:
             raise WrongModule(f"a `{type(old).__name__}` without `{arguments['kv_b']}`") from error

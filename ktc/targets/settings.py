@@ -44,4 +44,7 @@ Phase = Annotated[str, Words("phase")]
 # `flash_decode` computes few new tokens without gradients, `sdpa` all other calls.
 AttentionKernel = Annotated[Literal["sdpa", "flash", "flashinfer", "eager", "flash_decode"], Words("attn")]
 FLASH_DECODE = "flash_decode"
+# The numbers that a cache of keys and values holds: the model's dtype, or codes that `flash_decode` reads.
+KvFormat = Annotated[Literal["auto", "int8"], Words("kv_format")]
+INT8 = "int8"
 ATTENTION_WITHOUT_BACKWARD = frozenset({"flashinfer"})

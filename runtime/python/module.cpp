@@ -8,6 +8,7 @@
 #include "ktc_python/entries.hpp"
 #include "ktc_python/fused_moe.hpp"
 #include "ktc_python/host_call.hpp"
+#include "ktc_python/int8_attention.hpp"
 #include "ktc_python/linear.hpp"
 #include "ktc_python/packed_linear.hpp"
 #include "ktc_python/sparse_attention.hpp"
@@ -34,6 +35,10 @@ void ktc_python::expose(py::module_& library, const attention::Entry& entry) {
   library.def(entry.name, entry.make);
 }
 
+void ktc_python::expose(py::module_& library, const int8_attention::Entry& entry) {
+  library.def(entry.name, entry.make);
+}
+
 void ktc_python::expose(py::module_& library, const sparse_attention::Entry& entry) {
   library.def(entry.name, entry.make);
 }
@@ -45,6 +50,7 @@ PYBIND11_MODULE(ktc_kernels, library) {
   ktc_python::linear::add_class(library);
   ktc_python::packed_linear::add_class(library);
   ktc_python::attention::add_class(library);
+  ktc_python::int8_attention::add_class(library);
   ktc_python::sparse_attention::add_class(library);
   ktc_python::expose_entries(library);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_reference import SHAPES, error, reference
 from kernel_layers import ISAS, built, quick_or_slow
 from torch import Tensor
 
@@ -18,11 +19,6 @@ SPECS = [
 ]
 QUICK = (SPECS[0], SPECS[-1], *(spec for spec in SPECS if spec.isa == "avx2" and spec.dtype == "bf16"))
 ERROR = {"bf16": 3e-3, "fp16": 5e-4, "fp32": 2e-6}
-# Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values.
-SHAPES = [
-    (1, 1, 1, 1, 1, 16, 0, 16), (2, 4, 2, 1, 65, 33, 0, 17), (1, 16, 1, 1, 200, 64, 16, 64),
-    (1, 70, 1, 2, 131, 24, 8, 40),    (3, 6, 3, 5, 37, 128, 0, 128), (1, 2, 2, 1, 9000, 32, 0, 32),
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in SPECS])
@@ -41,28 +37,6 @@ def drawn(spec: AttentionSpec, shape: tuple[int, ...], seed: int = 0) -> tuple[T
     query, keys, values = (torch.randn(batch, *size, generator=draw).to(DTYPES[spec.dtype]) for size in sizes)
     more = torch.randn(batch, key_heads, positions, rope, generator=draw).to(DTYPES[spec.dtype]) if rope else None
     return query, Heads(keys, values, more)
-
-
-def reference(
-    query: Tensor, heads: Heads, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    """(B, T, H, v) in fp64."""
-    keys = heads.keys if heads.more_keys is None else torch.cat([heads.keys, heads.more_keys], -1)
-    keys, values = (
-        each.double().repeat_interleave(query.shape[1] // keys.shape[1], 1) for each in (keys, heads.values)
-    )
-    scores = query.double() @ keys.transpose(2, 3) * scale
-    new, positions = scores.shape[-2:]
-    seen = torch.ones(new, positions, dtype=torch.bool).tril(positions - new) if mask is None else mask
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        sink = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        return (torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ values).transpose(1, 2)
-    return (scores.softmax(-1).nan_to_num() @ values).transpose(1, 2)
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -8,13 +8,18 @@
 
 namespace ktc {
 
-// (batch, key heads, positions, width); the elements of a position are neighbours. Strides count elements.
+// (batch, key heads, positions, width); the elements of a position are neighbours. Strides count elements. Of codes,
+// `scales` (batch, key heads, positions) has a factor for each position, with strides of its own.
 struct CacheView {
   const void* data = nullptr;
   std::int64_t batch = 0;
   std::int64_t head = 0;
   std::int64_t position = 0;
   std::int64_t width = 0;
+  const float* scales = nullptr;
+  std::int64_t scale_batch = 0;
+  std::int64_t scale_head = 0;
+  std::int64_t scale_position = 0;
 };
 
 // The keys and values of one key head: `data` of each view is its position 0.

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "ktc/decode_attention.hpp"
+#include "ktc/attention_plan.hpp"
 #include "ktc/step/seen_positions.hpp"
 #include "ktc_python/address.hpp"
 #include "ktc_python/host_call.hpp"
@@ -17,15 +17,20 @@ namespace ktc_python::attention {
 
 namespace py = pybind11;
 
-// Address, the strides of batch, head and position, and the width.
-using View = std::array<std::uintptr_t, 5>;
+// Address, the strides of batch, head and position, and the width; of codes the address and the strides of their scales
+// too, otherwise zeros.
+using View = std::array<std::uintptr_t, 9>;
 
 inline ktc::CacheView view_of(const View& view) {
   return {.data = at<const void>(view[0]),
           .batch = static_cast<std::int64_t>(view[1]),
           .head = static_cast<std::int64_t>(view[2]),
           .position = static_cast<std::int64_t>(view[3]),
-          .width = static_cast<std::int64_t>(view[4])};
+          .width = static_cast<std::int64_t>(view[4]),
+          .scales = at<const float>(view[5]),
+          .scale_batch = static_cast<std::int64_t>(view[6]),
+          .scale_head = static_cast<std::int64_t>(view[7]),
+          .scale_position = static_cast<std::int64_t>(view[8])};
 }
 
 // Addresses of lists of positions and of their lengths, or 0; sequences that share one of the cache, and heads

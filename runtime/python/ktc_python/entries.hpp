@@ -9,6 +9,7 @@ class module_;
 
 namespace ktc {
 struct AttentionEntry;
+struct Int8AttentionEntry;
 struct KernelEntry;
 struct LinearEntry;
 struct PackedLinearEntry;
@@ -33,6 +34,9 @@ using Entry = ktc::PackedLinearEntry;
 namespace attention {
 using Entry = ktc::AttentionEntry;
 }
+namespace int8_attention {
+using Entry = ktc::Int8AttentionEntry;
+}
 namespace sparse_attention {
 using Entry = ktc::SparseAttentionEntry;
 }
@@ -44,6 +48,7 @@ void expose(pybind11::module_& library, const fused_moe::Entry& entry);
 void expose(pybind11::module_& library, const linear::Entry& entry);
 void expose(pybind11::module_& library, const packed_linear::Entry& entry);
 void expose(pybind11::module_& library, const attention::Entry& entry);
+void expose(pybind11::module_& library, const int8_attention::Entry& entry);
 void expose(pybind11::module_& library, const sparse_attention::Entry& entry);
 void expose(pybind11::module_& library, const step::Entry& entry);
 

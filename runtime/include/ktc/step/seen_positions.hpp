@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ktc/decode_attention.hpp"
+#include "ktc/attention_plan.hpp"
 
 namespace ktc::step {
 
@@ -37,6 +37,7 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::int64_t 
   const auto from_first = [&](CacheView& view) {
     if (view.data == nullptr) return;
     view.data = static_cast<const std::byte*>(view.data) + first * view.position * element;
+    if (view.scales != nullptr) view.scales += first * view.scale_position;
   };
   from_first(arguments.keys);
   from_first(arguments.more_keys);

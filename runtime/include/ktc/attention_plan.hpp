@@ -1,0 +1,242 @@
+// What kernels of decode attention have in common: their interface, how a call is cut into stretches of positions,
+// which scores are seen, and how the results of stretches are put together.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+
+#include "ktc/cache_view.hpp"
+#include "ktc/engine.hpp"
+#include "ktc/linear.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc {
+
+// query (batch, key heads, rows, keys.width + more_keys.width) is contiguous, where the rows of a key head are its
+// query heads and their tokens; out (batch, tokens, query heads, values.width) is too. Without a mask, the new tokens
+// are the last positions and see those up to their own. mask (batch, tokens, positions) has a byte for each, 0 where it
+// is not seen, and strides of its first two dimensions; sinks (query heads) are further scores without a value.
+struct AttentionArguments {
+  const void* query = nullptr;
+  CacheView keys;
+  CacheView more_keys;
+  CacheView values;
+  const std::uint8_t* mask = nullptr;
+  std::int64_t mask_batch = 0;
+  std::int64_t mask_token = 0;
+  const float* sinks = nullptr;
+  void* out = nullptr;
+  std::int64_t batch = 0;
+  std::int64_t key_heads = 0;
+  std::int64_t group = 0;  // query heads of a key head
+  std::int64_t tokens = 0;
+  std::int64_t positions = 0;
+  float scale = 1.0f;
+  // Lists (batch, key heads, positions), of which the first counts (batch, key heads) are attended to; null for all
+  // positions of the cache. Then there is one token and no mask, `sequences` neighbours of the batch share a sequence
+  // of the cache, and `choosers` neighbours of the key heads share a key head of it.
+  const std::int32_t* chosen = nullptr;
+  const std::int32_t* counts = nullptr;
+  std::int64_t sequences = 1;
+  std::int64_t choosers = 1;
+};
+
+class AttentionKernel {
+ public:
+  virtual ~AttentionKernel() = default;
+  virtual void forward(Engine& engine, const AttentionArguments& arguments) const = 0;
+};
+
+struct AttentionEntry {
+  const char* name;
+  std::unique_ptr<AttentionKernel> (*make)();
+};
+
+template <class Kernel>
+std::unique_ptr<AttentionKernel> make_attention() {
+  return std::make_unique<Kernel>();
+}
+
+// Widths are filled up to multiples of `kUnit`. A template, so that each instruction set has its own copy.
+template <class Isa, std::int64_t kUnit>
+struct AttentionPlan {
+  using Lanes = typename Isa::Lanes;
+
+  // Positions whose scores are computed before their values are added: long runs of one and the other, and joint rows
+  // of 576 bf16 stay in L2 between them.
+  static constexpr std::int64_t kBlock = 128;
+  static constexpr std::int64_t kMostRows = 64;  // that one worker computes together
+  static constexpr std::int64_t kMostStretches = 64;
+  static constexpr float kUnseen = -1e30f;
+
+  // Of one row and stretch: the greatest score, and the sum of exp(score - greatest).
+  struct Sums {
+    float greatest;
+    float total;
+  };
+
+  explicit AttentionPlan(const AttentionArguments& a)
+      : first_width(round_up(a.keys.width, kUnit)),
+        query_width(first_width + round_up(a.more_keys.width, kUnit)),
+        value_width(round_up(a.values.width, kUnit)),
+        rows(a.group * a.tokens),
+        all_rows(a.batch * a.key_heads * rows),
+        row_groups((rows + kMostRows - 1) / kMostRows),
+        length(std::max(kBlock * std::clamp<std::int64_t>(a.key_heads / 2, 1, 4),
+                        round_up((a.positions + kMostStretches - 1) / kMostStretches, kBlock))),
+        stretches((a.positions + length - 1) / length),
+        items(a.batch * a.key_heads * stretches * row_groups) {}
+
+  std::int64_t first_width;  // of a query, its parts filled up
+  std::int64_t query_width;
+  std::int64_t value_width;
+  std::int64_t rows;  // of a key head
+  std::int64_t all_rows;
+  std::int64_t row_groups;
+  std::int64_t length;  // positions of a stretch
+  std::int64_t stretches;
+  std::int64_t items;
+
+  // One stretch of positions for up to kMostRows rows of a key head.
+  struct Item {
+    Item(std::int64_t item, const AttentionPlan& plan, std::int64_t positions)
+        : stretch(item / plan.row_groups % plan.stretches),
+          head(item / (plan.row_groups * plan.stretches)),
+          first(item % plan.row_groups * kMostRows),
+          count(std::min(kMostRows, plan.rows - first)),
+          begin(stretch * plan.length),
+          end(std::min(begin + plan.length, positions)) {}
+
+    std::int64_t stretch;
+    std::int64_t head;   // of all sequences
+    std::int64_t first;  // row of the key head
+    std::int64_t count;
+    std::int64_t begin;
+    std::int64_t end;
+  };
+
+  // The first of an item's rows, among those of all stretches.
+  std::int64_t row_of(const Item& item) const { return item.stretch * all_rows + item.head * rows + item.first; }
+
+  // The keys and values of one of all sequences' heads, of numbers of this type.
+  template <class Stored>
+  static HeadViews head_views(const AttentionArguments& a, std::int64_t head) {
+    const auto of_head = [&](CacheView view) {
+      if (view.data != nullptr) {
+        const std::int64_t sequence = head / a.key_heads, own = head % a.key_heads;
+        view.data = static_cast<const Stored*>(view.data) + sequence * view.batch + own * view.head;
+        if (view.scales != nullptr) view.scales += sequence * view.scale_batch + own * view.scale_head;
+      }
+      return view;
+    };
+    return {of_head(a.keys), of_head(a.more_keys), of_head(a.values)};
+  }
+
+  // Calls `body` with stretches until `take` has none left, whose keys and values `ahead` gets before: the next one
+  // is taken early, so that its first rows are fetched.
+  template <class Stored, class Take, class Ahead, class Body>
+  void for_each_stretch(const AttentionArguments& a, const Take& take, Ahead& ahead, const Body& body) const {
+    const auto taken = [&] {
+      const std::int64_t found = take();
+      if (found < items) {
+        const Item item(found, *this, a.positions);
+        ahead.follow(head_views<Stored>(a, item.head), item.begin, item.end);
+      }
+      return found;
+    };
+    for (std::int64_t item = taken(); item < items;) {
+      const std::int64_t following = taken();
+      body(Item(item, *this, a.positions));
+      item = following;
+    }
+  }
+
+  // Marks the scores beyond a block.
+  static void fill_up(std::int64_t length, float* scores) {
+    std::fill(scores + length, scores + round_up(length, kHalfPanel), kUnseen);
+  }
+
+  // Marks the positions that a row does not see, and those beyond the block.
+  static void hide(const AttentionArguments& a, std::int64_t head, std::int64_t row, std::int64_t block,
+                   std::int64_t length, float* scores) {
+    const std::int64_t token = row % a.tokens;
+    fill_up(length, scores);
+    if (a.mask != nullptr) {
+      const std::uint8_t* seen = a.mask + head / a.key_heads * a.mask_batch + token * a.mask_token + block;
+      for (std::int64_t each = 0; each < length; ++each) scores[each] = seen[each] != 0 ? scores[each] : kUnseen;
+      return;
+    }
+    const std::int64_t last = a.positions - a.tokens + token;
+    for (std::int64_t each = std::max<std::int64_t>(0, last + 1 - block); each < length; ++each) {
+      scores[each] = kUnseen;
+    }
+  }
+
+  // Of scores up to whole lanes; side by side, since one chain of comparisons would wait for its own latency.
+  static float greatest_of(const float* scores, std::int64_t length) {
+    float found[kHalfPanel];
+    std::fill(found, found + kHalfPanel, kUnseen);
+    for (std::int64_t each = 0; each < length; each += kHalfPanel) {
+      for (std::int64_t lane = 0; lane < kHalfPanel; ++lane) {
+        found[lane] = found[lane] < scores[each + lane] ? scores[each + lane] : found[lane];
+      }
+    }
+    for (std::int64_t half = kHalfPanel / 2; half > 0; half /= 2) {
+      for (std::int64_t lane = 0; lane < half; ++lane) {
+        found[lane] = found[lane] < found[lane + half] ? found[lane + half] : found[lane];
+      }
+    }
+    return found[0];
+  }
+
+  // Turns what a row has added so far to that of the greatest score with a block's; returns it.
+  float raise(const float* scores, std::int64_t positions, Sums& sum, float* added) const {
+    const float greatest = std::max(sum.greatest, greatest_of(scores, positions));
+    if (greatest > sum.greatest) {
+      const float factor = std::exp(sum.greatest - greatest);
+      sum.total *= factor;
+      const Lanes scale(factor);
+      for (std::int64_t each = 0; each < value_width; each += kHalfPanel) {
+        (Lanes::load(added + each) * scale).store(added + each);
+      }
+      sum.greatest = greatest;
+    }
+    return greatest;
+  }
+
+  // The stretches of one row, in their order; `place(column)` is where a column of the values was added.
+  template <class Element, class Place>
+  void put_together(const AttentionArguments& a, const Sums* sums, float* values, std::int64_t row,
+                    const Place& place) const {
+    const std::int64_t head = row / rows, of_head = row % rows;
+    const std::int64_t query_head = head % a.key_heads * a.group + of_head / a.tokens;
+    float greatest = a.sinks == nullptr ? kUnseen : a.sinks[query_head];
+    for (std::int64_t each = 0; each < stretches; ++each) {
+      greatest = std::max(greatest, sums[each * all_rows + row].greatest);
+    }
+    float total = a.sinks == nullptr ? 0.0f : std::exp(a.sinks[query_head] - greatest);
+    float* whole = values + row * value_width;  // of the first stretch
+    for (std::int64_t each = 0; each < stretches; ++each) {
+      const Sums& sum = sums[each * all_rows + row];
+      const float factor = std::exp(sum.greatest - greatest);
+      const Lanes scale(factor);
+      total += sum.total * factor;
+      const float* from = values + (each * all_rows + row) * value_width;
+      for (std::int64_t column = 0; column < value_width; column += kHalfPanel) {
+        const Lanes scaled = Lanes::load(from + column) * scale;
+        (each == 0 ? scaled : Lanes::load(whole + column) + scaled).store(whole + column);
+      }
+    }
+    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+    const std::int64_t batch = head / a.key_heads, token = of_head % a.tokens;
+    Element* out = static_cast<Element*>(a.out) +
+                   ((batch * a.tokens + token) * a.key_heads * a.group + query_head) * a.values.width;
+    for (std::int64_t column = 0; column < a.values.width; ++column) {
+      out[column] = narrowed<Element>(whole[place(column)] * inverse);
+    }
+  }
+};
+
+}  // namespace ktc

@@ -1,0 +1,345 @@
+// Attention of a few new tokens over a cache of codes: signed bytes with a scale for each position and head, and the
+// codes of new keys and values. A number is code * scale.
+//
+// Nothing is decoded. A query becomes words, round(q * 16383 / largest), and its products with codes are sums of
+// integers; the scale of a key is applied to its score. Weights of a block, each times the scale of its value, become
+// words of the largest of them, and their products with codes are sums of integers too. So the only errors beside the
+// cache's own are 2^-15 of a query's largest number and 2^-16 of a block's largest weight, and the sums are those of
+// every instruction set. Stretches are those of `decode_attention.hpp`.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "ktc/attention_plan.hpp"
+#include "ktc/cache_code_products.hpp"
+#include "ktc/cache_view.hpp"
+#include "ktc/element.hpp"
+#include "ktc/engine.hpp"
+#include "ktc/linear.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc {
+
+// Keys or values (batch, heads, tokens, width) to be written as codes, with the strides of their first three
+// dimensions. `codes` and its scales are written.
+struct QuantiseArguments {
+  const void* rows = nullptr;
+  std::int64_t batch_stride = 0;
+  std::int64_t head_stride = 0;
+  std::int64_t token_stride = 0;
+  CacheView codes;
+  std::int64_t batch = 0;
+  std::int64_t heads = 0;
+  std::int64_t tokens = 0;
+};
+
+class Int8AttentionKernel : public AttentionKernel {
+ public:
+  virtual void quantise(const QuantiseArguments& arguments) const = 0;
+};
+
+struct Int8AttentionEntry {
+  const char* name;
+  std::unique_ptr<Int8AttentionKernel> (*make)();
+};
+
+template <class Kernel>
+std::unique_ptr<Int8AttentionKernel> make_int8_attention() {
+  return std::make_unique<Kernel>();
+}
+
+template <class Isa, class Element>
+class Int8Attention final : public Int8AttentionKernel {
+  using Lanes = typename Isa::Lanes;
+  using Products = CacheCodeProducts<Isa>;
+  using Plan = AttentionPlan<Isa, Products::kUnit>;
+  using Item = typename Plan::Item;
+  using Sums = typename Plan::Sums;
+  static constexpr std::int64_t kBlock = Plan::kBlock;
+  static constexpr std::int64_t kMostRows = Plan::kMostRows;
+
+ public:
+  // `scales` of keys and values is not null; `chosen` is.
+  void forward(Engine& engine, const AttentionArguments& arguments) const override {
+    const Plan plan(arguments);
+    engine.exclusively([&](const Team& team, Workspace& workspace) {
+      Region<std::int16_t> queries(plan.all_rows * plan.query_width);
+      Region<float> factors(plan.all_rows * 2);
+      Region<float> numbers(plan.query_width);
+      Region<Sums> sums(plan.all_rows * plan.stretches);
+      Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
+      Region<Scratch> scratch(team.threads());
+      workspace.lay_out(queries, factors, numbers, sums, values, scratch);
+      encode_queries(arguments, plan, numbers.data(), queries.data(), factors.data());
+      const Call call{arguments, plan, queries.data(), factors.data(), sums.data(), values.data()};
+      std::atomic<std::int64_t> next{0};
+      std::atomic<std::int64_t> next_row{0};
+      team.run([&](const Worker& worker) {
+        Scratch& own = scratch.data()[worker.index];
+        Ahead ahead(Plan::template head_views<std::int8_t>(arguments, 0).is_joint());
+        const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
+        plan.template for_each_stretch<std::int8_t>(arguments, take, ahead,
+                                                    [&](const Item& item) { call.stretch(item, own, ahead); });
+        worker.barrier.arrive_and_wait();
+        for (;;) {
+          const std::int64_t row = next_row.fetch_add(1, std::memory_order_relaxed);
+          if (row >= plan.all_rows) break;
+          plan.template put_together<Element>(arguments, sums.data(), values.data(), row,
+                                              [](std::int64_t column) { return Products::place(column); });
+        }
+      });
+    });
+  }
+
+  // codes = round(row * (127 / largest)), scale = largest / 127. A row whose largest magnitude is below 2^-100 is zero,
+  // since the factor might not be finite. A row with an infinity or a NaN has the scale NaN and codes of 0.
+  void quantise(const QuantiseArguments& arguments) const override {
+    const std::int64_t width = arguments.codes.width;
+    std::vector<float> numbers(static_cast<std::size_t>(round_up(width, kHalfPanel)));
+    std::vector<std::uint8_t> shifted(numbers.size());
+    for (std::int64_t batch = 0; batch < arguments.batch; ++batch) {
+      for (std::int64_t head = 0; head < arguments.heads; ++head) {
+        for (std::int64_t token = 0; token < arguments.tokens; ++token) {
+          const auto* row = static_cast<const Element*>(arguments.rows) + batch * arguments.batch_stride +
+                            head * arguments.head_stride + token * arguments.token_stride;
+          const CacheView& to = arguments.codes;
+          auto* codes = static_cast<std::int8_t*>(const_cast<void*>(to.data)) + batch * to.batch + head * to.head +
+                        token * to.position;
+          auto* scale =
+              const_cast<float*>(to.scales) + batch * to.scale_batch + head * to.scale_head + token * to.scale_position;
+          std::transform(row, row + width, numbers.data(), [](Element each) { return static_cast<float>(each); });
+          *scale = quantised(numbers, shifted);
+          std::transform(shifted.data(), shifted.data() + width, codes,
+                         [](std::uint8_t code) { return static_cast<std::int8_t>(code ^ 0x80); });
+        }
+      }
+    }
+  }
+
+ private:
+  using Ahead = CacheAhead<Isa, std::int8_t, kBlock>;
+  static constexpr float kLeast = 0x1p-100f;
+
+  // Of one worker.
+  struct Scratch {
+    float scores[kMostRows][kBlock];
+    float more_scores[kMostRows][kBlock];
+    std::int16_t weights[kMostRows][kBlock];
+    float factors[kMostRows];
+    float key_scales[kBlock];
+    float more_scales[kBlock];
+    float value_scales[kBlock];
+  };
+
+  static float largest_of(const float* numbers, std::int64_t count) {
+    Lanes largest(0.0f);
+    for (std::int64_t each = 0; each < count; each += kHalfPanel) {
+      largest = greater(largest, absolute(Lanes::load(numbers + each)));
+    }
+    return largest.greatest();
+  }
+
+  // `numbers` has zeros behind a row.
+  static float quantised(const std::vector<float>& numbers, std::vector<std::uint8_t>& shifted) {
+    const auto count = static_cast<std::int64_t>(numbers.size());
+    const float largest = largest_of(numbers.data(), count);
+    const bool finite = largest <= std::numeric_limits<float>::max();
+    if (!finite || largest < kLeast) {
+      std::fill(shifted.begin(), shifted.end(), std::uint8_t{0x80});
+      return finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+    }
+    const Lanes inverse(127.0f / largest);
+    for (std::int64_t each = 0; each < count; each += kHalfPanel) {
+      (Lanes::load(numbers.data() + each) * inverse).to_codes(shifted.data() + each);
+    }
+    return largest / 127.0f;
+  }
+
+  static void encode_queries(const AttentionArguments& a, const Plan& plan, float* numbers, std::int16_t* codes,
+                             float* factors) {
+    const auto* from = static_cast<const Element*>(a.query);
+    for (std::int64_t row = 0; row < plan.all_rows; ++row, codes += plan.query_width, factors += 2) {
+      factors[0] = encode(from, a.keys.width, a.scale, numbers, codes);
+      from += a.keys.width;
+      factors[1] = encode(from, a.more_keys.width, a.scale, numbers, codes + plan.first_width);
+      from += a.more_keys.width;
+    }
+  }
+
+  // Returns what the products of a part of a query with codes are multiplied by.
+  static float encode(const Element* from, std::int64_t width, float scale, float* numbers, std::int16_t* codes) {
+    const std::int64_t whole = round_up(width, Products::kUnit);
+    std::transform(from, from + width, numbers, [](Element each) { return static_cast<float>(each); });
+    std::fill(numbers + width, numbers + whole, 0.0f);
+    const float largest = largest_of(numbers, whole);
+    const bool finite = largest <= std::numeric_limits<float>::max();
+    if (!finite || largest < kLeast) {
+      std::fill(codes, codes + whole, std::int16_t{0});
+      return finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+    }
+    const auto most = static_cast<float>(width <= kCodeColumns ? kQueryCode : kQueryCode * kCodeColumns / width);
+    Products::to_codes(numbers, most / largest, whole, codes);
+    return largest / most * scale;
+  }
+
+  template <int kCount>
+  struct RowTile {};
+  template <int kUnits>
+  struct WideTile {};
+
+  // Calls `body` for runs of rows, each of the largest number that has sums in registers and is left.
+  template <class Body>
+  static void by_rows(std::int64_t count, const Body& body) {
+    std::int64_t each = 0;
+    for (; each + Products::kRows <= count; each += Products::kRows) body(each, RowTile<Products::kRows>{});
+    if constexpr (Products::kRows > 2) {
+      for (; each + 2 <= count; each += 2) body(each, RowTile<2>{});
+    }
+    for (; each < count; ++each) body(each, RowTile<1>{});
+  }
+
+  struct Call {
+    const AttentionArguments& a;
+    const Plan& plan;
+    const std::int16_t* queries;
+    const float* query_factors;  // of both parts
+    Sums* sums;
+    float* values;
+
+    void stretch(const Item& item, Scratch& own, Ahead& ahead) const {
+      const HeadViews views = Plan::template head_views<std::int8_t>(a, item.head);
+      const std::int64_t first = item.head * plan.rows + item.first;
+      Sums* const of_rows = sums + plan.row_of(item);
+      float* const added = values + plan.row_of(item) * plan.value_width;
+      std::fill(of_rows, of_rows + item.count, Sums{Plan::kUnseen, 0.0f});
+      std::fill(added, added + item.count * plan.value_width, 0.0f);
+      for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
+        const std::int64_t length = std::min(kBlock, item.end - block);
+        ahead.start_block(length, block_work(item.count, length));
+        score(views.keys, first, 0, item.count, block, length, own.scores, own.key_scales, ahead);
+        if (views.more_keys.width > 0) {
+          score(views.more_keys, first, 1, item.count, block, length, own.more_scores, own.more_scales, ahead);
+        }
+        load_scales(views.values, block, length, own.value_scales);
+        for (std::int64_t each = 0; each < item.count; ++each) {
+          scale(first + each, length, own, each);
+          Plan::hide(a, item.head, item.first + each, block, length, own.scores[each]);
+          weigh(length, own, each, of_rows[each], added + each * plan.value_width, ahead);
+        }
+        add_values(views.values, item.count, block, length, own, added, ahead);
+      }
+    }
+
+    // Work in instructions, roughly.
+    std::int64_t tile_work(std::int64_t rows, std::int64_t positions, std::int64_t width) const {
+      return rows * positions * (width / Products::kUnit * 3 / 2 + 6);
+    }
+    static constexpr std::int64_t kExpWork = 55;  // of kHalfPanel weights
+    // Of two positions.
+    static constexpr std::int64_t value_work(std::int64_t rows, std::int64_t units) { return (2 * rows + 4) * units; }
+    std::int64_t block_work(std::int64_t rows, std::int64_t positions) const {
+      const std::int64_t tiles = (rows + Products::kRows - 1) / Products::kRows;
+      return tile_work(rows, positions, plan.query_width) +
+             rows * (round_up(positions, kHalfPanel) / kHalfPanel) * kExpWork +
+             (positions + 1) / 2 * value_work(rows + 2 * (tiles - 1), plan.value_width / Products::kUnit);
+    }
+
+    static const std::int8_t* at(const CacheView& view, std::int64_t position) {
+      return static_cast<const std::int8_t*>(view.data) + position * view.position;
+    }
+
+    // The scales of a block, zeros after them.
+    static void load_scales(const CacheView& view, std::int64_t block, std::int64_t length, float* scales) {
+      const float* from = view.scales + block * view.scale_position;
+      for (std::int64_t each = 0; each < length; ++each) scales[each] = from[each * view.scale_position];
+      std::fill(scales + length, scales + round_up(length, kHalfPanel), 0.0f);
+    }
+
+    // Products of one part of the queries with the codes of a block.
+    void score(const CacheView& view, std::int64_t row, int part, std::int64_t count, std::int64_t block,
+               std::int64_t length, float (*scores)[kBlock], float* scales, Ahead& ahead) const {
+      load_scales(view, block, length, scales);
+      const std::int16_t* query = queries + row * plan.query_width + part * plan.first_width;
+      by_rows(count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
+        constexpr int kSides = Products::kSides;
+        const auto tile = [&]<int kWide>(std::int64_t position, RowTile<kWide>) {
+          Products::template dots<kCount, kWide>(query + each * plan.query_width, plan.query_width,
+                                                 at(view, block + position), view.position, view.width,
+                                                 &scores[each][position], kBlock);
+        };
+        std::int64_t position = 0;
+        for (; position + kSides <= length; position += kSides) {
+          ahead.step(tile_work(kCount, kSides, round_up(view.width, Products::kUnit)));
+          tile(position, RowTile<kSides>{});
+        }
+        for (; position < length; ++position) tile(position, RowTile<1>{});
+      });
+    }
+
+    // Turns the products of a row into scores.
+    void scale(std::int64_t row, std::int64_t length, Scratch& own, std::int64_t each) const {
+      const Lanes factor(query_factors[2 * row]), more_factor(query_factors[2 * row + 1]);
+      float* const scores = own.scores[each];
+      for (std::int64_t at = 0; at < length; at += kHalfPanel) {
+        Lanes score = Lanes::load(scores + at) * (factor * Lanes::load(own.key_scales + at));
+        if (a.more_keys.width > 0) {
+          const Lanes more = more_factor * Lanes::load(own.more_scales + at);
+          score = fused_multiply_add(Lanes::load(own.more_scores[each] + at), more, score);
+        }
+        score.store(scores + at);
+      }
+    }
+
+    // Turns the scores of a row into codes of exp(score - greatest) times the scale of the value.
+    void weigh(std::int64_t length, Scratch& own, std::int64_t each, Sums& sum, float* added, Ahead& ahead) const {
+      float* const scores = own.scores[each];
+      const Lanes shift(plan.raise(scores, length, sum, added));
+      Lanes total(0.0f), most(0.0f), all(0.0f);
+      for (std::int64_t at = 0; at < length; at += kHalfPanel) {
+        ahead.step(kExpWork);
+        const Lanes score = Lanes::load(scores + at);
+        const Lanes weight = zero_up_to(0.5f * Plan::kUnseen, score, exp(score - shift));
+        total = total + weight;
+        const Lanes scaled = weight * Lanes::load(own.value_scales + at);
+        scaled.store(scores + at);
+        most = greater(most, scaled);
+      }
+      sum.total += total.sum();
+      const float largest = most.greatest();
+      const bool finite = largest <= std::numeric_limits<float>::max();
+      std::int16_t* const weights = own.weights[each];
+      if (!finite || largest < kLeast) {
+        std::fill(weights, weights + kBlock, std::int16_t{0});
+        own.factors[each] = finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+        return;
+      }
+      own.factors[each] = largest / kWeightCode;
+      Products::to_codes(scores, kWeightCode / largest, round_up(length, kHalfPanel), weights);
+    }
+
+    void add_values(const CacheView& view, std::int64_t count, std::int64_t block, std::int64_t length,
+                    const Scratch& own, float* added, Ahead& ahead) const {
+      by_rows(count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
+        std::int64_t column = 0;
+        const auto units = [&]<int kUnits>(WideTile<kUnits>) {
+          for (; column + kUnits * Products::kUnit <= plan.value_width; column += kUnits * Products::kUnit) {
+            Products::template add_rows<kCount, kUnits>(own.weights[each], kBlock, at(view, block) + column,
+                                                        view.position, length, view.width - column, own.factors + each,
+                                                        added + each * plan.value_width + column, plan.value_width,
+                                                        ahead, value_work(kCount, kUnits));
+          }
+        };
+        units(WideTile<Products::kWide>{});
+        units(WideTile<1>{});
+      });
+    }
+  };
+};
+
+}  // namespace ktc

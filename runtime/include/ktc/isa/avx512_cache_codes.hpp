@@ -1,0 +1,13 @@
+// Products of a cache's codes with AVX-512 but not VNNI.
+#pragma once
+
+#include "ktc/isa/avx512.hpp"
+#include "ktc/isa/avx512_cache_words.hpp"
+#include "ktc/word_code_products.hpp"
+
+namespace ktc {
+
+template <>
+struct CacheCodeProducts<avx512::Isa> : WordCodeProducts<avx512::CacheWords, 4> {};
+
+}  // namespace ktc
