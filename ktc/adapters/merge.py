@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ktc.adapters.adapter import read_adapter
 from ktc.adapters.base_model import BaseModel, Target, find_base
+from ktc.adapters.conversion import write_record
 from ktc.adapters.factors import FactorReader, Placed, Whole
 from ktc.adapters.layouts import PlacedAdapter, place
 from ktc.adapters.merged_reader import Addition, MergedReader, as_rows
@@ -69,6 +70,7 @@ def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progres
         for file in index.files:
             writer.write(file, beside / file)
         copy_others(base.folder, beside)
+        write_record(beside, "merge", base.folder, adapter, {}, index.files)
     return Merged(out, len(additions), len(index.tensors), index.bytes)
 
 

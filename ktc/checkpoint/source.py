@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from ktc.checkpoint.gguf_types import BLOCK_TYPES, BlockType
 from ktc.checkpoint.header import ITEM_SIZE
 from ktc.decode import Undecodable, decode, read_json
+from ktc.formats import CODES
 
 Part = Literal["gate", "up", "down", "gate_up", "gate_bias", "up_bias", "gate_up_bias", "down_bias"]
 Transform = Literal["copy", "per_expert"]
@@ -24,6 +25,7 @@ _MOST_ITEMS, _MOST_EXPERTS = 1 << 62, 1 << 32  # beyond what an offset in a file
 _ARGUMENTS: dict[Operation, int] = {
     "transpose": 2, "deinterleave": 1, "deinterleave_runs": 2, "unsqueeze": 1, "unflatten": 2,
 }  # fmt: skip
+_INT4_GROUPS = CODES["int4"].group_sizes
 COUNTED: frozenset[Operation] = frozenset({"deinterleave_runs", "unflatten"})  # the second argument is a number
 _WEIGHTS_PER_ITEM: dict[Method, int] = {"fp8": 1, "int4": 8, "mxfp4": 2}  # of the stored codes
 
@@ -134,14 +136,19 @@ class WeightSource:
 
     @property
     def plain_codes(self) -> tuple[Method, int] | None:
-        """The method and group size of codes that can be kept as stored: a scale per range of a row, no zero point."""
+        """The method and group size of codes that can be kept as stored: a scale per range of a row, no zero point.
+
+        A range of several groups that kernels multiply, such as a whole row, becomes groups with one scale.
+        """
         found = self.quantised
         if found is None or found.zero_point is not None or self.steps or self.span is not None:
             return None
         if found.method == "fp8":
             return ("fp8", found.block[1]) if self.dtype == "fp8" else None
         whole = found.block[0] == 1 and found.shape[-1] % found.block[1] == 0
-        return ("int4", found.block[1]) if found.method == "int4" and whole and found.scale.dtype == "bf16" else None
+        if found.method != "int4" or not whole or found.scale.dtype != "bf16":
+            return None
+        return "int4", max((size for size in _INT4_GROUPS if found.block[1] % size == 0), default=found.block[1])
 
     @property
     def plain_blocks(self) -> str | None:

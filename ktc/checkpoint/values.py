@@ -68,6 +68,8 @@ def read_codes(
     entry = _as_rows(index.tensors[source.quantised.scale.key], math.prod(stack) * per_matrix)
     scales = _scale_values(reader.read(entry, _shifted(slice(0, per_matrix), matrix * per_matrix)))
     of_row = scales.repeat_interleave(source.quantised.block[0], 0)[:rows]
+    assert source.plain_codes is not None, "other codes are dequantised"
+    of_row = of_row.repeat_interleave(-(-source.quantised.block[1] // source.plain_codes[1]), 1)
     return codes.view(torch.uint8) if source.quantised.method == "fp8" else _nibbles(codes)[:, :columns] - 8, of_row
 
 

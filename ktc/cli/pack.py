@@ -37,17 +37,26 @@ def verify_command(
     out: CompiledModel,
     weights: Weights = None,
     source: Annotated[
-        bool, typer.Option("--source", help="Pack the checkpoint again in memory and compare every byte.")
+        bool, typer.Option("--source", help="Pack or convert the checkpoint again and compare every byte.")
     ] = False,
     trust: Trust = False,
 ) -> None:
-    """Check that every file of OUT is as it was written, packed experts byte for byte."""
+    """Check that every file of OUT is as it was written, packed experts byte for byte.
+
+    OUT may be a folder that `ktc merge`, `ktc quantize` or `ktc export --gguf` wrote.
+    """
+    from ktc.adapters.conversion import RECORD
     from ktc.cli.tables import findings_table
+    from ktc.model import manifest
     from ktc.model.progress import progress_bar
     from ktc.model.verify import verify
+    from ktc.quantise.verify import verify_conversion
 
     with progress_bar(f"verifying {out.name}", session.quiet) as bar:
-        findings = verify(out, weights=weights, source=source, trust_remote_code=trust, progress=bar)
+        if (out / RECORD).is_file() and not (out / manifest.FILE).is_file():
+            findings = verify_conversion(out, model=weights, source=source, progress=bar)
+        else:
+            findings = verify(out, weights=weights, source=source, trust_remote_code=trust, progress=bar)
     session.show(findings_table(findings))
     session.result({"out": str(out), "findings": [asdict(finding) for finding in findings]})
     session.exit_code = 0 if all(finding.state == "good" for finding in findings) else 1

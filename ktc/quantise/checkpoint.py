@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ktc.adapters.conversion import write_record
 from ktc.adapters.merge import copy_others
 from ktc.adapters.save import require_new
 from ktc.checkpoint.header import TensorEntry
@@ -75,6 +76,8 @@ def quantize(
         copy_others(original.base.folder, work)
         _write_config(work, scheme, selection)
         _write_index(work, original.index, selection, scheme)
+        settings = {"scheme": scheme.name, "modules": modules, "requantise": str(requantise)}
+        write_record(work, "int4", original.base.folder, adapter, settings, original.index.files)
         (work / _STATE).unlink()
         finish_folder(work)
         move_file(work, out)

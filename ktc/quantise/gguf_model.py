@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from ktc.adapters.conversion import write_record
 from ktc.adapters.gguf import architecture_of, require_gguf
 from ktc.adapters.merge import copy_others
 from ktc.adapters.save import require_new
@@ -88,6 +89,8 @@ def write_gguf_model(
             copy_others(original.base.folder, path)
             (path / INDEX_FILE).unlink(missing_ok=True)
             _write_config(path)
+            settings = {"type": matrices, "shard_bytes": str(shard_bytes)}
+            write_record(path, "gguf", original.base.folder, adapter, settings, files)
     types: dict[str, int] = {}
     for tensor in plan.tensors:
         types[tensor.type] = types.get(tensor.type, 0) + 1

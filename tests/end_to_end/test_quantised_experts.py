@@ -56,6 +56,17 @@ def in_int4(folder: Path, inter: int = 64, group: int = 32) -> tuple[PreTrainedM
     return model, worth
 
 
+def in_int4_rows(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The same with one scale per row of 64 columns, as compressed-tensors' `channel`."""
+    model, worth = in_int4(folder, group=64)
+    ignored = model.config.quantization_config["ignore"]
+    model.config.quantization_config = config_of(-1, ignore=ignored)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = model.config.quantization_config
+    (folder / "config.json").write_text(json.dumps(config))
+    return model, worth
+
+
 def in_fp8(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A checkpoint with its experts in FP8 blocks of 128 x 128, of which every matrix has less than one in some way."""
     model, tensors = twin_of("deepseek_v3", folder, moe_intermediate_size=160)
@@ -81,7 +92,11 @@ def plan_of(folder: Path, setting: str = "") -> Plan:
 
 @pytest.mark.parametrize(
     ("make", "codes", "stored"),
-    [(in_int4, ("int4", 32), "int4 in groups of 32"), (in_fp8, ("fp8", 128), "fp8 128x128")],
+    [
+        (in_int4, ("int4", 32), "int4 in groups of 32"),
+        (in_int4_rows, ("int4", 64), "int4 with a scale per row"),
+        (in_fp8, ("fp8", 128), "fp8 128x128"),
+    ],
 )
 def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(
     tmp_path: Path,

@@ -1,0 +1,54 @@
+"""The record of a conversion beside its files: of which model and adapter they were made, how, and their digests.
+
+In: a folder that is filled. Out: `ktc_conversion.json` in it, by which `ktc verify` compares the files, and makes them
+again. Refused: a record that cannot be read (Q513).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from ktc.decode import Undecodable, decode, read_json
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.files import file_digest, write_file
+
+RECORD: Final = "ktc_conversion.json"
+Kind = Literal["merge", "int4", "gguf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """`settings` are the options by name; `files` has the sha256 of each file of weights."""
+
+    kind: Kind
+    model: str
+    adapter: str
+    settings: Mapping[str, str]
+    files: Mapping[str, str]
+
+
+def write_record(
+    folder: Path, kind: Kind, model: Path, adapter: Path | None, settings: Mapping[str, str], files: Iterable[str]
+) -> None:
+    """Write the record of the finished `files` in `folder`."""
+    digests = {file: file_digest(folder / file) for file in files}
+    named = str(adapter.absolute()) if adapter else ""
+    made = Conversion(kind, str(model.absolute()), named, settings, digests)
+    write_file(folder / RECORD, json.dumps(asdict(made), indent=2) + "\n")
+
+
+def read_record(folder: Path) -> Conversion:
+    """Return the record in `folder`. Raises InputRefused (Q513)."""
+    try:
+        found = decode(read_json((folder / RECORD).read_bytes()), Conversion)
+    except (OSError, ValueError, Undecodable) as error:
+        message = f"`{folder / RECORD}` cannot be read: {error}"
+        raise InputRefused(Diagnostic("Q513", message, hint="convert the model again")) from error
+    if any("/" in file or file.startswith(".") for file in found.files):
+        message = f"`{folder / RECORD}` names a file outside of its folder"
+        raise InputRefused(Diagnostic("Q513", message, hint="convert the model again"))
+    return found
