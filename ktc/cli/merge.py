@@ -39,8 +39,13 @@ def command(
         return
     from ktc.adapters.merge import merge
     from ktc.model.progress import progress_bar
+    from ktc.quantise.original import trained_grid
+
+    grid = trained_grid(model)
 
     with progress_bar(f"merging into {output.name}", session.quiet) as bar:
         done = merge(adapter, output, model, bar)
     session.result({**asdict(done), "path": str(done.path)})
     session.show(f"{done.path}: {done.changed} of {done.tensors} tensors changed, {size(done.bytes)}")
+    if grid:
+        session.show(f"note: training rounded weights to `{grid}`, and these are not rounded: `--int4` rounds them")

@@ -105,14 +105,25 @@ def _require_trained_grid(
     """Compare the merge with what training rounded: the checkpoint's codes, or the grids of a compiled program."""
     if config is not None:
         raise InputRefused(_rounds_again(f"the quantised weights of `{base.name}`"))
+    grid = trained_grid(model)
+    if grid and grid != scheme.grid:
+        message = f"training rounded weights to `{grid}`, and the scheme `{scheme.name}` is `{scheme.grid}`"
+        raise InputRefused(Diagnostic("Q506", message, hint="use the scheme of the program, or `ktc merge` alone"))
+
+
+def trained_grid(model: Path) -> str:
+    """Return the grid to which the program of a compiled model rounds sums or trained weights, "" for none.
+
+    Raises InputRefused (Q505) where it rounds a frozen base, beside which adapters are exact.
+    """
     rewrites = compiled.read_manifest(model).rewrites if (model / compiled.FILE).is_file() else ()
+    found = ""
     for rewrite in rewrites:
         grid = str(rewrite.args.get("grid") or "")
         if grid and not rewrite.args.get("merged") and not rewrite.args.get("masters"):
             raise InputRefused(_rounds_again(f"weights that `{rewrite.rule}` rounds at `{rewrite.fqn}`"))
-        if grid and grid != scheme.grid:
-            message = f"training rounded `{rewrite.fqn}` to `{grid}`; the scheme `{scheme.name}` is `{scheme.grid}`"
-            raise InputRefused(Diagnostic("Q506", message, hint="use the scheme of the program, or `ktc merge` alone"))
+        found = grid or found
+    return found
 
 
 def _rounds_again(beside: str) -> Diagnostic:

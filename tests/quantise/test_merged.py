@@ -107,7 +107,10 @@ def test_the_grid_of_training_decides(
     monkeypatch.setattr(original.compiled, "read_manifest", lambda folder: SimpleNamespace(rewrites=(rewrite,)))
     monkeypatch.setattr(original, "find_base", lambda opened, model: read_base(base))
     assert code(lambda: quantize(compiled, tmp_path / "out", G32, adapter=adapter)) == "Q505"
-    arguments["merged"] = "merged"
+    assert code(lambda: original.trained_grid(compiled)) == "Q505"
+    arguments["masters"] = "float32"
+    assert original.trained_grid(compiled) == G32.grid
+    arguments["masters"], arguments["merged"] = "", "merged"
     assert code(lambda: quantize(compiled, tmp_path / "out", SCHEMES["int4-channel"], adapter=adapter)) == "Q506"
     assert quantize(compiled, tmp_path / "out", G32, adapter=adapter).drift is not None
 
