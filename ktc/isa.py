@@ -27,6 +27,7 @@ class InstructionSet:
     compiler: tuple[str, ...]
     dtypes: tuple[Dtype, ...] = ("bf16",)
     bf16_products: bool = False  # multiplies bf16 without widening it
+    words: bool = False  # multiplies codes of integers as 16-bit words, with rows in 16-bit fixed point
     tiles: bool = False  # blocked products in tile registers, which the operating system must grant
     linear: bool = True  # has a kernel for linear layers of few rows
 
@@ -47,8 +48,8 @@ _AMX: Final = (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 # The slowest first; each implies those before it.
 _ROWS: Final = (
     InstructionSet("scalar", frozenset(), (), dtypes=("bf16", "fp32", "fp64")),
-    InstructionSet("avx2", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c")),
-    InstructionSet("avx512", _AVX512_CPU, _AVX512),
+    InstructionSet("avx2", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c"), words=True),
+    InstructionSet("avx512", _AVX512_CPU, _AVX512, words=True),
     InstructionSet("avx512_bf16", _BF16_CPU, _BF16, bf16_products=True),
     InstructionSet("amx", _AMX_CPU, _AMX, bf16_products=True, tiles=True, linear=False),
 )

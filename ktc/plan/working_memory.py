@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ktc.formats import FORMATS, Dense
+from ktc.formats import BLOCKS, FORMATS, Dense, WeightFormat
 from ktc.isa import INSTRUCTION_SETS
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import PANEL, padded
@@ -21,6 +21,9 @@ _INDEX: Final = 8
 # What one thread's sums take at most, with tiles and without; `sums_at_hand` of moe_sweep.hpp asserts it.
 _TILED_SUMS: Final = 1 << 20
 _SUMS: Final = 1 << 14
+# Of fixed_point_rows.hpp, bytes beside the words of 32 values; of multiply_word_panel.hpp, scales and minima beside
+# them, at most.
+_WORD_BLOCK, _WORD_SCALES = 16, 1 / 8
 # Of linear_panels.hpp: 16 and 128 groups of at most 12 rows, the bytes of rows between them, a stretch of a panel.
 _FEWEST_ROWS, _MOST_ROWS, _ROW_BYTES, _STRETCH = 16 * 12, 128 * 12, 16 << 20, 256
 
@@ -67,7 +70,7 @@ def slots_of(spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), t
             _backward(spec, sizes, ranks, keep=keep),
         ),
         _scratch=(
-            threads * _thread(spec, sizes, ranks, panels=_is_decoded(spec), quantises=True) + factors,
+            threads * _thread(spec, sizes, ranks, panels=_decoded_panels(spec), quantises=True) + factors,
             threads * _thread(spec, sizes, ranks, panels=2, quantises=not keep) + 2 * factors,
         ),
     )
@@ -123,7 +126,8 @@ def _forward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
     reads_elements = not spec.integer_products or ranks[0] > 0
     slot = reads_elements * sizes.hidden * sizes.item + sizes.inter * sizes.item + sizes.total
     again = sizes.inter * sizes.item if spec.integer_products and ranks[1] else 0  # elements that LoRA on down reads
-    return _token(spec, sizes) + sizes.top_k * (slot + again + _low_rank(sizes, ranks) + _quantised(spec, sizes))
+    integers = _quantised(spec, sizes) + _words(spec, sizes)
+    return _token(spec, sizes) + sizes.top_k * (slot + again + _low_rank(sizes, ranks) + integers)
 
 
 def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
@@ -131,7 +135,7 @@ def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: 
     gate_up = sizes.outputs * sizes.item * (1 if keep else 2)
     weight_parts = (sizes.inter // PANEL + 2) * sizes.total
     slot = sizes.hidden * sizes.item + gate_up + weight_parts + 2 * _low_rank(sizes, ranks)
-    again = 0 if keep else _quantised(spec, sizes)
+    again = 0 if keep else _quantised(spec, sizes) + _words(spec, sizes)
     return _token(spec, sizes) + sizes.top_k * (slot + again)
 
 
@@ -150,6 +154,17 @@ def _quantised(spec: KernelSpec, sizes: _Sizes) -> int:
     return max(sizes.hidden, sizes.inter) + 2 * PANEL if spec.integer_products else 0
 
 
+def _words(spec: KernelSpec, sizes: _Sizes) -> int:
+    """Return the bytes of a slot's rows in 16-bit fixed point: of one product, then of the other."""
+    widths = (sizes.hidden, spec.format_gate_up), (sizes.inter, spec.format_down)
+    of_block = PANEL * 2 + _WORD_BLOCK
+    return max(width // PANEL * of_block * _reads_words(spec, weight_format) for width, weight_format in widths)
+
+
+def _reads_words(spec: KernelSpec, weight_format: WeightFormat) -> bool:
+    return INSTRUCTION_SETS[spec.isa].words and weight_format in BLOCKS and BLOCKS[weight_format].coded
+
+
 def _factors(spec: KernelSpec, ranks: tuple[int, int]) -> int:
     """B of both products expert after expert, which PEFT stores otherwise; backward has gradients of the same size."""
     hidden, inter = spec.hidden or 0, spec.intermediate or 0
@@ -157,7 +172,7 @@ def _factors(spec: KernelSpec, ranks: tuple[int, int]) -> int:
     return (spec.num_experts or 0) * values * _Sizes.of(spec).total
 
 
-def _thread(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, panels: int, quantises: bool) -> int:
+def _thread(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, panels: float, quantises: bool) -> int:
     """Return the bytes of one thread.
 
     They hold sums, panels of weights decoded or transposed, a panel of LoRA's factors with three of their gradients
@@ -167,8 +182,11 @@ def _thread(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, panels: 
     low_rank = width + rank * PANEL * (sizes.item + 3 * sizes.total) if rank else 0
     rows = PANEL * (sizes.inter + 2 * PANEL) if quantises and spec.integer_products else 0
     sums = _TILED_SUMS if INSTRUCTION_SETS[spec.isa].tiles else _SUMS
-    return sums + panels * width + low_rank + rows
+    return sums + int(panels * width) + low_rank + rows
 
 
-def _is_decoded(spec: KernelSpec) -> bool:
-    return not all(isinstance(FORMATS[name], Dense) for name in spec.formats)
+def _decoded_panels(spec: KernelSpec) -> float:
+    """Return the panels of weights that a thread decodes in forward. Words have their scales and minima beside them."""
+    if any(_reads_words(spec, name) for name in spec.formats):
+        return 1 + _WORD_SCALES
+    return 0 if all(isinstance(FORMATS[name], Dense) for name in spec.formats) else 1

@@ -18,11 +18,13 @@ from ktc.codegen.render import render
 from ktc.experts.lora import ExpertsLora, Lora
 from ktc.experts.packed import PackedExperts
 from ktc.formats import WeightFormat
+from ktc.isa import INSTRUCTION_SETS, Isa
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import packed_bytes
 from ktc.plan.working_memory import slots_of
 
 TOKENS = 192
+WORDS = [isa for isa in ISAS if INSTRUCTION_SETS[isa].words]
 SIZES = {"hidden": 512, "intermediate": 352, "num_experts": 8, "top_k": 4}
 
 
@@ -57,12 +59,14 @@ def test_a_plan_bounds_what_a_call_reserves(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codes", [("int8", 0), ("int4", 32)])
+@pytest.mark.parametrize(
+    ("isa", "codes"), [(ISAS[0], ("int8", 0)), (ISAS[0], ("int4", 32)), *((isa, ("q4_1", 0)) for isa in WORDS)]
+)
 def test_quantised_weights_take_scratch_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, codes: tuple[WeightFormat, int]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, isa: Isa, codes: tuple[WeightFormat, int]
 ) -> None:
     monkeypatch.setattr(host, "usable_threads", lambda: 8)
-    spec = spec_of(ISAS[0], codes=codes)
+    spec = spec_of(isa, codes=codes)
     library = build(render([spec], {spec: "tests/experts/test_workspace.py:1:1"}), host.detect(), tmp_path)
     layer = random_layer(*SIZES.values(), TOKENS)
     for threads in (1, 3):

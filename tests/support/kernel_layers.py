@@ -46,7 +46,8 @@ EVERYWHERE = (FORMS[0], FORMS[1])
 EXACT = (FORMS[0], FORMS[1], FORMS[5], FORMS[6], FORMS[7])
 Dtype = Literal["bf16", "fp32", "fp64"]
 # So few rows of an expert are multiplied with the codes themselves. Products of more rows, and those of all gradients,
-# are of code x scale rounded to bf16.
+# are of code x scale rounded to bf16; but blocks of integers are multiplied as such by any number of rows (`words` in
+# ktc/isa.py).
 CODE_ROWS: dict[Isa, int] = {"avx2": 16, "avx512": 16, "avx512_bf16": 6, "amx": 4}
 
 

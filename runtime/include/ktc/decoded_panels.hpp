@@ -1,6 +1,5 @@
 // Panels of quantised weights: decoded into a scratch that stays in L2, as stored or transposed, and then multiplied
-// like all others. Each is decoded at once, so computation limits the speed. The codes of the next one are fetched into
-// L2 while the current one is multiplied.
+// like all others. Each is decoded at once, so computation limits the speed.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +7,10 @@
 #include <cstdint>
 
 #include "ktc/code_products.hpp"
+#include "ktc/coded_panels.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/prefetch.hpp"
+#include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/decode.hpp"
@@ -17,54 +18,41 @@
 #include "ktc/weight_format/decode_int8.hpp"
 #include "ktc/weight_format/packed.hpp"
 #include "ktc/weight_format/quantised.hpp"
+#include "ktc/word_panels.hpp"
 
 namespace ktc {
 
 template <class Isa, class PanelType>
-class DecodedPanels {
+class DecodedPanels : public CodedPanels<Isa, PanelType> {
+  using Base = CodedPanels<Isa, PanelType>;
+
  public:
   using Panel = PanelType;
   using Element = typename Isa::Element;
-  using Ahead = FetchAhead<Isa>;
   using Products = CodeProducts<Isa, Panel>;
   static constexpr int kStreamRows = Products::kRows;
   static constexpr bool kMultipliesCodes = kStreamRows > 0;
 
   // `scratch` holds `scratch_size(contraction)` elements.
   DecodedPanels(const PanelPlaces& places, std::int64_t contraction, Element* scratch)
-      : places_(places), contraction_(contraction), scratch_(scratch) {}
+      : Base(places, contraction), scratch_(scratch) {}
 
   static constexpr std::int64_t scratch_size(std::int64_t contraction) { return contraction * kPanelWidth; }
 
-  std::int64_t contraction() const { return contraction_; }
-  const PanelPlaces& places() const { return places_; }
-  const std::byte* panel(std::int64_t expert, std::int64_t index) const { return places_.panel(expert, index); }
-
-  void start(PanelPart) const {}
   const Element* current(PanelPart part) {
     const std::int64_t block = part.first_k / kPanelWidth;
     products_.forget();  // what it has was in the scratch
-    weight_format::decode_blocks<typename Isa::Lanes, Panel>(panel(part.expert, part.panel), block,
+    weight_format::decode_blocks<typename Isa::Lanes, Panel>(this->panel(part.expert, part.panel), block,
                                                              block + part.size_k / kPanelWidth, scratch_);
     return scratch_;
   }
-  Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {
-    const std::byte* codes = panel(next.expert, next.panel);
-    const std::int64_t block = next.first_k / kPanelWidth;
-    const std::int64_t begin = Panel::scales_at(block);
-    const std::int64_t end = Panel::codes_at(block + next.size_k / kPanelWidth - 1) + Panel::kBlockBytes;
-    return Ahead(codes + begin, end - begin, calls);
-  }
-  void advance() const {}
 
   // A whole panel and one group of an expert with up to `kStreamRows` rows, without decoding.
-  void multiply_codes(int rows, PanelPart part, const Element* a, typename Isa::Accumulator* tile) {
-    products_.multiply(rows, contraction_, a, panel(part.expert, part.panel), tile, scratch_);
+  void multiply_codes(const SlotGroup& group, PanelPart part, const Element* a, typename Isa::Accumulator* tile) {
+    products_.multiply(group.rows, this->contraction(), a, this->panel(part.expert, part.panel), tile, scratch_);
   }
 
  private:
-  PanelPlaces places_;
-  std::int64_t contraction_;
   Element* scratch_;
   Products products_;
 };
@@ -120,7 +108,7 @@ class DecodedTransposedPanels {
   static constexpr bool kMultipliesCodes = false;
 
   // `scratch` holds `scratch_size(num_panels)` elements.
-  DecodedTransposedPanels(const DecodedPanels<Isa, Panel>& stored, std::int64_t num_panels, Element* scratch)
+  DecodedTransposedPanels(const CodedPanels<Isa, Panel>& stored, std::int64_t num_panels, Element* scratch)
       : stored_(stored), num_panels_(num_panels), scratch_(scratch) {}
 
   static constexpr std::int64_t scratch_size(std::int64_t num_panels) { return num_panels * weight_format::kBlock; }
@@ -151,7 +139,7 @@ class DecodedTransposedPanels {
   void advance() const {}
 
  private:
-  DecodedPanels<Isa, Panel> stored_;
+  CodedPanels<Isa, Panel> stored_;
   std::int64_t num_panels_;
   Element* scratch_;
 };
@@ -169,6 +157,12 @@ struct PanelSources {
 template <class Isa, Decoded Panel>
 struct PanelSources<Isa, Panel> {
   using Stored = DecodedPanels<Isa, Panel>;
+  using Transposed = DecodedTransposedPanels<Isa, Panel>;
+};
+template <class Isa, Decoded Panel>
+  requires MultipliedAsWords<Isa, Panel>
+struct PanelSources<Isa, Panel> {
+  using Stored = WordPanels<Isa, Panel>;
   using Transposed = DecodedTransposedPanels<Isa, Panel>;
 };
 

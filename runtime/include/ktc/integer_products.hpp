@@ -76,6 +76,7 @@ class IntegerProducts {
   using Scratch = SweepScratch<Layer>;
   using ActivatedRows = PlainRows<Layer>;
   static constexpr bool kPacksRows = true;
+  static constexpr bool kReadsActivated = true;
 
   IntegerProducts(const Layer& layer, const Routing& routing, const std::byte* packed, int threads)
       : layer_(layer),

@@ -215,6 +215,18 @@ constexpr std::int64_t sums_at_hand() {
   return kTile;
 }
 
+// Panels that multiply a group themselves, whole panels at a time: their rows are not what an ISA multiplies.
+template <class Panels>
+concept MultipliesRows = requires { Panels::kReadsWords; };
+
+// How often a group's product calls `ahead.step()`; `steps` are of one element's depth.
+template <class Isa, class Panels>
+constexpr std::int64_t steps_ahead(int rows, std::int64_t steps) {
+  if constexpr (MultipliesRows<Panels>)
+    return Panels::steps_ahead(steps * ElementTraits<typename Isa::Element>::kDepth);
+  return Isa::steps_ahead(rows, steps);
+}
+
 // For every active expert and each panel that this worker takes from the queue: multiply all slots and call
 // `epilogue(group, part, tile)`, announced by `epilogue.prefetch(group, part)`. Before it, `epilogue.complete(isa,
 // group, part, tile)` may add products of its own; `epilogue.begin(part)` and `epilogue.end(part)` enclose the calls of
@@ -245,7 +257,7 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
     const SlotGroup* last = here.end() - 1;
     const bool streams = last->first_slot + last->rows - group->first_slot <= Panels::kStreamRows;
     auto ahead = streams ? typename Panels::Ahead{}
-                         : window.work_ahead(panels, num_groups * Isa::steps_ahead(group->rows, steps));
+                         : window.work_ahead(panels, num_groups * steps_ahead<Isa, Panels>(group->rows, steps));
     const auto* packed = Panels::kMultipliesCodes && streams ? nullptr : panels.current(part);
     auto* tile = sums + here.first_sum() * kTile;
     if (here.ends_sum()) epilogue.begin(part);
@@ -254,12 +266,14 @@ void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typen
       const auto* a = rows + group->first_slot * contraction + part.first_k * group->rows;
       if constexpr (Panels::kMultipliesCodes) {
         if (streams) {  // all groups, and the whole panel
-          panels.multiply_codes(group->rows, part, a, tile);
+          panels.multiply_codes(*group, part, a, tile);
           finish(here, *group, part, tile);
           continue;
         }
       }
-      if (here.begins_sum()) {
+      if constexpr (MultipliesRows<Panels>) {
+        panels.multiply(*group, a, tile, ahead);
+      } else if (here.begins_sum()) {
         isa.multiply(group->rows, steps, a, packed, tile, ahead);
       } else if constexpr (Isa::kBlocked) {
         isa.multiply_add(group->rows, steps, a, packed, tile, ahead);

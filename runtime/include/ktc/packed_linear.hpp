@@ -103,15 +103,19 @@ class PackedLinear final : public PackedLinearKernel {
     engine.exclusively([&](const Team& team, Workspace& workspace) {
       Region<bf16> rows(arguments.rows * padded), scratch(Panels::scratch_size(padded) * team.threads());
       Region<Accumulator> sums(sums_at_hand<Isa>() * team.threads());
-      workspace.lay_out(rows, scratch, sums);
+      Region<std::byte> words(word_bytes<Panels>(arguments.rows, padded));
+      workspace.lay_out(rows, scratch, sums, words);
       const PanelQueues<Isa> queues(routing, {panels, padded, PanelTurns::kNone}, team.threads());
       team.run([&](const Worker& worker) {
         const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
-        gather_slots<Isa>(routing, x, padded, Range::share(num_groups, worker.index, worker.count), rows.data());
+        const Range groups = Range::share(num_groups, worker.index, worker.count);
+        gather_slots<Isa>(routing, x, padded, groups, rows.data());
+        rows_to_words<Panels>(routing, groups, padded, rows.data(), words.data());
         worker.barrier.arrive_and_wait();
-        sweep<Isa>(routing, queues.of(worker.index),
-                   Panels(places, padded, scratch.data() + worker.index * Panels::scratch_size(padded)), rows.data(),
-                   sums.data() + worker.index * sums_at_hand<Isa>(), Output{arguments});
+        Panels own(places, padded, scratch.data() + worker.index * Panels::scratch_size(padded));
+        if constexpr (ReadsWords<Panels>) own.read(words.data());
+        sweep<Isa>(routing, queues.of(worker.index), own, rows.data(), sums.data() + worker.index * sums_at_hand<Isa>(),
+                   Output{arguments});
       });
     });
   }

@@ -231,6 +231,8 @@ struct Isa {
   // An expert of up to this many rows is multiplied with codes as they are stored. With 16 rows this takes less than
   // two thirds of the time of decoding; a scratch panel has space for the converted values of as many.
   static constexpr int kCodeRows = 16;
+  // The same of blocks of integers, which are decoded to words for more rows.
+  static constexpr int kWordRows = 8;
   static constexpr int kNumberRows = 2;  // at a time, where codes are fp32 numbers
   // In fp32, 6 rows x 2 vectors are 12 accumulators; 2 vectors of weights and a row's value fit beside.
   static constexpr int kFp32Rows = 6;

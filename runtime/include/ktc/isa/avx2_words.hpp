@@ -20,10 +20,14 @@ struct Words {
   static Vector widened(const std::byte* bytes) {
     return _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
   }
+  static void store(Vector words, std::byte* target) { _mm256_store_si256(reinterpret_cast<__m256i*>(target), words); }
   static Vector all(std::int16_t word) { return _mm256_set1_epi16(word); }
   static Vector right(Vector words, int bits) { return _mm256_srli_epi16(words, bits); }
+  static Vector sums_right(Vector sums, int bits) { return _mm256_srai_epi32(sums, bits); }
+  static Vector sum_of(Vector a, Vector b) { return _mm256_add_epi32(a, b); }
   static Vector left(Vector words, int bits) { return _mm256_slli_epi16(words, bits); }
   static Vector both(Vector a, Vector b) { return _mm256_and_si256(a, b); }
+  static Vector difference(Vector a, Vector b) { return _mm256_sub_epi16(a, b); }
   // The bits of `a` where `mask` has ones, and those of `b`, whose bits are zero there.
   static Vector joined(Vector mask, Vector a, Vector b) { return _mm256_or_si256(_mm256_and_si256(mask, a), b); }
   // The entry of each byte's lower four bits, of bytes below 128.
@@ -37,6 +41,12 @@ struct Words {
   static Vector add_products(Vector sums, Vector a, Vector b) {
     return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
   }
+  // To be used for each step of a long sum: GCC makes a tree of additions otherwise, whose operands are spilled.
+  static Vector add_products_in_order(Vector sums, Vector a, Vector b) {
+    Vector added = add_products(sums, a, b);
+    asm("" : "+x"(added));
+    return added;
+  }
 
   static Floats to_floats(Vector sums) { return _mm256_cvtepi32_ps(sums); }
   static Floats all(float value) { return _mm256_set1_ps(value); }
@@ -44,6 +54,10 @@ struct Words {
   static Floats load(const bf16* values) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  static Floats from_bytes(const std::uint8_t* values) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(values));
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
   }
   static void store(Floats values, float* target) { _mm256_storeu_ps(target, values); }
   static Floats product(Floats a, Floats b) { return _mm256_mul_ps(a, b); }

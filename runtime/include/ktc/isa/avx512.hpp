@@ -91,6 +91,8 @@ struct Isa {
   // An expert of up to this many rows is multiplied with codes as they are stored. With 16 rows this takes less than
   // two thirds of the time of decoding; a scratch panel has space for the converted values of as many.
   static constexpr int kCodeRows = 16;
+  // The same of blocks of integers, which are decoded to words for more rows.
+  static constexpr int kWordRows = 16;
   static constexpr int kNumberRows = 4;  // at a time, where codes are fp32 numbers
   static constexpr int kFp32Rows = 12;
   static constexpr int kFp32Halves = 2;

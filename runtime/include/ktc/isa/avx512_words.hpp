@@ -20,10 +20,14 @@ struct Words {
   static Vector widened(const std::byte* bytes) {
     return _mm512_cvtepi8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(bytes)));
   }
+  static void store(Vector words, std::byte* target) { _mm512_store_si512(target, words); }
   static Vector all(std::int16_t word) { return _mm512_set1_epi16(word); }
   static Vector right(Vector words, int bits) { return _mm512_srli_epi16(words, static_cast<unsigned>(bits)); }
+  static Vector sums_right(Vector sums, int bits) { return _mm512_srai_epi32(sums, static_cast<unsigned>(bits)); }
+  static Vector sum_of(Vector a, Vector b) { return _mm512_add_epi32(a, b); }
   static Vector left(Vector words, int bits) { return _mm512_slli_epi16(words, static_cast<unsigned>(bits)); }
   static Vector both(Vector a, Vector b) { return _mm512_and_si512(a, b); }
+  static Vector difference(Vector a, Vector b) { return _mm512_sub_epi16(a, b); }
   // The bits of `a` where `mask` has ones, and those of `b`, whose bits are zero there.
   static Vector joined(Vector mask, Vector a, Vector b) {
     constexpr int kAndOr = 0xea;  // (first and second) or third
@@ -40,6 +44,12 @@ struct Words {
   static Vector add_products(Vector sums, Vector a, Vector b) {
     return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
   }
+  // To be used for each step of a long sum: GCC makes a tree of additions otherwise, whose operands are spilled.
+  static Vector add_products_in_order(Vector sums, Vector a, Vector b) {
+    Vector added = add_products(sums, a, b);
+    asm("" : "+v"(added));
+    return added;
+  }
 
   static Floats to_floats(Vector sums) { return _mm512_cvtepi32_ps(sums); }
   static Floats all(float value) { return _mm512_set1_ps(value); }
@@ -47,6 +57,10 @@ struct Words {
   static Floats load(const bf16* values) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  static Floats from_bytes(const std::uint8_t* values) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
   }
   static void store(Floats values, float* target) { _mm512_storeu_ps(target, values); }
   static Floats product(Floats a, Floats b) { return _mm512_mul_ps(a, b); }

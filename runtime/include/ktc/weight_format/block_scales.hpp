@@ -125,6 +125,47 @@ struct ScalesAndMins {
     widen_products(head + kMinsAt, six[1], min);
   }
 
+  // The same of all blocks of a span: what they share is computed once. Products of one row with codes take so little
+  // time that the scales of each block alone would be a quarter of it.
+  class Span {
+   public:
+    explicit Span(const std::byte* head) {
+      widen_halves(head, half_[0]);
+      widen_halves(head + kMinsAt, half_[1]);
+      const auto* planes = reinterpret_cast<const std::uint8_t*>(head + kPlanesAt);
+      for (std::int64_t block = 0; block < 4; ++block) {
+        const std::uint8_t* for_scale = planes + block * kPanelWidth;
+        const std::uint8_t* for_min = for_scale + 4 * kPanelWidth;
+        const std::uint8_t* lower = for_scale + 8 * kPanelWidth;
+        for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
+          six_[block][0][lane] = for_scale[lane] & 0x3f;
+          six_[block][1][lane] = for_min[lane] & 0x3f;
+          six_[block + 4][0][lane] = static_cast<std::uint8_t>((lower[lane] & 0xf) | (for_scale[lane] >> 2 & 0x30));
+          six_[block + 4][1][lane] = static_cast<std::uint8_t>(lower[lane] >> 4 | (for_min[lane] >> 2 & 0x30));
+        }
+      }
+    }
+
+    // Of one vector of outputs, from `lane` on.
+    template <class Words>
+    typename Words::Floats scale(std::int64_t block, int, std::int64_t lane) const {
+      return product<Words>(block, 0, lane);
+    }
+    template <class Words>
+    typename Words::Floats min(std::int64_t block, std::int64_t lane) const {
+      return product<Words>(block, 1, lane);
+    }
+
+   private:
+    template <class Words>
+    typename Words::Floats product(std::int64_t block, int which, std::int64_t lane) const {
+      return Words::product(Words::load(half_[which] + lane), Words::from_bytes(six_[block][which] + lane));
+    }
+
+    alignas(64) float half_[2][kPanelWidth];
+    alignas(64) std::uint8_t six_[kSpanBlocks][2][kPanelWidth];
+  };
+
  private:
   static constexpr std::int64_t kMinsAt = kPanelWidth * 2;
   static constexpr std::int64_t kPlanesAt = 2 * kMinsAt;

@@ -15,7 +15,7 @@
 
 namespace ktc::weight_format {
 
-// The bits of a panel's codes, the integers that they stand for, and the scales of 32 weights of each output. Only
+// The bits of a panel's codes, the integers that they stand for, and the scales of a span of blocks. Only
 // panels whose numbers are integers of up to 8 bits have them.
 template <class Panel>
 struct IntegerCodes {
@@ -33,21 +33,51 @@ struct IntegerCodes<Panel> {
   static constexpr int kScales = Format::kScales;
   static constexpr bool kMins = Format::kMins;
   static constexpr int number(unsigned code) { return static_cast<int>(Format::number(code)); }
-  static bool begins_span(std::int64_t block) { return block % Panel::kSpanBlocks == 0; }
+  static constexpr std::int64_t kSpanBlocks = Panel::kSpanBlocks;
 
-  // Of `Words::kOutputs` outputs from `lane` on.
+  // The scales of a span's blocks, of `Words::kOutputs` outputs from `lane` on.
   template <class Words>
   class Scales {
    public:
-    Scales(const std::byte* panel, std::int64_t block)
-        : stored_(panel + Panel::scales_at(block), block % Panel::kSpanBlocks) {}
-    typename Words::Floats scale(int group, std::int64_t lane) const {
-      return Words::load(stored_.scale[group] + lane);
-    }
-    typename Words::Floats min(std::int64_t lane) const { return Words::load(stored_.min + lane); }
+    Scales(const std::byte* panel, std::int64_t first_block) : head_(panel + Panel::scales_at(first_block)) {}
+
+    class Block {
+     public:
+      Block(const Scales& span, std::int64_t block) : stored_(span.head_, block) {}
+      typename Words::Floats scale(int group, std::int64_t lane) const {
+        return Words::load(stored_.scale[group] + lane);
+      }
+      typename Words::Floats min(std::int64_t lane) const { return Words::load(stored_.min + lane); }
+
+     private:
+      BlockScales<Format> stored_;
+    };
 
    private:
-    BlockScales<Format> stored_;
+    const std::byte* head_;
+  };
+  // Where blocks of a span share values that are computed once.
+  template <class Words>
+    requires requires { typename Format::Span; }
+  class Scales<Words> {
+   public:
+    Scales(const std::byte* panel, std::int64_t first_block) : span_(panel + Panel::scales_at(first_block)) {}
+
+    class Block {
+     public:
+      Block(const Scales& span, std::int64_t block) : span_(span.span_), block_(block) {}
+      typename Words::Floats scale(int group, std::int64_t lane) const {
+        return span_.template scale<Words>(block_, group, lane);
+      }
+      typename Words::Floats min(std::int64_t lane) const { return span_.template min<Words>(block_, lane); }
+
+     private:
+      const typename Format::Span& span_;
+      std::int64_t block_;
+    };
+
+   private:
+    typename Format::Span span_;
   };
 };
 
@@ -61,14 +91,22 @@ struct IntegerCodes<QuantisedPanel<Int4, kGroup>> {
   static constexpr int kScales = 1;
   static constexpr bool kMins = false;
   static constexpr int number(unsigned code) { return static_cast<int>(code) - 8; }
-  static bool begins_span(std::int64_t block) { return block % Panel::kGroupBlocks == 0; }
+  static constexpr std::int64_t kSpanBlocks = Panel::kGroupBlocks;
 
   template <class Words>
   class Scales {
    public:
-    Scales(const std::byte* panel, std::int64_t block)
-        : stored_(reinterpret_cast<const bf16*>(panel + Panel::scales_at(block))) {}
-    typename Words::Floats scale(int, std::int64_t lane) const { return Words::load(stored_ + lane); }
+    Scales(const std::byte* panel, std::int64_t first_block)
+        : stored_(reinterpret_cast<const bf16*>(panel + Panel::scales_at(first_block))) {}
+
+    class Block {
+     public:
+      Block(const Scales& span, std::int64_t) : stored_(span.stored_) {}
+      typename Words::Floats scale(int, std::int64_t lane) const { return Words::load(stored_ + lane); }
+
+     private:
+      const bf16* stored_;
+    };
 
    private:
     const bf16* stored_;

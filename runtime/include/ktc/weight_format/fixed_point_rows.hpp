@@ -5,32 +5,37 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "ktc/element.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc::weight_format {
 
-// Of 32 values of a row: a value is `scale` times its word. The words' sums are of the first 16 and of the others.
+// Of 32 values of a row: a value is `scale` times its word. The words' sums are of the first 16 and of the others, and
+// `sum` is that of all values.
 struct FixedPointBlock {
   float scale;
+  float sum;
   std::int32_t sums[2];
-
-  float sum() const { return scale * static_cast<float>(sums[0] + sums[1]); }
 };
 
-// `words` [k / 2][rows][2], as the packed rows; `blocks` [k / 32][rows].
+// `words` [k / 2][rows][2], as the packed rows; `blocks` [k / 32][rows]. The scale of the first is NaN if a value of
+// any row is infinite or a NaN: then the rest is meaningless.
 struct FixedPointRows {
   const std::int16_t* words;
   const FixedPointBlock* blocks;
   int rows;
+
+  bool finite() const { return !std::isnan(blocks->scale); }
 };
 
 // The bytes of `rows` rows: words, then blocks.
-constexpr std::int64_t fixed_point_bytes(int rows, std::int64_t padded_k) {
+constexpr std::int64_t fixed_point_bytes(std::int64_t rows, std::int64_t padded_k) {
   return rows * (padded_k * 2 + padded_k / kPanelWidth * static_cast<std::int64_t>(sizeof(FixedPointBlock)));
 }
 
@@ -42,7 +47,7 @@ inline bool to_fixed_point(const std::uint16_t* bits, std::int16_t* words, Fixed
   std::uint16_t largest = 0;
   for (int k = 0; k < kPanelWidth; ++k) largest = std::max<std::uint16_t>(largest, bits[k] & 0x7fff);
   const int exponent = (largest >> 7) - kBias;
-  block = {0, {0, 0}};
+  block = {};
   if (exponent > kBias) return false;
   if (exponent < -100) {
     std::fill(words, words + kPanelWidth, std::int16_t{});
@@ -61,6 +66,7 @@ inline bool to_fixed_point(const std::uint16_t* bits, std::int16_t* words, Fixed
     for (int k = 0; k < kHalfPanel; ++k) sum += words[half * kHalfPanel + k];
     block.sums[half] = sum;
   }
+  block.sum = block.scale * static_cast<float>(block.sums[0] + block.sums[1]);
   return true;
 }
 
@@ -70,13 +76,13 @@ inline FixedPointRows fixed_point_rows(const std::byte* converted, int rows, std
           .rows = rows};
 }
 
-// Packed rows [k / 2][rows][2] into `target`, of `fixed_point_bytes`. Returns whether all values are finite; otherwise
-// the result is meaningless.
+// Packed rows [k / 2][rows][2] into `target`, of `fixed_point_bytes`. Returns whether all values are finite.
 inline bool to_fixed_point(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
   constexpr std::int64_t kPairs = kPanelWidth / 2;
   constexpr std::size_t kPairBytes = 2 * sizeof(bf16);
   auto* words = reinterpret_cast<std::int16_t*>(target);
   auto* blocks = reinterpret_cast<FixedPointBlock*>(target + rows * padded_k * 2);
+  auto* const first = blocks;
   bool finite = true;
   for (std::int64_t k = 0; k < padded_k; k += kPanelWidth, a += rows * kPanelWidth, words += rows * kPanelWidth) {
     for (int row = 0; row < rows; ++row, ++blocks) {
@@ -97,6 +103,7 @@ inline bool to_fixed_point(int rows, std::int64_t padded_k, const bf16* a, std::
       }
     }
   }
+  if (!finite) first->scale = std::numeric_limits<float>::quiet_NaN();
   return finite;
 }
 

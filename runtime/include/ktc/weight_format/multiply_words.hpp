@@ -35,6 +35,7 @@ template <class Words, class Panel, int kRows>
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / Lines::kVectors / Codes::kScales;  // of a scale
   constexpr std::int64_t kStepLines = Panel::kBlockBytes / kCacheLine / (kSteps * Codes::kScales);
   constexpr std::int64_t kPairs = kPanelWidth / 2;
+  using Span = typename Codes::template Scales<Words>;
   Floats total[kStrips][2][kRows];
 #pragma GCC unroll 2
   for (auto& strip : total) {
@@ -45,75 +46,78 @@ template <class Words, class Panel, int kRows>
   const auto* pairs = reinterpret_cast<const WordPair*>(x.words) + first_row;
   const FixedPointBlock* of_rows = x.blocks + first_row;
   const std::int64_t stride = x.rows;
-  for (std::int64_t block = 0; block < padded_k / kPanelWidth; ++block, pairs += kPairs * stride, of_rows += stride) {
-    const std::byte* codes = panel + Panel::codes_at(block);
-    if (Codes::begins_span(block)) {
-      const std::byte* head = panel + Panel::scales_at(block) + kCodesAhead;
-      for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 0);
-    }
-    const typename Codes::template Scales<Words> scales(panel, block);
+  const std::int64_t blocks = padded_k / kPanelWidth;
+  for (std::int64_t first_block = 0; first_block < blocks; first_block += Codes::kSpanBlocks) {
+    const std::byte* head = panel + Panel::scales_at(first_block) + kCodesAhead;
+    for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 0);
+    const Span span(panel, first_block);
+    const std::int64_t of_span = std::min(Codes::kSpanBlocks, blocks - first_block);
+    for (std::int64_t block = 0; block < of_span; ++block, pairs += kPairs * stride, of_rows += stride) {
+      const typename Span::Block scales(span, block);
+      const std::byte* codes = panel + Panel::codes_at(first_block) + block * Panel::kBlockBytes;
 #pragma GCC unroll 2
-    for (int first = 0; first < kStrips; first += kTogether) {
+      for (int first = 0; first < kStrips; first += kTogether) {
 #pragma GCC unroll 2
-      for (int group = 0; group < Codes::kScales; ++group) {
-        Vector sum[kTogether][2][kRows];
+        for (int group = 0; group < Codes::kScales; ++group) {
+          Vector sum[kTogether][2][kRows];
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-          constexpr auto kOffset = static_cast<std::uint32_t>(WordNumbers<Panel>::kOffset);
-          const std::int32_t* sums = of_rows[row].sums;
-          const auto of_words = static_cast<std::uint32_t>(Codes::kScales == 2 ? sums[group] : sums[0] + sums[1]);
-          const auto start = static_cast<std::int32_t>(0u - kOffset * of_words);  // modulo 2^32
+          for (int row = 0; row < kRows; ++row) {
+            constexpr auto kOffset = static_cast<std::uint32_t>(WordNumbers<Panel>::kOffset);
+            const std::int32_t* sums = of_rows[row].sums;
+            const auto of_words = static_cast<std::uint32_t>(Codes::kScales == 2 ? sums[group] : sums[0] + sums[1]);
+            const auto start = static_cast<std::int32_t>(0u - kOffset * of_words);  // modulo 2^32
 #pragma GCC unroll 2
-          for (auto& strip : sum) strip[0][row] = strip[1][row] = Words::sums(start);
-        }
+            for (auto& strip : sum) strip[0][row] = strip[1][row] = Words::sums(start);
+          }
 #pragma GCC unroll 2
-        for (std::int64_t step = group * kSteps; step < (group + 1) * kSteps; ++step) {
-          if (first == 0) {
+          for (std::int64_t step = group * kSteps; step < (group + 1) * kSteps; ++step) {
+            if (first == 0) {
 #pragma GCC unroll 5
-            for (std::int64_t line = 0; line < kStepLines; ++line) {
-              __builtin_prefetch(codes + kCodesAhead + (step * kStepLines + line) * kCacheLine, 0, 0);
+              for (std::int64_t line = 0; line < kStepLines; ++line) {
+                __builtin_prefetch(codes + kCodesAhead + (step * kStepLines + line) * kCacheLine, 0, 0);
+              }
+            }
+            const WordPair* at = pairs + step * (Lines::kVectors / 2) * stride;
+#pragma GCC unroll 2
+            for (int strip = 0; strip < kTogether; ++strip) {
+              const Lines lines(codes, step, first + strip);
+#pragma GCC unroll 16
+              for (int vector = 0; vector < Lines::kVectors; ++vector) {
+                const Vector words = lines.words(vector);
+#pragma GCC unroll 8
+                for (int row = 0; row < kRows; ++row) {
+                  Vector& to = sum[strip][vector % 2][row];
+                  to = Words::add_products_in_order(to, words, Words::pairs(at[vector / 2 * stride + row]));
+                }
+              }
             }
           }
-          const WordPair* at = pairs + step * (Lines::kVectors / 2) * stride;
 #pragma GCC unroll 2
           for (int strip = 0; strip < kTogether; ++strip) {
-            const Lines lines(codes, step, first + strip);
-#pragma GCC unroll 16
-            for (int vector = 0; vector < Lines::kVectors; ++vector) {
-              const Vector words = lines.words(vector);
+#pragma GCC unroll 2
+            for (int side = 0; side < 2; ++side) {
+              const Floats scale = scales.scale(group, side * kHalfPanel + (first + strip) * Words::kOutputs);
 #pragma GCC unroll 8
               for (int row = 0; row < kRows; ++row) {
-                Vector& to = sum[strip][vector % 2][row];
-                to = Words::add_products(to, words, Words::pairs(at[vector / 2 * stride + row]));
+                const Floats both = Words::product(scale, Words::all(of_rows[row].scale));  // a power of two: exact
+                Floats& to = total[first + strip][side][row];
+                to = Words::add_product(Words::to_floats(sum[strip][side][row]), both, to);
               }
             }
           }
         }
-#pragma GCC unroll 2
-        for (int strip = 0; strip < kTogether; ++strip) {
-#pragma GCC unroll 2
-          for (int side = 0; side < 2; ++side) {
-            const Floats scale = scales.scale(group, side * kHalfPanel + (first + strip) * Words::kOutputs);
-#pragma GCC unroll 8
-            for (int row = 0; row < kRows; ++row) {
-              const Floats both = Words::product(scale, Words::all(of_rows[row].scale));  // a power of two: exact
-              Floats& to = total[first + strip][side][row];
-              to = Words::add_product(Words::to_floats(sum[strip][side][row]), both, to);
-            }
-          }
-        }
       }
-    }
-    if constexpr (Codes::kMins) {
+      if constexpr (Codes::kMins) {
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) {
-        const Floats of_row = Words::all(of_rows[row].sum());
+        for (int row = 0; row < kRows; ++row) {
+          const Floats of_row = Words::all(of_rows[row].sum);
 #pragma GCC unroll 2
-        for (int strip = 0; strip < kStrips; ++strip) {
+          for (int strip = 0; strip < kStrips; ++strip) {
 #pragma GCC unroll 2
-          for (int side = 0; side < 2; ++side) {
-            Floats& to = total[strip][side][row];
-            to = Words::subtract_product(of_row, scales.min(side * kHalfPanel + strip * Words::kOutputs), to);
+            for (int side = 0; side < 2; ++side) {
+              Floats& to = total[strip][side][row];
+              to = Words::subtract_product(of_row, scales.min(side * kHalfPanel + strip * Words::kOutputs), to);
+            }
           }
         }
       }

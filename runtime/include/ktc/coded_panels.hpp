@@ -1,0 +1,42 @@
+// Panels of codes beside scales, as they are packed. The codes of the next one are fetched into L2 while the current
+// one is multiplied.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ktc/panel_places.hpp"
+#include "ktc/panel_source.hpp"
+#include "ktc/prefetch.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc {
+
+template <class Isa, class PanelType>
+class CodedPanels {
+ public:
+  using Panel = PanelType;
+  using Ahead = FetchAhead<Isa>;
+
+  CodedPanels(const PanelPlaces& places, std::int64_t contraction) : places_(places), contraction_(contraction) {}
+
+  std::int64_t contraction() const { return contraction_; }
+  const PanelPlaces& places() const { return places_; }
+  const std::byte* panel(std::int64_t expert, std::int64_t index) const { return places_.panel(expert, index); }
+
+  void start(PanelPart) const {}
+  Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {
+    const std::byte* codes = panel(next.expert, next.panel);
+    const std::int64_t block = next.first_k / kPanelWidth;
+    const std::int64_t begin = Panel::scales_at(block);
+    const std::int64_t end = Panel::codes_at(block + next.size_k / kPanelWidth - 1) + Panel::kBlockBytes;
+    return Ahead(codes + begin, end - begin, calls);
+  }
+  void advance() const {}
+
+ private:
+  PanelPlaces places_;
+  std::int64_t contraction_;
+};
+
+}  // namespace ktc

@@ -1,0 +1,119 @@
+// Panels of a file's blocks multiplied as integers, for ISAs without bf16 products: of few rows as they are stored, of
+// more as words that are decoded once into a scratch. Rows are read as 16-bit fixed point, which `rows_to_words`
+// writes once for all panels and workers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "ktc/coded_panels.hpp"
+#include "ktc/element.hpp"
+#include "ktc/panel_source.hpp"
+#include "ktc/routing.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/thread_pool.hpp"
+#include "ktc/weight_format/code_words.hpp"
+#include "ktc/weight_format/fixed_point_rows.hpp"
+#include "ktc/weight_format/multiply_decoded.hpp"
+#include "ktc/weight_format/multiply_word_panel.hpp"
+#include "ktc/weight_format/multiply_words.hpp"
+
+namespace ktc {
+
+// Blocks whose codes are integers. Codes of other formats are decoded: int4 as well, whose weights are by definition
+// code x scale rounded to bf16 (training quantises to these values).
+template <class Isa, class Panel>
+concept MultipliedAsWords = weight_format::StoredInBlocks<Panel> && weight_format::IntegerCodes<Panel>::kExist &&
+                            requires { typename Isa::Words; };
+
+template <class Isa, class PanelType>
+class WordPanels : public CodedPanels<Isa, PanelType> {
+  using Base = CodedPanels<Isa, PanelType>;
+  using Words = typename Isa::Words;
+
+ public:
+  using Panel = PanelType;
+  using Element = typename Isa::Element;
+  // Codes with two scales for 32 weights take nearly twice the time where they are not decoded.
+  static constexpr int kStreamRows = Isa::kWordRows / weight_format::IntegerCodes<Panel>::kScales;
+  static constexpr bool kMultipliesCodes = true;
+  static constexpr bool kReadsWords = true;
+
+  // `scratch` holds `scratch_size(contraction)` elements.
+  WordPanels(const PanelPlaces& places, std::int64_t contraction, Element* scratch)
+      : Base(places, contraction), scratch_(reinterpret_cast<std::byte*>(scratch)) {}
+
+  static constexpr std::int64_t scratch_size(std::int64_t contraction) {
+    return weight_format::WordPanel<Panel>::bytes(contraction) / static_cast<std::int64_t>(sizeof(Element));
+  }
+
+  // The slots of the product, as `rows_to_words` wrote them.
+  void read(const std::byte* words) { words_ = words; }
+
+  const Element* current(PanelPart part) {
+    weight_format::decode_words<Words, Panel>(this->panel(part.expert, part.panel), this->contraction(), scratch_);
+    part_ = part;
+    return nullptr;
+  }
+
+  // The decoded panel and one group of slots, whose elements are `a`.
+  template <class Ahead>
+  void multiply(const SlotGroup& group, const Element* a, float* tile, Ahead& ahead) const {
+    const auto x = rows(group);
+    if (!x.finite()) return multiply_decoded(group, part_, a, tile);
+    weight_format::multiply_word_panel<Words, Panel, Isa::kMaxRows>(this->contraction(), x, scratch_, tile, ahead);
+  }
+  // The number of times that `multiply` calls `ahead.step()`.
+  static constexpr std::int64_t steps_ahead(std::int64_t contraction) {
+    return contraction / 2 / weight_format::kWordPairsAhead * (kPanelWidth / Words::kOutputs / 2);
+  }
+
+  // A stored panel and one group of slots.
+  void multiply_codes(const SlotGroup& group, PanelPart part, const Element* a, float* tile) const {
+    const auto x = rows(group);
+    if (!x.finite()) return multiply_decoded(group, part, a, tile);
+    weight_format::multiply_words<Words, Panel>(this->contraction(), x, this->panel(part.expert, part.panel), tile);
+  }
+
+ private:
+  weight_format::FixedPointRows rows(const SlotGroup& group) const {
+    return weight_format::fixed_point_rows(
+        words_ + weight_format::fixed_point_bytes(group.first_slot, this->contraction()), group.rows,
+        this->contraction());
+  }
+  void multiply_decoded(const SlotGroup& group, PanelPart part, const Element* a, float* tile) const {
+    weight_format::multiply_decoded<Isa, Panel>(group.rows, this->contraction(), a,
+                                                this->panel(part.expert, part.panel), tile);
+  }
+
+  std::byte* scratch_;
+  const std::byte* words_ = nullptr;
+  PanelPart part_{};
+};
+
+template <class Panels>
+concept ReadsWords = requires { Panels::kReadsWords; };
+
+// The bytes of a call's slots as words, where the panels read them.
+template <class Panels>
+constexpr std::int64_t word_bytes([[maybe_unused]] std::int64_t slots, [[maybe_unused]] std::int64_t contraction) {
+  if constexpr (ReadsWords<Panels>) return weight_format::fixed_point_bytes(slots, contraction);
+  return 0;
+}
+
+// Packed slots of bf16 (`gather_slots`) to words, where the panels read them.
+template <class Panels>
+void rows_to_words([[maybe_unused]] const Routing& routing, [[maybe_unused]] Range groups,
+                   [[maybe_unused]] std::int64_t contraction, [[maybe_unused]] const bf16* slots,
+                   [[maybe_unused]] std::byte* words) {
+  if constexpr (ReadsWords<Panels>) {
+    for (std::int64_t index = groups.begin; index < groups.end; ++index) {
+      const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
+      weight_format::to_fixed_point(group.rows, contraction, slots + group.first_slot * contraction,
+                                    words + weight_format::fixed_point_bytes(group.first_slot, contraction));
+    }
+  }
+}
+
+}  // namespace ktc
