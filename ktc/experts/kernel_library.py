@@ -141,6 +141,19 @@ class NativeLinear(Protocol):
         transposed: bool,
         /,
     ) -> None: ...
+    def multiply_call(
+        self,
+        engine: Engine,
+        x: int,
+        weight: int,
+        bias: int,
+        out: int,
+        rows: int,
+        inputs: int,
+        outputs: int,
+        transposed: bool,
+        /,
+    ) -> NativeHostCall: ...
 
 
 class NativePackedLinear(Protocol):

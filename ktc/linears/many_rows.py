@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ktc.experts.kernel_calls import HostCall, announce
 from ktc.experts.kernel_library import TURNS, Kernel
 from ktc.linears.choice import Choice, kept_choice, measured_choice
-from ktc.linears.gemv import DTYPES, is_plain, is_traced, opened
+from ktc.linears.gemv import DTYPES, address, is_plain, is_traced, opened
 
 Product = Literal["packed", "auto"]
 # Below, packing the weights takes longer than the product (docs/kernels.md).
@@ -52,7 +53,10 @@ class ManyRows:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x (..., inputs) to (..., outputs), for a call that `serves` accepts."""
-        return cast("Tensor", _Frozen.apply(x.to(weight.dtype), weight, bias, self))
+        x = x.to(weight.dtype)
+        if not torch.is_grad_enabled():  # also in a step that is recorded: it has no operations of autograd
+            return self.multiply(x, weight, bias)
+        return cast("Tensor", _Frozen.apply(x, weight, bias, self))
 
     def choice(self) -> Choice:
         """Return the measured speeds of this process. The first call measures."""
@@ -68,11 +72,16 @@ class ManyRows:
         out = x.new_empty((*x.shape[:-1], inputs if transposed else outputs))
         native, engine = opened(self.kernel, self.threads)
         bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
-        bias_at, rows = 0 if bias is None else bias.data_ptr(), math.prod(x.shape[:-1])
+        sizes = math.prod(x.shape[:-1]), inputs, outputs
         with TURNS:
-            native.multiply(
-                engine, x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), rows, inputs, outputs, transposed
-            )
+            native.multiply(engine, x.data_ptr(), weight.data_ptr(), address(bias), out.data_ptr(), *sizes, transposed)
+
+        def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
+            x_at, weight_at, bias_at = map(address, reads)
+            call = native.multiply_call(engine, x_at, weight_at, bias_at, out.data_ptr(), *sizes, transposed)
+            return HostCall(call, (*reads, out))
+
+        announce(bind, (x, weight, bias), out)
         return out
 
 

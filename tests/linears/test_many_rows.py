@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ktc import host
+from ktc.experts.kernel_calls import recorded
 from ktc.linears import choice, many_rows
 from ktc.linears.choice import Choice
 from ktc.linears.lora_linear import KTLinear
@@ -110,6 +112,19 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(ManyRows, "multiply", count)
     return calls
+
+
+def test_a_recorded_step_repeats_the_product_on_other_values() -> None:
+    ours, x, calls = frozen(bias=True), torch.randn(12, 256).bfloat16(), []
+    with torch.no_grad(), recorded(calls.append):
+        ours(x)
+    (call,) = calls
+    other, out = torch.randn(12, 256).bfloat16(), torch.empty(12, 256, dtype=torch.bfloat16)
+    bound = call.bind((other, *call.reads[1:]), out)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(bound.function)(bound.address)
+    bound.rethrow()
+    with torch.no_grad():
+        assert torch.equal(out, ours(other))
 
 
 def test_a_layer_takes_the_kernel_for_many_rows_and_frozen_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
