@@ -222,7 +222,7 @@ def test_output_and_gradients_are_those_of_the_weights(
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_tokens_of_an_expert_are_multiplied_with_the_codes_where_they_are_few_or_always(library: Library, spec: KernelSpec) -> None:
+def test_tokens_of_an_expert_are_multiplied_with_the_codes(library: Library, spec: KernelSpec) -> None:
     most = 50
     layer = layer_for(spec, (3, 2, 1, 1, most, 1))
     module = module_for(library, spec, layer)

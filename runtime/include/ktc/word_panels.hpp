@@ -5,14 +5,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 
 #include "ktc/coded_panels.hpp"
-#include "ktc/element.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
-#include "ktc/thread_pool.hpp"
+#include "ktc/tensor_view.hpp"
 #include "ktc/weight_format/code_words.hpp"
 #include "ktc/weight_format/fixed_point_rows.hpp"
 #include "ktc/weight_format/multiply_decoded.hpp"
@@ -102,10 +100,10 @@ constexpr std::int64_t word_bytes([[maybe_unused]] std::int64_t slots, [[maybe_u
   return 0;
 }
 
-// Packed slots of bf16 (`gather_slots`) to words, where the panels read them.
-template <class Panels>
+// Packed slots of elements (`gather_slots`) to words, where the panels read them.
+template <class Panels, class Element>
 void rows_to_words([[maybe_unused]] const Routing& routing, [[maybe_unused]] Range groups,
-                   [[maybe_unused]] std::int64_t contraction, [[maybe_unused]] const bf16* slots,
+                   [[maybe_unused]] std::int64_t contraction, [[maybe_unused]] const Element* slots,
                    [[maybe_unused]] std::byte* words) {
   if constexpr (ReadsWords<Panels>) {
     for (std::int64_t index = groups.begin; index < groups.end; ++index) {

@@ -171,6 +171,14 @@ class CodeWords {
     }
   }
 
+  // Whether words hold four codes of four bits, each the number plus `kOffset`.
+  static constexpr bool kPlainNibbles = Codes::kBits == 4 && !Numbers::kLookedUp;
+  Vector line() const
+    requires kPlainNibbles
+  {
+    return low_[0];
+  }
+
   [[gnu::always_inline]] Vector words(int vector) const {
     if constexpr (Numbers::kSigned) {
       return low_[vector];

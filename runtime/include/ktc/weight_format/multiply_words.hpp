@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "ktc/prefetch.hpp"
@@ -23,19 +24,77 @@ inline constexpr int kWordRows = 4;
 // Two words of a row read as one integer, without a violation of the aliasing rules.
 using WordPair [[gnu::may_alias]] = std::int32_t;
 
-template <class Words, class Panel, int kRows>
+// Integer sums of a strip's two halves: of 8 or 16 outputs each, and of `kRows` rows.
+template <class Words, int kRows>
+struct WordSums {
+  typename Words::Vector of[2][kRows];
+
+  [[gnu::always_inline]] void start(int row, std::int32_t value) { of[0][row] = of[1][row] = Words::sums(value); }
+
+  // The vectors of a step, `at` the values of its rows.
+  template <class Panel>
+  [[gnu::always_inline]] void add(const CodeWords<Words, Panel>& lines, const WordPair* at, std::int64_t stride) {
+#pragma GCC unroll 16
+    for (int vector = 0; vector < CodeWords<Words, Panel>::kVectors; ++vector) {
+      const typename Words::Vector words = lines.words(vector);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        auto& to = of[vector % 2][row];
+        to = Words::add_products_in_order(to, words, Words::pairs(at[vector / 2 * stride + row]));
+      }
+    }
+  }
+  [[gnu::always_inline]] void finish() {}
+};
+
+// The same of one row and codes of four bits that are multiplied where they stand in their words: 16 times a code in
+// the second place, and 256 times one in the third, whose sums of 16 products have 2 x 8 x 15 x 256 x 32640 < 2^31.
+// That saves the shifts of a product that is bound by its number of instructions.
+template <class Words>
+class SumsInPlace {
+  using Vector = typename Words::Vector;
+
+ public:
+  Vector of[2][1];
+
+  [[gnu::always_inline]] void start(int, std::int32_t value) {
+    of[0][0] = of[1][0] = Words::sums(value);
+    third_ = second_ = Words::sums(0);
+  }
+  template <class Panel>
+  [[gnu::always_inline]] void add(const CodeWords<Words, Panel>& lines, const WordPair* at, std::int64_t) {
+    const Vector line = lines.line(), first = Words::pairs(at[0]), next = Words::pairs(at[1]);
+    const auto masked = [&](std::int16_t mask) { return Words::both(line, Words::all(mask)); };
+    of[0][0] = Words::add_products_in_order(of[0][0], masked(0xf), first);
+    second_ = Words::add_products_in_order(second_, masked(0xf0), first);
+    third_ = Words::add_products_in_order(third_, masked(0xf00), next);
+    of[1][0] = Words::add_products_in_order(of[1][0], Words::right(line, 12), next);
+  }
+  [[gnu::always_inline]] void finish() {
+    of[0][0] = Words::sum_of(of[0][0], Words::sums_right(third_, 8));
+    of[1][0] = Words::sum_of(of[1][0], Words::sums_right(second_, 4));
+  }
+
+ private:
+  Vector second_;  // of the second half's outputs
+  Vector third_;   // of the first half's
+};
+
+// `kAlone`: there is no other row, so that places are constants and all steps are written out.
+template <class Words, class Panel, int kRows, bool kAlone>
 [[gnu::noinline]] void multiply_words_of(std::int64_t padded_k, const FixedPointRows& x, int first_row,
                                          const std::byte* panel, float* tile) {
   using Codes = IntegerCodes<Panel>;
   using Lines = CodeWords<Words, Panel>;
-  using Vector = typename Words::Vector;
   using Floats = typename Words::Floats;
+  using Span = typename Codes::template Scales<Words>;
+  using Sums = std::conditional_t<kAlone && Lines::kPlainNibbles, SumsInPlace<Words>, WordSums<Words, kRows>>;
+  static_assert(!kAlone || kRows == 1);
   constexpr int kStrips = static_cast<int>(kHalfPanel / Words::kOutputs);
   constexpr int kTogether = kRows <= 2 ? kStrips : 1;  // of strips whose sums fit the registers: a value is read once
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / Lines::kVectors / Codes::kScales;  // of a scale
   constexpr std::int64_t kStepLines = Panel::kBlockBytes / kCacheLine / (kSteps * Codes::kScales);
   constexpr std::int64_t kPairs = kPanelWidth / 2;
-  using Span = typename Codes::template Scales<Words>;
   Floats total[kStrips][2][kRows];
 #pragma GCC unroll 2
   for (auto& strip : total) {
@@ -45,7 +104,7 @@ template <class Words, class Panel, int kRows>
 
   const auto* pairs = reinterpret_cast<const WordPair*>(x.words) + first_row;
   const FixedPointBlock* of_rows = x.blocks + first_row;
-  const std::int64_t stride = x.rows;
+  const std::int64_t stride = kAlone ? 1 : x.rows;
   const std::int64_t blocks = padded_k / kPanelWidth;
   for (std::int64_t first_block = 0; first_block < blocks; first_block += Codes::kSpanBlocks) {
     const std::byte* head = panel + Panel::scales_at(first_block) + kCodesAhead;
@@ -59,7 +118,7 @@ template <class Words, class Panel, int kRows>
       for (int first = 0; first < kStrips; first += kTogether) {
 #pragma GCC unroll 2
         for (int group = 0; group < Codes::kScales; ++group) {
-          Vector sum[kTogether][2][kRows];
+          Sums sum[kTogether];
 #pragma GCC unroll 8
           for (int row = 0; row < kRows; ++row) {
             constexpr auto kOffset = static_cast<std::uint32_t>(WordNumbers<Panel>::kOffset);
@@ -67,10 +126,9 @@ template <class Words, class Panel, int kRows>
             const auto of_words = static_cast<std::uint32_t>(Codes::kScales == 2 ? sums[group] : sums[0] + sums[1]);
             const auto start = static_cast<std::int32_t>(0u - kOffset * of_words);  // modulo 2^32
 #pragma GCC unroll 2
-            for (auto& strip : sum) strip[0][row] = strip[1][row] = Words::sums(start);
+            for (Sums& strip : sum) strip.start(row, start);
           }
-#pragma GCC unroll 2
-          for (std::int64_t step = group * kSteps; step < (group + 1) * kSteps; ++step) {
+          const auto add_step = [&](std::int64_t step) __attribute__((always_inline)) {
             if (first == 0) {
 #pragma GCC unroll 5
               for (std::int64_t line = 0; line < kStepLines; ++line) {
@@ -79,21 +137,19 @@ template <class Words, class Panel, int kRows>
             }
             const WordPair* at = pairs + step * (Lines::kVectors / 2) * stride;
 #pragma GCC unroll 2
-            for (int strip = 0; strip < kTogether; ++strip) {
-              const Lines lines(codes, step, first + strip);
+            for (int strip = 0; strip < kTogether; ++strip)
+              sum[strip].add(Lines(codes, step, first + strip), at, stride);
+          };
+          if constexpr (kAlone) {
 #pragma GCC unroll 16
-              for (int vector = 0; vector < Lines::kVectors; ++vector) {
-                const Vector words = lines.words(vector);
-#pragma GCC unroll 8
-                for (int row = 0; row < kRows; ++row) {
-                  Vector& to = sum[strip][vector % 2][row];
-                  to = Words::add_products_in_order(to, words, Words::pairs(at[vector / 2 * stride + row]));
-                }
-              }
-            }
+            for (std::int64_t step = 0; step < kSteps; ++step) add_step(group * kSteps + step);
+          } else {
+#pragma GCC unroll 2
+            for (std::int64_t step = 0; step < kSteps; ++step) add_step(group * kSteps + step);
           }
 #pragma GCC unroll 2
           for (int strip = 0; strip < kTogether; ++strip) {
+            sum[strip].finish();
 #pragma GCC unroll 2
             for (int side = 0; side < 2; ++side) {
               const Floats scale = scales.scale(group, side * kHalfPanel + (first + strip) * Words::kOutputs);
@@ -101,7 +157,7 @@ template <class Words, class Panel, int kRows>
               for (int row = 0; row < kRows; ++row) {
                 const Floats both = Words::product(scale, Words::all(of_rows[row].scale));  // a power of two: exact
                 Floats& to = total[first + strip][side][row];
-                to = Words::add_product(Words::to_floats(sum[strip][side][row]), both, to);
+                to = Words::add_product(Words::to_floats(sum[strip].of[side][row]), both, to);
               }
             }
           }
@@ -140,8 +196,9 @@ template <class Words, class Panel>
 void multiply_words(std::int64_t padded_k, const FixedPointRows& x, const std::byte* panel, float* tile) {
   using Multiply = void (*)(std::int64_t, const FixedPointRows&, int, const std::byte*, float*);
   static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
-    return std::array<Multiply, sizeof...(row)>{&multiply_words_of<Words, Panel, static_cast<int>(row) + 1>...};
+    return std::array<Multiply, sizeof...(row)>{&multiply_words_of<Words, Panel, static_cast<int>(row) + 1, false>...};
   }(std::make_index_sequence<kWordRows>{});
+  if (x.rows == 1) return multiply_words_of<Words, Panel, 1, true>(padded_k, x, 0, panel, tile);
   for (int first = 0; first < x.rows; first += kWordRows) {
     const int rows = std::min(kWordRows, x.rows - first);
     kByRows[static_cast<std::size_t>(rows - 1)](padded_k, x, first, panel, tile);
