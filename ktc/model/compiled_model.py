@@ -20,6 +20,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
+from ktc.experts.load_state import LoadState
 from ktc.experts.module import FusedMoe
 from ktc.hf import remote_code
 from ktc.linears.stored_linear import StoredLinear
@@ -49,9 +50,13 @@ _READS_PROMPT: ContextVar[bool] = ContextVar("generate reads the prompt", defaul
 
 
 class CompiledModel:
-    """Mixin before a stock causal LM. `decode_graphs` computes the decoding steps of `generate`, where there is one."""
+    """Mixin before a stock causal LM. `decode_graphs` computes the decoding steps of `generate`, where there is one.
+
+    `weights_state` says whether weights are being replaced: see `restore_weights`.
+    """
 
     decode_graphs: DecodeGraphs | None = None
+    weights_state: LoadState = LoadState.KERNEL_LAYOUT
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> PreTrainedModel:

@@ -26,6 +26,7 @@ from ktc import host
 from ktc.checkpoint import open_index
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
+from ktc.experts.load_state import LoadState
 from ktc.experts.module import FusedMoe
 from ktc.linears.lora_linear import KTLinear
 from ktc.linears.stored_linear import StoredLinear
@@ -49,7 +50,7 @@ def restore(model: PreTrainedModel) -> None:
     for fqn, module in _packed(model):
         module.restore(fqn)
     _drop_captured(model)
-    cast("Any", model).awaits_weights = True
+    cast("Any", model).weights_state = LoadState.AWAITING_LOAD
 
 
 def load(model: PreTrainedModel, checkpoint: Path, progress: Progress | None = None) -> None:
@@ -58,7 +59,7 @@ def load(model: PreTrainedModel, checkpoint: Path, progress: Progress | None = N
     A fault leaves the model waiting. Raises InputRefused: L460 where `restore` did not come first, and the errors of
     a load.
     """
-    if not getattr(model, "awaits_weights", False):
+    if _state(model) is LoadState.KERNEL_LAYOUT:
         message = "weights are loaded over those that the model computes with"
         raise InputRefused(Diagnostic("L460", message, hint="call `restore_weights()` first, or `refresh(FOLDER)`"))
     shell = _shell(model)
@@ -73,11 +74,14 @@ def load(model: PreTrainedModel, checkpoint: Path, progress: Progress | None = N
 
 def process(model: PreTrainedModel) -> None:
     """Admit calls again; nothing where no `restore` came before. Raises InputRefused (L460) without a whole load."""
-    if getattr(model, "awaits_weights", False):
+    if _state(model) is LoadState.KERNEL_LAYOUT:
+        return
+    if _state(model) is LoadState.AWAITING_LOAD:
         message = "the model awaits weights that were not loaded, or not all of them"
         raise InputRefused(Diagnostic("L460", message, hint="call `load_weights(FOLDER)` first"))
     for _, module in _packed(model):
         module.process()
+    cast("Any", model).weights_state = LoadState.KERNEL_LAYOUT
     _drop_captured(model)
 
 
@@ -148,6 +152,10 @@ def _unrefreshable(model: PreTrainedModel) -> str:
     return ""
 
 
+def _state(model: PreTrainedModel) -> LoadState:
+    return cast("LoadState", cast("Any", model).weights_state)
+
+
 def _packed(model: nn.Module) -> Iterator[tuple[str, Packed]]:
     for fqn, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
         if isinstance(module, Packed):
@@ -157,7 +165,7 @@ def _packed(model: nn.Module) -> Iterator[tuple[str, Packed]]:
 def _loaded(model: PreTrainedModel, checkpoint: Path) -> None:
     """Note that the weights are those of `checkpoint`, which adapters saved from now on name as their base."""
     of = cast("Any", model)
-    of.awaits_weights = False
+    of.weights_state = LoadState.PACKED_CANONICAL
     of.name_or_path = of.config.name_or_path = str(checkpoint.absolute())
 
 
