@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo learn test test-all zoo mutants versions sanitize census fuzz kt-environment llama-environment lf-environment check format clean
+.PHONY: setup demo learn learn-int4 test test-all zoo mutants versions sanitize census fuzz kt-environment llama-environment lf-environment check format clean
 
 setup: $(READY)
 
@@ -27,6 +27,10 @@ demo: $(READY)
 # A small MoE is pre-trained on an invented world, compiled, tuned to two tasks and measured: docs/learning.md.
 learn: $(READY)
 	PYTHONPATH=docs $(BIN)/python -m learning $(LEARN)
+
+# The same model tuned and served in bf16 and INT4, in every way: docs/quantisation.md.
+learn-int4: $(READY)
+	PYTHONPATH=docs $(BIN)/python -m learning.modes $(LEARN)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -61,7 +61,7 @@ def run(folder: Path, size: Size, seed: int) -> Results:
     files = write_data(world, folder / "data")
     print(f"1. {len(world.everybody)} people; a stock Qwen3-MoE reads about them ({size.pretrain_steps} steps)")
     model = folder / "model"
-    learnt = _pretrained(world, model, size.pretrain_steps)
+    learnt = pretrained(world, model, size.pretrain_steps)
     started = processor_seconds()
     print("\n2. It is compiled, once for each program of rules")
     compiled = {rules: _compile(model, rules, folder) for rules in dict.fromkeys(t.rules for t in size.tunings)}
@@ -86,15 +86,21 @@ def run(folder: Path, size: Size, seed: int) -> Results:
     )
 
 
-def _pretrained(world: World, folder: Path, steps: int) -> Pretrained:
+def pretrained(world: World, folder: Path, steps: int, expert_width: int = 48) -> Pretrained:
     """Return the model of an earlier run if its sources have not changed, otherwise a new one."""
     sources = b"".join((Path(__file__).parent / name).read_bytes() for name in ("world.py", "corpus.py", "pretrain.py"))
-    made_of = [hashlib.sha256(sources).hexdigest(), world.seed, steps, *(version(name) for name in PACKAGES)]
+    made_of = [
+        hashlib.sha256(sources).hexdigest(),
+        world.seed,
+        steps,
+        expert_width,
+        *(version(name) for name in PACKAGES),
+    ]
     record = folder / "pretrained.json"
     if record.is_file() and (kept := json.loads(record.read_text(encoding="utf-8")))["made_of"] == made_of:
         print(f"  it did so before: {folder}")
         return Pretrained(kept["parameters"], tuple(kept["losses"]), kept["seconds"])
-    learnt = pretrain(world, folder, steps=steps, seed=world.seed)
+    learnt = pretrain(world, folder, steps=steps, seed=world.seed, expert_width=expert_width)
     record.write_text(json.dumps({"made_of": made_of, **asdict(learnt)}), encoding="utf-8")
     return learnt
 

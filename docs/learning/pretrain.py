@@ -51,7 +51,7 @@ def train_tokenizer(world: World) -> PreTrainedTokenizerFast:
     return fast
 
 
-def config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
+def config(tokenizer: PreTrainedTokenizerFast, expert_width: int = 48) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -60,7 +60,7 @@ def config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
         num_key_value_heads=2,
         head_dim=32,
         intermediate_size=256,
-        moe_intermediate_size=48,
+        moe_intermediate_size=expert_width,
         num_experts=16,
         num_experts_per_tok=2,
         norm_topk_prob=True,
@@ -99,11 +99,11 @@ class Pretrained:
     seconds: float
 
 
-def pretrain(world: World, folder: Path, *, steps: int, seed: int) -> Pretrained:
+def pretrain(world: World, folder: Path, *, steps: int, seed: int, expert_width: int = 48) -> Pretrained:
     """Trains and saves the model."""
     torch.manual_seed(seed)
     tokenizer = train_tokenizer(world)
-    model: Any = AutoModelForCausalLM.from_config(config(tokenizer), dtype=torch.float32).train()
+    model: Any = AutoModelForCausalLM.from_config(config(tokenizer, expert_width), dtype=torch.float32).train()
     parameters = sum(p.numel() for p in model.parameters())
     print(f"  {parameters:,} parameters, {len(tokenizer)} tokens in the vocabulary")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)

@@ -77,13 +77,17 @@ def write_model(name: str, layers: int | None, file_format: str, folder: Path) -
     made = folder / "made.json"
     if made.is_file() and made.read_text() == asked:
         return folder
-    sizes = SIZES[name]
+    write_sizes(SIZES[name], layers, file_format, folder)
+    made.write_text(asked)
+    return folder
+
+
+def write_sizes(sizes: Sizes, layers: int | None, file_format: str, folder: Path) -> None:
+    """Write the checkpoint folder of a model of any sizes."""
     config = config_of(sizes, layers)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     _write_file(config, sizes, file_format, folder / FILE)
-    made.write_text(asked)
-    return folder
 
 
 def _shape(place: GgufPlace, target: Tensor) -> tuple[int, ...]:
