@@ -2,7 +2,7 @@
 
 In: rows (heads, length, width), then (rows, heads, T, width) for all of them. Out: views of the memory. Sequences join
 and leave without a copy of the others. Columns that no row has are zeros or older values, always finite. A steady band
-keeps its memory where rows fit, since native steps have its address.
+keeps its memory where a few rows fit, since native steps have its address.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Band:
     def __init__(self, like: Tensor, room: int = ROOM, steady: int = 0) -> None:
         """Make an empty band for rows such as `like` (heads, any length, width), with `room` for further columns.
 
-        A `steady` one has at least this many slots, and a power of two of columns.
+        With at most `steady` rows it has this many slots, and a power of two of columns.
         """
         self._room, self._steady, self.rows, self.left, self.end = room, steady, 0, 0, 0
         self._memory = like.new_zeros((0, like.shape[0], 0, like.shape[2]))
@@ -78,7 +78,8 @@ class Band:
     def make_room(self, tokens: int) -> None:
         """Move the rows now if `append` of this many tokens would."""
         if self.end + tokens > self._memory.shape[2]:
-            self._relocate(self._memory.shape[0], self.width)
+            slots = self._memory.shape[0]
+            self._relocate(min(slots, self._steady) if 0 < self.rows <= self._steady else slots, self.width)
 
     def append(self, new: Tensor) -> Tensor:
         """Append (rows, heads, T, width) and return all columns."""
@@ -92,9 +93,10 @@ class Band:
         """Copy the rows to memory with `width` columns at its left and room behind them, new or steady."""
         _, heads, columns, size = self._memory.shape
         rows, held, wanted = self.view(), self.width, width + self._room
-        if self._steady:
-            slots, wanted = max(slots, self._steady), 1 << (wanted - 1).bit_length()
-        if self._steady and slots <= self._memory.shape[0] and wanted <= columns:
+        steady = 0 < slots <= self._steady
+        if steady:
+            slots, wanted = self._steady, 1 << (wanted - 1).bit_length()
+        if steady and slots <= self._memory.shape[0] and wanted <= columns:
             rows = rows.clone()
         else:
             self._memory = self._memory.new_zeros((slots, heads, wanted, size))

@@ -17,8 +17,8 @@ WINDOW = 6
 class Rows:
     """A cache beside the same rows as plain tensors: one layer of all tokens, a window, and a layer without content."""
 
-    def __init__(self, room: int) -> None:
-        self.cache, self.rows, self._count = RowCache(room), list[Tensor](), 0
+    def __init__(self, room: int, steady: int = 0) -> None:
+        self.cache, self.rows, self._count = RowCache(room, steady), list[Tensor](), 0
 
     def tokens(self, num: int) -> Tensor:
         self._count += num
@@ -50,9 +50,10 @@ class Rows:
         self.cache.appended()
 
 
+@pytest.mark.parametrize("steady", [0, 4])
 @pytest.mark.parametrize("room", [1, 3, 64])
-def test_rows_keep_their_tokens_through_joins_steps_and_leaves(room: int) -> None:
-    chance, rows = random.Random(room), Rows(room)
+def test_rows_keep_their_tokens_through_joins_steps_and_leaves(room: int, steady: int) -> None:
+    chance, rows = random.Random(room), Rows(room, steady)
     for _ in range(120):
         if len(rows.rows) < 2 or (len(rows.rows) < 7 and chance.random() < 0.3):
             rows.join(chance.choice((1, 3, WINDOW, 9, 20)))
