@@ -23,10 +23,11 @@ from ktc.adapters.merge import copy_others
 from ktc.adapters.save import require_new
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
+from ktc.checkpoint.int4 import Int4Grid
 from ktc.diagnostics import InputRefused
 from ktc.files import finish_folder, move_file, refusing, replaced_file, write_file
 from ktc.model.progress import Progress
-from ktc.quantise.original import Original, open_original, require_one_rounding
+from ktc.quantise.original import Original, frozen_grid, open_original, require_one_rounding
 from ktc.quantise.scheme import Scheme
 from ktc.quantise.selection import Modules, Selection, select
 from ktc.quantise.shards import Rounding, stored_parts, write_shard
@@ -62,14 +63,15 @@ def quantize(
     """
     original = open_original(model, adapter)
     require_one_rounding(original, model, scheme, requantise)
+    grid = frozen_grid(model) if requantise else None
     selection = select(original.base, original.index, scheme, modules)
     require_new(out)
     with refusing(out):
         work = out.with_name(f"{out.name}.unfinished")
-        state = _State(work, _identity(original, scheme, selection))
+        state = _State(work, _identity(original, scheme, selection, grid))
         resumed = len(state.finished)
         try:
-            _write(original, selection, scheme, state, progress or (lambda done, total: None))
+            _write(original, selection, scheme, grid, state, progress or (lambda done, total: None))
         except InputRefused:
             shutil.rmtree(work, ignore_errors=True)  # the same command would be refused again
             raise
@@ -77,7 +79,7 @@ def quantize(
         _write_config(work, scheme, selection)
         _write_index(work, original.index, selection, scheme)
         settings = {"scheme": scheme.name, "modules": modules, "requantise": str(requantise)}
-        write_record(work, "int4", original.base.folder, adapter, settings, original.index.files)
+        write_record(work, "int4", model, adapter, settings, original.index.files)
         (work / _STATE).unlink()
         finish_folder(work)
         move_file(work, out)
@@ -95,9 +97,9 @@ def quantize(
     )
 
 
-def _identity(original: Original, scheme: Scheme, selection: Selection) -> str:
+def _identity(original: Original, scheme: Scheme, selection: Selection, grid: Int4Grid | None) -> str:
     """Return a digest of all that decides the files: the original's, the adapter, the scheme, what is quantised."""
-    digest = hashlib.sha256(f"{scheme} {original.adapter_digest}\n".encode())
+    digest = hashlib.sha256(f"{scheme} {grid} {original.adapter_digest}\n".encode())
     folder = original.index.folder
     for file in original.index.files:
         status = (folder / file).stat()
@@ -137,7 +139,9 @@ class _State:
         return {file: each for file, each in files.items() if (self.work / file).is_file()}
 
 
-def _write(original: Original, selection: Selection, scheme: Scheme, state: _State, progress: Progress) -> None:
+def _write(
+    original: Original, selection: Selection, scheme: Scheme, grid: Int4Grid | None, state: _State, progress: Progress
+) -> None:
     index = original.index
     read = 0
 
@@ -146,7 +150,7 @@ def _write(original: Original, selection: Selection, scheme: Scheme, state: _Sta
         read += nbytes
         progress(read, index.bytes)
 
-    with original.reader() as (reader, added):
+    with original.reader(grid, selection.tensors) as (reader, added):
         for file in index.files:
             entries = _of_file(index, file)
             if file in state.finished:

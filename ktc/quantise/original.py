@@ -10,11 +10,13 @@ scheme that is not the grid of training (Q506), and what `plan_additions` refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+from torch import Tensor
 
 from ktc.adapters.adapter import Adapter, read_adapter
 from ktc.adapters.base_model import BaseModel, find_base, read_base
@@ -23,7 +25,9 @@ from ktc.adapters.layouts import place
 from ktc.adapters.merge import plan_additions
 from ktc.adapters.merged_reader import Addition, MergedReader
 from ktc.checkpoint.full_precision import FullPrecision
+from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.index import CheckpointIndex, open_index
+from ktc.checkpoint.int4 import Int4Grid
 from ktc.checkpoint.reader import RowReader, TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import file_digest
@@ -52,10 +56,17 @@ class Original:
         return file_digest(self.adapter.weights) if self.adapter else ""
 
     @contextmanager
-    def reader(self) -> Generator[tuple[RowReader, Callable[[], float]]]:
-        """Yield a reader of rows, and the sum of squares of what the adapter added to those that were read."""
+    def reader(
+        self, grid: Int4Grid | None = None, names: Container[str] = ()
+    ) -> Generator[tuple[RowReader, Callable[[], float]]]:
+        """Yield a reader of rows, and the sum of squares of what the adapter added to those that were read.
+
+        The tensors `names` are rounded to `grid` before the adapter is added.
+        """
         with ExitStack() as opened:
-            rows = self.weights.reader(opened.enter_context(TensorReader(self.index.folder)))
+            rows: RowReader = self.weights.reader(opened.enter_context(TensorReader(self.index.folder)))
+            if grid is not None:
+                rows = _RoundedReader(rows, grid, names)
             if self.adapter is None:
                 yield rows, lambda: 0.0
                 return
@@ -116,14 +127,38 @@ def trained_grid(model: Path) -> str:
 
     Raises InputRefused (Q505) where it rounds a frozen base, beside which adapters are exact.
     """
-    rewrites = compiled.read_manifest(model).rewrites if (model / compiled.FILE).is_file() else ()
     found = ""
+    for rewrite, grid, is_frozen in _grids(model):
+        if is_frozen:
+            raise InputRefused(_rounds_again(f"weights that `{rewrite.rule}` rounds at `{rewrite.fqn}`"))
+        found = grid
+    return found
+
+
+def frozen_grid(model: Path) -> Int4Grid | None:
+    """Return the grid to which the program of a compiled model rounds a frozen base, `None` for none."""
+    return next((Int4Grid.parse(grid) for _, grid, is_frozen in _grids(model) if is_frozen), None)
+
+
+def _grids(model: Path) -> Iterator[tuple[compiled.Rewrite, str, bool]]:
+    """Yield the rewrites that round weights, their grids, and whether the weights are frozen and the adapter apart."""
+    rewrites = compiled.read_manifest(model).rewrites if (model / compiled.FILE).is_file() else ()
     for rewrite in rewrites:
         grid = str(rewrite.args.get("grid") or "")
-        if grid and not rewrite.args.get("merged") and not rewrite.args.get("masters"):
-            raise InputRefused(_rounds_again(f"weights that `{rewrite.rule}` rounds at `{rewrite.fqn}`"))
-        found = grid or found
-    return found
+        if grid:
+            yield rewrite, grid, not (rewrite.args.get("merged") or rewrite.args.get("masters"))
+
+
+class _RoundedReader:
+    """Reads rows as a `RowReader`, those of `names` rounded to a grid, as training had them."""
+
+    def __init__(self, rows: RowReader, grid: Int4Grid, names: Container[str]) -> None:
+        self._rows, self._grid, self._names = rows, grid, names
+
+    def read(self, entry: TensorEntry, rows: slice | None = None) -> Tensor:
+        """Return the tensor, or the `rows` of its first dimension (no step), in the dtype of `entry`."""
+        found = self._rows.read(entry, rows)
+        return self._grid.rounded(found) if entry.name in self._names and found.numel() else found
 
 
 def _rounds_again(beside: str) -> Diagnostic:

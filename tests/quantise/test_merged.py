@@ -47,6 +47,12 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: each for path in sorted(folder.glob("*.safetensors")) for name, each in load_file(path).items()}
 
 
+def assert_same(found: Path, expected: Path) -> None:
+    values, wanted = stored(found), stored(expected)
+    assert values.keys() == wanted.keys()
+    assert all(torch.equal(values[name], wanted[name]) for name in wanted)
+
+
 def code(call: Callable[[], Any]) -> str:
     with pytest.raises(InputRefused) as refusal:
         call()
@@ -108,6 +114,16 @@ def test_the_grid_of_training_decides(
     monkeypatch.setattr(original, "find_base", lambda opened, model: read_base(base))
     assert code(lambda: quantize(compiled, tmp_path / "out", G32, adapter=adapter)) == "Q505"
     assert code(lambda: original.trained_grid(compiled)) == "Q505"
+    again = quantize(compiled, tmp_path / "again", G32, adapter=adapter, requantise=True)
+    trained = tmp_path / "trained"  # the base as training had it
+    shutil.copytree(base, trained)
+    for path in trained.glob("*.safetensors"):
+        tensors = load_file(path).items()
+        rounded = {name: fake_quantised(each, 32) if ".experts." in name else each for name, each in tensors}
+        save_file(rounded, path, metadata={"format": "pt"})
+    monkeypatch.setattr(original, "find_base", lambda opened, model: read_base(trained))
+    assert_same(again.path, quantize(trained, tmp_path / "wanted", G32, adapter=adapter).path)
+    monkeypatch.setattr(original, "find_base", lambda opened, model: read_base(base))
     arguments["masters"] = "float32"
     assert original.trained_grid(compiled) == G32.grid
     arguments["masters"], arguments["merged"] = "", "merged"
