@@ -53,7 +53,7 @@ class Int8Layer(DynamicLayer):
         self.kernel = kernel
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append (B, heads, T, head_dim), and return all keys and values."""
+        """Append numbers or codes (B, heads, T, head_dim), and return all keys and values."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             message = "a cache of int8 codes has no gradients"
             raise InputRefused(Diagnostic("L454", message, hint="generate under `torch.no_grad()`"))
@@ -75,7 +75,7 @@ class Int8Layer(DynamicLayer):
             self.batch_select_indices(torch.arange(cast("Tensor", self.keys).shape[0]).repeat_interleave(repeats))
 
     def _appended(self, name: str, held: Any, new: Tensor) -> Int8Tensor:
-        added = quantised(self.kernel, new)
+        added = new if isinstance(new, Int8Tensor) else quantised(self.kernel, new)
         if not isinstance(held, Int8Tensor):
             held = Int8Tensor.of(held.reshape(*new.shape[:-2], -1, new.shape[-1]))
         codes = appended(self, f"_room_of_{name}", held.codes, added.codes)

@@ -17,12 +17,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ktc.model.growing_cache import GrowingLayer
+from ktc.model.int8_cache import Int8Layer
 from ktc.serving.generation import Generation
 from ktc.serving.native_rows import NativeRows
 from ktc.serving.request import Request
 from ktc.serving.row_cache import CachedRow, cached_row
 
-_JOINABLE: Final = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer)
+_JOINABLE: Final = (DynamicLayer, GrowingLayer, Int8Layer, DynamicSlidingWindowLayer)
 _KINDS: Final = frozenset({"full_attention", "sliding_attention"})  # of `layer_types`
 _BY_LENGTH: Final = frozenset({"dynamic", "longrope"})  # rotary frequencies that depend on the longest of a batch
 

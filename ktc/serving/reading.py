@@ -7,11 +7,12 @@ and the scores of its first token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ktc.attention.int8_tensor import Int8Tensor
 from ktc.serving.decoder import Decoder
 from ktc.serving.generation import Generation
 from ktc.serving.row_cache import CachedRow, cached_row, window_of
@@ -99,7 +100,12 @@ class Reading:
 
 
 def _aligned(parts: Sequence[Tensor | None], like: Tensor, columns: int) -> Tensor:
-    """Stack (heads, length, width) to (rows, heads, columns, width), zeros on the left."""
+    """Stack (heads, length, width) to (rows, heads, columns, width), zeros on the left; codes stay codes."""
+    if isinstance(like, Int8Tensor):
+        held = [cast("Int8Tensor | None", part) for part in parts]
+        codes = _aligned([None if part is None else part.codes for part in held], like.codes, columns)
+        scales = _aligned([None if part is None else part.scales for part in held], like.scales, columns)
+        return Int8Tensor(codes, scales, like.dtype)
     heads, _, size = like.shape
     out = like.new_zeros((len(parts), heads, columns, size))
     for at, part in enumerate(parts):

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ktc.attention.row_indices import RowIndices
 from ktc.serving.band import ROOM, Band
+from ktc.serving.int8_band import Int8Band, band_for
 
 
 class LayerRow(NamedTuple):
@@ -120,8 +121,9 @@ class RowCache:
             layer.set_columns(self.columns)
 
     def bands(self) -> tuple[tuple[Band, Band], ...] | None:
-        """Return the keys and values of all layers, None where a layer has none of its own, or a window."""
-        found = [layer.bands if isinstance(layer, RowLayer) else () for layer in self._layers]
+        """Return the keys and values of all layers, None where a layer has none of its own, a window, or codes."""
+        layers = [layer.bands if isinstance(layer, RowLayer) else () for layer in self._layers]
+        found = [[band for band in bands if isinstance(band, Band)] for bands in layers]
         return tuple((each[0], each[1]) for each in found if len(each) == 2) if all(map(len, found)) else None
 
     def row(self, at: int) -> CachedRow:
@@ -145,8 +147,8 @@ class RowCache:
 class _Rows:
     """The bands of a layer; empty until a row with content joins."""
 
-    _keys: Band | None
-    _values: Band | None
+    _keys: Band | Int8Band | None
+    _values: Band | Int8Band | None
     _room: int
     _steady = 0
     is_initialized: bool
@@ -156,13 +158,13 @@ class _Rows:
         return sum(band.nbytes for band in self.bands)
 
     @property
-    def bands(self) -> tuple[Band, ...]:
+    def bands(self) -> tuple[Band | Int8Band, ...]:
         """Keys and values, nothing before a row with content."""
         return () if self._keys is None or self._values is None else (self._keys, self._values)
 
     def join(self, row: LayerRow) -> None:
         if self._keys is None or self._values is None:
-            self._keys, self._values = (Band(each, self._room, self._steady) for each in row)
+            self._keys, self._values = (band_for(each, self._room, self._steady) for each in row)
             self.is_initialized = True
         self._keys.join(row.keys)
         self._values.join(row.values)
@@ -214,6 +216,7 @@ class RowLayer(_Rows, DynamicLayer):
         """Take a column that was written behind the last one."""
         self._columns += 1
         for band in self.bands:
+            assert isinstance(band, Band), "native steps write no codes"
             band.end += 1
 
     def get_seq_length(self) -> int:
