@@ -6,10 +6,11 @@
 
 Rows: grouped-query attention with 32 query and 8 key heads of 128 (scaled_dot_product_attention), and latent attention
 of DeepSeek-V2-Lite (16 heads, latents of 512, rotary keys of 64; expanded keys as stock code, and absorbed by
-PyTorch). "int8" reads the same cache as codes of 8 bits and their scales. Milliseconds of processor time (of several threads: of wall time), medians of rounds in which the candidates
-take turns; the cache's bytes over them, and its share of the read bandwidth that the same number of threads has in the
-same rounds. Keys and values come from memory in every call. "cold" is a call whose code, Python's and the kernel's,
-comes from memory too; before the others a call over 16 positions has run, as other layers have in a decode step.
+PyTorch). "int8" reads the same cache as codes of 8 bits and their scales. Milliseconds of processor time (of several
+threads: of wall time), medians of rounds in which the candidates take turns; the cache's bytes over them, and its
+share of the read bandwidth that the same number of threads has in the same rounds. Keys and values come from memory in
+every call. "cold" is a call whose code, Python's and the kernel's, comes from memory too; before the others a call
+over 16 positions has run, as other layers have in a decode step.
 
 With `--sparse`, ktc's dense kernel beside `sparse_attention`, each step with the codes of the new key: the bytes that
 it reads, and how many times as fast as dense it is (the median of the rounds' ratios).
