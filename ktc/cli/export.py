@@ -109,7 +109,7 @@ def _write_gguf(
     files = done.files[0] if len(done.files) == 1 else count(len(done.files), "file")
     session.show(f"{done.path}: {files}, {done.tensors} tensors ({types}), {size(done.bytes)}")
     if done.tokenizer == "none":
-        session.show("note: the file has no tokenizer (there is none, or llama.cpp lacks its kind); it takes numbers of tokens")
+        session.show("note: no tokenizer in the file (none is there, or llama.cpp lacks its kind): it takes numbers")
     if done.left_out:
         session.show(f"note: left out, since the model has no place for them: {len(done.left_out)} tensors")
     for note in done.notes:
