@@ -48,9 +48,13 @@ class Lora:
         return torch.nn.functional.linear(torch.nn.functional.linear(x, a), b) * self.scale
 
     def delta(self, expert: int) -> Tensor:
-        """Return `scale * B A` of one expert, (outputs, inputs), in fp32 or the factors' wider dtype."""
+        """Return `scale * B A` of one expert, (outputs, inputs), in fp32 or the factors' wider dtype.
+
+        Autocast is off: it would round the factors, and the sum would not be the one that a merge into files has.
+        """
         wide = torch.promote_types(self.a.dtype, torch.float32)
-        return (self.b[expert].to(wide) @ self.a[expert].to(wide)) * self.scale
+        with torch.autocast(self.a.device.type, enabled=False):
+            return (self.b[expert].to(wide) @ self.a[expert].to(wide)) * self.scale
 
     def check(self, what: str, num_experts: int, inputs: int, outputs: int) -> None:
         """Raise `ValueError` for factors that do not fit a product of these sizes."""

@@ -69,7 +69,7 @@ class TrainedLinear(nn.Linear):
         state = dtype, state_of((self.weight, a, b))
         if self.kept.weight is None or state != self.kept.state:
             weight, grid = self.weight.detach(), self.weight_training.grid
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):  # which would round the factors
                 if a is not None and b is not None:
                     weight = weight.float() + (b.float() @ a.float()) * scale
                 self.kept.weight = (weight if grid is None else grid.rounded(weight)).to(dtype)

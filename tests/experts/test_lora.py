@@ -145,3 +145,12 @@ def test_factors_of_another_shape_or_too_high_a_rank_are_refused(load: Load) -> 
         module(*inputs, ExpertsLora(gate_up=good.down))
     with pytest.raises(ValueError, match=r"LoRA on `down_proj`: expected a rank from 1 to 128, found 129"):
         module(*inputs, adapt(layer, (0, 129)).lora)
+
+
+def test_a_merged_sum_is_the_same_under_autocast() -> None:
+    generator = torch.Generator().manual_seed(0)
+    factors = Lora(torch.randn(2, 4, 24, generator=generator), torch.randn(2, 40, 4, generator=generator), 0.5)
+    plain = factors.delta(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(factors.delta(1), plain)
+    assert plain.dtype == torch.float32

@@ -129,3 +129,13 @@ def test_an_adapter_that_cannot_be_merged_in_every_step_is_refused() -> None:
     for settings in ({"lora_dropout": 0.1}, {"use_dora": True}):
         with pytest.raises(InputRefused, match="L432"):
             adapted(**settings)
+
+
+def test_a_merged_weight_is_the_same_under_autocast() -> None:
+    made = TrainedLinear.from_linear(linear(), WeightTraining(GRID, merged=True))
+    outputs, inputs = made.weight.shape
+    factors = torch.randn(4, inputs), torch.randn(outputs, 4), 0.5
+    plain = made.rounded(torch.bfloat16, factors).clone()
+    made.kept.weight = None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(made.rounded(torch.bfloat16, factors), plain)
