@@ -20,7 +20,8 @@ def markdown(rows: Sequence[Row], date: str, seed: int) -> str:
     """Return the table, and how it was measured."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "trl"))
     lines = [
-        f"Measured {date} by `make learn-int4`, seed {seed} ({versions}).",
+        f"Measured {date} by `make learn-int4`, seed {seed}",
+        f"({versions}).",
         "",
         "| trained, and served                     | loss  | tokens first | equal answers | calls   | decode  |",
         "| --------------------------------------- | ----: | -----------: | ------------: | ------: | ------: |",
