@@ -7,6 +7,7 @@ PEFT loads only in part (A605).
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ktc.checkpoint.header import HeaderRefused, TensorEntry, read_header
 from ktc.decode import read_json
-from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.diagnostics import Diagnostic, InputRefused, listing, render
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -108,6 +111,7 @@ def attach(
     with _refusing_misfits(folder, model):
         attached = PeftModel.from_pretrained(model, str(folder), adapter_name=adapter_name, is_trainable=trainable)
     require_whole(adapter, attached, adapter_name)
+    _tell_difference(folder, model)
     if not trainable:
         _cast_to_model(attached)
     return attached
@@ -139,7 +143,16 @@ def _load_beside(attached: PeftModel, adapter: Adapter, adapter_name: str) -> No
     with _refusing_misfits(adapter.folder, cast("PreTrainedModel", attached.get_base_model())):
         attached.load_adapter(str(adapter.folder), adapter_name=adapter_name)
     require_whole(adapter, attached, adapter_name)
+    _tell_difference(adapter.folder, attached)
     _cast_to_model(attached)
+
+
+def _tell_difference(folder: Path, model: nn.Module) -> None:
+    """Log the warning (A612) that an adapter was trained beside other experts."""
+    from ktc.model.trained_beside import find_difference
+
+    if different := find_difference(folder, model):
+        log.warning("%s", render([different]))
 
 
 def _cast_to_model(attached: PeftModel) -> None:

@@ -22,6 +22,7 @@ from ktc.adapters.peft_layouts import written
 from ktc.adapters.save import require_new, save_adapter
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import new_folder, refusing, replaced_file
+from ktc.model.trained_beside import copy_record
 
 ExportLayout = Literal["per-expert", "peft-fused", "peft-fused-018", "gguf"]
 
@@ -65,6 +66,7 @@ def export(source: Path, layout: ExportLayout, out: Path | None = None, model: P
         content = written(opened.config, opened.factors, opened.base, layout)
         with refusing(path), new_folder(path) as beside:
             save_adapter(beside, content.config, content.tensors)
+            copy_record(source, beside)
             size = (beside / folders.WEIGHTS).stat().st_size
         count, notes = len(content.tensors), content.notes
     return Exported(path, opened.layout, layout, len(opened.factors), count, size, notes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.model.compiled_model import CompiledModel
+from ktc.model.trained_beside import write_record
 from ktc.training import gradients
 from ktc.training.compiled_parts import CompiledParts
 from ktc.training.private_api import TrainerHooks, keep_in_place, use_as_one_device
@@ -117,6 +119,13 @@ class KTrainerMixin(TrainerHooks):
         self._groups = gradients.open_groups(self._trained, timedelta(seconds=self.args.ddp_timeout))
         gradients.check_alike(named, self._groups)
         gradients.broadcast(self._trained, self._groups)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the adapter, and beside it which experts it was trained beside (`ktc.model.trained_beside`)."""
+        super().save_model(output_dir, _internal_call)
+        folder = Path(output_dir or cast("str", self.args.output_dir))
+        if self.args.should_save and folder.is_dir():
+            write_record(folder, cast("nn.Module", self.model))
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of one micro-batch. The last one of an optimizer step averages the gradients."""

@@ -66,9 +66,12 @@ class RunFolder:
 
     def keep_adapter(self, model: Any) -> None:
         """Save a PEFT model's adapter, each file atomically and the config last."""
+        from ktc.model.trained_beside import write_record
+
         draft = self.path / f".adapter.{os.getpid()}"
         try:
             model.save_pretrained(str(draft))
+            write_record(draft, model)
             for file in sorted(draft.iterdir(), key=lambda each: each.suffix == ".json"):
                 move_file(file, self.path / file.name)
         finally:

@@ -13,9 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import ktc
 from ktc.adapters.adapter import attach
+from ktc.adapters.export import export
 from ktc.adapters.merge import merge
 from ktc.checkpoint.int4 import Int4Grid
 from ktc.model import peft_glue
+from ktc.model.trained_beside import RECORD
 from ktc.quantise.checkpoint import quantize
 from ktc.quantise.scheme import SCHEMES
 from ktc.training import KTrainer
@@ -135,6 +137,30 @@ def test_adapters_on_int4_train_in_the_mode_that_serves(checkpoint: Path, weight
         expected = reference.eval()(IDS).logits
         error = (model.eval()(IDS).logits - expected).norm() / expected.norm()
     assert error < 2e-2
+
+
+def test_an_adapter_says_which_experts_it_was_trained_beside(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(out: Path, **how: bool) -> list[str]:
+        caplog.clear()
+        attach(ktc.load(out, **how), adapter)
+        return [each.getMessage() for each in caplog.records if each.name == "ktc.adapters.adapter"]
+
+    out = compiled(checkpoint, "moe-qat", tmp_path, rank="4", device="cpu")
+    trained(adapted(out), tmp_path / "run")
+    adapter = tmp_path / "run" / "checkpoint-4"
+    assert told(out) == []
+    assert told(out, reference=True) == []
+    for rules, here in (("moe-experts-lora", "full precision"), ("moe-qat", "merged with the adapter")):
+        settings = {"weights": "merged"} if rules == "moe-qat" else {}
+        (tmp_path / rules).mkdir()
+        (said,) = told(compiled(checkpoint, rules, tmp_path / rules, device="cpu", **settings))
+        assert "A612" in said
+        assert "was trained beside experts in int4 32 scale_first" in said
+        assert here in said
+    exported = export(adapter, "per-expert", tmp_path / "exported", checkpoint).path
+    assert (exported / RECORD).read_bytes() == (adapter / RECORD).read_bytes()
 
 
 def test_the_base_in_int4_is_the_checkpoint_that_quantize_writes(checkpoint: Path, tmp_path: Path) -> None:
