@@ -140,6 +140,16 @@ class Exponent:
     at: int
 
 
+@dataclass(frozen=True, slots=True)
+class ScaleAndZero:
+    """Four bytes at `at` of a block: an fp32 scale without its lowest byte, which is a zero point.
+
+    A weight is scale x (code - zero point).
+    """
+
+    at: int
+
+
 # Blocks of weights (blocks, weights) to the scale, the minimum and the codes that a block stores. None: no minimum.
 Quantise = Callable[["Tensor"], "tuple[Tensor, Tensor | None, Tensor]"]
 
@@ -149,7 +159,7 @@ class Blocks(Format):
     """Blocks as GGUF files have them: `block_bytes` for `weights` of a row, their scales among them.
 
     A weight is scale x numbers[code], less a minimum. Kernels keep the bits of `span` blocks together. A block of one
-    weight is that weight in fp16.
+    weight is that weight in fp16. Blocks without a number of GGUF's are in no file: `ktc.checkpoint.uint4` makes them.
     """
 
     weights: int
@@ -157,7 +167,7 @@ class Blocks(Format):
     span: int = 1
     codes: tuple[CodeBits, ...] = ()
     numbers: tuple[int, ...] = ()
-    scales: Halves | Exponent | None = None
+    scales: Halves | Exponent | ScaleAndZero | None = None
     quantise: Quantise | None = None
 
     @property
@@ -174,6 +184,14 @@ class Blocks(Format):
     def quantises(self) -> bool:
         """Whether weights stored in another format can be converted to it."""
         return self.quantise is not None or not self.coded
+
+
+def _uint4(group: int) -> Blocks:
+    """Return asymmetric INT4 with a scale and a zero point for `group` weights."""
+    return Blocks(
+        name=f"uint4_g{group}", panel=Panel("uint4", f"UInt4Panel<{group}>"), weights=group, block_bytes=4 + group // 2,
+        scales=ScaleAndZero(0), codes=(CodeBits(4, 4, 16),), numbers=tuple(range(16)),
+    )  # fmt: skip
 
 
 def _read_only(number: int, name: str, weights: int, block_bytes: int) -> Blocks:
@@ -269,6 +287,9 @@ _ROWS: Final[tuple[Format, ...]] = (
         weights=32, block_bytes=17, span=2,
         scales=Exponent(0), codes=(CodeBits(1, 4, 16),), numbers=_E2M1, quantise=_to_mxfp4,
     ),
+    _uint4(32),
+    _uint4(64),
+    _uint4(128),
     _read_only(6, "q5_0", 32, 22),
     _read_only(7, "q5_1", 32, 24),
     _read_only(9, "q8_1", 32, 40),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ktc.experts.own_module import OwnExperts
-from ktc.formats import METHODS
+from ktc.formats import BLOCKS, METHODS
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
 
@@ -148,6 +148,9 @@ class CapturedModel:
         """The format of the experts in a checkpoint of this model, by the config alone: `fp8`, `int4`, or the dtype."""
         found: object = getattr(self.source.config, "quantization_config", None)
         method = cast("dict[str, object]", found).get("quant_method") if isinstance(found, dict) else None
+        asymmetric = f"uint4_g{self.stored_group}"
+        if self._weight_settings.get("symmetric", True) is False and asymmetric in BLOCKS:
+            return asymmetric
         return METHODS.get(str(method), dtype_name(self.model.dtype))
 
     @property
@@ -161,13 +164,17 @@ class CapturedModel:
             case [int(), int() as columns]:
                 return columns
             case _:
-                groups = settings.get("config_groups")
+                size = self._weight_settings.get("group_size")
+        return size if isinstance(size, int) and size > 0 else 0
+
+    @property
+    def _weight_settings(self) -> Mapping[str, Any]:
+        """The settings of compressed-tensors for weights, of the first group of modules that has them."""
+        found: object = getattr(self.source.config, "quantization_config", None)
+        groups = cast("dict[str, Any]", found).get("config_groups") if isinstance(found, dict) else None
         first = next(iter(cast("dict[str, Any]", groups).values()), None) if isinstance(groups, dict) else None
         settings = cast("dict[str, Any]", first).get("weights") if isinstance(first, dict) else None
-        if not isinstance(settings, dict) or not settings.get("symmetric", True):
-            return 0
-        size = cast("dict[str, Any]", settings).get("group_size")
-        return size if isinstance(size, int) and size > 0 else 0
+        return cast("dict[str, Any]", settings) if isinstance(settings, dict) else {}
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ktc.checkpoint.header import ITEM_SIZE
-from ktc.formats import GGUF_TYPES, Blocks
+from ktc.formats import BLOCKS, GGUF_TYPES, Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,12 @@ TYPE_NAMES: Mapping[int, str] = {
 }  # fmt: skip
 
 UNREADABLE = frozenset({"q8_1", "q8_k", "q1_0"})  # intermediate results of ggml, and what `gguf` does not dequantise
+
+
+def weights_of_block(name: str) -> int:
+    """Return the weights in a block of GGUF's types, or of a kernel's own."""
+    row = BLOCKS.get(name)
+    return row.weights if row is not None else BLOCK_TYPES[name].weights
 
 
 def block_of(name: str) -> BlockType:

@@ -18,7 +18,8 @@ from torch import Tensor
 from ktc.checkpoint.gguf_types import BLOCK_TYPES
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.reader import TensorReader
-from ktc.formats import BLOCKS, Exponent, Halves
+from ktc.checkpoint.uint4 import scales_and_minima
+from ktc.formats import BLOCKS, Exponent, Halves, ScaleAndZero
 
 _BAND: Final = 1 << 20  # weights dequantised per step: some types use forty bytes of temporary memory for each
 _LARGE_EXPONENT: Final = 251  # from here on, 12 times the scale of an MXFP4 block exceeds fp32
@@ -66,8 +67,8 @@ def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
 
 def are_finite(blocks: Tensor, type_name: str) -> bool:
     """Return whether no weight is infinite or NaN, determined from the scales of the types that kernels multiply."""
-    each = blocks.view(-1, BLOCK_TYPES[type_name].bytes)
     row = BLOCKS.get(type_name)
+    each = blocks.view(-1, row.block_bytes if row else BLOCK_TYPES[type_name].bytes)
     match row.scales if row else None:
         case Halves(scale=scale, minimum=minimum):
             places = (scale,) if minimum is None else (scale, minimum)
@@ -75,6 +76,8 @@ def are_finite(blocks: Tensor, type_name: str) -> bool:
             return all(bool(half.isfinite().all()) for half in halves)
         case Exponent(at=at):
             each = each[each[:, at] >= _LARGE_EXPONENT]
+        case ScaleAndZero(at=at):
+            return bool(scales_and_minima(each[:, at : at + 4])[0].isfinite().all())
         case None:
             pass
     return not len(each) or bool(dequantised(each, type_name).isfinite().all())

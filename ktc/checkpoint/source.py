@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, cast
 
-from ktc.checkpoint.gguf_types import BLOCK_TYPES, BlockType
+from ktc.checkpoint.gguf_types import BLOCK_TYPES, BlockType, weights_of_block
 from ktc.checkpoint.header import ITEM_SIZE
 from ktc.decode import Undecodable, decode, read_json
 from ktc.formats import CODES
@@ -73,9 +73,10 @@ class Quantised:
 
     def __str__(self) -> str:
         rows, columns = self.block
+        zeros = "" if self.zero_point is None else " and zero points"
         if columns >= self.shape[-1] and (rows == 1 or rows >= self.shape[-2]):
-            return f"{self.method} with a scale per {'row' if rows == 1 else 'matrix'}"
-        return f"{self.method} in groups of {columns}" if rows == 1 else f"{self.method} {rows}x{columns}"
+            return f"{self.method} with a scale per {'row' if rows == 1 else 'matrix'}{zeros}"
+        return f"{self.method} in groups of {columns}{zeros}" if rows == 1 else f"{self.method} {rows}x{columns}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,13 @@ class WeightSource:
 
     @property
     def plain_blocks(self) -> str | None:
-        """The type of blocks that can be kept as stored: GGUF's own, or MXFP4, whose bytes are only reordered.
+        """The type of blocks that can be kept as stored: GGUF's own, MXFP4, whose bytes are only reordered, or INT4.
 
         A block is a range of a row of a matrix (out, in). Such matrices may be transposed, but not the blocks
         themselves.
         """
+        if self.expert is not None:
+            return self._int4_blocks
         turned = (Step("transpose", (1, 2)),)
         if self.transform != "per_expert" or len(self.shape) < 3 or self.steps not in ((), turned):
             return None
@@ -167,16 +170,34 @@ class WeightSource:
 
     @property
     def plain_rows(self) -> str | None:
-        """The type of GGUF's blocks of a whole matrix (out, in) that can be kept as stored, or None."""
+        """The type of blocks of a whole matrix (out, in) that can be kept as stored, GGUF's or INT4, or None."""
         whole = self.transform == "copy" and self.expert is None and self.part is None and self.span is None
         plain = whole and not self.steps and not self.viewed and len(self.shape) == 2
-        return self.dtype if plain and self.block is not None else None
+        return (self.dtype if self.block is not None else self._int4_blocks) if plain else None
+
+    @property
+    def int4_group(self) -> int:
+        """The weights in a block of INT4 that has zero points or fp16 scales: its groups, or an even part; 0 for none.
+
+        Codes that are kept as such, with bf16 scales, stand for their products in bf16. In blocks they would not be
+        rounded, and what was trained on the rounded ones would not be what serves.
+        """
+        found = self.quantised
+        if found is None or found.method != "int4" or self.plain_codes or self.steps or self.span is not None:
+            return 0
+        rows, size = found.block
+        fits = rows == 1 and found.shape[-1] % size == 0 and found.scale.dtype in ("bf16", "f16")
+        return max((group for group in _INT4_GROUPS if fits and size % group == 0), default=0)
+
+    @property
+    def _int4_blocks(self) -> str | None:
+        return f"uint4_g{self.int4_group}" if self.int4_group else None
 
     @property
     def kept_as(self) -> tuple[str, int] | None:
         """The weight format of kernels that can multiply the stored data, and the weights per group or block."""
         blocks = self.plain_blocks
-        return self.plain_codes or ((blocks, BLOCK_TYPES[blocks].weights) if blocks else None)
+        return self.plain_codes or ((blocks, weights_of_block(blocks)) if blocks else None)
 
     @property
     def num_stacked(self) -> int:

@@ -19,6 +19,7 @@ from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.index import CheckpointIndex
 from ktc.checkpoint.reader import TensorReader
 from ktc.checkpoint.source import COUNTED, Method, Operation, Quantised, Step, WeightSource
+from ktc.checkpoint.uint4 import blocks_of
 
 _BAND = 1 << 22  # weights dequantised per step: 16 MB as fp32
 Binary = Callable[[Tensor, Tensor], Tensor]
@@ -74,13 +75,15 @@ def read_codes(
 
 
 def read_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None) -> Tensor:
-    """Return the blocks (rows, bytes of a row) of a source with `plain_blocks`, in GGUF's layout, of one expert or all.
+    """Return the blocks (rows, bytes of a row) of a source with `plain_blocks` or `plain_rows`, of one expert or all.
 
-    Rows are outputs for any steps.
+    They are laid out as GGUF files have them, INT4 as `ktc.checkpoint.uint4` does. Rows are outputs for any steps.
     """
     entry = index.tensors[source.source_key]
     if source.quantised is None:
         return gguf_values.read_blocks(reader, entry, expert)
+    if source.quantised.method == "int4":
+        return _int4_blocks(reader, index, source, source.quantised)
     *stack, rows, _ = source.quantised.shape
     of_expert = slice(0, math.prod(stack) * rows) if expert is None else slice(expert * rows, (expert + 1) * rows)
     codes, scales = (
@@ -88,6 +91,20 @@ def read_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSour
         for key in (entry.name, source.quantised.scale.key)
     )
     return gguf_values.mxfp4_blocks(codes, scales.view(torch.uint8))
+
+
+def _int4_blocks(
+    reader: TensorReader, index: CheckpointIndex, source: WeightSource, quantised: Quantised
+) -> Tensor:  # fmt: skip
+    """Return blocks of a scale, a zero point and codes. Codes without zero points are offset by 8."""
+    _, columns = quantised.shape
+    group = source.int4_group
+    codes = _nibbles(reader.read(index.tensors[source.source_key]))[:, :columns]
+    scales = reader.read(index.tensors[quantised.scale.key]).float()
+    zeros = _zero_points(reader, index, quantised)
+    of_groups = torch.zeros_like(scales, dtype=torch.int32) if zeros is None else zeros.int()
+    of_groups, scales = (each.repeat_interleave(quantised.block[1] // group, 1) for each in (of_groups + 8, scales))
+    return blocks_of(codes.view(torch.uint8), scales, of_groups, group)
 
 
 def _dequantised(

@@ -81,7 +81,7 @@ def _odd_sizes(spec: KernelSpec) -> dict[str, int]:
         if isinstance(row, Codes) and row.even:
             sizes[name] = groups * spec.group_of(weight_format)
         elif row.whole > 1:
-            sizes[name] = max(groups * PANEL, row.whole)
+            sizes[name] = -(-groups * PANEL // row.whole) * row.whole
     return sizes
 
 

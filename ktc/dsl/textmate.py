@@ -17,7 +17,7 @@ from ktc.targets import TARGETS
 _WORDS_OF_LOGIC = ("and", "or", "not", "in", "has")
 _TRUTH = ("true", "false")
 # The shape of the names of formats and dtypes, so that a new format needs no new grammar.
-_NUMBERS = "(?:bf|f|fp|int|i?q|mxfp|nvfp|tq)[0-9]+(?:_[a-z0-9]+)?"
+_NUMBERS = "(?:bf|f|fp|u?int|i?q|mxfp|nvfp|tq)[0-9]+(?:_[a-z0-9]+)?"
 
 
 def grammar() -> str:

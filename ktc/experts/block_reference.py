@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ktc.formats import BLOCKS, POWERS, Blocks, CodeBits, Exponent, Halves
+from ktc.checkpoint import uint4
+from ktc.formats import BLOCKS, POWERS, Blocks, CodeBits, Exponent, Halves, ScaleAndZero
 
 _SIX, _BYTE = 32.0, 74.0  # about the mean of random factors of 6 bits, and the root mean square of signed bytes
 
@@ -44,7 +45,7 @@ def quantise_blocks(weights: Tensor, name: str) -> Tensor:
             blocks[:, at : at + 2] = _half_bytes(scale)
             if minimum is not None and minimum_at is not None:
                 blocks[:, minimum_at : minimum_at + 2] = _half_bytes(minimum)
-        case None:
+        case ScaleAndZero() | None:
             pass
     for place, packed in _packed(codes.to(torch.uint8), row):
         blocks[:, place : place + packed.shape[1]] = packed
@@ -62,6 +63,11 @@ def random_blocks(rows: int, columns: int, name: str, scale: float, generator: t
     if isinstance(row.scales, Exponent):
         around = math.floor(math.log2(scale / size)) + 128
         blocks[:, row.scales.at] = torch.randint(around, around + 2, (count,), generator=generator)
+        return blocks.view(rows, -1)
+    if isinstance(row.scales, ScaleAndZero):
+        of_block = torch.rand(count, generator=generator).add(0.5).mul(scale / size).bfloat16().float()
+        zeros = torch.randint(16, (count,), dtype=torch.int32, generator=generator)
+        blocks[:, row.scales.at : row.scales.at + 4] = uint4.heads(of_block, zeros)
         return blocks.view(rows, -1)
     for place, value in _half_sizes(row.scales, scale / size, sum(row.numbers) / len(row.numbers)):
         of_block = torch.rand(count, 1, generator=generator).add(0.5).mul(value)
@@ -83,7 +89,10 @@ def _weights(blocks: Tensor, row: Blocks) -> Tensor:
     if isinstance(row.scales, Exponent):
         return torch.tensor(POWERS, dtype=torch.float32)[blocks[:, row.scales.at].long()][:, None] * numbers
     assert row.scales is not None, "only a value has no scales"
-    scale, least = _scales_and_mins(blocks, row.scales)
+    if isinstance(row.scales, ScaleAndZero):
+        scale, least = uint4.scales_and_minima(blocks[:, row.scales.at : row.scales.at + 4])
+    else:
+        scale, least = _scales_and_mins(blocks, row.scales)
     product = scale[..., None] * numbers.view(*scale.shape, -1)
     return product if least is None else product - least[..., None]
 

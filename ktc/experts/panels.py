@@ -13,7 +13,8 @@ from typing import Final, Protocol, cast
 import torch
 from torch import Tensor
 
-from ktc.formats import FORMATS, POWERS, Blocks, Codes, Dense, Exponent, Halves, WeightFormat
+from ktc.checkpoint.uint4 import scales_and_minima
+from ktc.formats import FORMATS, POWERS, Blocks, Codes, Dense, Exponent, Halves, ScaleAndZero, WeightFormat
 
 WIDTH: Final = 32  # outputs of a panel, and weights of each output in a block
 _BLOCK: Final = WIDTH * WIDTH
@@ -157,6 +158,8 @@ class BlockPanels:
             return 0
         if isinstance(scales, Exponent):
             return WIDTH * self.row.span
+        if isinstance(scales, ScaleAndZero):
+            return WIDTH * 4
         planes = (0 if scales.sixes is None else 12) + (0 if scales.factors is None else 16)
         return _HALVES * (1 if scales.minimum is None else 2) + WIDTH * planes
 
@@ -190,11 +193,15 @@ class BlockPanels:
             return found.float() + numbers[0]
         return torch.tensor(numbers, dtype=torch.float32, device=codes.device)[found.long()]
 
-    def _scales(self, head: Tensor, scales: Halves | Exponent) -> tuple[Tensor, Tensor | None]:
+    def _scales(self, head: Tensor, scales: Halves | Exponent | ScaleAndZero) -> tuple[Tensor, Tensor | None]:
         """Return (..., blocks, scales of one, 32 outputs) and the same of the minima, in fp32."""
         if isinstance(scales, Exponent):
             powers = torch.tensor(POWERS, dtype=torch.float32, device=head.device)
             return powers[cut(head, -1, self.row.span, 1, WIDTH).long()], None
+        if isinstance(scales, ScaleAndZero):
+            of_lanes = scales_and_minima(cut(head, -1, WIDTH, 4))
+            scale, least = (each.transpose(-1, -2)[..., None, :, :] for each in of_lanes)
+            return scale, least
         scale = head[..., :_HALVES].view(torch.float16).float()[..., None, None, :]
         least = None
         planes = head[..., _HALVES:]

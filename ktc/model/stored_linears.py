@@ -1,4 +1,4 @@
-"""Rows of `weights.json` that fill a linear layer with blocks of a GGUF file.
+"""Rows of `weights.json` that fill a linear layer with blocks of a GGUF file or of INT4.
 
 In: the model and a row. Out: whether the row fits, and its bytes in the layer. Refused: scales that are not finite
 (L407).
@@ -10,6 +10,7 @@ from torch import nn
 
 from ktc.checkpoint import CheckpointIndex, WeightSource, gguf_values
 from ktc.checkpoint.reader import TensorReader
+from ktc.checkpoint.values import read_blocks
 from ktc.diagnostics import InputRefused
 from ktc.linears.stored_linear import StoredLinear
 from ktc.model.finite_weights import not_finite
@@ -29,7 +30,7 @@ def rows_loader(model: nn.Module, source: WeightSource, allow_nonfinite: bool) -
         return None
 
     def load(reader: TensorReader, index: CheckpointIndex, expert: int | None) -> None:
-        blocks = gguf_values.read_blocks(reader, index.tensors[source.source_key], None)
+        blocks = read_blocks(reader, index, source, None)
         if not (allow_nonfinite or gguf_values.are_finite(blocks, layer.format)):
             raise InputRefused(not_finite(source, expert))
         layer.load_blocks(blocks)

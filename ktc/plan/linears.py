@@ -55,13 +55,13 @@ def choose_linear(
 
 
 def stored_rows(weights: Sequence[WeightSource]) -> Mapping[str, str]:
-    """Return the format of the linear layers whose weight a file stores in blocks that kernels multiply, by FQN."""
+    """Return the format of the linear layers whose stored weight is blocks that kernels multiply, by FQN."""
     found: dict[str, str] = {}
     for source in weights:
         fqn, _, leaf = source.target.rpartition(".")
-        blocks = source.plain_rows
-        if blocks is not None and leaf == "weight" and blocks in BLOCKS and source.shape[1] % BLOCKS[blocks].whole == 0:
-            found[fqn] = blocks
+        row = BLOCKS.get(source.plain_rows or "")
+        if row is not None and leaf == "weight" and source.loaded_shape[1] % row.whole == 0:
+            found[fqn] = row.name
     return found
 
 

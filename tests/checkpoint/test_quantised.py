@@ -25,14 +25,17 @@ from ktc.checkpoint import (
     Step,
     Stored,
     WeightSource,
+    gguf_values,
     open_index,
     read_sources,
     values,
     write_sources,
 )
 from ktc.checkpoint.reader import TensorReader
+from ktc.checkpoint.values import read_blocks
 from ktc.compiler import inspect
 from ktc.diagnostics import InputRefused
+from ktc.experts.block_reference import dequantise_blocks
 from ktc.experts.module import FusedMoe
 from ktc.model import weight_store
 
@@ -166,6 +169,16 @@ def test_packed_int4_is_what_compressed_tensors_reads(
     del tensors[f"{name}.weight"]
     tensors |= {f"{name}.{key}": tensor for key, tensor in stored.items()}
     assert torch.equal(filled(model, tensors, config_of(group, symmetric), tmp_path)[f"{name}.weight"], expected)
+
+    index = open_index(tmp_path)
+    (row,) = (row for row in map_weights(model, index).sources if row.target == f"{name}.weight")
+    rounded_codes = symmetric and scale_dtype == torch.bfloat16
+    assert (row.plain_rows is not None) == (group != -1 and scale_dtype != torch.float32 and not rounded_codes)
+    if row.plain_rows is not None:  # a kernel multiplies the same weights
+        with TensorReader(tmp_path) as reader:
+            blocks = read_blocks(reader, index, row, None)
+        assert gguf_values.are_finite(blocks, row.plain_rows)
+        assert torch.equal(dequantise_blocks(blocks, row.plain_rows).to(scale_dtype), expected)
 
 
 # MXFP4

@@ -30,9 +30,12 @@ from ktc.plan.kernel_spec import KernelSpec
 EXPERTS = "model.layers.1.mlp.experts"
 
 
-def in_int4(folder: Path, inter: int = 64, group: int = 32) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def in_int4(
+    folder: Path, inter: int = 64, group: int = 32, hidden: int = 64, zero_points: bool = False,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:  # fmt: skip
     """A checkpoint with its experts in any codes and scales, not those a quantiser would choose, and its weights."""
-    model, tensors = twin_of("deepseek_v3", folder, moe_intermediate_size=inter)
+    model, tensors = twin_of("deepseek_v3", folder, hidden_size=hidden, moe_intermediate_size=inter)
     generator = torch.Generator().manual_seed(6)
     stored: dict[str, Tensor] = dict(tensors)
     worth: dict[str, Tensor] = {}
@@ -41,19 +44,40 @@ def in_int4(folder: Path, inter: int = 64, group: int = 32) -> tuple[PreTrainedM
             continue
         rows, columns = tensor.shape
         codes = torch.randint(-8, 8, (rows, columns), generator=generator, dtype=torch.int8)
-        scales = torch.rand(rows, columns // group, generator=generator).add(0.1).bfloat16()
+        scales = torch.rand(rows, columns // group, generator=generator).add(0.1).to(scale_dtype)
+        zeros = torch.randint(-8, 8, scales.shape, generator=generator, dtype=torch.int8) * zero_points
         del stored[name]
         stem = name.removesuffix(".weight")
-        nibbles = (codes + 8).to(torch.int32).unflatten(1, (-1, 8))
-        words = nibbles.mul(torch.tensor([1 << 4 * place for place in range(8)])).sum(-1).to(torch.int32)
-        stored |= {f"{stem}.weight_packed": words, f"{stem}.weight_scale": scales}
-        worth[name] = dequantise(codes, scales.float(), group)
+        stored |= {f"{stem}.weight_packed": words_of(codes), f"{stem}.weight_scale": scales}
+        if zero_points:
+            stored[f"{stem}.weight_zero_point"] = words_of(zeros.t()).t().contiguous()
+        worth[name] = dequantise(codes - zeros.repeat_interleave(group, 1), scales.float(), group)
     save_file(stored, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = config_of(group, ignore=["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"])
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
+    config["quantization_config"] = config_of(group, not zero_points, ignore=ignore)
     (folder / "config.json").write_text(json.dumps(config))
     model.config.quantization_config = config["quantization_config"]
     return model, worth
+
+
+def words_of(codes: Tensor) -> Tensor:
+    """Eight codes of a row in each word, the first in the lowest bits, plus 8; the last word may have less."""
+    rows, columns = codes.shape
+    nibbles = torch.zeros(rows, -(-columns // 8) * 8, dtype=torch.int32)
+    nibbles[:, :columns] = codes + 8
+    places = torch.tensor([1 << 4 * place for place in range(8)])
+    return nibbles.unflatten(1, (-1, 8)).mul(places).sum(-1).to(torch.int32)
+
+
+def in_awq(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The same with zero points and fp16 scales for 128 columns, as AWQ has them."""
+    return in_int4(folder, 256, 128, 256, zero_points=True, scale_dtype=torch.float16)
+
+
+def in_gptq(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The same with fp16 scales for 64 columns, a row of this twin, and no zero points."""
+    return in_int4(folder, group=64, scale_dtype=torch.float16)
 
 
 def in_int4_rows(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
@@ -95,6 +119,8 @@ def plan_of(folder: Path, setting: str = "") -> Plan:
     [
         (in_int4, ("int4", 32), "int4 in groups of 32"),
         (in_int4_rows, ("int4", 64), "int4 with a scale per row"),
+        (in_awq, ("uint4_g128", 0), "int4 in groups of 128 and zero points"),
+        (in_gptq, ("uint4_g64", 0), "int4 with a scale per row"),
         (in_fp8, ("fp8", 128), "fp8 128x128"),
     ],
 )
@@ -133,7 +159,7 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(
 
 @pytest.mark.slow
 def test_the_config_alone_gives_the_same_kernel(tmp_path: Path) -> None:
-    for make, method in ((in_int4, "int4"), (in_fp8, "fp8")):
+    for make, method in ((in_int4, "int4"), (in_awq, "uint4_g128"), (in_fp8, "fp8")):
         folder = tmp_path / method
         make(folder)
         with_weights = plan_of(folder).kernels
