@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.host import Gpu, Host, detect
 from ktc.isa import INSTRUCTION_SETS, PREFERENCE, isa_of
+from ktc.regular_files import read_regular
 
 T = TypeVar("T")
 _BYTE_UNITS = {"": 1, "B": 1} | {
@@ -28,7 +29,7 @@ def read_host_file(path: str | Path) -> Host:
     Raises `InputRefused` with all faults of the file (H200 unreadable, H201 not TOML, H202 key, H203 value).
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular(Path(path)).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputRefused(Diagnostic("H200", f"cannot read the host file `{path}`: {error}")) from error
     try:

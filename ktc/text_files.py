@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Final
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing
+from ktc.regular_files import MOST_BYTES, read_regular
 
 MOST_FAULTS: Final = 20
 
 
-def read_text(path: Path, *, unreadable: str, not_utf8: str, most_bytes: int | None = None) -> str:
+def read_text(path: Path, *, unreadable: str, not_utf8: str, most_bytes: int = MOST_BYTES) -> str:
     """Return the text in `path`. Raises InputRefused: `unreadable` (also for too large a file) or `not_utf8`."""
     try:
-        content = path.read_bytes()
-        if most_bytes is not None and len(content) > most_bytes:
-            raise InputRefused(Diagnostic(unreadable, f"`{path}` has more than {most_bytes} bytes"))
-        return content.decode("utf-8-sig")
+        return read_regular(path, most_bytes).decode("utf-8-sig")
     except OSError as error:
         raise InputRefused(Diagnostic(unreadable, f"cannot read `{path}`: {error.strerror}")) from error
     except UnicodeDecodeError as error:

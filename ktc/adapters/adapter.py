@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
+from ktc.adapters.adapter_config import rank_fault, value_faults
 from ktc.checkpoint.header import HeaderRefused, TensorEntry, read_header
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused, listing, render
+from ktc.regular_files import read_regular
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -66,8 +68,8 @@ def read_adapter(folder: Path) -> Adapter:
     tensors = _read_tensors(folder, problems)
     if config is not None:
         problems += _config_faults(folder, config)
-    if not problems:
-        problems += _tensor_faults(folder, tensors)
+    if config is not None and not problems:
+        problems += _tensor_faults(folder, config, tensors)
     if problems or config is None:
         raise InputRefused(*problems)
     return Adapter(folder, str(config.get("base_model_name_or_path") or ""), config, tensors)
@@ -193,15 +195,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def require_finite(adapter: Adapter) -> None:
-    """Raise `InputRefused` (A602) for a value that is not finite, and for a rank that no tensor of the file has.
-
-    PEFT allocates by the ranks of the config before it reads the file.
-    """
-    ranks = [adapter.config["r"], *cast("Mapping[str, Any]", adapter.config.get("rank_pattern") or {}).values()]
-    largest = max((size for entry in adapter.tensors for size in entry.shape), default=0)
-    wrong = next((rank for rank in ranks if not (isinstance(rank, int) and rank <= largest)), None)
-    if wrong is not None:
-        raise InputRefused(_damaged(adapter.folder, f"no tensor has the rank {wrong!s:.40} of `{CONFIG}`"))
+    """Raise `InputRefused` (A602) for a value that is not finite."""
     for name, tensor in read_tensors(adapter):
         if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
             raise InputRefused(_damaged(adapter.folder, f"`{name}` has a value that is not finite"))
@@ -212,7 +206,7 @@ def _refusing_misfits(folder: Path, model: PreTrainedModel) -> Generator[None]:
     """Raise InputRefused (A603) where PEFT cannot load an adapter."""
     try:
         yield
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         message = f"adapter `{folder.name}` does not load on `{model.name_or_path}`: {_first_line(error)}"
         hint = f"`ktc export {folder} --layout per-expert` writes a layout that the installed peft reads"
         raise InputRefused(Diagnostic("A603", message, hint=hint)) from error
@@ -267,7 +261,7 @@ def _damaged(folder: Path, what: str) -> Diagnostic:
 
 def _read_config(folder: Path, problems: list[Diagnostic]) -> Mapping[str, Any] | None:
     try:
-        content: object = read_json((folder / CONFIG).read_bytes())
+        content: object = read_json(read_regular(folder / CONFIG))
     except FileNotFoundError:
         problems.append(_damaged(folder, f"it has no `{CONFIG}`"))
     except (OSError, ValueError) as error:
@@ -298,26 +292,25 @@ def _config_faults(folder: Path, config: Mapping[str, Any]) -> Iterator[Diagnost
         message = f"adapter `{folder}` is of kind `{config.get('peft_type')}`; ktc reads LoRA adapters"
         yield Diagnostic("A604", message, hint="train with `LoraConfig`")
         return
-    r, alpha = config.get("r"), config.get("lora_alpha")
-    if not (type(r) is int and r > 0):
-        yield _damaged(folder, f"`r` of `{CONFIG}` is {r!s:.40}, not a rank")
-    if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
-        yield _damaged(folder, f"`lora_alpha` of `{CONFIG}` is {alpha!s:.40}, not a number")
-    if not isinstance(config.get("base_model_name_or_path") or "", str):
-        yield _damaged(folder, f"`base_model_name_or_path` of `{CONFIG}` is not a text")
+    for fault in value_faults(config):
+        yield _damaged(folder, f"`{CONFIG}`: {fault}")
 
 
-def _tensor_faults(folder: Path, tensors: tuple[TensorEntry, ...]) -> Iterator[Diagnostic]:
-    """Factors without their other half, and files without any."""
+def _tensor_faults(folder: Path, config: Mapping[str, Any], tensors: tuple[TensorEntry, ...]) -> Iterator[Diagnostic]:
+    """Factors without their other half or of another rank, and files without any."""
     if not tensors:
         yield _damaged(folder, f"`{WEIGHTS}` holds no tensors")
     sides: dict[str, set[str]] = {}
+    factors: list[TensorEntry] = []
     for entry in tensors:
         if (found := split_name(entry.name)) is not None:
             sides.setdefault(found[0], set()).add(found[1])
+            factors.append(entry)
     alone = [layer for layer, found in sides.items() if len(found) == 1]
     if alone:
         yield _damaged(folder, f"these layers have one factor of two: {listing(alone, 3)}")
+    if factors and (fault := rank_fault(config, factors)):
+        yield _damaged(folder, fault)
 
 
 # What does not fit a model

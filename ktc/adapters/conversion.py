@@ -15,6 +15,7 @@ from typing import Final, Literal
 from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import file_digest, write_file
+from ktc.regular_files import read_regular
 
 RECORD: Final = "ktc_conversion.json"
 Kind = Literal["merge", "int4", "gguf"]
@@ -44,7 +45,7 @@ def write_record(
 def read_record(folder: Path) -> Conversion:
     """Return the record in `folder`. Raises InputRefused (Q513)."""
     try:
-        found = decode(read_json((folder / RECORD).read_bytes()), Conversion)
+        found = decode(read_json(read_regular(folder / RECORD)), Conversion)
     except (OSError, ValueError, Undecodable) as error:
         message = f"`{folder / RECORD}` cannot be read: {error}"
         raise InputRefused(Diagnostic("Q513", message, hint="convert the model again")) from error

@@ -18,6 +18,7 @@ from ktc.checkpoint import CheckpointIndex, has_weights, open_index
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.hf import remote_code
+from ktc.regular_files import read_regular
 
 _MOST = {"layers": 10_000, "experts": 100_000}
 
@@ -49,7 +50,7 @@ def open_model(
     file = remote_code.model_file(folder)
     if trust_remote_code and file is not None:
         code = remote_code.code_files(folder)
-        _check_sizes(folder.name, read_json((folder / "config.json").read_bytes()))
+        _check_sizes(folder.name, read_json(read_regular(folder / "config.json")))
         config, _ = remote_code.run_code(folder)
         return ModelSource(str(folder), folder, config, _index(folder), own_code=True, code=code)
     if file is not None and not _is_stock(folder):
@@ -59,7 +60,7 @@ def open_model(
 
 def _is_stock(folder: Path) -> bool:
     """Return whether transformers has the model that config.json names, so that no code of the folder is needed."""
-    content = cast("dict[str, Any]", read_json((folder / "config.json").read_bytes()))
+    content = cast("dict[str, Any]", read_json(read_regular(folder / "config.json")))
     return content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _by_architecture(content) is not None
 
 
@@ -110,7 +111,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
             )
         )
     try:
-        content: object = read_json(path.read_bytes())
+        content: object = read_json(read_regular(path))
         if not isinstance(content, dict):
             raise ValueError("the top level is not an object")
         _check_sizes(folder.name, cast("dict[str, Any]", content))

@@ -8,7 +8,7 @@ are bounded by `MAX_HEADER_BYTES`. The data is not read.
 from __future__ import annotations
 
 import math
-import stat
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from typing import BinaryIO, Final, NoReturn
 from ktc.checkpoint.gguf_types import TYPE_NAMES, block_of
 from ktc.checkpoint.header import MAX_HEADER_BYTES, HeaderRefused, TensorEntry
 from ktc.diagnostics import Diagnostic
+from ktc.regular_files import open_regular
 
 Setting = int | float | bool | str
 
@@ -48,13 +49,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
     Raises `HeaderRefused` or `OSError`.
     """
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):  # opening a pipe would wait for its writer
-        hint = f"remove `{path.name}`, or copy the file itself"
-        raise HeaderRefused([Diagnostic("I112", f"`{path.name}` is not a regular file", hint=hint)])
-    size = about.st_size
-    with path.open("rb") as file:
-        cursor = _Cursor(file, path.name, size)
+    with open_regular(path) as file:
+        cursor = _Cursor(file, path.name, os.fstat(file.fileno()).st_size)
         tensors, settings = _counts(cursor)
         found, alignment = _settings(cursor, settings)
         described = [_tensor(cursor, alignment) for _ in range(tensors)]

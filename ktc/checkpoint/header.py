@@ -7,6 +7,7 @@ tensor. The data is not read.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic
+from ktc.regular_files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _LENGTH_BYTES = 8
@@ -62,8 +64,8 @@ class HeaderRefused(Exception):
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
     """Return the tensors of the file at `path`, in order of their bytes. Raises `HeaderRefused` or `OSError`."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(_LENGTH_BYTES)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < _LENGTH_BYTES:

@@ -18,6 +18,7 @@ from ktc.checkpoint.gguf_header import Setting
 from ktc.checkpoint.header import HeaderRefused, TensorEntry, read_header
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.regular_files import read_regular
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -85,7 +86,7 @@ def _nothing_to_read(folder: Path) -> Diagnostic:
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
     try:
-        content: Any = read_json((folder / INDEX_FILE).read_bytes())
+        content: Any = read_json(read_regular(folder / INDEX_FILE))
     except ValueError as error:
         raise InputRefused(_bad_index(f"is not JSON: {error}")) from error
     weight_map = cast("dict[str, Any]", content).get("weight_map") if isinstance(content, dict) else None

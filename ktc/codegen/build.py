@@ -33,6 +33,7 @@ from ktc.experts.kernel_library import KernelLibrary
 from ktc.files import file_digest, write_file
 from ktc.host import Host
 from ktc.isa import Isa
+from ktc.regular_files import read_regular
 
 _RECORD: Final = "library.json"
 
@@ -116,7 +117,7 @@ def _cached(folder: Path) -> KernelLibrary | None:
     record = folder / _RECORD
     if not record.is_file():
         return None
-    entry = json.loads(record.read_text(encoding="utf-8"))
+    entry = json.loads(read_regular(record).decode())
     library = KernelLibrary(folder / entry["file"], entry["digest"], tuple(map(tuple, entry["entries"])))
     return library if library.path.is_file() and file_digest(library.path) == library.digest else None
 

@@ -13,6 +13,7 @@ from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing, suggest
 from ktc.dsl import parser, syntax
 from ktc.dsl.source_text import count_words
+from ktc.regular_files import open_regular
 
 MAX_FILES = 64
 MAX_IMPORT_DEPTH = 16
@@ -92,7 +93,7 @@ def read_text(path: Path, shown: str) -> str:
     """Return the text of a rule file. Raises InputRefused if it is not UTF-8, too large or unreadable."""
     start = Span(shown, 1, 1, 1, 1)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(parser.MAX_BYTES + 1)
         if len(content) <= parser.MAX_BYTES:
             return content.decode("utf-8-sig")

@@ -16,6 +16,7 @@ from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import file_digest, refusing, write_file
 from ktc.model.manifest import FILE as MANIFEST
+from ktc.regular_files import read_regular
 
 FILE: Final = "fidelity.json"
 SCHEMA: Final = 1
@@ -168,7 +169,7 @@ def read_report(folder: Path) -> Report | None:
         return None
     hint = f"`ktc prove {folder}` writes it again"
     try:
-        content: Any = read_json(path.read_bytes())
+        content: Any = read_json(read_regular(path))
         if isinstance(content, dict) and content.get("schema") != SCHEMA:  # pyright: ignore[reportUnknownMemberType]
             return None
         report = decode(content, Report)

@@ -18,6 +18,7 @@ from transformers.dynamic_module_utils import (
 
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.regular_files import read_regular
 
 _MODEL = "AutoModelForCausalLM"
 
@@ -33,7 +34,7 @@ def code_files(folder: Path) -> dict[str, str]:
         if any((folder / around).is_symlink() for around in name.parents):
             continue
         try:
-            found[name.as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[name.as_posix()] = hashlib.sha256(read_regular(path)).hexdigest()
         except OSError as error:
             message = f"`{path}` is code of the model and cannot be read: {error.strerror or error}"
             raise InputRefused(Diagnostic("I109", message, hint="permit or remove it")) from error
@@ -52,7 +53,7 @@ def _file(reference: str) -> str:
 
 def _auto_map(folder: Path) -> Mapping[str, Any]:
     try:
-        content: object = read_json((folder / "config.json").read_bytes())
+        content: object = read_json(read_regular(folder / "config.json"))
     except (OSError, ValueError):
         return {}
     found = cast("dict[str, Any]", content).get("auto_map") if isinstance(content, dict) else None

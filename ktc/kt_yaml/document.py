@@ -14,6 +14,7 @@ from typing import Any, cast
 import yaml
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span
+from ktc.regular_files import open_regular
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 16
@@ -56,7 +57,7 @@ def read_text(path: Path) -> str:
         InputRefused: K001, the file cannot be read, is too large or is not UTF-8.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise InputRefused(Diagnostic("K001", f"cannot read `{path}`: {error.strerror}")) from error

@@ -23,6 +23,7 @@ from ktc import environment
 from ktc.decode import Undecodable, decode, read_json
 from ktc.files import write_file
 from ktc.host import cpu_name
+from ktc.regular_files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def kept_choice(of: str, measure: Callable[[], Choice]) -> Choice:
     key = json.dumps((of, cpu_name(), torch.__version__))
     path = environment.cache_dir() / "choices" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     try:
-        return decode(read_json(path.read_bytes()), Choice)
+        return decode(read_json(read_regular(path)), Choice)
     except (OSError, ValueError, Undecodable):  # missing, or not what was written
         found = measure()
     with contextlib.suppress(OSError):  # a cache that cannot be written is one measurement per process

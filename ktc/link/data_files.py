@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic
+from ktc.regular_files import read_regular
 
 _NAMES = (
     "tokenizer*",
@@ -59,7 +60,7 @@ def _candidates(checkpoint: Path) -> Iterator[Path]:
 
 def _copy_json(path: Path, target: Path) -> list[str]:
     """Copy a JSON file unchanged, or without its references to code. Return a list of the omissions."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = read_regular(path).decode(errors="replace")
     if not any(key in text for key in _CODE_REFERENCES) and "\\u" not in text:
         shutil.copyfile(path, target)
         return []

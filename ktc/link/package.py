@@ -26,6 +26,7 @@ from ktc.link.folder import write_folder
 from ktc.model import manifest, peft_glue
 from ktc.model.assumptions import NO_ASSUMPTIONS, Assumptions
 from ktc.model.manifest import KernelRecord, LibraryRecord, Manifest, ModelRecord, Rewrite, RulesRecord, Versions
+from ktc.regular_files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def _config(package: Package) -> str:
 
     The quantisation config is removed: the model that is loaded from OUT is not quantised.
     """
-    content = read_json((package.checkpoint / "config.json").read_bytes())
+    content = read_json(read_regular(package.checkpoint / "config.json"))
     config = without_code_references(cast("dict[str, Any]", content))
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
@@ -163,7 +164,7 @@ def _manifest(package: Package, files: Mapping[str, str]) -> Manifest:
             folder=str(package.checkpoint.resolve()),
             class_name=package.class_name,
             dtype=package.dtype,
-            config_sha256=_sha256((package.checkpoint / "config.json").read_bytes()),
+            config_sha256=_sha256(read_regular(package.checkpoint / "config.json")),
             own_code=package.own_code,
             code=dict(package.code),
         ),

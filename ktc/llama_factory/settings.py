@@ -18,6 +18,7 @@ import yaml
 from ktc import versions
 from ktc.checkpoint import read_sources
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing, suggest
+from ktc.regular_files import read_regular
 
 TESTED: Final = (0, 9, 5)  # of LLaMA-Factory: constraints-lf.txt
 STAGES: Final = ("sft", "pt", "dpo")  # those whose trainer becomes a KTrainer
@@ -92,7 +93,7 @@ def _read(file: Path) -> dict[str, Any]:
         message = f"`{file}` is not a file name that LLaMA-Factory reads as YAML"
         raise InputRefused(Diagnostic("F903", message, hint="name it `.yaml`"))
     try:
-        content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content: object = yaml.safe_load(read_regular(file).decode())
     except (OSError, UnicodeDecodeError) as error:
         words = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InputRefused(Diagnostic("F903", f"`{file}` cannot be read: {words}")) from error
@@ -180,7 +181,7 @@ def _model_faults(settings: Mapping[str, Any]) -> Iterator[Diagnostic]:
 def _linear_names(folder: Path) -> frozenset[str]:
     """Return the modules of the compiled model that have a weight matrix. Raise `InputRefused` (F908)."""
     try:
-        rows = read_sources((folder / "weights.json").read_bytes())
+        rows = read_sources(read_regular(folder / "weights.json"))
     except (OSError, ValueError) as error:
         message = f"`{folder / 'weights.json'}` is damaged: {_one_line(error)}"
         raise InputRefused(Diagnostic("F908", message, hint="compile the model again")) from error

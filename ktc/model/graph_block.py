@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ktc.experts.form import ExpertsForm, parse_form
 from ktc.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.regular_files import read_regular
 
 Forward = Callable[..., Any]
 _PREFIX = "ktc_block_"  # of the names of blocks' modules
@@ -90,7 +91,7 @@ class _Text(importlib.abc.InspectLoader):
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._text = path, path.read_text(encoding="utf-8")
+        self._path, self._text = path, read_regular(path).decode()
 
     def get_source(self, fullname: str) -> str:
         return self._text
@@ -116,7 +117,7 @@ def read_forward(path: Path) -> Forward:
     The file becomes a module named after its contents, since `torch.compile` imports the modules of functions by name.
     """
     try:
-        name = f"{_PREFIX}{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+        name = f"{_PREFIX}{hashlib.sha256(read_regular(path)).hexdigest()[:16]}"
         spec = importlib.util.spec_from_loader(name, _Text(path))
         assert spec is not None and spec.loader is not None, "a loader gives a spec"
         module = importlib.util.module_from_spec(spec)

@@ -41,6 +41,7 @@ from ktc.model.random_weights import fill_random
 from ktc.model.realise import realise
 from ktc.model.stock_facts import assumptions_of
 from ktc.model.watch import remember, watch
+from ktc.regular_files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +244,7 @@ def check_assumptions(manifest: Manifest, model: PreTrainedModel, folder: Path) 
 def read_rows(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
     """Return the rows of `weights.json`. Raise `InputRefused` (L402)."""
     try:
-        return read_sources((folder / "weights.json").read_bytes())
+        return read_sources(read_regular(folder / "weights.json"))
     except (OSError, ValueError) as error:
         hint = f"compile again: `{manifest.renewal(folder)}`"
         raise InputRefused(Diagnostic("L402", f"`{folder / 'weights.json'}` is damaged: {error}", hint=hint)) from error

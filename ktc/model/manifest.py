@@ -22,6 +22,7 @@ from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.isa import isa_of
 from ktc.model.assumptions import Assumptions
+from ktc.regular_files import read_regular
 from ktc.targets import MODULES
 from ktc.targets.kt_linear import STORED_LINEAR
 
@@ -162,7 +163,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the model in `folder`. Raise `InputRefused` (L400 missing, L401 schema, L402 damaged)."""
     try:
-        content: object = read_json((folder / FILE).read_bytes())
+        content: object = read_json(read_regular(folder / FILE))
     except (FileNotFoundError, NotADirectoryError) as error:
         hint = "name the folder that `ktc compile ... -o OUT` wrote"
         raise InputRefused(
@@ -193,7 +194,7 @@ def check_sealed(manifest: Manifest, folder: Path) -> None:
     problems: list[Diagnostic] = []
     for name in manifest.files:
         try:
-            found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            found = hashlib.sha256(read_regular(folder / name)).hexdigest()
         except OSError as error:
             problems.append(Diagnostic("L404", f"`{folder / name}` cannot be read: {error.strerror}", hint=hint))
             continue

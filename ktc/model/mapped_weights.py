@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ktc.checkpoint import CheckpointIndex, TensorEntry, WeightSource
 from ktc.checkpoint.reader import TORCH_DTYPE
 from ktc.model.placement import device_of
+from ktc.regular_files import open_regular
 
 _ALIGNMENT: Final = 8  # what the reference implementation of safetensors writes
 
@@ -61,5 +62,5 @@ def _fits(source: WeightSource, entry: TensorEntry, held: Tensor, placement: Map
 
 
 def _map_private(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)

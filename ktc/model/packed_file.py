@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from ktc.decode import Undecodable, decode, read_json
 from ktc.files import replaced_file
+from ktc.regular_files import open_regular
 
 SCHEMA: Final = 1
 DATA: Final = 2 << 20  # the packed bytes begin on a huge page, in the file as in memory
@@ -97,7 +98,7 @@ def write(path: Path, make_header: Callable[[str], Header], data: memoryview, wr
 
 def read_header(path: Path) -> Header:
     """Return the header of a complete file. Raise `Damaged` or `OSError`."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if file.read(len(_MAGIC)) != _MAGIC:
             raise Damaged("it does not begin as a packed file does")
@@ -126,7 +127,7 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> int:
 
 def map_read_only(path: Path, size: int) -> mmap.mmap:
     """Map the packed bytes shared and read-only; processes that map the same file share them."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=DATA)
 
 

@@ -25,6 +25,7 @@ from ktc.files import write_file
 from ktc.model import packed_file
 from ktc.model.manifest import Manifest, Rewrite
 from ktc.model.packed_file import Damaged, Header, Origin
+from ktc.regular_files import read_regular
 
 FOLDER: Final = "packed"
 INDEX: Final = "packed.json"
@@ -172,7 +173,7 @@ def read_index(folder: Path) -> PackedIndex:
     """`packed.json` of the compiled model in `folder`. Raises `InputRefused` (L441)."""
     path = folder / FOLDER / INDEX
     try:
-        index = decode(read_json(path.read_bytes()), PackedIndex)
+        index = decode(read_json(read_regular(path)), PackedIndex)
     except (OSError, ValueError, Undecodable) as error:
         raise InputRefused(damaged(folder, path, str(error))) from error
     if index.schema != SCHEMA:

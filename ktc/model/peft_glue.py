@@ -18,6 +18,7 @@ from ktc.experts.module import FusedMoe
 from ktc.experts.peft_wrapper import ASKED, AskedTargets, ExpertsParamWrapper
 from ktc.linears.merged_lora import MergedLoraLinear
 from ktc.linears.trained_linear import TrainedLinear
+from ktc.regular_files import read_regular
 
 FILE = "lora.json"
 _INSTALLED = "_ktc_installed"
@@ -46,7 +47,7 @@ def install() -> None:
 def read_lora_config(folder: Path) -> LoraConfig:
     """Return the stock `LoraConfig` of the compiled model in `folder`. Raise `InputRefused` (L431) without one."""
     try:
-        content: object = read_json((folder / FILE).read_bytes())
+        content: object = read_json(read_regular(folder / FILE))
     except (OSError, ValueError) as error:
         raise InputRefused(
             Diagnostic("L402", f"`{folder / FILE}` is damaged: {error}", hint="compile it again")

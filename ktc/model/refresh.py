@@ -36,6 +36,7 @@ from ktc.model.load_as import LoadedFrom, build_on_meta, read_config, read_rows
 from ktc.model.memory import in_gib, tensor_bytes
 from ktc.model.progress import Progress
 from ktc.model.realise import realise
+from ktc.regular_files import read_regular
 
 Packed = FusedMoe | StoredLinear | StreamedLinear
 # Keys of config.json that say who wrote it, and in which dtype: rows of `weights.json` name the dtypes of tensors.
@@ -202,7 +203,7 @@ def require_same_config(model: PreTrainedModel, checkpoint: Path) -> None:
     of = cast("LoadedFrom", cast("Any", model).loaded_from)
     compiled = read_config(of.folder, type(model))
     try:
-        content: object = read_json(path.read_bytes())
+        content: object = read_json(read_regular(path))
         found = type(compiled).from_dict(copy.deepcopy(cast("Any", content))).to_dict()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         message = f"`{path}` is not the config of this model: {str(error).partition(chr(10))[0][:200]}"

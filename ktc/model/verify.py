@@ -21,6 +21,7 @@ from ktc.model.manifest import FILE, Manifest, check_sealed, read_manifest
 from ktc.model.pack import pack_in_memory
 from ktc.model.packed_store import PackedStore
 from ktc.model.progress import Progress, Tally
+from ktc.regular_files import read_regular
 
 State = Literal["good", "altered", "missing", "stale"]
 
@@ -88,7 +89,7 @@ def _rule_text(folder: Path) -> str:
     """Return the text of `OUT/rules` in the manifest's form."""
     root = folder / "rules"
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.ktr")}
-    return "".join(f"# {file}\n{path.read_bytes().decode(errors='replace')}" for file, path in sorted(files.items()))
+    return "".join(f"# {file}\n{read_regular(path).decode(errors='replace')}" for file, path in sorted(files.items()))
 
 
 def _digest(what: str, path: Path, expected: str, remedy: str) -> Finding:

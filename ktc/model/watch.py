@@ -27,6 +27,7 @@ from ktc.experts.module import FusedMoe
 from ktc.model.code_facts import functions_of
 from ktc.model.manifest import Rewrite
 from ktc.model.stock_facts import Region, class_name, config_path, regions, settings, spelled
+from ktc.regular_files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ def watch(model: nn.Module, recipe: Sequence[Rewrite], remembered: Sequence[Reme
         # The first and the last region see what all share, in case a user replaces one of them.
         common = tuple(shared.values()) if number in (0, len(remembered) - 1) else ()
         if region.fqn in files:
-            called = called_modules((folder / files[region.fqn]).read_text(encoding="utf-8"))
+            called = called_modules(read_regular(folder / files[region.fqn]).decode())
             module.register_forward_pre_hook(Watch((*common, *_of_block(module, region.fqn, called)), said))
         elif isinstance(module, FusedMoe):
             vars(module).update({n: value for n, value in region.settings.items() if not hasattr(module, n)})

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ktc.decode import Undecodable, decode
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.regular_files import read_regular
 
 if TYPE_CHECKING:
     import torch
@@ -155,7 +156,7 @@ def from_json(text: str, path: str = "the graph dump") -> ModelDump:
 def read_dump(path: Path) -> ModelDump:
     """Return the dump in a file. Raises `InputRefused` as `from_json` does, and for an unreadable file (I158)."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise _refused("I158", f"cannot read `{path}`: {error}", _WANTED) from error
     return from_json(text, str(path))

@@ -31,6 +31,7 @@ from ktc.quantise.original import Original, frozen_grid, open_original, require_
 from ktc.quantise.scheme import Scheme
 from ktc.quantise.selection import Modules, Selection, select
 from ktc.quantise.shards import Rounding, stored_parts, write_shard
+from ktc.regular_files import read_regular
 
 _STATE: Final = "quantising.json"  # what the finished files are made of, and what rounding did in each
 
@@ -130,7 +131,7 @@ class _State:
 
     def _found(self) -> dict[str, Rounding]:
         try:
-            state = json.loads((self.work / _STATE).read_text(encoding="utf-8"))
+            state = json.loads(read_regular(self.work / _STATE).decode())
             if state["identity"] != self._identity:
                 return {}
             files = {str(file): Rounding(**each) for file, each in state["files"].items()}
@@ -167,7 +168,7 @@ def _of_file(index: CheckpointIndex, file: str) -> list[TensorEntry]:
 
 def _write_config(work: Path, scheme: Scheme, selection: Selection) -> None:
     path = work / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(read_regular(path).decode())
     config["quantization_config"] = scheme.config(selection.ignored)
     write_file(path, json.dumps(config, indent=2) + "\n")
 

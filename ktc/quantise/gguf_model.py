@@ -32,6 +32,7 @@ from ktc.quantise.gguf_settings import add_settings
 from ktc.quantise.gguf_tensors import Q4_0, FilePlan, FileTensor, parameters, plan_file
 from ktc.quantise.gguf_tokenizer import add_tokenizer
 from ktc.quantise.original import Original, open_original
+from ktc.regular_files import read_regular
 
 MatrixType = Literal["f32", "f16", "bf16", "q8_0"]
 _NUMBERS: Final = {name: number for number, name in TYPE_NAMES.items()}
@@ -100,7 +101,7 @@ def write_gguf_model(
 def _write_config(folder: Path) -> None:
     """Remove from config.json how the original's weights were quantised: the file's types say how its are."""
     path = folder / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(read_regular(path).decode())
     if config.pop("quantization_config", None) is not None:
         write_file(path, json.dumps(config, indent=2) + "\n")
 

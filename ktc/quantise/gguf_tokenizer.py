@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
+from ktc.regular_files import read_regular
+
 NONE: Final = "none"
 _BPE, _SENTENCE_PIECE = "gpt2", "llama"
 # The splitting of text before BPE, by the model's type. Tokenizers that split as GPT-2 does are told by their file.
@@ -30,7 +32,7 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
 def add_tokenizer(writer: Any, folder: Path, model_type: str, size: int) -> str:
     """Add the tokenizer in `folder` for a model of `size` tokens, and return its kind; `NONE` if there is none."""
     path = folder / "tokenizer.json"
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    content: dict[str, Any] = json.loads(read_regular(path).decode()) if path.is_file() else {}
     kind, splitting = _kind(content, model_type)
     if kind == NONE:
         writer.add_tokenizer_model(NONE)

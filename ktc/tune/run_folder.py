@@ -7,21 +7,19 @@ that differ from those of the run (T525).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ktc.checkpoint.header import HeaderRefused, read_header
-from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import move_file, write_file
+from ktc.tune import checkpoint_state
 from ktc.tune.settings import TrainSettings
 
 SETTINGS = "train.yaml"
@@ -37,8 +35,6 @@ _OURS = (
     "timeline.svg",
     SETTINGS,
 )
-_WEIGHTS, _STATE = "adapter_model.safetensors", "trainer_state.json"
-_PICKLED = ("optimizer.pt", "scheduler.pt")
 
 # The settings that determine the numbers of a run. Resuming needs the same values.
 _LASTING = (
@@ -162,39 +158,17 @@ def _require_whole(checkpoint: Path, earlier: Path | None) -> None:
 
 def checkpoint_faults(checkpoint: Path) -> tuple[str, ...]:
     """Return the reasons why a checkpoint cannot be resumed, empty if it is complete."""
-    return tuple(_faults(checkpoint))
+    return tuple(checkpoint_state.faults(checkpoint))
 
 
-def _faults(checkpoint: Path) -> Iterator[str]:
-    needed = (_WEIGHTS, "adapter_config.json", _STATE, *_PICKLED)
-    missing = [name for name in needed if not (checkpoint / name).is_file()]
-    if not any(checkpoint.glob("rng_state*.pth")):
-        missing.append("rng_state.pth")
-    if missing:
-        yield f"it lacks {listing(missing)}"
-    for name in (_STATE, "adapter_config.json"):
-        if name not in missing and not _is_json(checkpoint / name):
-            yield f"`{name}` is not JSON"
-    for name in _PICKLED:
-        if name not in missing and not zipfile.is_zipfile(checkpoint / name):
-            yield f"`{name}` is truncated"
-    if _WEIGHTS not in missing and not _is_safetensors(checkpoint / _WEIGHTS):
-        yield f"`{_WEIGHTS}` is truncated"
-
-
-def _is_json(path: Path) -> bool:
-    try:
-        return isinstance(json.loads(path.read_bytes()), dict)
-    except (OSError, ValueError, RecursionError):
-        return False
-
-
-def _is_safetensors(path: Path) -> bool:
-    try:
-        read_header(path)
-    except (HeaderRefused, OSError):
-        return False
-    return True
+def require_fitting_state(
+    checkpoint: Path, adapter: Mapping[str, Sequence[int]], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise InputRefused (T524) if a checkpoint is not of these tensors of an adapter and groups of an optimizer."""
+    fault = checkpoint_state.adapter_fault(checkpoint, adapter) or checkpoint_state.optimizer_fault(checkpoint, groups)
+    if fault:
+        hint = "use an earlier checkpoint, or start again with `--force`"
+        raise InputRefused(Diagnostic("T524", f"checkpoint `{checkpoint}` is damaged: {fault}", hint=hint))
 
 
 def require_same_run(path: Path, settings: TrainSettings, kept: TrainSettings) -> None:

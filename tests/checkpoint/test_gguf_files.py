@@ -74,10 +74,10 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_refused_and_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.gguf")
-    assert "I112 `model.gguf` is not a regular file" in refusal(tmp_path)
+    assert "I114 `model.gguf` cannot be read: it is a pipe, not a regular file" in refusal(tmp_path)
     tmp_path.joinpath("model.gguf").unlink()
     tmp_path.joinpath("model.gguf").mkdir()
-    assert "I112 `model.gguf` is not a regular file" in refusal(tmp_path)
+    assert "I114 `model.gguf` cannot be read: it is a folder" in refusal(tmp_path)
 
 
 LIES: dict[str, tuple[bytes, str]] = {

@@ -1,0 +1,76 @@
+"""Files from outside: opened only if they are regular, and read only up to a size.
+
+A pipe in place of a file would block its reader for ever, a device has no end, and a name from a manifest may be one
+that no file can have. In: a path. Out: an open file, or its bytes. Raises OSError, whose `strerror` names the reason:
+callers report it under their own codes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO, Final
+
+MOST_BYTES: Final = 256 << 20  # of a file that is read whole, such as JSON: parsed, it takes many times its bytes
+
+_KINDS: Final = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read its bytes. Raises OSError, also for a name that no file can have."""
+    try:
+        _require_regular(path, os.stat(path))  # before opening: this alone changes the state of some devices
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:  # a zero byte, or a lone surrogate
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from error
+    try:
+        _require_regular(path, os.fstat(descriptor))  # the file that was opened may be another one by now
+        return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file. Raises OSError, also for more than `most_bytes`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > most_bytes else file.read(most_bytes + 1)
+    if max(size, len(content)) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+    if len(content) < size:
+        raise OSError(errno.EIO, "it became shorter while it was read", str(path))
+    return content
+
+
+def require_regular(folder: Path, patterns: Iterable[str], most_bytes: int = MOST_BYTES) -> None:
+    """Check the files of `folder` that another library is going to open by itself. Raises OSError for the first fault.
+
+    Links are followed; those to nothing are left to that library.
+    """
+    for pattern in patterns:
+        for path in sorted(folder.glob(pattern)):
+            try:
+                status = os.stat(path)
+            except FileNotFoundError:
+                continue
+            _require_regular(path, status)
+            if status.st_size > most_bytes:
+                raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+
+
+def _require_regular(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode):
+        return
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+    kind = next((name for matches, name in _KINDS if matches(status.st_mode)), "not a file")
+    raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
