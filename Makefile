@@ -74,9 +74,10 @@ mutants: $(READY)
 versions: $(READY)
 	$(BIN)/python tests/version_matrix.py $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
 
-# The kernels under the thread, address and undefined-behaviour sanitizers of the compiler (test-all runs it too).
+# Every kernel of every instruction set of this machine under the thread, address and undefined-behaviour sanitizers of
+# the compiler (test-all runs it too). SANITIZE="avx2 and thread" runs some.
 sanitize: $(READY)
-	$(BIN)/python -m pytest -m "" tests/codegen/test_sanitizers.py
+	$(BIN)/python -m pytest -m "" -rA tests/codegen/test_sanitizers.py $(if $(SANITIZE),-k "$(SANITIZE)")
 
 # kt-kernel in build/kt-kernel, for `ktc bench moe --kt-python build/kt-kernel/bin/python`.
 kt-environment:
