@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 from typing import Final
 
+from ktc.diagnostics import Diagnostic, InputRefused
+
 
 def cxx() -> str | None:
     """Return the user's C++ compiler: `$CXX`."""
@@ -45,6 +47,20 @@ def asked_processes() -> int:
 def _number(variable: str) -> int:
     value = os.environ.get(variable, "1")
     return max(1, int(value)) if value.isdigit() else 1
+
+
+MOST_THREADS: Final = 4096
+"""Of PyTorch, a rule, a host file, and an engine of kernels (`kMostThreads`): a larger number is a mistake."""
+
+
+def require_sane_threads() -> None:
+    """Raise `InputRefused` (H232) where `OMP_NUM_THREADS` names more threads than `MOST_THREADS`. Before torch."""
+    threads = os.environ.get("OMP_NUM_THREADS", "").strip()  # one number for each level of nesting
+    numbers = (each for each in threads.replace(" ", "").split(",") if each.isdecimal())
+    if any(len(each) > 9 or int(each) > MOST_THREADS for each in numbers):
+        message = f"`OMP_NUM_THREADS={threads}` is more than the {MOST_THREADS} threads that a process may have"
+        hint = "unset it: PyTorch then has a thread for each core"
+        raise InputRefused(Diagnostic("H232", message, hint=hint))
 
 
 # How idle threads of PyTorch wait: its OpenMP runtime reads these variables when torch is imported. By default they

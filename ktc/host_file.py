@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span
+from ktc.environment import MOST_THREADS
 from ktc.host import Gpu, Host, detect
 from ktc.isa import INSTRUCTION_SETS, PREFERENCE, isa_of
 from ktc.regular_files import read_regular
@@ -50,7 +51,7 @@ class _HostFile:
     def read(self, entries: Mapping[str, object], here: Host) -> Host:
         self._refuse_unknown(entries, ("isa", "cores", "numa", "memory", "gpu"))
         isa = self._value(entries, "isa", isa_of, f"one of {', '.join(PREFERENCE)}")
-        cores = self._value(entries, "cores", _count, "a count above zero")
+        cores = self._value(entries, "cores", _cores, f"a count from 1 to {MOST_THREADS}")
         numa = self._value(entries, "numa", _count, "a count above zero")
         memory = self._value(entries, "memory", parse_bytes, 'a size such as "512GiB"')
         gpus = self._gpus(entries.get("gpu", []))
@@ -111,6 +112,11 @@ def parse_bytes(value: object) -> int | None:
 
 def _count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _cores(value: object) -> int | None:
+    found = _count(value)
+    return found if found is not None and found <= MOST_THREADS else None
 
 
 def _toml_place(path: str | Path, message: str) -> Span | None:

@@ -27,6 +27,25 @@ def test_this_machine_is_described_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_a_host_file_has_no_more_cores_than_any_machine(tmp_path: Path) -> None:
+    (found,) = refused(tmp_path, "cores = 100000\n").diagnostics
+    assert found.code == "H203" and found.span is not None
+    assert found.message == "`cores` must be a count from 1 to 4096, found `100000`"
+
+
+@pytest.mark.parametrize("asked", ["100000", "4, 999999999999999999999999"])
+def test_an_absurd_number_of_threads_of_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    with pytest.raises(InputRefused, match=f"H232: `OMP_NUM_THREADS={asked}` is more than the 4096 threads"):
+        environment.require_sane_threads()
+
+
+@pytest.mark.parametrize("asked", ["", "4096", "16,2", "many", "-3"])
+def test_a_sane_number_of_threads_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    environment.require_sane_threads()
+
+
 def test_this_machine_has_sane_facts() -> None:
     here = host.detect()
     assert here.isas[-1] == "scalar"

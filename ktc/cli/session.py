@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ktc import diagnostics as words
-from ktc import versions
+from ktc import environment, versions
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 from ktc.files import refusing, write_file
 
@@ -105,7 +105,11 @@ class Session:
             raise KeyboardInterrupt
 
     def require_versions(self) -> None:
-        """Refuse a torch, transformers or peft that is too old (H230); warn about one newer than any tested (H231)."""
+        """Refuse a torch, transformers or peft that is too old (H230); warn about one newer than any tested (H231).
+
+        Before these start threads, also refuse an absurd number of them in the environment (H232).
+        """
+        environment.require_sane_threads()
         if newer := versions.require():
             self.diagnose(newer)
 

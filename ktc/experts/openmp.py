@@ -2,6 +2,9 @@
 
 Its threads spin for milliseconds after each of PyTorch's operations. Kernels with threads of their own wait for the
 cores; on the same threads they start at once.
+
+A forked child has the runtime's memory and none of its threads, and GCC's runtime waits for them for ever. So kernels
+take their own threads there, and PyTorch's operations run on one.
 """
 
 from __future__ import annotations
@@ -19,6 +22,14 @@ Functions = tuple[int, int, int, int]
 _NAMES: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
 NONE: Final = (0, 0, 0, 0)
 _PROCESS: Final = os.getpid()
+
+
+def _on_one_thread() -> None:
+    """Let PyTorch's operations open no parallel region, as workers of its `DataLoader` do."""
+    torch.set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=_on_one_thread)
 
 
 def functions() -> Functions:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from ktc.environment import MOST_THREADS
+
 Value = int | float | bool | str | None | tuple["Value", ...]
 Facet = Literal["kernel", "adapter", "quant", "place"]
 
@@ -30,7 +32,7 @@ class Bounds:
 Rank = Annotated[int, Bounds(1, 1024)]
 Alpha = Annotated[float, Bounds(0, 2**20)]
 Dropout = Annotated[float, Bounds(0, 1)]
-Threads = Annotated[int, Bounds(1, 4096)]
+Threads = Annotated[int, Bounds(1, MOST_THREADS)]
 Count = Annotated[int, Bounds(0, 2**24)]
 Positive = Annotated[int, Bounds(1, 2**20)]
 

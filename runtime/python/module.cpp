@@ -43,7 +43,17 @@ void ktc_python::expose(py::module_& library, const sparse_attention::Entry& ent
   library.def(entry.name, entry.make);
 }
 
-PYBIND11_MODULE(ktc_kernels, library) {
+// A library's classes, threads and workspace belong to a process, and its calls release one interpreter's lock.
+static constexpr const char* kMainAlone =
+    "ktc's kernels run in the main interpreter of a process alone, not in a subinterpreter";
+
+static bool in_main_interpreter() {
+  return PyInterpreterState_Get() == PyInterpreterState_Main();
+}
+
+PYBIND11_MODULE(ktc_kernels_of_main, library) {
+  if (!in_main_interpreter())
+    throw py::import_error(kMainAlone);  // where Python ran the function below in the main one
   ktc_python::add_engine(library);
   ktc_python::add_host_call(library);
   ktc_python::fused_moe::add_classes(library);
@@ -53,4 +63,12 @@ PYBIND11_MODULE(ktc_kernels, library) {
   ktc_python::int8_attention::add_class(library);
   ktc_python::sparse_attention::add_class(library);
   ktc_python::expose_entries(library);
+}
+
+// Python calls this function. In a subinterpreter of Python 3.11 the function of pybind11 would wait for ever, for a
+// lock that its own thread holds.
+extern "C" PYBIND11_EXPORT PyObject* PyInit_ktc_kernels() {
+  if (in_main_interpreter()) return PyInit_ktc_kernels_of_main();
+  PyErr_SetString(PyExc_ImportError, kMainAlone);
+  return nullptr;
 }

@@ -112,8 +112,11 @@ def test_threads_that_fail_to_start_do_not_spoil_the_others(kernels: KernelLibra
     layer = random_layer(64, 96, 4, 2, 9)
     module = load(layer, SPEC, threads=2)
     expected = run(module, layer)
-    with pytest.raises(ValueError, match="at least 1, found 0"):
-        kernels.kernel(SPEC.entry).engine(0)
+    before = num_threads()
+    for absurd in (0, 4097, 100_000):
+        with pytest.raises(ValueError, match=f"at least 1 and at most 4096, found {absurd}"):
+            kernels.kernel(SPEC.entry).engine(absurd)
+    assert num_threads() == before
     assert all(map(torch.equal, run(module, layer), expected))
 
 

@@ -21,6 +21,8 @@
 
 namespace ktc {
 
+inline constexpr int kMostThreads = 4096;  // a larger number is a mistake, and none are started
+
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -100,10 +102,13 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
   ~ThreadPool() { dismiss(0); }
 
-  // Starts threads up to this number, the caller included. Throws std::runtime_error if they cannot be started; the
-  // number of threads is then unchanged.
+  // Starts threads up to this number, the caller included. Throws std::invalid_argument for a number that no machine
+  // has, and std::runtime_error if they cannot be started; the number of threads is then unchanged.
   void require(int threads) {
-    if (threads < 1) throw std::invalid_argument("threads must be at least 1, found " + std::to_string(threads));
+    if (threads < 1 || threads > kMostThreads) {
+      throw std::invalid_argument("threads must be at least 1 and at most " + std::to_string(kMostThreads) +
+                                  ", found " + std::to_string(threads));
+    }
     const std::size_t before = workers_.size();
     try {
       while (static_cast<int>(workers_.size()) < threads - 1) add();
