@@ -6,21 +6,23 @@ compiled, training without an adapter, and FSDP or DeepSpeed, which would place 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import PeftModel
-from torch import nn
+from peft import PeftModel, get_peft_model_state_dict  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.model.compiled_model import CompiledModel
 from ktc.model.trained_beside import write_record
-from ktc.training import gradients
+from ktc.training import checkpoint_state, gradients
 from ktc.training.compiled_parts import CompiledParts
 from ktc.training.private_api import TrainerHooks, keep_in_place, use_as_one_device
 from ktc.training.report import report_of
@@ -89,14 +91,26 @@ class KTrainerMixin(TrainerHooks):
         super().create_accelerator_and_postprocess()
         keep_in_place(self.accelerator)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the base trainer does."""
-        _check_adapter(cast("nn.Module", self.model))
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the base trainer does.
+
+        A checkpoint to resume from is checked before the base trainer reads it.
+
+        Raises:
+            InputRefused: T524 for a checkpoint that is damaged, or of another adapter or optimizer.
+        """
+        model = _checked_adapter(cast("nn.Module", self.model))
+        resume = resume_from_checkpoint or None
+        if resume is True:
+            resume = cast("str | None", get_last_checkpoint(self.args.output_dir))
+        if isinstance(resume, str) and Path(resume).is_dir():
+            self.create_optimizer()
+            _check_state(Path(resume), model, cast("Optimizer", self.optimizer))
         if not gradients.distributed():
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         self._roll_call = RollCall()
         with together(self._roll_call, self.args.output_dir):
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the micro-batches of an optimizer step. The processes count their tokens together."""
@@ -147,11 +161,25 @@ def _check_compiled(model: nn.Module) -> None:
         raise InputRefused(Diagnostic("T530", message, hint=hint))
 
 
-def _check_adapter(model: nn.Module) -> None:
+def _checked_adapter(model: nn.Module) -> PeftModel:
     if not isinstance(model, PeftModel):
         message = "the model has no adapter to train: a compiled base is neither trained nor saved"
         hint = "`get_peft_model(model, package.lora_config())`, or another `LoraConfig`"
         raise InputRefused(Diagnostic("T531", message, hint=hint))
+    return model
+
+
+def _check_state(checkpoint: Path, model: PeftModel, optimizer: Optimizer) -> None:
+    """Check that a trainer can take a checkpoint, which it does without a check of its own."""
+    found = list(checkpoint_state.faults(checkpoint, complete=False))
+    for name in cast("Mapping[str, object]", model.peft_config):
+        folder = checkpoint if name == "default" else checkpoint / name  # where PEFT saves an adapter of that name
+        tensors: Mapping[str, Tensor] = get_peft_model_state_dict(model, adapter_name=name)
+        shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
+        found += [fault for fault in [checkpoint_state.adapter_fault(folder, shapes)] if fault]
+    if fault := next(iter(found), "") or checkpoint_state.optimizer_fault(checkpoint, optimizer):
+        hint = "resume from an earlier checkpoint, or start again without one (`ktc train --force`)"
+        raise InputRefused(Diagnostic("T524", f"checkpoint `{checkpoint}` is damaged: {fault}", hint=hint))
 
 
 def _check_sharding(args: TrainingArguments) -> None:

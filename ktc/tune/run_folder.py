@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from ktc.adapters.adapter import read_adapter
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import move_file, write_file
-from ktc.tune import checkpoint_state
+from ktc.training import checkpoint_state
 from ktc.tune.settings import TrainSettings
 
 SETTINGS = "train.yaml"
@@ -158,17 +158,13 @@ def _require_whole(checkpoint: Path, earlier: Path | None) -> None:
 
 def checkpoint_faults(checkpoint: Path) -> tuple[str, ...]:
     """Return the reasons why a checkpoint cannot be resumed, empty if it is complete."""
-    return tuple(checkpoint_state.faults(checkpoint))
-
-
-def require_fitting_state(
-    checkpoint: Path, adapter: Mapping[str, Sequence[int]], groups: Sequence[Mapping[str, Any]]
-) -> None:
-    """Raise InputRefused (T524) if a checkpoint is not of these tensors of an adapter and groups of an optimizer."""
-    fault = checkpoint_state.adapter_fault(checkpoint, adapter) or checkpoint_state.optimizer_fault(checkpoint, groups)
-    if fault:
-        hint = "use an earlier checkpoint, or start again with `--force`"
-        raise InputRefused(Diagnostic("T524", f"checkpoint `{checkpoint}` is damaged: {fault}", hint=hint))
+    found = list(checkpoint_state.faults(checkpoint, complete=True))
+    if all((checkpoint / name).exists() for name in (checkpoint_state.WEIGHTS, checkpoint_state.CONFIG)):
+        try:
+            read_adapter(checkpoint)
+        except InputRefused as refused:
+            found += [each.message for each in refused.diagnostics]
+    return tuple(found)
 
 
 def require_same_run(path: Path, settings: TrainSettings, kept: TrainSettings) -> None:

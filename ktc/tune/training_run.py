@@ -14,13 +14,8 @@ from typing import Any, cast
 
 import datasets
 import torch
-from peft import (
-    LoraConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,  # pyright: ignore[reportUnknownVariableType]
-)
-from torch import Tensor, nn
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -74,8 +69,6 @@ class TrainingRun:
         resume = folder.resume if folder else self._resumed()
         stopper = _Stopper(self._stop)
         trainer = self._trainer(model, args, stopper)
-        if resume is not None:
-            _check_state(resume, trainer)
         self._observe("model", model)
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         report = report_of(trainer).report(finished=not stopper.stopped)
@@ -128,14 +121,6 @@ class TrainingRun:
         if not stopped:
             folder.keep_adapter(model)
         self._observe("saved", folder.path)
-
-
-def _check_state(checkpoint: Path, trainer: Any) -> None:
-    """Check that the trainer can take a checkpoint, which it does without a check of its own."""
-    trainer.create_optimizer()
-    tensors: dict[str, Tensor] = get_peft_model_state_dict(trainer.model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    run_folder.require_fitting_state(checkpoint, shapes, trainer.optimizer.param_groups)
 
 
 # The adapter ---------------------------------------------------------------------------------------------------------

@@ -297,3 +297,19 @@ def test_other_trainers_of_trl_are_refused_by_name() -> None:
         type("KTRewardTrainer", (KTrainerMixin, trl.RewardTrainer), {})
     assert code(error) == "T535"
     assert "`trl.RewardTrainer`" in str(error.value)
+
+
+def test_a_damaged_checkpoint_is_refused_before_the_trainer_reads_it(out: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer(adapted(out), tmp_path, **options).train()
+    state = tmp_path / "checkpoint-1" / "trainer_state.json"
+    whole = state.read_text()
+    state.write_text(whole.replace('"global_step": 1', '"global_step": -1'))
+    again = trainer(adapted(out), tmp_path, **options)
+    with pytest.raises(InputRefused, match="`global_step`") as error:
+        again.train(resume_from_checkpoint=True)
+    assert code(error) == "T524"
+    state.write_text(whole)
+    torch.save({"state": {}, "param_groups": [{"params": [0]}]}, tmp_path / "checkpoint-1" / "optimizer.pt")
+    with pytest.raises(InputRefused, match="other parameters"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

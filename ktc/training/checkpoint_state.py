@@ -1,8 +1,9 @@
 """The state of a run's checkpoint, checked before the Trainer reads it: every file, every type, every size.
 
-In: the folder of a checkpoint, and later the optimizer that it is to fill. Out: the faults, each with its file and
-field. The Trainer checks nothing: a negative step never ends, another shape ends in a trace after the model is loaded.
-Pickles are read with `weights_only`, from files that are stored uncompressed. `training_args.bin` is never read.
+In: the folder of a checkpoint, and later the adapter and the optimizer that it is to fill. Out: the faults, each with
+its file and field. The Trainer checks nothing: a negative step never ends, another shape ends in a trace after the
+model is loaded. Pickles are read with `weights_only`, from files that are stored uncompressed. `training_args.bin` is
+never read.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from ktc.adapters.adapter import read_adapter
+from ktc.checkpoint.header import HeaderRefused, read_header
 from ktc.decode import read_json
-from ktc.diagnostics import InputRefused, listing
+from ktc.diagnostics import listing
 from ktc.regular_files import open_regular, read_regular
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 WEIGHTS, CONFIG, STATE = "adapter_model.safetensors", "adapter_config.json", "trainer_state.json"
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 _RANDOM: Final = "rng_state*.pth"
 _NEEDED: Final = (WEIGHTS, CONFIG, STATE, OPTIMIZER, SCHEDULER)
-_FOREIGN: Final = ("config.json", "model*.safetensors*", "pytorch_model*", "adapter_model.bin", "*/")
+_FOREIGN: Final = ("config.json", "model*.safetensors*", "pytorch_model*", "adapter_model.bin")
+_MOST_VALUES: Final = 1 << 16  # of the state of a scheduler that is not one of transformers' own
 _LARGEST: Final = {SCHEDULER: 1 << 20, "rng_state": 1 << 24}  # bytes
 _MOMENTS: Final = 32  # bytes of optimizer state per byte of the adapter: two fp32 moments of bf16 factors are 4
 _MOST_STEPS: Final = 1 << 40  # steps of a run and tokens seen; JSON's integers have no bound
@@ -37,18 +42,21 @@ class _Damaged(Exception):
     """A file of the checkpoint is not what a run writes; the message names the file and the field."""
 
 
-def faults(checkpoint: Path) -> Iterator[str]:
-    """Yield the reasons why a checkpoint cannot be resumed, none if it is complete and consistent."""
-    missing = [name for name in _NEEDED if not (checkpoint / name).exists()]
-    if not any(checkpoint.glob(_RANDOM)):
+def faults(checkpoint: Path, *, complete: bool) -> Iterator[str]:
+    """Yield the reasons why a checkpoint cannot be resumed, none if it is consistent.
+
+    A `complete` one is of `ktc train`: one adapter, the optimizer, a scheduler of transformers and random states. Any
+    other trainer may leave out all but its own state, save several adapters, and use another scheduler.
+    """
+    missing = [name for name in (_NEEDED if complete else (STATE,)) if not (checkpoint / name).exists()]
+    if complete and not any(checkpoint.glob(_RANDOM)):
         missing.append("rng_state.pth")
     if missing:
         yield f"it lacks {listing(missing)}"
-    foreign = sorted({path.name for pattern in _FOREIGN for path in checkpoint.glob(pattern)})
+    unwanted = (*_FOREIGN, "*/") if complete else _FOREIGN
+    foreign = sorted({path.name for pattern in unwanted for path in checkpoint.glob(pattern)})
     if foreign:
         yield f"it holds {listing(foreign)}, which no run of ktc writes there"
-    if {WEIGHTS, CONFIG}.isdisjoint(missing):
-        yield from _said(lambda: _check_adapter(checkpoint))
     if STATE in missing:
         return
     try:
@@ -56,20 +64,24 @@ def faults(checkpoint: Path) -> Iterator[str]:
     except _Damaged as damaged:
         yield str(damaged)
         return
-    if OPTIMIZER not in missing:
+    if _is_there(checkpoint / OPTIMIZER):
         yield from _said(lambda: _check_optimizer(checkpoint))
-    if SCHEDULER not in missing:
-        yield from _said(lambda: _check_scheduler(checkpoint, step))
+    if _is_there(checkpoint / SCHEDULER):
+        yield from _said(lambda: _check_scheduler(checkpoint, step, complete=complete))
     for path in sorted(checkpoint.glob(_RANDOM)):
         yield from _said(lambda path=path: _check_random(path))
 
 
-def adapter_fault(checkpoint: Path, wanted: Mapping[str, Sequence[int]]) -> str:
-    """Return why the checkpoint's adapter is not one with tensors of these names and shapes, or ""."""
+def adapter_fault(folder: Path, wanted: Mapping[str, Sequence[int]]) -> str:
+    """Return why the adapter in `folder` is not one with tensors of these names and shapes, or ""."""
     try:
-        found = {entry.name: list(entry.shape) for entry in read_adapter(checkpoint).tensors}
-    except InputRefused as refused:
+        found = {entry.name: list(entry.shape) for entry in read_header(folder / WEIGHTS)}
+    except FileNotFoundError:
+        return f"it lacks `{WEIGHTS}`"
+    except HeaderRefused as refused:
         return refused.diagnostics[0].message
+    except OSError as error:
+        return f"`{WEIGHTS}`: {_reason(error)}"
     if odd := sorted(found.keys() ^ wanted.keys()):
         return f"`{WEIGHTS}` lacks `{odd[0]:.200}`, or should not have it"
     for name, shape in wanted.items():
@@ -78,14 +90,19 @@ def adapter_fault(checkpoint: Path, wanted: Mapping[str, Sequence[int]]) -> str:
     return ""
 
 
-def optimizer_fault(checkpoint: Path, groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return why the checkpoint's optimizer state does not fit an optimizer with these parameter groups, or ""."""
+def optimizer_fault(checkpoint: Path, optimizer: Optimizer) -> str:
+    """Return why the checkpoint's optimizer state is not one of this optimizer, or "", also without such a state."""
+    if not _is_there(checkpoint / OPTIMIZER):
+        return ""
     try:
-        saved = _check_optimizer(checkpoint)
-        _check_fit(saved, groups)
+        _check_fit(_check_optimizer(checkpoint), optimizer)
     except _Damaged as damaged:
         return str(damaged)
     return ""
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
 
 
 def _said(check: Callable[[], object]) -> Iterator[str]:
@@ -95,14 +112,7 @@ def _said(check: Callable[[], object]) -> Iterator[str]:
         yield str(damaged)
 
 
-# The adapter and the Trainer's own state ------------------------------------------------------------------------------
-def _check_adapter(checkpoint: Path) -> None:
-    try:
-        read_adapter(checkpoint)
-    except InputRefused as refused:
-        raise _Damaged(refused.diagnostics[0].message) from refused
-
-
+# The Trainer's own state ----------------------------------------------------------------------------------------------
 def _checked_state(checkpoint: Path) -> int:
     """Return the number of steps done."""
     from transformers import TrainerState
@@ -230,11 +240,11 @@ def _load(path: Path, most_bytes: int, allowed: Sequence[type | Callable[..., ob
 
 
 def _check_optimizer(checkpoint: Path) -> Mapping[str, Any]:
-    """Return the state of AdamW: per parameter a step and two moments, and the groups of parameters."""
+    """Return the state of an optimizer: values per parameter, and the groups of parameters."""
     import torch
 
-    adapter = (checkpoint / WEIGHTS).stat().st_size if (checkpoint / WEIGHTS).exists() else 0
-    saved: Any = _load(checkpoint / OPTIMIZER, _MOMENTS * adapter + (1 << 24))
+    adapters = (path for path in (checkpoint / WEIGHTS, *checkpoint.glob(f"*/{WEIGHTS}")) if path.is_file())
+    saved: Any = _load(checkpoint / OPTIMIZER, _MOMENTS * sum(path.stat().st_size for path in adapters) + (1 << 24))
     if not isinstance(saved, dict) or cast("dict[object, object]", saved).keys() != {"state", "param_groups"}:
         raise _Damaged(f"`{OPTIMIZER}` is not the state of an optimizer")
     state, groups = (cast("dict[str, Any]", saved)[name] for name in ("state", "param_groups"))
@@ -270,16 +280,16 @@ def _is_plain(tensor: Any) -> bool:
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and tensor.is_floating_point()
         and tensor.is_contiguous()
         and tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     )
 
 
-def _check_fit(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check the groups and the shapes of the moments against those of the optimizer to fill."""
+def _check_fit(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Check the groups, and the shapes of Adam's moments, against those of the optimizer to fill."""
     import torch
 
+    groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
     found: Sequence[Mapping[str, Any]] = saved["param_groups"]
     if [len(group["params"]) for group in found] != [len(group["params"]) for group in groups]:
         raise _Damaged(f"`{OPTIMIZER}` is of other parameters than this run trains")
@@ -292,16 +302,28 @@ def _check_fit(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
         if not _positive(group.get("initial_lr", 0.0)):
             raise _Damaged(f"`initial_lr` of `param_groups` of `{OPTIMIZER}` is {_shown(group['initial_lr'])}")
     parameters = list(itertools.chain.from_iterable(group["params"] for group in groups))
+    is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
     for number, held in cast("Mapping[int, Mapping[str, Any]]", saved["state"]).items():
-        if set(held) != {"step", "exp_avg", "exp_avg_sq"}:
-            raise _Damaged(f"parameter {number} of `{OPTIMIZER}` has the state {listing(map(str, held))}")
-        for name in ("exp_avg", "exp_avg_sq"):
-            shape = tuple(parameters[number].shape)
-            if not isinstance(held[name], torch.Tensor) or tuple(held[name].shape) != shape:
-                raise _Damaged(f"`{name}` of parameter {number} of `{OPTIMIZER}` has not the shape {list(shape)}")
-        step = held["step"]
-        if (isinstance(step, torch.Tensor) and step.numel() != 1) or not 0 <= float(step) < _MOST_STEPS:
-            raise _Damaged(f"`step` of parameter {number} of `{OPTIMIZER}` is {_shown(step)}")
+        if is_adam:
+            _check_moments(number, held, tuple(parameters[number].shape))
+        elif odd := [name for name, value in held.items() if not (isinstance(value, torch.Tensor) or _is_small(value))]:
+            raise _Damaged(f"`{odd[0]:.40}` of parameter {number} of `{OPTIMIZER}` is {_shown(held[odd[0]])}")
+
+
+def _check_moments(number: int, held: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    """Check the state that AdamW has of one parameter."""
+    import torch
+
+    if set(held) != {"step", "exp_avg", "exp_avg_sq"}:
+        raise _Damaged(f"parameter {number} of `{OPTIMIZER}` has the state {listing(map(str, held))}")
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = held[name]
+        if not (isinstance(moment, torch.Tensor) and moment.is_floating_point() and tuple(moment.shape) == shape):
+            raise _Damaged(f"`{name}` of parameter {number} of `{OPTIMIZER}` has not the shape {list(shape)}")
+    step = held["step"]
+    value = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
+    if not (type(value) in (int, float) and 0 <= value < _MOST_STEPS):
+        raise _Damaged(f"`step` of parameter {number} of `{OPTIMIZER}` is {_shown(step)}")
 
 
 def _is_alike(value: object, wanted: object) -> bool:
@@ -315,18 +337,47 @@ def _is_alike(value: object, wanted: object) -> bool:
     return type(value) is type(wanted) and value == wanted
 
 
-def _check_scheduler(checkpoint: Path, step: int) -> None:
-    """Check the state of `LambdaLR`, whose values replace the attributes of the scheduler as they are."""
+def _check_scheduler(checkpoint: Path, step: int, *, complete: bool) -> None:
+    """Check the state of a scheduler, whose values replace the attributes of the scheduler as they are.
+
+    Those of transformers are `LambdaLR`.
+    """
+    import torch
+
     saved: object = _load(checkpoint / SCHEDULER, _LARGEST[SCHEDULER])
     if not isinstance(saved, dict):
         raise _Damaged(f"`{SCHEDULER}` is not the state of a scheduler")
     state = cast("dict[object, object]", saved)
+    if not complete and "lr_lambdas" not in state:
+        for name, value in state.items():
+            scheduler = torch.optim.lr_scheduler
+            methods = {*dir(scheduler.LRScheduler), *dir(scheduler.ReduceLROnPlateau)}
+            if not isinstance(name, str) or name in methods or not _is_small(value):
+                raise _Damaged(f"`{name!s:.40}` of `{SCHEDULER}` is {_shown(value)}")
+        return
     wanted = _scheduler_fields(step)
     if odd := sorted(map(str, state.keys() ^ wanted.keys())):
         raise _Damaged(f"`{SCHEDULER}` lacks `{odd[0]:.40}`, or should not have it")
     for name, value in state.items():
         if not wanted[cast("str", name)](value):
             raise _Damaged(f"`{name}` of `{SCHEDULER}` is {_shown(value)}")
+
+
+def _is_small(value: object) -> bool:
+    """Return whether a value is of numbers, texts and a bounded number of lists and objects."""
+    left, seen = [value], 0
+    while left:
+        each = left.pop()
+        seen += 1
+        if isinstance(each, dict):
+            left += [*cast("dict[object, object]", each).keys(), *cast("dict[object, object]", each).values()]
+        elif isinstance(each, list | tuple):
+            left += cast("Sequence[object]", each)
+        elif not (each is None or type(each) in (bool, int, float) or _text(each)):
+            return False
+        if seen + len(left) > _MOST_VALUES:
+            return False
+    return True
 
 
 def _scheduler_fields(step: int) -> Mapping[str, _Test]:

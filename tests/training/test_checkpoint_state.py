@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 
-from ktc.tune import checkpoint_state
+from ktc.training import checkpoint_state
 from ktc.tune.run_folder import checkpoint_faults
 
 STATE, CONFIG, RANDOM = "trainer_state.json", "adapter_config.json", "rng_state.pth"
@@ -203,14 +203,14 @@ def test_a_state_of_another_optimizer_or_adapter_is_refused(whole: Path, tmp_pat
     shutil.copytree(whole, folder)
     model, optimizer = make_checkpoint(tmp_path / "other")
     shapes = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
-    groups = optimizer.param_groups
     assert checkpoint_state.adapter_fault(folder, shapes) == ""
-    assert checkpoint_state.optimizer_fault(folder, groups) == ""
+    assert checkpoint_state.optimizer_fault(folder, optimizer) == ""
     first = next(iter(shapes))
     assert "has the shape" in checkpoint_state.adapter_fault(folder, {**shapes, first: (1, 1)})
     assert "lacks `more`" in checkpoint_state.adapter_fault(folder, {**shapes, "more": (1,)})
-    assert "other parameters" in checkpoint_state.optimizer_fault(folder, groups[:1])
+    fewer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    assert "other parameters" in checkpoint_state.optimizer_fault(folder, fewer)
     for change, wanted in MISFITS:
         shutil.copyfile(whole / "optimizer.pt", folder / "optimizer.pt")
         changed("optimizer.pt", change)(folder)
-        assert wanted in checkpoint_state.optimizer_fault(folder, groups)
+        assert wanted in checkpoint_state.optimizer_fault(folder, optimizer)
