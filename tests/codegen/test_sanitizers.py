@@ -23,7 +23,7 @@ from ktc import host
 from ktc.codegen import toolchain
 from ktc.codegen.render import render
 from ktc.codegen.toolchain import Toolchain
-from ktc.formats import BLOCKS, CODES, FORMATS, Blocks, Codes, Dense, Exponent, Halves, WeightFormat
+from ktc.formats import BLOCKS, CODES, FORMATS, Blocks, Codes, Dense, Exponent, Halves, ScaleAndZero, WeightFormat
 from ktc.isa import PREFERENCE, Isa
 from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
@@ -92,16 +92,18 @@ def whole(spec: KernelSpec, name: WeightFormat) -> int:
 
 
 def stored(name: WeightFormat) -> tuple[int, ...]:
-    """Weights and bytes of a block, and where its scale, its minimum and its exponent are."""
+    """Weights and bytes of a block, and where its scale, its minimum, its exponent and its zero point are."""
     row = FORMATS[name]
     if not isinstance(row, Blocks):
         return ()
-    scale, minimum, exponent = -1, -1, -1
+    scale = minimum = exponent = scale_and_zero = -1
     if isinstance(row.scales, Halves):
         scale, minimum = row.scales.scale, -1 if row.scales.minimum is None else row.scales.minimum
     elif isinstance(row.scales, Exponent):
         exponent = row.scales.at
-    return row.weights, row.block_bytes, scale, minimum, exponent
+    elif isinstance(row.scales, ScaleAndZero):
+        scale_and_zero = row.scales.at
+    return row.weights, row.block_bytes, scale, minimum, exponent, scale_and_zero
 
 
 def built(specs: tuple[Spec, ...], isa: Isa, sanitizer: str, folder: Path) -> Path:

@@ -16,14 +16,15 @@ namespace stress {
 
 enum class Element { kBf16, kFp16, kFp32, kFp64 };
 
-// How a file stores rows in blocks: weights and bytes of a block, and the bytes at which it has fp16 scales and minima
-// or an exponent, -1 without. Rows that are not in blocks have 0 bytes.
+// How a file stores rows in blocks: weights and bytes of a block, and the bytes at which it has fp16 scales and minima,
+// an exponent, or an fp32 scale whose lowest byte is a zero point; -1 without. Rows not in blocks have 0 bytes.
 struct StoredBlocks {
   std::int64_t weights = 1;
   std::int64_t bytes = 0;
   int scale = -1;
   int minimum = -1;
   int exponent = -1;
+  int scale_and_zero = -1;
 };
 
 // What a kernel's spec says beside its entry.

@@ -1,6 +1,7 @@
 // Random values, and memory of exactly so many bytes, so that a sanitizer sees an access beyond them.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -55,6 +56,11 @@ inline std::vector<std::uint8_t> random_blocks(std::mt19937& random, const Store
     std::uint8_t* block = blocks.data() + at;
     if (stored.scale >= 0) put(block + stored.scale, stored.bytes > 64 ? 4e-4F : 0.01F);
     if (stored.minimum >= 0) put(block + stored.minimum, 3e-3F);
+    if (stored.scale_and_zero >= 0) {
+      const auto bits = std::bit_cast<std::uint32_t>(0.01F) & ~0xffU;
+      const auto scale_and_zero = bits | static_cast<std::uint32_t>(random() % 16);
+      std::memcpy(block + stored.scale_and_zero, &scale_and_zero, sizeof scale_and_zero);
+    }
     if (stored.exponent >= 0) block[stored.exponent] = 123;
     if (stored.weights == 1) put(block, std::normal_distribution<float>(0, 0.1F)(random));
   }
