@@ -25,7 +25,7 @@ import typer
 
 from ktc import diagnostics as words
 from ktc import environment, versions
-from ktc.diagnostics import Diagnostic, InputRefused, KtcError
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
 from ktc.files import refusing, write_file
 
 if TYPE_CHECKING:
@@ -189,6 +189,10 @@ class Session:
             self.diagnose([Diagnostic("U130", "interrupted")])
         elif isinstance(error, BrokenPipeError):  # the reader of our output has closed it
             self.exit_code = 1
+        elif (lacking := _lacking(error)) is not None:
+            self.note("".join(traceback.format_exception(error)))
+            self.exit_code = HostLacks.exit_code
+            self.diagnose([lacking])
         else:
             self.exit_code = 1
             self._report_bug(error)
@@ -209,6 +213,13 @@ class Session:
         self._log.addHandler(handler)
         self._log.setLevel(logging.INFO)
         self._log.propagate = False
+
+
+def _lacking(error: BaseException) -> Diagnostic | None:
+    """Return the message for an error that means too little memory or too few threads (U115 to U117)."""
+    from ktc.memory_faults import memory_fault
+
+    return memory_fault(error)
 
 
 def _open_standard_streams() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts import kernel_clock
+from ktc.experts.anonymous_memory import HUGE_PAGE, anonymous
 from ktc.experts.form import ExpertPart, ExpertsSizes
 from ktc.experts.kernel_calls import HostCall, announce
 from ktc.experts.kernel_library import (
@@ -40,7 +41,6 @@ from ktc.host import NumaNode
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-_HUGE_PAGE: Final = 2 << 20
 _PANEL: Final = 32  # `kPanelWidth`
 Numa = Literal["none", "shard"]  # whether weights are cut for the nodes of the machine that loads them
 _SAVED: Final = SavedBuffers()  # one for all layers: backward frees what the next forward takes
@@ -380,16 +380,13 @@ class PackedExperts:
 def zeros_on_huge_pages(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return zeros in the dtype of `like`; on huge pages where they fill some, and on the CPU."""
     size = math.prod(shape) * like.itemsize
-    if size < _HUGE_PAGE or like.device.type != "cpu":
+    if size < HUGE_PAGE or like.device.type != "cpu":
         return like.new_zeros(tuple(shape))
     return huge_pages(size).view(like.dtype).view(*shape)
 
 
 def huge_pages(size: int) -> Tensor:
-    """Allocate zeroed bytes that begin on a huge page. Memory is taken when it is written, not here."""
-    mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(mapping, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE
+    """Allocate zeroed bytes that begin on a huge page. Memory is taken when it is written. Raises `MemoryError`."""
+    whole = torch.frombuffer(anonymous(size + HUGE_PAGE, "weights"), dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + size]

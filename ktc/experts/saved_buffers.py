@@ -16,9 +16,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ktc.experts.anonymous_memory import HUGE_PAGE, anonymous
+
 # Below it PyTorch's own allocator has blocks at hand, and pages to touch are few.
 SMALLEST: Final = 1 << 20
-_HUGE_PAGE: Final = 2 << 20
 
 
 class SavedBuffers:
@@ -62,7 +63,7 @@ class SavedBuffers:
 
     def _fitting(self, size: int) -> mmap.mmap | None:
         """Take the smallest free block that is large enough, but not twice as large."""
-        fitting = [block for block in self._free if size <= len(block) <= 2 * size + _HUGE_PAGE]
+        fitting = [block for block in self._free if size <= len(block) <= 2 * size + HUGE_PAGE]
         if not fitting:
             return None
         block = min(fitting, key=len)
@@ -70,7 +71,7 @@ class SavedBuffers:
         return block
 
     def _new(self, size: int) -> mmap.mmap:
-        block = _mapped(size)
+        block = anonymous(-(-size // HUGE_PAGE) * HUGE_PAGE, "what backward reads of experts")
         self._held += len(block)
         return block
 
@@ -80,11 +81,3 @@ class SavedBuffers:
             block = max(self._free, key=len)
             self._free.remove(block)
             self._held -= len(block)
-
-
-def _mapped(size: int) -> mmap.mmap:
-    rounded = -(-size // _HUGE_PAGE) * _HUGE_PAGE
-    block = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return block

@@ -102,6 +102,26 @@ def test_exit_codes(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, e
     assert [d["severity"] for d in json.loads(out)["diagnostics"]] == ["error"]
 
 
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (
+            MemoryError("cannot allocate 8,589,934,592 bytes for weights"),
+            "U115]: too little memory on the host: 8.0 GiB",
+        ),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB."), "U116]: too little memory on the GPU: 2 GiB"),
+        (RuntimeError("can't start new thread"), "U117]: the system starts no more threads"),
+    ],
+)
+def test_too_little_memory_is_no_bug(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, found: str
+) -> None:
+    monkeypatch.setattr("ktc.compiler.compile", raising(error))
+    code, out, err = run("compile", "tiny:deepseek_v2", "moe-lora", "-o", str(tmp_path / "m"))
+    assert (code, out) == (HostLacks.exit_code, "")
+    assert found in err and "bug" not in err
+
+
 def test_a_bug_is_called_one_and_shows_its_trace_only_when_asked(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
