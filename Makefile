@@ -95,10 +95,11 @@ lf-environment:
 census: $(READY)
 	$(BIN)/ktc census --format markdown -o docs/census.md
 
-# Broken rule programs for as long as SECONDS says; a fault is printed with its seed.
+# Mutants of everything that is read from outside for SECONDS; the corpus in build/fuzz grows. KINDS="gguf configs"
+# chooses; FUZZ=--json or FUZZ="-o FILE" writes the table as JSON.
 SECONDS ?= 600
 fuzz: $(READY)
-	$(BIN)/python tests/dsl/test_fuzz.py $(SECONDS)
+	@PYTHONPATH=.:tests:tests/support $(BIN)/python -m fuzz $(SECONDS) --kinds "$(KINDS)" $(FUZZ)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

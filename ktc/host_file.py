@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -35,8 +36,9 @@ def read_host_file(path: str | Path) -> Host:
         raise InputRefused(Diagnostic("H200", f"cannot read the host file `{path}`: {error}")) from error
     try:
         entries = cast("dict[str, object]", tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        fault = Diagnostic("H201", f"the host file is not TOML: {error}", _toml_place(path, str(error)))
+    except (ValueError, RecursionError) as error:  # tomllib also raises on dates and numbers that cannot be
+        words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        fault = Diagnostic("H201", f"the host file is not TOML: {words}", _toml_place(path, text, words))
         raise InputRefused(fault, sources={str(path): text}) from error
     return _HostFile(str(path), text).read(entries, detect())
 
@@ -72,6 +74,9 @@ class _HostFile:
             return ()
         gpus: list[Gpu] = []
         for number, table in enumerate(cast("list[dict[str, object]]", tables)):
+            if not isinstance(table, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+                self._fault("H203", "gpu", "`gpu` must be written as `[[gpu]]` tables")
+                continue
             self._refuse_unknown(table, ("name", "memory"))
             memory = self._value(table, "memory", parse_bytes, 'a size such as "24GiB"')
             if memory is None and "memory" not in table:
@@ -89,7 +94,7 @@ class _HostFile:
     ) -> T | None:
         value = convert(entries[key]) if key in entries else None
         if key in entries and value is None:
-            self._fault("H203", key, f"`{key}` must be {what}, found `{entries[key]}`")
+            self._fault("H203", key, f"`{key}` must be {what}, found `{reprlib.repr(entries[key]):.100}`")
         return value
 
     def _fault(self, code: str, key: str, message: str) -> None:
@@ -100,11 +105,16 @@ class _HostFile:
         self._faults.append(Diagnostic(code, message, Span(self._path, line, column, line, column + len(key))))
 
 
+_MOST_BYTES = 1 << 60  # of memory: beyond, a number is a mistake
+
+
 def parse_bytes(value: object) -> int | None:
     """Return a size in bytes from `1024`, `"64GiB"` or `"1.5 TB"`; `None` if it is not a size."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?(?:iB|B)?)", str(value).strip())
+    if isinstance(value, int) and not 0 < value < _MOST_BYTES:
+        return None
+    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?(?:iB|B)?)", str(value).strip())
     if not found or found[2] not in _BYTE_UNITS:
         return None
     return int(float(found[1]) * _BYTE_UNITS[found[2]]) or None
@@ -119,9 +129,8 @@ def _cores(value: object) -> int | None:
     return found if found is not None and found <= MOST_THREADS else None
 
 
-def _toml_place(path: str | Path, message: str) -> Span | None:
+def _toml_place(path: str | Path, text: str, message: str) -> Span:
+    """Return the place that a message names; otherwise the last line."""
     found = re.search(r"at line (\d+), column (\d+)", message)
-    if not found:
-        return None
-    line, column = int(found[1]), int(found[2])
+    line, column = (int(found[1]), int(found[2])) if found else (text.count("\n") + 1, 1)
     return Span(str(path), line, column, line, column + 1)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
-from ktc.adapters.adapter_config import rank_fault, value_faults
 from ktc.checkpoint.header import HeaderRefused, TensorEntry, read_header
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused, listing, render
+from ktc.hf.lora_values import rank_fault, value_faults
 from ktc.regular_files import read_regular
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from ktc.capture import open_model
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import write_file
+from ktc.regular_files import read_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def stack_of(model: str, layers: int | None, folder: Path) -> Stack:
     source = open_model(model, fetch_weights=False)
     if source.folder is None:
         raise _refused(f"`{model}` has no folder with config.json")
-    settings = cast("dict[str, Any]", read_json((source.folder / "config.json").read_bytes()))
+    settings = cast("dict[str, Any]", read_json(read_regular(source.folder / "config.json")))
     depth = twin.depth_of(settings)
     if depth is None:
         raise _refused(f"config.json of `{model}` does not say how many layers the model has")

@@ -117,7 +117,7 @@ def _entries(path: Path, header: dict[str, Any], data_begin: int) -> tuple[Tenso
         try:
             entries.append(_entry(path, name, description, data_begin))
         except ValueError as error:
-            problems.append(_diagnostic(path, f"describes tensor `{name}` wrongly: {error}"))
+            problems.append(_diagnostic(path, f"describes tensor `{name:.500}` wrongly: {error}"))
     if problems:
         raise HeaderRefused(problems)
     return tuple(sorted(entries, key=lambda entry: (entry.begin, entry.end)))
@@ -129,7 +129,7 @@ def _entry(path: Path, name: str, description: object, data_begin: int) -> Tenso
     fields = cast("dict[str, Any]", description)
     dtype = _DTYPES.get(str(fields.get("dtype")))
     if dtype is None:
-        raise ValueError(f"dtype `{fields.get('dtype')}` is not one of {', '.join(_DTYPES)}")
+        raise ValueError(f"dtype `{fields.get('dtype')!s:.40}` is not one of {', '.join(_DTYPES)}")
     shape = _whole_numbers(fields.get("shape"), "shape")
     offsets = _whole_numbers(fields.get("data_offsets"), "data_offsets")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -137,7 +137,7 @@ def _entry(path: Path, name: str, description: object, data_begin: int) -> Tenso
     needed = math.prod(shape) * ITEM_SIZE[dtype]
     if offsets[1] - offsets[0] != needed:
         raise ValueError(
-            f"shape {list(shape)} of {dtype} needs {needed} bytes, data_offsets span {offsets[1] - offsets[0]}"
+            f"shape {list(shape)!s:.200} of {dtype} needs {needed} bytes, data_offsets span {offsets[1] - offsets[0]}"
         )
     return TensorEntry(name, path.name, dtype, shape, data_begin + offsets[0], data_begin + offsets[1])
 

@@ -81,10 +81,13 @@ class _GroupFields:
     weights: Mapping[str, Any] | None = None
 
 
-def read_config(config: Mapping[str, Any] | None) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]]:
+def read_config(raw: object) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]]:
     """Return the decoded config (`None`: not quantised) and every problem in it (I117)."""
-    if config is None:
+    if raw is None:
         return QuantisationConfig(), ()
+    if not isinstance(raw, Mapping):
+        return QuantisationConfig(), (_problem(f"`{_ROOT}` in config.json is a {type(raw).__name__}, not an object"),)
+    config = cast("Mapping[str, Any]", raw)
     method: object = config.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         shown = method[:40] if isinstance(method, str) else "None" if method is None else type(method).__name__

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.regular_files import require_regular
+
+_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 def read_tokenizer(folder: Path, code: str, **settings: Any) -> Any:
@@ -13,8 +16,9 @@ def read_tokenizer(folder: Path, code: str, **settings: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
+        require_regular(folder, _FILES)
         return cast("Any", AutoTokenizer).from_pretrained(str(folder), **settings)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # the tokenizers library raises plain `Exception` on an invalid file
         reason = str(error).strip().partition("\n")[0][:200]
         message = f"`{folder}` has no tokenizer that can be read: {reason}"
         hint = "put the original's tokenizer files there; a tokenizer with code of its own is not run"

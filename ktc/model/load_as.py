@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc import environment, host
 from ktc.checkpoint import CheckpointIndex, WeightSource, open_index, read_sources
 from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.experts.kernel_library import KernelLibrary, on_torch_threads
 from ktc.files import file_digest
-from ktc.hf import remote_code
+from ktc.hf import generation_config, remote_code
 from ktc.linears.lora_linear import KTLinear
 from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model import assumptions, peft_glue, process_gpu, weight_store, weights_stage
@@ -295,8 +295,8 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def _finished(model: PreTrainedModel, folder: Path, base: str, placement: Mapping[str, str]) -> PreTrainedModel:
     """Set the attributes that users read: origin, generation defaults, devices."""
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (folder / generation_config.FILE).exists():
+        model.generation_config = generation_config.read_generation_config(folder)
     # An adapter saved from this model names the original as its base, so that it loads anywhere.
     model.name_or_path = base
     model.config.name_or_path = base

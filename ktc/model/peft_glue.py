@@ -7,6 +7,7 @@ the rules' `lora` block and the chosen nodes.
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.module import FusedMoe
 from ktc.experts.peft_wrapper import ASKED, AskedTargets, ExpertsParamWrapper
+from ktc.hf.lora_values import value_faults
 from ktc.linears.merged_lora import MergedLoraLinear
 from ktc.linears.trained_linear import TrainedLinear
 from ktc.regular_files import read_regular
@@ -56,4 +58,13 @@ def read_lora_config(folder: Path) -> LoraConfig:
         hint = "add a rule with `lora_linear` or `lora_experts`, or build a `LoraConfig` yourself"
         raise InputRefused(Diagnostic("L431", f"the rules of `{folder.name}` define no adapter", hint=hint))
     install()
-    return LoraConfig(**cast("dict[str, Any]", content))
+    values: dict[str, Any] = cast("dict[str, Any]", content) if isinstance(content, dict) else {"": content}
+    faults = list(value_faults(values))
+    if unknown := sorted(values.keys() - {each.name for each in fields(LoraConfig)}):
+        faults.append(f"`{unknown[0]:.40}` is not known")
+    try:
+        if not faults:
+            return LoraConfig(**values)
+    except (TypeError, ValueError) as error:
+        faults.append(str(error).partition("\n")[0][:200])
+    raise InputRefused(Diagnostic("L402", f"`{folder / FILE}` is damaged: {faults[0]}", hint="compile it again"))

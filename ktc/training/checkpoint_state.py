@@ -9,9 +9,9 @@ never read.
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import re
+import reprlib
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -35,6 +35,7 @@ _MOST_VALUES: Final = 1 << 16  # of the state of a scheduler that is not one of 
 _LARGEST: Final = {SCHEDULER: 1 << 20, "rng_state": 1 << 24}  # bytes
 _MOMENTS: Final = 32  # bytes of optimizer state per byte of the adapter: two fp32 moments of bf16 factors are 4
 _MOST_STEPS: Final = 1 << 40  # steps of a run and tokens seen; JSON's integers have no bound
+_LARGEST_NUMBER: Final = 1e300  # JSON has larger integers, which no float holds
 _Test = Callable[[object], bool]
 
 
@@ -164,7 +165,7 @@ def _count(value: object) -> bool:
 
 
 def _number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(cast("float", value)) and abs(cast("float", value)) < 1e300
+    return type(value) in (int, float) and -_LARGEST_NUMBER <= cast("float", value) <= _LARGEST_NUMBER
 
 
 def _positive(value: object) -> bool:
@@ -449,4 +450,4 @@ def _reason(error: BaseException) -> str:
 
 
 def _shown(value: object) -> str:
-    return f"`{value!r:.40}`"
+    return f"`{reprlib.repr(value):.100}`"

@@ -118,7 +118,8 @@ def _parse(text: str, file: str) -> yaml.MappingNode | None:
         root = cast("yaml.Node | None", yaml.compose(text, Loader=yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        span = None if mark is None else Span(file, mark.line + 1, mark.column + 1, mark.line + 1, mark.column + 2)
+        line, column = (1, 1) if mark is None else (mark.line + 1, mark.column + 1)
+        span = Span(file, line, column, line, column + 1)
         problem = getattr(error, "problem", None) or "it is nested too deeply"
         raise InputRefused(Diagnostic("T501", f"this is not YAML: {problem}", span), sources={file: text}) from error
     if root is not None and not isinstance(root, yaml.MappingNode):
@@ -159,7 +160,10 @@ def _value(name: str, node: yaml.Node) -> tuple[Any, str]:
         return node.value, ""
     if node.tag not in _PLAIN_TAGS:
         return None, f"`{name}` must be {_words(wanted)}, found the tag `{node.tag}`"
-    return _converted(name, cast("Any", yaml.SafeLoader("")).construct_object(node))
+    try:
+        return _converted(name, cast("Any", yaml.SafeLoader("")).construct_object(node))
+    except (ValueError, OverflowError):  # a number with thousands of digits, or one that no float holds
+        return None, f"`{name}` must be {_words(wanted)}, found `{node.value!s:.40}`"
 
 
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))
@@ -207,7 +211,7 @@ def _fault_of_value(name: str, value: object) -> str:
         return ""
     of_type = any(value == option if isinstance(option, str) else type(value) is option for option in options)
     if not of_type and not (float in options and type(value) is int):
-        return f"`{name}` must be {_words(wanted)}, found `{value}`"
+        return f"`{name}` must be {_words(wanted)}, found `{value!s:.100}`"
     limits = next(each.metadata for each in fields(TrainSettings) if each.name == name)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return _fault_of_number(name, value, limits["low"], limits["above"])

@@ -1,4 +1,4 @@
-"""The values of an `adapter_config.json`: which of them LoRA can have, and which ranks the tensors beside it can.
+"""The values of a `LoraConfig` in JSON: which of them LoRA can have, and which ranks the tensors of an adapter can.
 
 In: the JSON object. Out: its faults, each with the field. PEFT's own class checks no types: a rank of 1,000,000,000
 allocates before a tensor is read, and `megatron_core` names a module that is imported.
@@ -7,12 +7,14 @@ allocates before a tensor is read, and `megatron_core` names a module that is im
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 from ktc.checkpoint.header import TensorEntry
 
 LONGEST_PATTERN: Final = 10_000  # characters of a name or of a regular expression
+_TASKS: Final = ("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _Test = Callable[[object], bool]
 
 
@@ -44,7 +46,7 @@ def rank_fault(config: Mapping[str, Any], factors: Iterable[TensorEntry]) -> str
 
 
 def _shown(value: object) -> str:
-    return f"{value!r:.40}"
+    return reprlib.repr(value)
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:
@@ -108,6 +110,7 @@ _FIELDS: Final[Mapping[str, tuple[_Test, str]]] = {
     "alpha_pattern": (_pattern(_is_number), "an object of finite numbers"),
     "bias": (lambda value: value in ("none", "all", "lora_only"), "`none`, `all` or `lora_only`"),
     "init_lora_weights": (lambda value: type(value) is bool or _optional_name(value), "a truth value or a name"),
+    "task_type": (lambda value: value is None or value in _TASKS, f"one of {', '.join(_TASKS)}"),
     "layers_to_transform": (_layers, "numbers of layers"),
     **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), (_names_or_one, "a text or several")),
     **dict.fromkeys(("modules_to_save", "target_parameters"), (_names, "a list of texts")),
@@ -116,6 +119,6 @@ _FIELDS: Final[Mapping[str, tuple[_Test, str]]] = {
         (_truth, "a truth value"),
     ),
     **dict.fromkeys(
-        ("base_model_name_or_path", "revision", "task_type", "peft_version"), (_optional_name, "a text")
+        ("base_model_name_or_path", "revision", "peft_version"), (_optional_name, "a text")
     ),
 }  # fmt: skip
