@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ktc.experts.kernel_library import NativeLora, Strides
+from ktc.experts.weight_training import State, state_of
 
 MAX_RANK: Final = 128
 _NOT_ADAPTED: Final[NativeLora] = (0, 0, 0, 0, 0, 1.0, False, (0, 0, 0), (0, 0, 0))
@@ -30,12 +31,15 @@ _NOT_ADAPTED: Final[NativeLora] = (0, 0, 0, 0, 0, 1.0, False, (0, 0, 0), (0, 0, 
 class Lora:
     """Factors of one product for all experts: `a` is (E, rank, inputs), `b` (E, outputs, rank).
 
-    Outputs are in the order of the stock weight's rows.
+    Outputs are in the order of the stock weight's rows. `parameters` and `scales` are what the factors were made of, of
+    all adapters: what is derived from them is compared with these, because joined factors are new tensors in each call.
     """
 
     a: Tensor
     b: Tensor
     scale: float
+    parameters: tuple[Tensor, ...] = ()
+    scales: tuple[float, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -98,6 +102,13 @@ class ExpertsLora:
     def factors(self) -> tuple[Tensor | None, ...]:
         """A and B of gate_up, A and B of down."""
         return tuple(tensor for lora in self.products for tensor in ((lora.a, lora.b) if lora else (None, None)))
+
+    @property
+    def state(self) -> State:
+        """A value that differs after an adapter or its scale changed, or other adapters became active."""
+        held = [lora for lora in self.products if lora is not None]
+        parameters = (each for lora in held for each in (lora.parameters or (lora.a, lora.b)))
+        return state_of(parameters, (scale for lora in held for scale in (lora.scales or (lora.scale,))))
 
     @property
     def scales(self) -> tuple[float, float]:

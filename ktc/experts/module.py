@@ -8,11 +8,10 @@ Refused: tensors of another shape than the layer's, an unknown form, a forward b
 
 from __future__ import annotations
 
-import copy
 import mmap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,10 +60,6 @@ class FusedMoe(nn.Module):
         training: whether weights are rounded to a grid, trained, or merged with the adapter.
     """
 
-    gate_up_proj: nn.Parameter
-    up_proj: nn.Parameter
-    down_proj: nn.Parameter
-
     def __init__(
         self,
         num_experts: int,
@@ -93,12 +88,25 @@ class FusedMoe(nn.Module):
         self._show()
 
     def _show(self) -> None:
-        """Make the stock tensors attributes of the module: plain ones, or parameters where they train."""
-        for name, tensor in self.weights.stock.items():
-            if self.weights.training.trains:
+        """Register the stock tensors as parameters where they train; `__getattr__` shows others."""
+        if self.weights.training.trains:
+            for name, tensor in self.weights.stock.items():
                 self.register_parameter(name, tensor)
-            else:
-                self.__dict__[name] = tensor
+            self.weights.stock = cast("dict[Any, nn.Parameter]", self._parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a stock tensor that is not a parameter of the module, or what PyTorch keeps outside `__dict__`."""
+        weights = self.__dict__.get("weights")
+        if isinstance(weights, ExpertsWeights) and name in weights.stock and name not in self._parameters:
+            return weights.stock[name]
+        return super().__getattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, in place of a stock tensor too: kernels do not read it, and the watch says so."""
+        if name in self.weights.stock:
+            self._parameters[name] = param
+        else:
+            super().register_parameter(name, param)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -124,20 +132,6 @@ class FusedMoe(nn.Module):
         """Count weights and biases, as the stock module has them."""
         return sum(tensor.numel() for tensor in self.weights.stock.values())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FusedMoe:
-        copied = self.__new__(type(self))
-        memo[id(self)] = copied
-        if self.weights.training.trains:
-            memo[id(self.watch)] = self.watch  # it holds other modules, which the copy has too
-        else:
-            memo.update((id(tensor), tensor) for tensor in self.weights.stock.values())
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle. A model that is read from a pickle is not watched."""
-        return {**self.__dict__, "watch": None}
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoe:
         wanted = fn(torch.empty(1, dtype=self.weights.dtype)).dtype
         if wanted != self.weights.dtype:
@@ -161,6 +155,8 @@ class FusedMoe(nn.Module):
             hint = "leave the experts out of the state dict, or load the checkpoint: `ktc.load(OUT, weights=FOLDER)`"
             raise InputRefused(Diagnostic("L436", message, hint=hint))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if all(f"{prefix}{name}" in state_dict for name in self.weights.stock):
+            self.weights.loaded_all()
 
     @property
     def form(self) -> ExpertsForm:

@@ -88,17 +88,19 @@ class ExpertsParamWrapper(ParamWrapper):
             raise InputRefused(
                 Diagnostic("L432", message, hint=f"the kernels take {MAX_RANK}: `set_adapter` with fewer")
             )
-        b = torch.cat([lora.b * lora.scale for lora in active], 2)
-        return Lora(torch.cat([lora.a for lora in active], 1), b, 1.0)
+        a, b = torch.cat([lora.a for lora in active], 1), torch.cat([lora.b * lora.scale for lora in active], 2)
+        parameters = tuple(each for lora in active for each in lora.parameters)
+        return Lora(a, b, 1.0, parameters, tuple(lora.scale for lora in active))
 
     def _lora_of(self, name: str) -> Lora:
-        a, b = (cast("Tensor", each[name].weight) for each in (self.lora_A, self.lora_B))
-        a, b = a.cpu(), b.cpu()
+        parameters = tuple(cast("Tensor", each[name].weight) for each in (self.lora_A, self.lora_B))
+        a, b = (each.cpu() for each in parameters)
         rank = a.shape[0] // self.num_experts
         a, b = a.reshape(self.num_experts, rank, -1), b.reshape(-1, rank, self.num_experts).permute(2, 0, 1)
         if _READS_TRANSPOSED and not cast("Any", self.get_base_layer()).form.transposed:
             a, b = b.transpose(1, 2), a.transpose(1, 2)
-        return Lora(a, b, float(cast("Any", self).scaling[name]))
+        scale = float(cast("Any", self).scaling[name])
+        return Lora(a, b, scale, parameters, (scale,))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Always refused: the weights are packed."""

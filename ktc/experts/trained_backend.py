@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.any_top_k import per_token, rows_of
 from ktc.experts.cpu_backend import Activations
 from ktc.experts.form import ExpertsForm
@@ -100,6 +101,15 @@ class _Call:
         return NO_LORA if self.weights.training.merged else lora
 
 
+def _changed(fqn: str) -> Diagnostic:
+    message = f"the weights of `{fqn}` changed between the forward and the backward of one call"
+    hint = (
+        "an optimizer step, or a call with other adapters, belongs after the backward; for a loss with a reference "
+        "model, compute the reference's values first (TRL: `precompute_ref_log_probs`)"
+    )
+    return Diagnostic("L464", message, hint=hint)
+
+
 _BEFORE_FACTORS = 4  # arguments of `_Experts`
 
 
@@ -120,7 +130,7 @@ class _Experts(torch.autograd.Function):
         call = cast("_Call", ctx.call)
         index, x, weights, saved, *factors = ctx.saved_tensors
         if call.weights.packed_from != call.state:
-            raise RuntimeError("the experts' weights changed between forward and backward of the same call")
+            raise InputRefused(_changed(call.weights.fqn))
         lora, packed, form = ExpertsLora.of(factors, call.scales), call.packed, call.form
         wants = ctx.needs_input_grad[_BEFORE_FACTORS:]
         merged = call.weights.training.merged and any(wants[:4])
@@ -185,7 +195,11 @@ class _Slots:
         return totals
 
     def _experts(self) -> Iterator[_Expert]:
-        """Yield the experts that have tokens."""
+        """Yield the experts that have tokens. Autocast would round the rows."""
+        with torch.autocast("cpu", enabled=False):
+            yield from self._with_tokens()
+
+    def _with_tokens(self) -> Iterator[_Expert]:
         top_k, dtype = self.index.shape[1], self.routing.dtype
         order = self.index.flatten().argsort(stable=True)
         counts = torch.bincount(self.index.flatten(), minlength=self.weights.sizes.num_experts)

@@ -11,6 +11,7 @@ Gradients pass the rounding unchanged (straight-through estimator, Bengio et al.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ktc.checkpoint.int4 import Int4Grid
+from ktc.diagnostics import Diagnostic
 
 MASTERS: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -57,6 +59,12 @@ class WeightTraining:
         return cls(Int4Grid.parse(grid), MASTERS.get(masters), bool(merged))
 
 
+def not_rounded(fqn: str, why: str) -> Diagnostic:
+    """Return the refusal (L463) of weights that cannot be rounded to a grid."""
+    hint = "a run that has diverged writes such weights: lower the learning rate, and resume from a checkpoint before"
+    return Diagnostic("L463", f"the weights of `{fqn}` cannot be rounded: {why}", hint=hint)
+
+
 FROZEN: Final = WeightTraining()
 
 
@@ -72,12 +80,14 @@ class _Steps:
 
 
 _STEPS: Final = _Steps()
-State = tuple[int | tuple[int, int], ...]
+State = tuple[int | float | tuple[int, int], ...]
 
 
-def state_of(tensors: tuple[Tensor | None, ...]) -> State:
+def state_of(parameters: Iterable[Tensor], scales: Iterable[float] = ()) -> State:
     """Return what differs after parameters changed: by an optimizer, in place, or by taking another tensor's storage.
 
-    A change through `.data` outside of an optimizer is not seen, as autograd does not see it either.
+    They must outlive the state: memory that is free again may be given to another tensor. A change through `.data`
+    outside of an optimizer is not seen, as autograd does not see it either. Inference tensors have no versions.
     """
-    return (_STEPS.taken, *((each.data_ptr(), each._version) for each in tensors if each is not None))
+    versions = ((each.data_ptr(), -1 if each.is_inference() else each._version) for each in parameters)
+    return (_STEPS.taken, *versions, *scales)

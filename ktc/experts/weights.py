@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from ktc.checkpoint.int4 import WHOLE_ROW
+from ktc.diagnostics import InputRefused
 from ktc.experts.expert_stream import renew_streams
 from ktc.experts.form import ExpertPart, ExpertsForm, ExpertsSizes
 from ktc.experts.load_state import Loads, LoadState
 from ktc.experts.lora import NO_LORA, ExpertsLora
 from ktc.experts.packed import PackedExperts
 from ktc.experts.stock_layout import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
-from ktc.experts.weight_training import FROZEN, State, WeightTraining, state_of
+from ktc.experts.weight_training import FROZEN, State, WeightTraining, not_rounded, state_of
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
@@ -38,8 +39,11 @@ class ExpertsWeights:
     """Weights of one layer. `packed` holds them, or `stock` where there is no kernel, or both as `training` says.
 
     With a kernel that packs once, the stock tensors are shapes without storage, and every value in them is NaN.
-    `dtype` is that of frozen stock tensors and of the reference.
+    `dtype` is that of frozen stock tensors and of the reference. `fqn` is the module's name in the model, from the
+    loader. Where weights train, `stock` is the module's own dictionary of parameters, which PyTorch may put others in.
     """
+
+    fqn: str = "routed experts"
 
     def __init__(
         self,
@@ -51,7 +55,7 @@ class ExpertsWeights:
     ) -> None:
         self.form, self.sizes, self.dtype, self.packed, self.training = form, sizes, dtype, packed, training
         self._packed_from: State | None = None
-        self.stock: dict[StockTensor, nn.Parameter] = {name: self._stock_tensor(name) for name in stock_names(form)}
+        self.stock: dict[Any, nn.Parameter] = {name: self._stock_tensor(name) for name in stock_names(form)}
         self._generation = 0
         self._loads: Loads[tuple[int, ExpertPart]] = Loads(itertools.product(range(sizes.num_experts), parts_of(form)))
 
@@ -72,9 +76,11 @@ class ExpertsWeights:
         return self.packed.nbytes + kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsWeights:
-        """Copy tensors that train; copies of a layer share packed weights that no parameter changes."""
+        """Copy what trains and what changes with it; copies of a layer share the rest."""
         copied = self.__new__(type(self))
         memo[id(self)] = copied
+        if not self.training.trains:
+            memo.update((id(tensor), tensor) for tensor in self.stock.values())
         if self.packed is not None and self.training.repacks:
             memo[id(self.packed)] = self.packed.beside()
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -121,6 +127,10 @@ class ExpertsWeights:
         self._packed_from = None
         self._loads.loaded_all()
 
+    def loaded_all(self) -> None:
+        """Count all parts as loaded: PyTorch loaded the parameters."""
+        self._loads.loaded_all()
+
     def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
         """Return the (expert, part) pairs that were never loaded, in order of expert."""
         parts = parts_of(self.form)
@@ -151,14 +161,15 @@ class ExpertsWeights:
     def current(self, lora: ExpertsLora = NO_LORA) -> PackedExperts:
         """Return the packed weights, packed again if a parameter changed since. `lora` is merged if training says so.
 
-        Raises `ValueError` without a kernel, and for weights that are not finite where they are rounded.
+        Raises `ValueError` without a kernel, and `InputRefused` (L463) for weights that cannot be rounded.
         """
         packed = self._require_packed()
         if not self.training.repacks:
             return packed
         merged = lora if self.training.merged else NO_LORA
-        state = state_of((*self.stock.values(), *merged.factors))
+        state = (*state_of(self.stock.values()), *merged.state)
         if state != self._packed_from:
+            self._packed_from = None  # until all experts are packed
             with torch.no_grad():
                 for expert in range(self.sizes.num_experts):
                     self._pack_again(expert, merged)
@@ -194,7 +205,10 @@ class ExpertsWeights:
                 delta = factors.delta(expert)
                 tensor = tensor.float() + (delta.t() if self.form.transposed else delta)
             for part, matrix in canonical_parts(self.form, name, tensor):
-                self._pack(expert, part, matrix)
+                try:
+                    self._pack(expert, part, matrix)
+                except ValueError as error:
+                    raise InputRefused(not_rounded(f"{self.fqn}.{expert}.{part}", str(error))) from error
 
     def _pack(self, expert: int, part: ExpertPart, values: Tensor) -> None:
         """Pack one part on the grid. A kernel with scales for groups has those of a row as often as it has groups."""

@@ -7,6 +7,8 @@ Under `fake_quant` with a frozen base, the loader rounds the weight to the grid 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -57,6 +59,12 @@ class KTLinear(nn.Linear):
             rounded[first : first + rows] = self.grid.rounded(weight[first : first + rows])
         if not in_place:
             self.weight = nn.Parameter(rounded, requires_grad=self.weight.requires_grad)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load as any layer, and put the weight on the grid again."""
+        super()._load_from_state_dict(*args, **kwargs)
+        if not self.weight.is_meta:
+            self.round_weight(in_place=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""

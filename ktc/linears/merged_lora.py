@@ -34,17 +34,28 @@ class MergedLoraLinear(Linear):
             raise InputRefused(Diagnostic("L432", message, hint="use plain LoRA without dropout"))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Multiply with the rounded sum of the weight and the active adapters."""
+        """Multiply with the rounded sum of the weight and the active adapters. Raises `InputRefused` (L432).
+
+        Refused: adapters that differ from row to row (`adapter_names`), which one rounded sum cannot serve.
+        """
+        if kwargs.pop("adapter_names", None) is not None:
+            message = "a batch with an adapter of its own for each row, which are merged before rounding"
+            raise InputRefused(Diagnostic("L432", message, hint="`set_adapter`, and a batch for each adapter"))
         base = cast("TrainedLinear", self.get_base_layer())
         return base(x, None if self.disable_adapters else self._factors())
 
     def _factors(self) -> Factors | None:
         names = [str(name) for name in self.active_adapters if name in self.lora_A]
         scaling = cast("dict[str, float]", self.scaling)
-        pairs = [(_weight(self.lora_A[name]), _weight(self.lora_B[name]), scaling[name]) for name in names]
-        if len(pairs) < 2:
-            return pairs[0] if pairs else None
-        return torch.cat([a for a, _, _ in pairs]), torch.cat([b * scale for _, b, scale in pairs], 1), 1.0
+        if not names:
+            return None
+        pairs = [(_weight(self.lora_A[name]), _weight(self.lora_B[name])) for name in names]
+        scales = tuple(scaling[name] for name in names)
+        parameters = tuple(each for pair in pairs for each in pair)
+        if len(pairs) == 1:
+            return Factors(*pairs[0], scales[0], parameters, scales)
+        joined = torch.cat([b * scale for (_, b), scale in zip(pairs, scales, strict=True)], 1)
+        return Factors(torch.cat([a for a, _ in pairs]), joined, 1.0, parameters, scales)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Always refused: a merged weight would be rounded as another one."""

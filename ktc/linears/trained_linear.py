@@ -7,6 +7,7 @@ the micro-batches of a step share it. Gradients pass the rounding unchanged (Ben
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,10 +15,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ktc.diagnostics import InputRefused
 from ktc.experts.tracing import never_traced
-from ktc.experts.weight_training import FROZEN, State, WeightTraining, state_of
+from ktc.experts.weight_training import FROZEN, State, WeightTraining, not_rounded, state_of
 
-Factors = tuple[Tensor, Tensor, float]  # A (r, in_features), B (out_features, r), and the scale of B A
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """`a` (r, in_features), `b` (out_features, r), and the scale of their product.
+
+    `parameters` and `scales` are what they were made of, of all adapters: joined factors are new tensors in each call.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    parameters: tuple[Tensor, ...]
+    scales: tuple[float, ...]
 
 
 class _Rounded:
@@ -35,6 +49,7 @@ class TrainedLinear(nn.Linear):
     """`(..., in_features) -> (..., out_features)` in the dtype of the input, or of autocast."""
 
     weight_training: WeightTraining = FROZEN
+    fqn: str = "a linear layer"  # its name in the model, from the loader
     kept: _Rounded
 
     @classmethod
@@ -59,22 +74,30 @@ class TrainedLinear(nn.Linear):
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         weight = self.rounded(x.dtype, factors)
         bias = cast("Tensor | None", self.bias)
-        a, b, scale = factors or (None, None, 1.0)
+        a, b, scale = (None, None, 1.0) if factors is None else (factors.a, factors.b, factors.scale)
         with torch.autocast(device, enabled=False):
             return cast("Tensor", _Product.apply(x, weight, bias, self.weight, a, b, scale))
 
     def rounded(self, dtype: torch.dtype, factors: Factors | None = None) -> Tensor:
         """Return the weight that is multiplied, in `dtype`. Raises `ValueError` for one that is not finite."""
-        a, b, scale = factors or (None, None, 1.0)
-        state = dtype, state_of((self.weight, a, b))
+        of_adapters = ((), ()) if factors is None else (factors.parameters, factors.scales)
+        state = dtype, state_of((self.weight, *of_adapters[0]), of_adapters[1])
         if self.kept.weight is None or state != self.kept.state:
-            weight, grid = self.weight.detach(), self.weight_training.grid
-            with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):  # which would round the factors
-                if a is not None and b is not None:
-                    weight = weight.float() + (b.float() @ a.float()) * scale
-                self.kept.weight = (weight if grid is None else grid.rounded(weight)).to(dtype)
+            self.kept.weight = self._rounded(dtype, factors)
             self.kept.state = state
         return self.kept.weight
+
+    def _rounded(self, dtype: torch.dtype, factors: Factors | None) -> Tensor:
+        """Round the sum. Autocast would round the factors; an inference tensor would be of no use to a later step."""
+        weight, grid = self.weight.detach(), self.weight_training.grid
+        off = torch.autocast(weight.device.type, enabled=False)
+        with torch.inference_mode(mode=False), torch.no_grad(), off:
+            if factors is not None:
+                weight = weight.float() + (factors.b.float() @ factors.a.float()) * factors.scale
+            try:
+                return (weight if grid is None else grid.rounded(weight)).to(dtype)
+            except ValueError as error:
+                raise InputRefused(not_rounded(self.fqn, str(error))) from error
 
     def extra_repr(self) -> str:
         training = self.weight_training
@@ -107,7 +130,8 @@ class _Product(torch.autograd.Function):
             of_weight = rows.t() @ x.reshape(-1, x.shape[-1])
             found[3] = of_weight.to(ctx.master) if of_master else None
             if of_a or of_b:
-                wide = of_weight.float()
-                found[4] = (ctx.scale * (b.float().t() @ wide)).to(a.dtype)
-                found[5] = (ctx.scale * (wide @ a.float().t())).to(b.dtype)
+                with torch.autocast(grad.device.type, enabled=False):
+                    wide = of_weight.float()
+                    found[4] = (ctx.scale * (b.float().t() @ wide)).to(a.dtype)
+                    found[5] = (ctx.scale * (wide @ a.float().t())).to(b.dtype)
         return tuple(found)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -47,6 +46,22 @@ _DECIDED = frozenset({
 })  # fmt: skip
 
 _READS_PROMPT: ContextVar[bool] = ContextVar("generate reads the prompt", default=False)
+
+
+class _Empty:
+    """Makes an empty object of a class that is code of a checkpoint, for a copy."""
+
+    def __init__(self, made: type[Any]) -> None:
+        self._class = made
+
+    def __call__(self) -> Any:
+        return object.__new__(self._class)
+
+    def __reduce__(self) -> Any:
+        """Raise InputRefused (L435)."""
+        message = "a compiled model whose class is code of its checkpoint cannot be pickled"
+        hint = "save the adapter, and load the base from its compiled folder"
+        raise InputRefused(Diagnostic("L435", message, hint=hint))
 
 
 class CompiledModel:
@@ -102,26 +117,16 @@ class CompiledModel:
             )
         )
 
-    def __copy__(self) -> CompiledModel:
-        """Copy as any module, past `__reduce_ex__`."""
-        copied = self.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModel:
-        """Copy as any module, past `__reduce_ex__`. The copy shares packed weights."""
-        copied = self.__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As other modules. Raise InputRefused (L435) where a pickle could not name the class."""
-        if remote_code.is_own_code(cast("type[PreTrainedModel]", type(self))):
-            message = "a compiled model whose class is code of its checkpoint cannot be pickled"
-            hint = "save the adapter, and load the base from its compiled folder"
-            raise InputRefused(Diagnostic("L435", message, hint=hint))
-        return super().__reduce_ex__(protocol)
+        """As other modules; a class that a pickle could not name is copied, and refused (L435) by `pickle`.
+
+        Copying goes through here, and not through `__deepcopy__`: PEFT's wrappers have the attributes of the model that
+        they wrap, so a wrapper would be copied as a bare model.
+        """
+        reduced: Any = super().__reduce_ex__(protocol)
+        if not remote_code.is_own_code(cast("type[PreTrainedModel]", type(self))):
+            return reduced
+        return (_Empty(type(self)), (), *reduced[2:])
 
     def restore_weights(self) -> None:
         """Let all weights await a load into the same memory; until `process_weights`, calls are refused (L460).

@@ -16,11 +16,13 @@ from torch import nn
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.form import parse_form
 from ktc.experts.kernel_library import Kernel, KernelLibrary
+from ktc.experts.module import FusedMoe
 from ktc.experts.own_module import StockExperts, parse_called, parse_held, parse_inputs, stock_experts
 from ktc.linears.lora_linear import KTLinear
 from ktc.linears.plain import is_plain_linear
 from ktc.linears.stored_linear import StoredLinear
 from ktc.linears.streamed_linear import StreamedLinear
+from ktc.linears.trained_linear import TrainedLinear
 from ktc.model.graph_block import graph_block
 from ktc.model.manifest import Rewrite
 from ktc.targets import MODULES
@@ -60,6 +62,10 @@ def realise(
             raise InputRefused(_no_such_module(step, str(error))) from error
         except ValueError as error:  # the sizes of another model, or no activation of ours
             raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}` of another kind ({error})")) from error
+        if isinstance(made, FusedMoe):
+            made.weights.fqn = step.fqn
+        if isinstance(made, TrainedLinear):
+            made.fqn = step.fqn
         setattr(model.get_submodule(parent), name, made)
 
 

@@ -146,6 +146,8 @@ def _unrefreshable(model: PreTrainedModel) -> str:
     if getattr(model, "loaded_from", None) is None:
         return "it was not loaded from a compiled folder"
     for fqn, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        if ".modules_to_save." in fqn:
+            return f"`{fqn}` trains a copy of its weights, which a checkpoint does not replace"
         if getattr(module, "merged", False):
             return f"an adapter is merged into `{fqn}`"
         if isinstance(module, FusedMoe) and module.weights.packed is not None and module.weights.packed.is_mapped:

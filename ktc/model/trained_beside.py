@@ -17,7 +17,7 @@ from typing import cast
 
 from torch import nn
 
-from ktc.checkpoint.int4 import Int4Grid
+from ktc.checkpoint.int4 import WHOLE_ROW, Int4Grid
 from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.module import FusedMoe
@@ -26,6 +26,7 @@ from ktc.text_files import read_text
 
 RECORD = "adapter_ktc.json"
 _VALUES = ("bf16", "fp16", "fp32")
+_STORED = " as stored"
 _LARGEST = 1 << 20  # bytes of a record
 
 
@@ -61,7 +62,7 @@ def find_difference(folder: Path, model: nn.Module) -> Diagnostic | None:
     if not (folder / RECORD).exists():
         return None
     trained, found = _read(folder / RECORD), TrainedBeside.of(model)
-    if trained == found:
+    if len(trained.experts) == len(found.experts) and all(map(_same, trained.experts, found.experts)):
         return None
     beside, here = (" and ".join(each.experts) or "no fused experts" for each in (trained, found))
     message = f"adapter `{folder.name}` was trained beside experts in {beside}, and these are in {here}"
@@ -79,17 +80,23 @@ def _read(path: Path) -> TrainedBeside:
         raise InputRefused(Diagnostic("A602", message, hint="copy the adapter again")) from error
 
 
-def _in_words(experts: FusedMoe) -> str:
-    """Name the format of packed codes, or the grid that other weights are rounded to, as `Int4Grid` writes it.
+def _same(one: str, other: str) -> bool:
+    """Compare formats. Codes with a scale per row are stored in groups of the kernel's choice."""
+    if one.endswith(_STORED) == other.endswith(_STORED):
+        return one == other
+    grid, stored = (other, one) if one.endswith(_STORED) else (one, other)
+    return grid in (stored.removesuffix(_STORED), str(Int4Grid(WHOLE_ROW)))
 
-    A kernel has its own groups for a scale per row, so its groups are named in both cases.
-    """
+
+def _in_words(experts: FusedMoe) -> str:
+    """Name the format of packed codes, or the grid that other weights are rounded to, as `Int4Grid` writes it."""
     weights, training = experts.weights, experts.weights.training
     name, group = ("", 0) if weights.packed is None else weights.packed.stored("up")
-    if name == "int4":
-        name = str(Int4Grid(group))
-    elif training.grid is not None:
+    if training.grid is not None:
         name = str(training.grid)
+    elif name == "int4":
+        name = f"{Int4Grid(group)}{_STORED}"
     elif name in _VALUES or not name:
         name = "full precision"
-    return f"{name}, merged with the adapter" if training.merged else name
+    how = ", merged with the adapter" if training.merged else ", trained" if training.trains else ""
+    return name + how

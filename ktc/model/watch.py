@@ -100,10 +100,21 @@ def _copied(value: Any) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The snapshots that one module compares before it computes. The watches of a model share `said`."""
+    """The snapshots that one module compares before it computes. The watches of a model share `said`.
+
+    A module that is copied alone, as PEFT copies one that trains, keeps the watch: it holds other modules.
+    """
 
     snapshots: tuple[Snapshot, ...]
     said: set[tuple[str, str]]
+    stays: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        return self if self.stays else Watch(*copy.deepcopy((self.snapshots, self.said), memo))
+
+    def __reduce__(self) -> Any:
+        """Become None in a pickle: a model that is read from one is not watched."""
+        return type(None), ()
 
     def check(self) -> None:
         """Log every change (L428) that was not logged before. Layers with the same change have one line."""
@@ -168,7 +179,9 @@ def watch(model: nn.Module, recipe: Sequence[Rewrite], remembered: Sequence[Reme
             vars(module).update({n: value for n, value in region.settings.items() if not hasattr(module, n)})
             names = tuple(name for name in region.settings if name in vars(module))
             own = [Snapshot(module, region.fqn, names)] if names else []
-            module.watch = Watch((*common, *own, Snapshot(module, region.fqn, _HELD, _GIVEN)), said)
+            trains = module.weights.training.trains
+            held = _HELD[:1] if trains else _HELD  # a load or a functional call gives it other parameters
+            module.watch = Watch((*common, *own, Snapshot(module, region.fqn, held, _GIVEN)), said, trains)
 
 
 def _of_block(block: nn.Module, fqn: str, called: frozenset[str]) -> Iterator[Snapshot]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+import torch
 from torch import fx, nn
 
 from ktc.capture import CapturedModel
@@ -120,6 +121,11 @@ def _not_rounded(captured: CapturedModel, claim: Claim, claims: Sequence[Claim],
 
 
 def _unsuited(captured: CapturedModel, claim: Claim, target: Quantisation, claims: Sequence[Claim]) -> _Why:
+    if captured.model.dtype == torch.float16:
+        return (
+            "the model is in fp16, and kernels round weights and scales to bf16: files would have others",
+            "save the checkpoint in bf16 first",
+        )
     kind = _operator(captured, claim) if claim.node else ""
     if kind == "experts":
         kernel = _kernel(claim, claims)

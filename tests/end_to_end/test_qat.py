@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ktc.adapters.adapter import attach
 from ktc.adapters.export import export
 from ktc.adapters.merge import merge
 from ktc.checkpoint.int4 import Int4Grid
+from ktc.diagnostics import InputRefused
 from ktc.model import peft_glue
 from ktc.model.trained_beside import RECORD
 from ktc.quantise.checkpoint import quantize
@@ -119,6 +121,35 @@ def test_trained_experts_are_exported_as_the_int4_that_they_were_trained_as(chec
         gate, up = served.gate_up_proj[expert].chunk(2)
         for part, weight in (("gate", gate), ("up", up), ("down", served.down_proj[expert])):
             assert torch.equal(packed.unpack(expert, part, tuple(weight.shape)), weight)
+
+
+def test_a_tuned_model_is_copied_with_its_adapter_and_trained_copies(checkpoint: Path, tmp_path: Path) -> None:
+    model = adapted(compiled(checkpoint, FULL, tmp_path)).eval()
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model)
+    assert [name for name, _ in copied.named_parameters()] == [name for name, _ in model.named_parameters()]
+    before = model(IDS).logits
+    assert torch.equal(copied(IDS).logits, before)
+    with torch.no_grad():
+        for name, parameter in copied.named_parameters():
+            if name.endswith("experts.modules_to_save.default.down_proj"):
+                parameter.mul_(2)
+    assert not torch.equal(copied(IDS).logits, before)
+    assert torch.equal(model(IDS).logits, before)
+    with pytest.raises(InputRefused, match="trains a copy of its weights"):
+        model.get_base_model().restore_weights()  # type: ignore[operator]
+
+
+def test_trained_modules_load_without_a_copy_in_memory(checkpoint: Path, tmp_path: Path) -> None:
+    out = compiled(checkpoint, FULL, tmp_path)
+    model = adapted(out)
+    trained(model, tmp_path / "run")
+    expected = model.eval()(IDS).logits
+    for low in (False, True):
+        loaded: Any = PeftModel.from_pretrained(
+            ktc.load(out), str(tmp_path / "run" / "checkpoint-4"), low_cpu_mem_usage=low
+        )
+        assert torch.equal(loaded.eval()(IDS).logits, expected)
 
 
 @pytest.mark.parametrize("weights", ["base", "merged"])

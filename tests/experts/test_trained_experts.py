@@ -10,9 +10,12 @@ import torch
 from kernel_layers import EXACT_FORMS, ISAS, Layer, Load, built, error, isas_with, random_layer, spec_of
 from lora_layers import Adapted, adapt, trained, with_gradients
 from torch import Tensor
+from torch.func import functional_call
 
 from ktc.checkpoint.int4 import Int4Grid
+from ktc.diagnostics import InputRefused
 from ktc.experts.kernel_library import Kernel
+from ktc.experts.lora import ExpertsLora, Lora
 from ktc.experts.module import FusedMoe
 from ktc.experts.packed import PackedExperts
 from ktc.experts.reference import fused_moe_reference
@@ -209,8 +212,62 @@ def test_a_step_between_forward_and_backward_is_an_error() -> None:
     with torch.no_grad():
         module.down_proj.mul_(2)
         module(layer.x.bfloat16(), layer.index, layer.weights.float())
-    with pytest.raises(RuntimeError, match="changed between forward and backward"):
+    with pytest.raises(InputRefused, match="L464: the weights of `routed experts` changed between the forward and"):
         out.float().sum().backward()
+
+
+def test_parameters_that_pytorch_puts_in_their_place_are_the_ones_that_count() -> None:
+    layer = random_layer(256, 128, 4, 2, 8)
+    sizes, training = (4, 256, 128, 2), WeightTraining(Int4Grid(128), torch.float32)
+    module = FusedMoe(*sizes, kernel=int4_kernel(), training=training)
+    load_into(module, layer)
+    inputs = layer.x.bfloat16(), layer.index, layer.weights.float()
+    before = module(*inputs)
+    doubled = {name: tensor.detach() * 2 for name, tensor in module.named_parameters()}
+    other = functional_call(module, doubled, inputs)
+    assert not torch.equal(other, before)
+    assert torch.equal(module(*inputs), before)
+    fresh = FusedMoe(*sizes, kernel=int4_kernel(), training=training)
+    fresh.load_state_dict(doubled, assign=True)
+    assert torch.equal(fresh(*inputs), other)
+
+
+def test_weights_that_cannot_be_rounded_are_named() -> None:
+    layer = random_layer(256, 128, 4, 2, 8)
+    module = FusedMoe(4, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(Int4Grid(128), torch.float32))
+    load_into(module, layer)
+    inputs = layer.x.bfloat16(), layer.index, layer.weights.float()
+    before = module(*inputs)
+    with torch.no_grad():
+        module.down_proj[2, 0, 0] = torch.nan
+    for _ in range(2):
+        with pytest.raises(InputRefused, match=r"L463: the weights of `routed experts\.2\.down` cannot be rounded"):
+            module(*inputs)
+    load_into(module, layer)
+    assert torch.equal(module(*inputs), before)
+
+
+def test_a_merged_adapter_counts_with_its_scale_and_all_that_are_active() -> None:
+    adapted = adapt(random_layer(256, 128, 3, 2, 9), 8)
+    training = WeightTraining(Int4Grid(128), merged=True)
+    module = FusedMoe(3, 256, 128, 2, kernel=int4_kernel(), training=training)
+    load_into(module, adapted.layer)
+    inputs = adapted.layer.x.bfloat16(), adapted.layer.index, adapted.layer.weights.float()
+    gate_up = adapted.lora.gate_up
+    assert gate_up is not None
+    held = gate_up.a.bfloat16(), gate_up.b.bfloat16()
+
+    def out(scale: float) -> Tensor:
+        """What factors that were joined in this call give: other tensors each time."""
+        a, b = (each.clone() for each in held)
+        return module(*inputs, lora=ExpertsLora(Lora(a, b, scale, held, (scale,))))
+
+    first = out(1.0)
+    state = module.weights.packed_from
+    assert torch.equal(out(1.0), first) and module.weights.packed_from == state
+    assert not torch.equal(out(4.0), first)
+    held[1].mul_(4)
+    assert not torch.equal(out(1.0), first)
 
 
 def test_copies_of_trained_experts_train_alone() -> None:

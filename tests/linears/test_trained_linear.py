@@ -14,7 +14,7 @@ from ktc.checkpoint.int4 import Int4Grid
 from ktc.diagnostics import InputRefused
 from ktc.experts.weight_training import WeightTraining
 from ktc.linears.lora_linear import KTLinear
-from ktc.linears.trained_linear import TrainedLinear
+from ktc.linears.trained_linear import Factors, TrainedLinear
 from ktc.model import peft_glue
 
 GRID = Int4Grid(32)
@@ -134,8 +134,47 @@ def test_an_adapter_that_cannot_be_merged_in_every_step_is_refused() -> None:
 def test_a_merged_weight_is_the_same_under_autocast() -> None:
     made = TrainedLinear.from_linear(linear(), WeightTraining(GRID, merged=True))
     outputs, inputs = made.weight.shape
-    factors = torch.randn(4, inputs), torch.randn(outputs, 4), 0.5
+    factors = Factors(torch.randn(4, inputs), torch.randn(outputs, 4), 0.5, (), ())
     plain = made.rounded(torch.bfloat16, factors).clone()
     made.kept.weight = None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(made.rounded(torch.bfloat16, factors), plain)
+
+
+def test_a_layer_that_served_in_inference_mode_trains() -> None:
+    model, layer = adapted()
+    wrapped = model.base_model.model["layer"]
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        served = wrapped(x)
+    out = wrapped(x)
+    assert torch.equal(out, served)
+    out.sum().backward()
+    assert layer.kept.weight is not None and not layer.kept.weight.is_inference()
+
+
+def test_a_merged_adapter_counts_with_its_scale_and_one_per_row_is_refused() -> None:
+    model, _ = adapted()
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    wrapped = model.base_model.model["layer"]
+    before = wrapped(x)
+    wrapped.set_scale("default", 8.0)
+    assert not torch.equal(wrapped(x), before)
+    with pytest.raises(InputRefused, match="L432: a batch with an adapter of its own for each row"):
+        wrapped(x, adapter_names=["__base__"] * 3)
+
+
+def test_weights_that_cannot_be_rounded_are_refused_with_their_name() -> None:
+    made = TrainedLinear.from_linear(linear(), WeightTraining(GRID, torch.float32))
+    made.fqn = "model.layers.0.self_attn.q_proj"
+    with torch.no_grad():
+        made.weight[1, 2] = torch.inf
+    with pytest.raises(InputRefused, match=r"L463: .* `model\.layers\.0\.self_attn\.q_proj` cannot be rounded"):
+        made(torch.randn(3, 64, dtype=torch.bfloat16))
+
+
+def test_a_frozen_layer_puts_weights_that_it_loads_on_its_grid() -> None:
+    made = KTLinear.from_linear(linear(), grid=GRID)
+    stock = torch.randn(48, 64).bfloat16()
+    made.load_state_dict({"weight": stock, "bias": made.bias.detach().clone()})
+    assert torch.equal(made.weight, GRID.rounded(stock))
