@@ -89,6 +89,8 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
         content: Any = read_json(read_regular(folder / INDEX_FILE))
     except ValueError as error:
         raise InputRefused(_bad_index(f"is not JSON: {error}")) from error
+    except OSError as error:
+        raise InputRefused(_bad_index(f"cannot be read: {error.strerror}")) from error
     weight_map = cast("dict[str, Any]", content).get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputRefused(_bad_index("has no `weight_map` object"))

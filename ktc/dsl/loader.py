@@ -6,6 +6,7 @@ An imported path is relative to the importing file. After symbolic links it must
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -73,7 +74,9 @@ def _locate(path_or_name: str | Path) -> tuple[Path, str]:
         return _bundled(path_or_name), path_or_name + SUFFIX
     path = Path(path_or_name)
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
+        what = (
+            "is a folder" if path.is_dir() else "is not a regular file" if os.path.lexists(path) else "does not exist"
+        )
         hint = "" if path.is_dir() else suggest(path.name, (file.name for file in path.parent.glob(f"*{SUFFIX}")))
         raise InputRefused(Diagnostic("E011", f"the rule file `{path}` {what}", hint=hint))
     absolute, here = path.absolute(), Path.cwd()

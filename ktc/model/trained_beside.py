@@ -9,6 +9,7 @@ layers are not either: those of a quantised checkpoint are held as the bf16 valu
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -59,7 +60,7 @@ def find_difference(folder: Path, model: nn.Module) -> Diagnostic | None:
 
     Raises InputRefused (A602) for a damaged record.
     """
-    if not (folder / RECORD).exists():
+    if not os.path.lexists(folder / RECORD):
         return None
     trained, found = _read(folder / RECORD), TrainedBeside.of(model)
     if len(trained.experts) == len(found.experts) and all(map(_same, trained.experts, found.experts)):

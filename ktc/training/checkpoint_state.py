@@ -66,7 +66,7 @@ def faults(checkpoint: Path, *, complete: bool) -> Iterator[str]:
         yield str(damaged)
         return
     if _is_there(checkpoint / OPTIMIZER):
-        yield from _said(lambda: _check_optimizer(checkpoint))
+        yield from _said(lambda: _check_optimizer(checkpoint, mapped=True))
     if _is_there(checkpoint / SCHEDULER):
         yield from _said(lambda: _check_scheduler(checkpoint, step, complete=complete))
     for path in sorted(checkpoint.glob(_RANDOM)):
@@ -96,7 +96,7 @@ def optimizer_fault(checkpoint: Path, optimizer: Optimizer) -> str:
     if not _is_there(checkpoint / OPTIMIZER):
         return ""
     try:
-        _check_fit(_check_optimizer(checkpoint), optimizer)
+        _check_fit(_check_optimizer(checkpoint, mapped=False), optimizer)
     except _Damaged as damaged:
         return str(damaged)
     return ""
@@ -217,8 +217,13 @@ _STATE_FIELDS: Final[Mapping[str, tuple[_Test, str]]] = {
 
 
 # Pickles of tensors ---------------------------------------------------------------------------------------------------
-def _load(path: Path, most_bytes: int, allowed: Sequence[type | Callable[..., object]] = ()) -> Any:
-    """Return the values of a pickle of tensors without running code of it. Tensors stay in the file until used."""
+def _load(
+    path: Path, most_bytes: int, allowed: Sequence[type | Callable[..., object]] = (), *, mapped: bool = False
+) -> Any:
+    """Return the values of a pickle of tensors without running code of it.
+
+    `mapped` tensors stay in the file. Only a read without that, as the Trainer does it, checks their sizes there.
+    """
     import torch
 
     try:
@@ -231,7 +236,7 @@ def _load(path: Path, most_bytes: int, allowed: Sequence[type | Callable[..., ob
             if sum(entry.file_size for entry in entries) > most_bytes:
                 raise _Damaged(f"`{path.name}` has more than {most_bytes} bytes")
         with torch.serialization.safe_globals(list(allowed)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except _Damaged:
         raise
     except zipfile.BadZipFile as error:
@@ -240,12 +245,14 @@ def _load(path: Path, most_bytes: int, allowed: Sequence[type | Callable[..., ob
         raise _Damaged(f"`{path.name}` cannot be read as tensors: {_reason(error)}") from error
 
 
-def _check_optimizer(checkpoint: Path) -> Mapping[str, Any]:
+def _check_optimizer(checkpoint: Path, *, mapped: bool) -> Mapping[str, Any]:
     """Return the state of an optimizer: values per parameter, and the groups of parameters."""
     import torch
 
     adapters = (path for path in (checkpoint / WEIGHTS, *checkpoint.glob(f"*/{WEIGHTS}")) if path.is_file())
-    saved: Any = _load(checkpoint / OPTIMIZER, _MOMENTS * sum(path.stat().st_size for path in adapters) + (1 << 24))
+    saved: Any = _load(
+        checkpoint / OPTIMIZER, _MOMENTS * sum(path.stat().st_size for path in adapters) + (1 << 24), mapped=mapped
+    )
     if not isinstance(saved, dict) or cast("dict[object, object]", saved).keys() != {"state", "param_groups"}:
         raise _Damaged(f"`{OPTIMIZER}` is not the state of an optimizer")
     state, groups = (cast("dict[str, Any]", saved)[name] for name in ("state", "param_groups"))

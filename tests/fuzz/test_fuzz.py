@@ -25,6 +25,7 @@ MUTANTS = {"rules": 60, "runs": 60}
 NAMED = {kind.name: kind for kind in KINDS}
 FOUND = sorted(path for path in (Path(__file__).parent / "found").rglob("*--*"))
 READS = {
+    "mutant.ktr": "rules",
     "host.toml": "hosts",
     "train.yaml": "settings",
     "config.json": "configs",
@@ -35,6 +36,13 @@ READS = {
     "packed/packed.json": "packed",
     "adapter_config.json": "adapters",
     "adapter_model.safetensors": "adapters",
+    "adapter_ktc.json": "adapters",
+    "model.gguf": "gguf",
+    "weights.json": "weights",
+    "prompts.jsonl": "questions",
+    "data.json": "data",
+    "data.txt": "data",
+    "tokenizer.json": "tokenizers",
     "data.jsonl": "data",
     "questions.jsonl": "questions",
     "graph.json": "records",
@@ -67,7 +75,7 @@ def test_what_was_found_is_refused(path: Path, tmp_path: Path) -> None:
 
 
 # Files that are none -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("what", ["a pipe", "a socket", "a folder", "a device", "a loop"])
+@pytest.mark.parametrize("what", ["a pipe", "a socket", "a folder", "a device", "a loop", "a terabyte"])
 @pytest.mark.parametrize("file", READS)
 def test_what_is_no_file_is_refused_without_waiting(file: str, what: str, tmp_path: Path) -> None:
     kind = NAMED[READS[file]]
@@ -97,6 +105,9 @@ def _replace(path: Path, what: str) -> None:
             path.mkdir()
         case "a device":
             path.symlink_to("/dev/zero")
+        case "a terabyte":
+            path.touch()
+            os.truncate(path, 1 << 40)  # without any block
         case _:
             path.symlink_to(path)
 
