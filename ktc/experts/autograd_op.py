@@ -70,6 +70,7 @@ def fused_moe(
 
 def _forward(packed: Tensor, x: Tensor, index: Tensor, weights: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     trailing = _Trailing(*arguments)
+    _require(trailing.experts, packed, index, (x, weights))
     experts, lora, interleaved = trailing.experts.holding(packed), trailing.lora, trailing.interleaved
     out, saved = experts.forward(x, index, weights, save=trailing.keep, lora=lora, interleaved=interleaved)
     return out, _no_bytes(x) if saved is None else saved
@@ -91,8 +92,14 @@ def _backward(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     trailing = _Trailing(*arguments)
+    grad = grad.contiguous()
+    _require(trailing.experts, packed, index, (grad, weights))
+    if x is not None:
+        _require(trailing.experts, packed, index, (x, weights))
+    if trailing.keep and saved.nbytes < grad.shape[0] * trailing.experts.saved_bytes(*trailing.lora.ranks):
+        raise ValueError(f"{saved.nbytes} bytes are fewer than forward saves of {grad.shape[0]} tokens")
     grad_x, grad_weights, gradients = trailing.experts.holding(packed).backward(
-        grad.contiguous(),
+        grad,
         index,
         weights,
         saved=saved if trailing.keep else None,
@@ -120,6 +127,25 @@ def _backward_shapes(
 def _returned(gradients: ExpertsLora, like: Tensor) -> Iterator[Tensor]:
     """Yield four gradients. That of an absent factor is empty, since an operator returns tensors only."""
     return (like.new_empty(0) if each is None else each for each in gradients.factors)
+
+
+def _require(experts: PackedExperts, packed: Tensor, index: Tensor, rows: tuple[Tensor, Tensor]) -> None:
+    """Raise `ValueError` for tensors that the kernel would read beyond their end. A module gives none; others may.
+
+    `rows` are hidden states or a gradient (T, H), and routing weights (T, K).
+    """
+    (num_experts, hidden, _, top_k), tokens = experts.sizes, index.shape[0]
+    wanted = (
+        (index, torch.int64, (tokens, top_k)),
+        (rows[0], experts.dtype, (tokens, hidden)),
+        (rows[1], experts.weight_dtype, (tokens, top_k)),
+    )
+    for tensor, dtype, shape in wanted:
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape) or not tensor.is_contiguous():
+            found = f"{tensor.dtype} {tuple(tensor.shape)}, {'' if tensor.is_contiguous() else 'not '}contiguous"
+            raise ValueError(f"expected a contiguous tensor of {dtype} {shape}, found {found}")
+    if packed.nbytes < experts.nbytes:
+        raise ValueError(f"expected {experts.nbytes} packed bytes of {num_experts} experts, found {packed.nbytes}")
 
 
 def _no_bytes(x: Tensor) -> Tensor:

@@ -242,6 +242,18 @@ class FusedMoe(nn.Module):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None = None
     ) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._compute(hidden_states, top_k_index, top_k_weights, lora)
+        try:
+            return self._compute(hidden_states, top_k_index, top_k_weights, lora)
+        except (IndexError, ValueError, MemoryError) as error:
+            if self.weights.fqn:
+                error.add_note(f"in the experts of `{self.weights.fqn}`")
+            raise
+
+    def _compute(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None
+    ) -> Tensor:
         lora = lora or ExpertsLora()
         self.weights.require_loaded()
         if self.watch is not None and not torch.compiler.is_compiling():
@@ -255,13 +267,16 @@ class FusedMoe(nn.Module):
         return backend.run(hidden_states, top_k_index, top_k_weights, lora)
 
     def _check(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
-        choices = (x_TH.shape[0], index_TK.shape[-1])
-        expected = ((x_TH.shape[0], self.hidden), choices, choices)
+        choices = (*x_TH.shape[:1], *index_TK.shape[-1:])
+        expected = ((*x_TH.shape[:1], self.hidden), choices, choices)
         found = tuple(tuple(tensor.shape) for tensor in (x_TH, index_TK, weights_TK))
-        if found != expected:
+        if found != expected or index_TK.dim() != 2:
             raise ValueError(f"expected hidden states, indices and weights of shapes {expected}, found {found}")
         if index_TK.dtype != torch.int64:
             raise ValueError(f"`top_k_index` must be int64, found {index_TK.dtype}")
+        for name, tensor in (("hidden states", x_TH), ("routing weights", weights_TK)):
+            if not tensor.is_floating_point():
+                raise ValueError(f"{name} must be floating-point numbers, found {tensor.dtype}")
 
     def _check_lora(self, lora: ExpertsLora) -> None:
         if lora.gate_up is not None:

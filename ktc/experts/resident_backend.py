@@ -17,6 +17,7 @@ from ktc.experts.expert_stream import ExpertStream, expert_stream
 from ktc.experts.form import ExpertsForm
 from ktc.experts.lora import NO_LORA, ExpertsLora
 from ktc.experts.packed import PackedExperts
+from ktc.experts.reference import check_routing
 from ktc.experts.slots import Rows
 
 
@@ -29,9 +30,11 @@ class ResidentFew:
     device: torch.device
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-        """See `ExpertsBackend.run`; `lora` must be none. An expert that does not exist is an error of the device."""
+        """See `ExpertsBackend.run`; `lora` must be none. An expert that does not exist is an error of a GPU itself."""
         assert not any(lora.products), "LoRA is computed by other backends"
         T, K = index_TK.shape
+        if self.device.type == "cpu":  # a GPU would have to be waited for
+            check_routing(index_TK, self.packed.sizes.num_experts)
         x, index, weights = (tensor.to(self.device) for tensor in (x_TH, index_TK, weights_TK))
         pairs = torch.arange(T * K, device=self.device)
         tokens = pairs // K
@@ -41,7 +44,7 @@ class ResidentFew:
             rows_SH = x.to(self.packed.dtype).index_select(0, tokens)
             y_SH = products.forward(rows_SH, rows, range(T * K), self._stream.copies(index.flatten()))
             sums = self.packed.weight_dtype
-            out_TH = (y_SH.to(sums).view(T, K, -1) * weights.to(sums)[..., None]).sum(1)
+            out_TH = (y_SH.to(sums).view(T, K, x.shape[1]) * weights.to(sums)[..., None]).sum(1)
         return out_TH.to(x_TH.device, x_TH.dtype)
 
     @property
