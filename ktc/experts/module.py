@@ -247,8 +247,7 @@ class FusedMoe(nn.Module):
         try:
             return self._compute(hidden_states, top_k_index, top_k_weights, lora)
         except (IndexError, ValueError, MemoryError) as error:
-            if self.weights.fqn:
-                error.add_note(f"in the experts of `{self.weights.fqn}`")
+            error.add_note(f"in `{self.weights.fqn}`")
             raise
 
     def _compute(

@@ -51,7 +51,7 @@ def test_experts_that_do_not_exist(load: Load, backend: str, grad: bool) -> None
                 index[-1, -1] = hostile
                 with pytest.raises(IndexError, match=f"names expert {hostile}; this layer has experts 0 to 3") as error:
                     module(x[:tokens], index, weights[:tokens])
-                assert error.value.__notes__ == ["in the experts of `model.layers.3.mlp.experts`"]
+                assert error.value.__notes__ == ["in `model.layers.3.mlp.experts`"]
     assert torch.equal(module(x, layer.index, weights), expected)
 
 
@@ -77,7 +77,7 @@ def test_tensors_of_another_kind(load: Load, backend: str, call: str) -> None:
     module, (change, match) = module_of(load, backend, layer), CALLS[call]
     with torch.no_grad(), pytest.raises(ValueError, match=match) as error:
         module(*change(layer.x.bfloat16(), layer.index, layer.weights.float()))
-    assert error.value.__notes__ == ["in the experts of `model.layers.3.mlp.experts`"]
+    assert error.value.__notes__ == ["in `model.layers.3.mlp.experts`"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
