@@ -16,6 +16,8 @@ from typing import BinaryIO, Final
 
 MOST_BYTES: Final = 256 << 20  # of a file that is read whole, such as JSON: parsed, it takes many times its bytes
 
+_SHOWN: Final = 200  # characters of a name that is too long
+
 _KINDS: Final = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -65,6 +67,19 @@ def require_regular(folder: Path, patterns: Iterable[str], most_bytes: int = MOS
             _require_regular(path, status)
             if status.st_size > most_bytes:
                 raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+
+
+def name_fault(error: BaseException) -> str:
+    """Return why an error of a file says that no file can have its name, or "": too long, a loop, a zero byte."""
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return f"`{str(error.filename)[:_SHOWN]}` cannot be opened: {error.strerror}"
+    words = str(error)
+    if isinstance(error, RuntimeError) and words.startswith("Symlink loop from "):  # of `Path.resolve`
+        name = words.removeprefix("Symlink loop from ").strip("'")
+        return f"`{name[:_SHOWN]}` cannot be opened: it is a link to itself"
+    if isinstance(error, ValueError) and words == "embedded null byte":
+        return "a `path` that has a zero byte cannot be opened"
+    return ""
 
 
 def _require_regular(path: Path, status: os.stat_result) -> None:

@@ -27,6 +27,7 @@ from ktc import diagnostics as words
 from ktc import environment, versions
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
 from ktc.files import refusing, write_file
+from ktc.regular_files import name_fault
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -55,7 +56,8 @@ class Session:
             self._before = signal.signal(signal.SIGINT, self._interrupt)
         _open_standard_streams()
         sys.stdout.flush()
-        self._stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        # A path that is not UTF-8 has lone surrogates, which are shown escaped.
+        self._stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
         os.dup2(2, 1)
         self._redirect = redirect_stdout(sys.stderr)
         self._redirect.__enter__()
@@ -162,7 +164,8 @@ class Session:
 
     def note(self, text: str) -> None:
         """Write a line to the log file, with the seconds since the start."""
-        self._log.info("%7.2f s  %s", time.perf_counter() - self._started, text)
+        encodable = text.encode(errors="backslashreplace").decode()
+        self._log.info("%7.2f s  %s", time.perf_counter() - self._started, encodable)
 
     def diagnose(self, found: Iterable[Diagnostic], sources: Mapping[str, str] | None = None) -> None:
         """Show diagnostics on stderr, with the source lines that they refer to, and add them to the JSON object."""
@@ -193,6 +196,9 @@ class Session:
             self.note("".join(traceback.format_exception(error)))
             self.exit_code = HostLacks.exit_code
             self.diagnose([lacking])
+        elif fault := name_fault(error):
+            self.exit_code = InputRefused.exit_code
+            self.diagnose([Diagnostic("U005", fault, hint="name another file or folder")])
         else:
             self.exit_code = 1
             self._report_bug(error)
