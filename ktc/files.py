@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.regular_files import open_regular
 
 _UNFINISHED = ".writing"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -104,8 +105,8 @@ def flush(path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
+    """Return the sha256 of a regular file's bytes, in hex."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

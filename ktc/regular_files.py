@@ -12,7 +12,8 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO, Final
+from io import BufferedReader
+from typing import Final
 
 MOST_BYTES: Final = 256 << 20  # of a file that is read whole, such as JSON: parsed, it takes many times its bytes
 
@@ -26,8 +27,18 @@ _KINDS: Final = (
 )
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read its bytes. Raises OSError, also for a name that no file can have."""
+    descriptor = open_descriptor(path)
+    try:
+        return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def open_descriptor(path: Path) -> int:
+    """Open a regular file to read at positions, and return the descriptor. Raises OSError as `open_regular` does."""
     try:
         _require_regular(path, os.stat(path))  # before opening: this alone changes the state of some devices
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -35,10 +46,10 @@ def open_regular(path: Path) -> BinaryIO:
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from error
     try:
         _require_regular(path, os.fstat(descriptor))  # the file that was opened may be another one by now
-        return os.fdopen(descriptor, "rb")
     except OSError:
         os.close(descriptor)
         raise
+    return descriptor
 
 
 def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:

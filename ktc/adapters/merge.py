@@ -33,6 +33,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.files import new_folder, refusing
 from ktc.hf.conversions import Place, Unmappable, placer
 from ktc.model.progress import Progress
+from ktc.regular_files import open_regular
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -201,7 +202,7 @@ class _Writer:
 
     def write(self, file: str, path: Path) -> None:
         entries = sorted((e for e in self._index.tensors.values() if e.file == file), key=lambda e: e.begin)
-        with (self._index.folder / file).open("rb") as source, path.open("wb") as out:
+        with open_regular(self._index.folder / file) as source, path.open("wb") as out:
             length = 8 + int.from_bytes(source.read(8), "little")
             source.seek(0)
             out.write(source.read(length))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ktc.checkpoint.header import TensorEntry
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.regular_files import open_descriptor
 
 TORCH_DTYPE: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -92,7 +93,7 @@ class TensorReader:
     def _open(self, file: str) -> int:
         if file != self._file:
             self._close()
-            self._descriptor = os.open(self._folder / file, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = open_descriptor(self._folder / file)
             self._file = file
         return self._descriptor
 

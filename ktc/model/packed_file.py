@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from ktc.decode import Undecodable, decode, read_json
 from ktc.files import replaced_file
-from ktc.regular_files import open_regular
+from ktc.regular_files import open_descriptor, open_regular
 
 SCHEMA: Final = 1
 DATA: Final = 2 << 20  # the packed bytes begin on a huge page, in the file as in memory
@@ -140,7 +140,7 @@ def stored_digest(path: Path, size: int, hashed: Callable[[int], None]) -> str:
         return _sha256(target)
 
     digests: list[bytes] = []
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_descriptor(path)
     try:
         with ThreadPoolExecutor(_workers()) as pool:
             for offset, digest in zip(offsets(size), pool.map(piece, offsets(size)), strict=True):

@@ -28,6 +28,7 @@ from ktc.model.mapped_weights import map_weights
 from ktc.model.packed_file import Damaged
 from ktc.model.packed_store import PackedStore
 from ktc.model.progress import Progress, Tally
+from ktc.regular_files import open_descriptor
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def _read_file(path: Path, tally: Tally, target: memoryview) -> None:
     def read(offset: int) -> int:
         return packed_file.read_into(descriptor, target[offset : offset + packed_file.PIECE], offset)
 
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_descriptor(path)
     try:
         os.posix_fadvise(descriptor, packed_file.DATA, len(target), os.POSIX_FADV_SEQUENTIAL)
         with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:

@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse
 
 from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, to_json
+from ktc.regular_files import read_regular
 from ktc.serving.request import Refused
 from ktc.serving.updates import Applied, UpdateRunning, Updates
 
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 PATHS: Final = frozenset({"/updates/weights", "/updates/adapters", "/updates/adapters/remove"})
 _LARGEST_BODY: Final = 16384
 _SHORTEST_KEY: Final = 16
+_LONGEST_KEY: Final = 4096  # bytes of its file
 _LONGEST_PATIENCE: Final = 86400.0  # seconds
 Body = TypeVar("Body")
 
@@ -74,7 +76,7 @@ def read_access(root: Path | None, key_file: Path | None) -> UpdateAccess | None
     if not root.is_dir():
         raise _refused(f"there is no folder `{root}`")
     try:
-        mode, key = key_file.stat().st_mode, key_file.read_bytes() if key_file.is_file() else b""
+        mode, key = key_file.stat().st_mode, read_regular(key_file, _LONGEST_KEY)
     except OSError as error:
         raise _refused(f"`{key_file}` cannot be read: {error.strerror}") from error
     if mode & 0o077:

@@ -41,6 +41,7 @@ _ROLES: Mapping[Format, Mapping[str, Role]] = {
     "sharegpt": {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
     "messages": {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"},
 }
+_MOST_BYTES = 4 << 30  # of a file, which is parsed in memory
 _ANSWERS: frozenset[Role] = frozenset({"assistant", "completion", "text"})
 
 
@@ -116,7 +117,7 @@ def _at(path: Path, line: int, fault: _Fault) -> Diagnostic:
 def _read(path: Path) -> str:
     if path.suffix not in _ENDINGS:
         raise InputRefused(Diagnostic("T510", f"`{path}` ends in none of {listing(_ENDINGS)}"))
-    text = read_text(path, unreadable="T510", not_utf8="T512")
+    text = read_text(path, unreadable="T510", not_utf8="T512", most_bytes=_MOST_BYTES)
     if not text.strip():
         raise InputRefused(Diagnostic("T511", f"`{path}` is empty"))
     return text
