@@ -11,8 +11,8 @@ import errno
 import os
 import stat
 from collections.abc import Iterable
-from pathlib import Path
 from io import BufferedReader
+from pathlib import Path
 from typing import Final
 
 MOST_BYTES: Final = 256 << 20  # of a file that is read whole, such as JSON: parsed, it takes many times its bytes

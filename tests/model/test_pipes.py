@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 import ktc
 from ktc.adapters.adapter import attach
 from ktc.cli import app as cli
