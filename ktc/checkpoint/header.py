@@ -133,7 +133,7 @@ def _entry(path: Path, name: str, description: object, data_begin: int) -> Tenso
     shape = _whole_numbers(fields.get("shape"), "shape")
     offsets = _whole_numbers(fields.get("data_offsets"), "data_offsets")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"data_offsets {list(offsets)} are not a range")
+        raise ValueError(f"data_offsets {list(offsets)!s:.200} are not a range")
     needed = math.prod(shape) * ITEM_SIZE[dtype]
     if offsets[1] - offsets[0] != needed:
         raise ValueError(

@@ -30,7 +30,7 @@ from fuzz.fuzzing import Kind, Tally, run
 from fuzz.kinds import KINDS
 
 CORPUS = ROOT / "build" / "fuzz"
-GRACE = 30.0  # seconds without an end of a mutant, after which a process ends with a trace of all threads
+GRACE = 300.0  # seconds without an end of a mutant, after which a process ends with a trace of all threads
 
 
 def main() -> int:
