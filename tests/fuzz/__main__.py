@@ -73,7 +73,7 @@ def _work(kinds: Sequence[Kind], seconds: float, seed: int) -> int:
             tally = run(kind, Path(name) / kind.name, CORPUS / kind.name, Random(seed), seconds=share, most=sys.maxsize)
             print(json.dumps(asdict(tally)), file=out, flush=True)
             faulthandler.cancel_dump_traceback_later()
-        _keep_faults(Path(name) / "faults")
+            _keep_faults(Path(name) / "faults")
     return 0
 
 
