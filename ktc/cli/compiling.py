@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ktc.cli.amounts import relative
 from ktc.cli.options import (
     HostFile,
     IsaName,
@@ -78,6 +79,8 @@ def compile_command(
 
         if prove_weights(session, path, trusted=trust).red:
             session.show(f"{path} stays in place, so that it can be looked into; do not use it")
+    trains = (path / "lora.json").is_file()
+    session.next("ktc", "train" if trains else "generate", relative(path), *(("--data", "FILE") if trains else ()))
 
 
 @in_session()
@@ -119,6 +122,8 @@ def check_command(
                 trust_remote_code=trust,
             )
     report.finish_check()
+    if model is not None:
+        session.next("ktc", "compile", model, rules, "-o", "OUT")
 
 
 @in_session()

@@ -161,3 +161,4 @@ def doctor_command(session: Session) -> None:
     session.show(doctor_table(findings))
     session.result(to_json(here, findings))
     session.exit_code = 3 if any(finding.state == "missing" for finding in findings) else 0
+    session.next("ktc", "check", "moe-lora", "MODEL")

@@ -138,6 +138,7 @@ def command(
     session.result({"sampling": asdict(sampling), "output": None if output is None else str(output)})
     session.show(_table(found, opened.name))
     session.show(f"{found.definition}\n{_versions(found)}")
+    session.next("ktc", "serve", out, *(("--adapter", adapter) if adapter is not None else ()))
 
 
 def _check_combination(

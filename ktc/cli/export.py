@@ -114,6 +114,8 @@ def _write_gguf(
         session.show(f"note: left out, since the model has no place for them: {len(done.left_out)} tensors")
     for note in done.notes:
         session.show(f"note: {note}")
+    if done.path.is_dir():
+        session.next("ktc", "verify", done.path, "--source")
 
 
 def _export_adapter(
@@ -131,6 +133,8 @@ def _export_adapter(
         session.result({"check": asdict(found)})
         session.show(_verdict(found))
         session.exit_code = 0 if found.passed else 1
+    elif layout != "gguf":
+        session.next("ktc", "export", adapter, "--layout", layout, "--check", "-o", "OTHER")
 
 
 def _told(done: Exported) -> str:

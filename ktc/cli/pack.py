@@ -29,6 +29,7 @@ def pack_command(
 ) -> None:
     """Store OUT's packed experts on disk for faster loading; an interrupted run can continue."""
     pack(session, out, weights, force, trust)
+    session.next("ktc", "verify", relative(out.absolute()))
 
 
 @in_session()
@@ -60,6 +61,10 @@ def verify_command(
     session.show(findings_table(findings))
     session.result({"out": str(out), "findings": [asdict(finding) for finding in findings]})
     session.exit_code = 0 if all(finding.state == "good" for finding in findings) else 1
+    if (out / manifest.FILE).is_file():
+        session.next("ktc", "generate", relative(out.absolute()))
+    elif (out / "config.json").is_file():
+        session.next("ktc", "compile", relative(out.absolute()), "RULES", "-o", "OUT")
 
 
 def pack(session: Session, out: Path, weights: Path | None = None, force: bool = False, trusted: bool = False) -> None:

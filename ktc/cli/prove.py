@@ -49,6 +49,7 @@ def prove_command(
     )
     if output is not None:
         session.emit(json.dumps(report.to_json(), indent=1), output)
+    session.next("ktc", "pack", relative(out.absolute()))
 
 
 def prove(

@@ -66,4 +66,4 @@ def write_int4(
     )
     drift = "" if done.drift is None else f", {done.drift:.2f} times what the adapter changes"
     session.show(f"rounding changes the weights by {done.rounding_error:.1%}{drift} (Frobenius norms)")
-    session.show(f"next: ktc compile {done.path} moe-lora -o OUT")
+    session.next("ktc", "compile", done.path, "moe-lora", "-o", "OUT")

@@ -66,3 +66,4 @@ def import_kt_yaml_command(
         session.emit(found.program, output)
     if not session.quiet:
         typer.echo(str(found.report), err=True, nl=False)
+    session.next("ktc", "check", output or "FILE.ktr", model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -143,6 +144,16 @@ class Session:
             console.print(Text(what), soft_wrap=True)  # a line of text stays one line, also in a file
         else:
             console.print(what)
+
+    def next(self, *words: object) -> None:
+        """Print the command that usually follows: on stderr, and only after a command that succeeded.
+
+        Words in capitals stand for what the user has to choose.
+        """
+        from rich.text import Text
+
+        if not self.exit_code:
+            self.console.print(Text(f"next: {shlex.join(map(str, words))}", style="dim"), soft_wrap=True)
 
     def result(self, value: dict[str, Any]) -> None:
         """Add to the object that `--json` prints; `diagnose` adds its diagnostics."""

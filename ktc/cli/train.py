@@ -148,7 +148,9 @@ def _finish(session: Session, paths: RunPaths, result: TrainResult) -> None:
         session.exit_code = INTERRUPTED
         return
     session.show(report_table(report))
-    session.show(f"{relative(result.output.absolute())} holds the adapter, report.html and the checkpoints")
+    run = relative(result.output.absolute())
+    session.show(f"{run} holds the adapter, report.html and the checkpoints")
+    session.next("ktc", "generate", relative(paths.out.absolute()), "--adapter", run)
 
 
 def _data_json(data: PreparedData) -> dict[str, Any]:
