@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import errno
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -68,3 +73,18 @@ def test_a_cause_counts_and_other_errors_do_not() -> None:
     assert memory_fault(error) is not None
     for other in (ValueError("cannot allocate a name"), RuntimeError("CUDA error: device-side assert"), KeyError("x")):
         assert memory_fault(other) is None
+
+
+@pytest.mark.slow
+def test_a_command_in_a_small_address_space_ends_with_the_numbers(inference_twin: Callable[[str], Path]) -> None:
+    command = [sys.executable, "-m", "ktc", "generate", str(inference_twin("qwen3_moe")), "--prompt", "hello"]
+    command += ["--max-new-tokens", "3"]
+    for mebibytes in (240, 600, 850):  # of Python and torch, of transformers, of the model
+
+        def limited(size: int = mebibytes << 20) -> None:
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+        done = subprocess.run(command, preexec_fn=limited, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 3, done.stderr[-2000:]
+        assert "error[U115]: too little memory on the host: " in done.stderr and "bug" not in done.stderr
+    assert subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 0

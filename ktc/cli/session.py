@@ -234,9 +234,13 @@ class Session:
 
 def _lacking(error: BaseException) -> Diagnostic | None:
     """Return the message for an error that means too little memory or too few threads (U115 to U117)."""
-    from ktc.memory_faults import memory_fault
+    try:
+        from ktc.memory_faults import memory_fault
 
-    return memory_fault(error)
+        return memory_fault(error)
+    except MemoryError:  # not even for the numbers
+        hint = "end other programs, or allow this process more memory (`ulimit -v`)"
+        return Diagnostic("U115", "too little memory on the host: less than its numbers need", hint=hint)
 
 
 def _open_standard_streams() -> None:
