@@ -1,4 +1,4 @@
-"""`ktc serve`: a compiled model at an OpenAI-compatible endpoint, until Ctrl-C.
+"""`ktc serve`: a compiled model at an OpenAI-compatible endpoint, until Ctrl-C or SIGTERM (exit code 130).
 
 In: the options. Out: the address on stderr (with `--json` also on stdout, when it ends). Invalid options are refused
 before the model is loaded.
@@ -6,6 +6,10 @@ before the model is loaded.
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -70,6 +74,16 @@ def command(
         Path | None,
         typer.Option("--update-key", metavar="FILE", help="The file of the key that updates need."),
     ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file", metavar="FILE",
+            help="The file of the key that every request needs; without it the server listens on this machine only.",
+        ),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0, help="Seconds for running answers at the end.")
+    ] = 10.0,
     reference: Reference = False,
     weights: Weights = None,
     trust: Trust = False,
@@ -77,6 +91,7 @@ def command(
     """Serve a compiled model over HTTP with OpenAI's API: chat, completions and responses, with streaming."""
     session.require_versions()
     from ktc.serving import server as serve
+    from ktc.serving.keys import read_key
     from ktc.serving.models import named_adapters, open_served_models
     from ktc.serving.request import Limits
 
@@ -86,14 +101,15 @@ def command(
     adapters = tuple(adapter or ())
     named_adapters(adapters)
     access = read_access(updates, update_key)
-    with serve.listen(host, port) as listening:
-        session.diagnose(serve.exposure(host))
+    key_sha256 = None if api_key_file is None else read_key(api_key_file, "G730", serve.KEY_HINT)
+    session.diagnose(serve.exposure(host, key_sha256 is not None))
+    with serve.listen(host, port) as listening, _terminable():
         models = open_served_models(out, adapters, reference=reference, weights=weights, trust_remote_code=trust)
         session.go_on()
         cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
         prefix_bytes = serve.free_memory() // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)
         limits = Limits(max_batch, max_waiting, cache_bytes, prefill_chunk, prefix_bytes)
-        server, notes = serve.make_server(models, limits, access)
+        server, notes = serve.make_server(models, limits, access, key_sha256, grace)
         session.diagnose(notes)
         opened = models.default.opened
         session.result({
@@ -107,3 +123,16 @@ def command(
             markup=False,
         )
         server.run(sockets=[listening])
+
+
+@contextmanager
+def _terminable() -> Generator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, so that nothing of it is left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

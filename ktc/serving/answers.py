@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
-from fastapi import HTTPException
 from transformers.cli.serving.utils import GenerateManager, _StreamError  # pyright: ignore[reportPrivateUsage]
 
 from ktc.generate.text_stream import HeldText
@@ -22,10 +21,13 @@ from ktc.serving.engine import Engine
 from ktc.serving.handlers import ADAPTER, SEED
 from ktc.serving.metrics import Metrics, RequestClock
 from ktc.serving.models import ServedModels
+from ktc.serving.refusals import RequestRefused
 from ktc.serving.request import Event, Refused, Request
 
 log = logging.getLogger(__name__)
-_STATUS: Final = {"too long": 400, "busy": 429, "stopping": 503}
+_STATUS: Final = {
+    "too long": (400, "context_length_exceeded"), "busy": (429, "rate_limit_exceeded"), "stopping": (503, "stopping"),
+}  # fmt: skip
 _RETRY_AFTER: Final = "1"  # seconds
 
 
@@ -88,7 +90,7 @@ class Answers(GenerateManager):
         served = self._models.names[getattr(config, ADAPTER)]
         tokens = tuple(inputs["input_ids"][0].tolist())
         if not tokens:
-            raise HTTPException(400, "the prompt is empty")
+            raise RequestRefused(400, "the prompt is empty", "empty_prompt")
         config.max_new_tokens = min(config.max_new_tokens, self._room(served.opened.max_length, len(tokens)))
         if config.eos_token_id is None:
             config.eos_token_id = sorted(served.opened.eos_ids) or None
@@ -99,12 +101,13 @@ class Answers(GenerateManager):
         )  # fmt: skip
 
     def _room(self, max_length: int | None, length: int) -> int:
-        """Return the number of new tokens that fit. Raises HTTPException for none."""
+        """Return the number of new tokens that fit. Raises RequestRefused (400) for none."""
         longest = self.engine.longest
         cached = None if longest is None else longest + 1  # the last token is not cached
         for limit, whose in ((max_length, "the model's length"), (cached, "the room of the cache")):
             if limit is not None and length >= limit:
-                raise HTTPException(400, f"the prompt has {length} tokens, and {whose} is {limit}")
+                message = f"the prompt has {length} tokens, and {whose} is {limit}"
+                raise RequestRefused(400, message, "context_length_exceeded")
         return min(limit - length for limit in (max_length, cached, 1 << 40) if limit is not None)
 
     def _start(self, request: Request, to: _Streamed | _Whole) -> None:
@@ -115,8 +118,9 @@ class Answers(GenerateManager):
             self.engine.submit(request)
         except Refused as refused:
             self._running.pop(request.name).clock.ended("refused")
-            headers = {"Retry-After": _RETRY_AFTER} if refused.reason == "busy" else None
-            raise HTTPException(_STATUS[refused.reason], str(refused), headers=headers) from refused
+            headers = {"Retry-After": _RETRY_AFTER} if refused.reason != "too long" else None
+            status, code = _STATUS[refused.reason]
+            raise RequestRefused(status, str(refused), code, headers=headers) from refused
 
     # Called by the engine ---------------------------------------------------------------------------------------------
     def emit(self, events: Sequence[Event]) -> None:
@@ -191,7 +195,8 @@ class _Whole:
         if event.end is None or self.future.done():
             return
         if event.end.error:
-            self.future.set_exception(HTTPException(500, event.end.error))
+            status = 500 if event.end.code == "generation_failed" else 503
+            self.future.set_exception(RequestRefused(status, event.end.error, event.end.code))
         else:
             self.future.set_result(torch.tensor([[*self.request.tokens, *self.tokens]]))
 

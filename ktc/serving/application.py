@@ -1,8 +1,7 @@
 """The server of transformers in front of the engine.
 
 Input: `ServedModels` and `Limits`. Output: the FastAPI application, reduced to the paths that the models support, with
-`/metrics` and, for those who have a key, `/updates` added. A request that is too long or has a value of a wrong type
-is refused with 400 or 422, one beyond the limits with 429.
+`/ready`, `/metrics` and, for those who have a key, `/updates` added. Every refusal is an error object of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ import time
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fastapi import HTTPException, Response
+from fastapi import Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState, Modality
@@ -22,13 +24,15 @@ from ktc.serving.answers import Answers
 from ktc.serving.decoder import Decoder
 from ktc.serving.disconnect import CancelOnDisconnect
 from ktc.serving.engine import Engine
+from ktc.serving.guard import Gate, Guard
 from ktc.serving.metrics import CONTENT_TYPE, Metrics
 from ktc.serving.models import LoadedAdapters, ServedModels
+from ktc.serving.refusals import RequestRefused, error_object
 from ktc.serving.request import Limits
 from ktc.serving.update_routes import UpdateAccess
 from ktc.serving.updates import Updates
 
-PATHS: Final = frozenset({"/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions",
+PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions",
                           "/v1/responses"})  # fmt: skip
 
 
@@ -41,7 +45,9 @@ class Application:
     alone: str
 
 
-def make_application(models: ServedModels, limits: Limits, access: UpdateAccess | None = None) -> Application:
+def make_application(
+    models: ServedModels, limits: Limits, gate: Gate, access: UpdateAccess | None = None
+) -> Application:
     """Return the application with its engine started; the end of the application stops the engine.
 
     With `access` it has the paths of updates.
@@ -56,13 +62,13 @@ def make_application(models: ServedModels, limits: Limits, access: UpdateAccess 
     answers.engine = engine
     metrics.watch(engine)
     engine.start()
-    app = _application(models, answers, metrics)
+    app = _application(models, answers, metrics, gate)
     if access is not None:
         update_routes.add_routes(app, access, Updates(access.root, models, adapters, engine, metrics))
     return Application(app, engine, decoder.alone)
 
 
-def _application(models: ServedModels, answers: Answers, metrics: Metrics) -> Any:
+def _application(models: ServedModels, answers: Answers, metrics: Metrics, gate: Gate) -> Any:
     build: Any = build_server
     manager, state = _Models(models, answers), _Generation(answers)
     given = {
@@ -80,9 +86,26 @@ def _application(models: ServedModels, answers: Answers, metrics: Metrics) -> An
     def read_metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
+    @app.get("/ready")
+    def is_ready() -> Response:  # pyright: ignore[reportUnusedFunction]
+        reason = answers.engine.not_ready
+        return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
+
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in PATHS]
+    app.router.redirect_slashes = False
+    app.add_exception_handler(HTTPException, _refusal)
+    app.add_exception_handler(RequestValidationError, _invalid)
     app.add_middleware(CancelOnDisconnect)
+    app.add_middleware(Guard, gate=gate)  # outside of the others
     return app
+
+
+async def _refusal(_: Any, error: Any) -> JSONResponse:
+    return JSONResponse(error_object(error), error.status_code, error.headers)
+
+
+async def _invalid(_: Any, error: Exception) -> JSONResponse:
+    return JSONResponse(error_object(RequestRefused(400, f"the body is not what this path takes: {error}")), 400)
 
 
 class _Models(ModelManager):
@@ -100,9 +123,8 @@ class _Models(ModelManager):
     def load_model_and_processor(self, model_id: str, *_: Any, **__: Any) -> Any:
         found = self._models.names.get(model_id)
         if found is None:
-            raise HTTPException(
-                404, f"there is no model `{model_id}`; /v1/models lists {', '.join(self._models.names)}"
-            )
+            message = f"there is no model `{model_id[:60]}`; /v1/models lists {', '.join(self._models.names)}"
+            raise RequestRefused(404, message, "model_not_found", "model")
         return found.opened.model, found.opened.tokenizer
 
     @staticmethod

@@ -104,13 +104,20 @@ class Decoder:
         return ""
 
 
-def choose(generations: list[Generation], scores: Tensor) -> list[int]:
-    """Return the next token of every sequence from scores (rows, V)."""
+def choose(generations: list[Generation], scores: Tensor) -> list[int | Exception]:
+    """Return the next token of every sequence from scores (rows, V), or the exception of its own processors."""
     likeliest = cast("list[int]", scores.argmax(-1).tolist())
     return [
-        token if each.takes_the_likeliest else each.choose(scores[at : at + 1])
+        token if each.takes_the_likeliest else _chosen(each, scores[at : at + 1])
         for at, (each, token) in enumerate(zip(generations, likeliest, strict=True))
     ]
+
+
+def _chosen(generation: Generation, scores: Tensor) -> int | Exception:
+    try:
+        return generation.choose(scores)
+    except Exception as error:  # noqa: BLE001  # the other sequences of the batch continue
+        return error
 
 
 def _size(row: CachedRow) -> CacheSize:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
+
 from ktc.serving.batch import LoneBatch, RowBatch
 from ktc.serving.decoder import Decoder, choose
 from ktc.serving.generation import Generation
@@ -74,9 +76,10 @@ class Engine:
         self._changes: deque[_Change] = deque()
         self._retired: set[str] = set()  # adapters that no new request may use
         self._retiring: set[str] = set()  # of them, those that are not removed yet
-        self._stopping = self._aborting = False
+        self._stopping = self._aborting = self._applying = False
         # Of the engine's thread.
         self._reading: Reading | None = None
+        self._apart: set[str] = set()  # requests that are read alone, since memory was missing beside others
         self._batches: dict[str, RowBatch | LoneBatch] = {}
         self._empty: dict[str, RowBatch] = {}  # whose memory native steps know
         self._prefixes = PrefixCache(0 if decoder.alone else limits.prefix_bytes)
@@ -144,6 +147,11 @@ class Engine:
         self._prefixes.clear()
         self._empty.clear()
 
+    def refuse(self) -> None:
+        """Refuse new requests from now on."""
+        with self._changed:
+            self._stopping = True
+
     def stop(self, grace: float = 0.0) -> None:
         """Refuse new requests, answer the running ones for at most `grace` seconds, and end the thread."""
         with self._changed:
@@ -157,9 +165,29 @@ class Engine:
             self._thread.join()
 
     @property
+    def num_active(self) -> int:
+        """The number of requests that have not ended."""
+        return len(self._active)
+
+    @property
     def is_stopping(self) -> bool:
         """Whether new requests are refused for ever."""
         return self._stopping
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def not_ready(self) -> str:
+        """Why new requests would not be answered soon, or "": the server stops, or new weights wait or are copied."""
+        if self._stopping:
+            return "stopping"
+        if not self._thread.is_alive():
+            return "stopped"
+        with self._changed:
+            return "taking new weights" if self._applying or self._must_drain else ""
 
     @property
     def longest(self) -> int | None:
@@ -199,7 +227,7 @@ class Engine:
             except Exception as error:  # no request may wait for ever
                 log.exception("the engine failed, and ends all of its requests")
                 self._fail_all(error)
-        self._finish({name: End(None, "the server stops") for name in self._active})
+        self._finish({name: End(None, "the server stops", "stopping") for name in self._active})
         for change in self._changes:
             if change.result.set_running_or_notify_cancel():
                 change.result.set_exception(Refused("stopping", "the server stops"))
@@ -240,11 +268,14 @@ class Engine:
         while change := self._next_change():
             if not change.result.set_running_or_notify_cancel():
                 continue
+            self._applying = change.idle
             try:
                 change.result.set_result(change.call())
             except Exception as error:
                 log.exception("a change of the model failed")
                 change.result.set_exception(error)
+            finally:
+                self._applying = False
 
     def _next_change(self) -> _Change | None:
         with self._changed:
@@ -298,12 +329,25 @@ class Engine:
             if done:
                 self._join(reading)
         except Exception as error:
-            log.exception("prompts could not be read")
-            self._fail(reading.generations, error)
             done = True
+            if is_out_of_memory(error):
+                self._read_apart(reading, error)
+            else:
+                log.exception("prompts could not be read")
+                self._fail(reading.generations, error)
         if done and reading is self._reading:
             self._reading = None
         return read
+
+    def _read_apart(self, reading: Reading, error: Exception) -> None:
+        """Free what is kept for later, and read each prompt again, alone; one that was alone is refused."""
+        log.error("memory was missing for %d prompts: %s", len(reading.generations), _words(error))
+        self.forget()
+        again = [each.request for each in reading.generations if each.request.name not in self._apart]
+        self._fail([each for each in reading.generations if each.request.name in self._apart], error)
+        with self._changed:
+            self._apart.update(each.name for each in again)
+            self._waiting.extendleft(each for each in reversed(again) if each.name in self._active)
 
     def _next_reading(self, most: int | None = None) -> Reading | None:
         """Prepare the next requests that there is room for; with `most`, those that this many tokens complete."""
@@ -319,7 +363,7 @@ class Engine:
             return Generation(request, self._decoder.model)
         except Exception as error:
             log.exception("a request could not be prepared")
-            self._finish({request.name: End(None, _words(error))})
+            self._finish({request.name: failed(error)})
             return None
 
     def _admitted(self, most: int | None) -> list[Request]:
@@ -355,7 +399,7 @@ class Engine:
 
     def _is_beside(self, first: Request, request: Request, rests: Sequence[int], most: int | None) -> bool:
         """Return whether a request can be read beside others: `rests` are the tokens to read, its own the last."""
-        if self._decoder.alone or first.adapter != request.adapter:
+        if self._decoder.alone or first.adapter != request.adapter or {first.name, request.name} & self._apart:
             return False
         windows = self._decoder.size.has_windows
         if windows and (rests[-1] < len(request.tokens) or self._rest(first) < len(first.tokens)):
@@ -406,8 +450,8 @@ class Engine:
             tokens = choose(batch.running, batch.step())
             ends = self._add(batch.running, tokens)
             for at in reversed(range(len(ends))):
-                if ends[at] is not None:
-                    if self.limits.prefix_bytes and isinstance(batch, RowBatch):
+                if (end := ends[at]) is not None:
+                    if self.limits.prefix_bytes and isinstance(batch, RowBatch) and not end.error:
                         self._prefixes.add(adapter, batch.running[at].tokens[:-1], batch.row(at))
                     self._leave(adapter, at)
         except Exception as error:
@@ -423,26 +467,23 @@ class Engine:
             if isinstance(batch, RowBatch) and batch.is_steady and batch.nbytes <= _KEPT:
                 self._empty[adapter] = batch
 
-    def _add(self, generations: Sequence[Generation], tokens: Sequence[int]) -> list[End | None]:
-        """Add one token to each sequence, and emit them."""
-        ends = [each.add(token) for each, token in zip(generations, tokens, strict=True)]
-        events = [
-            Event(each.request.name, (token,), end) for each, token, end in zip(generations, tokens, ends, strict=True)
-        ]
+    def _add(self, generations: Sequence[Generation], tokens: Sequence[int | Exception]) -> list[End | None]:
+        """Add one token to each sequence, and emit them. A fault in the choice of a token ends its sequence alone."""
+        events = [_next_event(each, token) for each, token in zip(generations, tokens, strict=True)]
         self._emit([event for event in events if event.name in self._active])
         self._forget(event.name for event in events if event.end is not None)
-        return ends
+        return [event.end for event in events]
 
     # Ends -------------------------------------------------------------------------------------------------------------
     def _fail(self, generations: Iterable[Generation], error: Exception) -> None:
-        self._finish({each.request.name: End(None, _words(error)) for each in generations})
+        self._finish({each.request.name: failed(error) for each in generations})
 
     def _fail_all(self, error: Exception) -> None:
         self._reading, self._batches = None, {}
         with self._changed:
             self._waiting.clear()
             names = list(self._active)
-        self._finish({name: End(None, _words(error)) for name in names})
+        self._finish({name: failed(error) for name in names})
 
     def _finish(self, ends: dict[str, End]) -> None:
         """Emit ends without a token, for requests that have not ended before."""
@@ -454,8 +495,35 @@ class Engine:
 
     def _forget(self, names: Iterable[str]) -> None:
         with self._changed:
-            self._active.difference_update(list(names))
+            gone = list(names)
+            self._active.difference_update(gone)
+            self._apart.difference_update(gone)
             self._changed.notify_all()
+
+
+def _next_event(generation: Generation, token: int | Exception) -> Event:
+    """Add a token to a sequence; a fault is its end."""
+    name = generation.request.name
+    try:
+        if isinstance(token, Exception):
+            raise token
+        return Event(name, (token,), generation.add(token))
+    except Exception as error:  # noqa: BLE001  # the other sequences of the batch continue
+        log.error("a token could not be chosen: %s", _words(error))
+        return Event(name, (), failed(error))
+
+
+def failed(error: Exception) -> End:
+    """Return the end of a request that an exception ended."""
+    return End(None, _words(error), "out_of_memory" if is_out_of_memory(error) else "generation_failed")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory was missing, on the host (which PyTorch reports as a RuntimeError) or on a device."""
+    words = ("can't allocate memory", "not enough memory", "bad_alloc")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+    )
 
 
 def _words(error: Exception) -> str:

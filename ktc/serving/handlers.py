@@ -6,65 +6,45 @@ or 422, never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 from fastapi import HTTPException
+from jinja2.exceptions import TemplateError
 from transformers.cli.serving import response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 
 from ktc import versions
-from ktc.generate.prompts import ROLES
+from ktc.serving import fields
+from ktc.serving.fields import Check, require_fields
+from ktc.serving.refusals import RequestRefused
 
 SEED: Final = "seed_of_the_request"  # an attribute of a generation config
 ADAPTER: Final = "model_of_the_request"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _are_texts(value: object) -> bool:
-    texts = [value] if isinstance(value, str) else cast("list[Any]", value) if isinstance(value, list) else [None]
-    return all(isinstance(text, str) and text for text in texts)
-
-
-# Allowed values of a field; a single allowed value means that the feature is missing.
-_FIELDS: Mapping[str, Callable[[Any], bool]] = {
-    "temperature": lambda v: _is_number(v) and v >= 0,
-    "top_p": lambda v: _is_number(v) and 0 < v <= 1,
-    "seed": lambda v: type(v) is int and 0 <= v < 2**32,
-    "max_tokens": _is_count,
-    "max_completion_tokens": _is_count,
-    "max_output_tokens": _is_count,
-    "frequency_penalty": _is_number,
-    "stop": _are_texts,
-    "stream": lambda v: isinstance(v, bool),
-    "n": lambda v: v == 1,
-    "best_of": lambda v: v == 1,
-    "echo": lambda v: v is False,
-    "logprobs": lambda v: v is False,
-    "presence_penalty": lambda v: v == 0,
-    "response_format": lambda v: v == {"type": "text"},
-    "generation_config": lambda v: False,
-}
 
 
 class _Checked:
     """Mixin before a handler: validates a request before any work."""
 
     model_manager: Any
+    checks: Mapping[str, Check]
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answer a request. A chat template that fails refuses it (400)."""
+        try:
+            return await cast("Any", super()).handle_request(body, request_id)
+        except HTTPException:
+            raise
+        except Exception as error:
+            if not _is_of_template(error):
+                raise
+            words = f"the chat template refuses these messages: {error}"
+            raise RequestRefused(400, words, "template_error", "messages") from error
 
     def _validate_request(self, body: dict[str, Any]) -> None:
-        wrong = [name for name, fits in _FIELDS.items() if body.get(name) is not None and not fits(body[name])]
-        if wrong:
-            raise HTTPException(422, f"these fields have unsupported values: {', '.join(wrong)}")
+        require_fields(body, self.checks)
         cast("Any", super())._validate_request(body)
 
     def _build_generation_config(self, body: dict[str, Any], *more: Any, **named: Any) -> Any:
@@ -88,37 +68,57 @@ class _Checked:
     def _require_template(self, body: dict[str, Any]) -> None:
         _, _, tokenizer = self._resolve_model(body)
         if not tokenizer.chat_template:
-            raise HTTPException(400, "the model's tokenizer has no chat template; use /v1/completions")
+            message = "the model's tokenizer has no chat template; use /v1/completions"
+            raise RequestRefused(400, message, "no_chat_template")
 
 
 class Chat(_Checked, ChatCompletionHandler):
+    checks = fields.CHAT
+
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
+        fields.require_messages(body.get("messages"), "messages")
         self._require_template(body)
-        messages: Any = body.get("messages")
-        if not (isinstance(messages, list) and messages):
-            raise HTTPException(422, "`messages` must be a list of turns")
-        for turn in cast("list[Any]", messages):
-            if not (isinstance(turn, dict) and cast("dict[str, Any]", turn).get("role") in ROLES):
-                raise HTTPException(422, f"a turn must have a `role` of {', '.join(ROLES)}, and `content`")
+        _, model, _ = self._resolve_model(body)
+        fields.require_biases(body, model.config.get_text_config().vocab_size)
+        if "logit_bias" in body:
+            body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
 
 
 class Completion(_Checked, CompletionHandler):
+    checks = fields.COMPLETION
+
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
-        prompt = body.get("prompt")
-        if not (isinstance(prompt, str) and prompt):
-            raise HTTPException(422, "`prompt` must be a text, and not empty")
+        if "prompt" not in body:
+            raise RequestRefused(400, "`prompt` is missing", "missing_required_parameter", "prompt")
 
 
 class Response(_Checked, ResponseHandler):
+    checks = fields.RESPONSE
+
     def _validate_request(self, body: dict[str, Any]) -> None:
         _require_usage()
         super()._validate_request(body)
+        given = body.get("input")
+        if not (isinstance(given, (str, list)) and given):
+            raise RequestRefused(400, "`input` must be a text or a list, and not empty", "invalid_value", "input")
+        if isinstance(given, list):
+            fields.require_items(cast("list[Any]", given))
         self._require_template(body)
-        if not body.get("input"):
-            raise HTTPException(422, "`input` must be a text or a list of turns, and not empty")
         body.setdefault("stream", False)  # as OpenAI has it; the handler would stream
+
+
+def _is_of_template(error: BaseException) -> bool:
+    """Return whether an exception comes out of a chat template: Jinja names the file of its frames `<template>`."""
+    if isinstance(error, TemplateError):
+        return True
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == "<template>":
+            return True
+        frame = frame.tb_next
+    return False
 
 
 def _require_usage() -> None:
@@ -128,4 +128,5 @@ def _require_usage() -> None:
     except ValueError as error:  # pydantic's ValidationError
         names = (f"{name} {versions.installed(name)}" for name in ("transformers", "openai"))
         pair = " cannot write a response of ".join(names)
-        raise HTTPException(501, f"{pair}; use /v1/chat/completions, or another release of either") from error
+        message = f"{pair}; use /v1/chat/completions, or another release of either"
+        raise RequestRefused(501, message) from error

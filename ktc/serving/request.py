@@ -37,10 +37,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a request ended: `error` is "" where it was answered, or cancelled."""
+    """How a request ended: `error` is "" where it was answered, or cancelled; `code` is its kind."""
 
     finish: Finish | None
     error: str = ""
+    code: Literal["", "generation_failed", "out_of_memory", "stopping"] = ""
 
 
 @dataclass(frozen=True, slots=True)

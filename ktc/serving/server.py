@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final
 
 from ktc import versions
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from ktc.serving.update_routes import UpdateAccess
 
 PACKAGES = ("fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")
-_GRACE = 5  # seconds for running answers when the server stops
+_BYTES_PER_TOKEN = 32
+_BYTES_AROUND = 1 << 16
+_LARGEST_BODY = 16 << 20  # of a model without a longest length
+KEY_HINT: Final = "`(umask 077; openssl rand -hex 32 > key)`, then `--api-key-file key`"
+GRACE: Final = 10.0  # seconds for running answers when the server stops
+_CLOSING: Final = 5  # seconds for connections, when no request runs any more
 
 
 def require_server() -> None:
@@ -60,18 +65,22 @@ def listen(host: str, port: int) -> socket.socket:
     return opened
 
 
-def exposure(host: str) -> tuple[Diagnostic, ...]:
-    """Return a warning (G722) if other machines could reach the server, which has no authentication."""
+def exposure(host: str, has_key: bool) -> tuple[Diagnostic, ...]:
+    """Return a warning (G722) if other machines could reach the server. Raises InputRefused (G722) without a key."""
     if host in ("localhost", "::1") or host.startswith("127."):
         return ()
-    message = f"the server listens at `{host}`: every machine that reaches it can use the model, there is no password"
-    hint = "keep it at 127.0.0.1 and put a proxy with authentication in front of it"
+    if not has_key:
+        message = f"every machine that reaches `{host}` could use the model: no key is required"
+        raise InputRefused(Diagnostic("G722", message, hint=KEY_HINT))
+    message = f"the server listens at `{host}` without encryption: others on the way can read the key and all texts"
+    hint = "keep it at 127.0.0.1 behind a proxy with TLS, which sends `Host: localhost`"
     return (Diagnostic("G722", message, hint=hint, severity="warning"),)
 
 
 def make_server(
-    models: ServedModels, limits: Limits, access: UpdateAccess | None = None
-) -> tuple[Server, tuple[Diagnostic, ...]]:
+    models: ServedModels, limits: Limits, access: UpdateAccess | None = None, key_sha256: bytes | None = None,
+    grace: float = GRACE,
+) -> tuple[Server, tuple[Diagnostic, ...]]:  # fmt: skip
     """Return the server, and notes on how it serves the model. With `access` it takes updates.
 
     `run(sockets=[...])` runs it until `should_exit` is set or a signal ends it. Raises InputRefused (G721).
@@ -79,13 +88,26 @@ def make_server(
     import uvicorn
 
     from ktc.serving.application import make_application
+    from ktc.serving.connection import LONGEST_HEAD, Connection
+    from ktc.serving.graceful import GracefulServer
+    from ktc.serving.guard import Gate
 
     if not all(getattr(served.opened.tokenizer, "is_fast", False) for served in models.names.values()):
         message = "the server of transformers streams with fast tokenizers only, and the model's is a slow one"
         raise InputRefused(Diagnostic("G721", message, hint="use `ktc generate --chat`"))
-    made = make_application(models, limits, access)
-    config = uvicorn.Config(made.app, log_level="warning", timeout_graceful_shutdown=_GRACE)
-    return uvicorn.Server(config), tuple(_notes(made.alone))
+    gate = Gate(key_sha256, _body_bytes(served.opened.max_length for served in models.names.values()))
+    made = make_application(models, limits, gate, access)
+    config = uvicorn.Config(
+        made.app, http=Connection, ws="none", log_level="error", server_header=False,
+        h11_max_incomplete_event_size=LONGEST_HEAD, timeout_graceful_shutdown=_CLOSING,
+    )  # fmt: skip
+    return GracefulServer(config, made.engine, grace), tuple(_notes(made.alone))
+
+
+def _body_bytes(lengths: Iterable[int | None]) -> int:
+    """Return the bytes that a body may have: the longest prompt, of long tokens, and the words around it."""
+    known = [length for length in lengths if length is not None]
+    return max(known) * _BYTES_PER_TOKEN + _BYTES_AROUND if known else _LARGEST_BODY
 
 
 def _notes(alone: str) -> Iterator[Diagnostic]:

@@ -2,7 +2,7 @@
 
 In: a POST with the key and a small JSON body, from this machine. Out: JSON with the seconds that the update took, or
 the diagnostics of its refusal. An update continues where its client leaves.
-Refused: another machine (403), a missing or wrong key (401), a body that is too large or invalid (413, 422), a second
+Refused: another machine (403), a missing or wrong key (401), a body that is too large or invalid (400, 413), a second
 update (409), an input (400), requests that run too long (503), memory (507). The key is compared before the body is
 read.
 """
@@ -10,28 +10,26 @@ read.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from fastapi import HTTPException, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, to_json
-from ktc.regular_files import read_regular
+from ktc.serving.keys import admits, read_key
+from ktc.serving.refusals import RequestRefused
 from ktc.serving.request import Refused
 from ktc.serving.updates import Applied, UpdateRunning, Updates
 
 log = logging.getLogger(__name__)
 PATHS: Final = frozenset({"/updates/weights", "/updates/adapters", "/updates/adapters/remove"})
 _LARGEST_BODY: Final = 16384
-_SHORTEST_KEY: Final = 16
-_LONGEST_KEY: Final = 4096  # bytes of its file
+_HINT: Final = "`(umask 077; openssl rand -hex 32 > key)`, then `--updates FOLDER --update-key key`"
 _LONGEST_PATIENCE: Final = 86400.0  # seconds
 Body = TypeVar("Body")
 
@@ -45,9 +43,7 @@ class UpdateAccess:
 
     def admits(self, header: str) -> bool:
         """Return whether an `Authorization` header has the key."""
-        scheme, _, key = header.partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        return hmac.compare_digest(digest, self.key_sha256) and scheme.lower() == "bearer"
+        return admits(header, self.key_sha256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +71,11 @@ def read_access(root: Path | None, key_file: Path | None) -> UpdateAccess | None
         raise _refused("`--updates` and `--update-key` are given together or not at all")
     if not root.is_dir():
         raise _refused(f"there is no folder `{root}`")
-    try:
-        mode, key = key_file.stat().st_mode, read_regular(key_file, _LONGEST_KEY)
-    except OSError as error:
-        raise _refused(f"`{key_file}` cannot be read: {error.strerror}") from error
-    if mode & 0o077:
-        raise _refused(f"other users may read the key in `{key_file}`")
-    key = key.strip()
-    if len(key) < _SHORTEST_KEY or not key.isascii() or any(byte <= 32 for byte in key):
-        raise _refused(f"`{key_file}` does not hold a key of {_SHORTEST_KEY} or more ASCII characters without spaces")
-    return UpdateAccess(root.resolve(), hashlib.sha256(key).digest())
+    return UpdateAccess(root.resolve(), read_key(key_file, "G727", _HINT))
 
 
 def _refused(message: str) -> InputRefused:
-    hint = "`(umask 077; openssl rand -hex 32 > key)`, then `--updates FOLDER --update-key key`"
-    return InputRefused(Diagnostic("G727", message, hint=hint))
+    return InputRefused(Diagnostic("G727", message, hint=_HINT))
 
 
 def add_routes(app: Any, access: UpdateAccess, updates: Updates) -> None:
@@ -99,7 +85,7 @@ def add_routes(app: Any, access: UpdateAccess, updates: Updates) -> None:
     async def weights(request: Request) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]
         asked = await _asked(request, access, _Weights, patience=600)
         if not 0 <= asked.patience <= _LONGEST_PATIENCE:
-            raise HTTPException(422, "`patience` is a number of seconds, a day at most")
+            raise RequestRefused(400, "`patience` is a number of seconds, a day at most")
         return await _applied(lambda: updates.weights(asked.folder, float(asked.patience)))
 
     @app.post("/updates/adapters")
@@ -116,36 +102,36 @@ def add_routes(app: Any, access: UpdateAccess, updates: Updates) -> None:
 async def _asked(request: Request, access: UpdateAccess, wanted: type[Body], **defaults: object) -> Body:
     host = request.client.host if request.client is not None else ""
     if not (host == "::1" or host.startswith("127.")):
-        raise HTTPException(403, "updates are taken from this machine only")
+        raise RequestRefused(403, "updates are taken from this machine only")
     if not access.admits(request.headers.get("authorization", "")):
-        raise HTTPException(401, "the key of updates is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
+        raise RequestRefused(401, "the key of updates is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
     body = b""
     async for chunk in request.stream():
         body += chunk
         if len(body) > _LARGEST_BODY:
-            raise HTTPException(413, f"the body has more than {_LARGEST_BODY} bytes")
+            raise RequestRefused(413, f"the body has more than {_LARGEST_BODY} bytes")
     try:
         content = read_json(body)
         return decode({**defaults, **content} if isinstance(content, dict) else content, wanted)
     except (ValueError, Undecodable) as error:
-        raise HTTPException(422, f"the body is not what this path takes: {error}"[:300]) from error
+        raise RequestRefused(400, f"the body is not what this path takes: {error}"[:300]) from error
 
 
 async def _applied(update: Callable[[], Applied]) -> JSONResponse:
     try:
         applied = await asyncio.shield(asyncio.to_thread(update))
     except UpdateRunning as error:
-        raise HTTPException(409, "another update is under way") from error
+        raise RequestRefused(409, "another update is under way") from error
     except TimeoutError as error:
-        raise HTTPException(503, "requests ran for longer than `patience`; the model is as before") from error
+        raise RequestRefused(503, "requests ran for longer than `patience`; the model is as before") from error
     except Refused as error:
-        raise HTTPException(503, str(error)) from error
+        raise RequestRefused(503, str(error)) from error
     except KtcError as error:
         status = 507 if isinstance(error, HostLacks) else 400
         return JSONResponse({"refused": [to_json(found) for found in error.diagnostics]}, status)
     except Exception as error:
         log.exception("an update failed")
-        raise HTTPException(500, f"the update failed: {type(error).__name__}; the log says more") from error
+        raise RequestRefused(500, f"the update failed: {type(error).__name__}; the log says more") from error
     log.info("update applied: %s", applied.what)
     return JSONResponse({
         "applied": applied.what, "seconds_of_checks": round(applied.checked, 3),

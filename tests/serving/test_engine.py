@@ -214,7 +214,7 @@ def test_stopping_ends_what_runs(model: PreTrainedModel) -> None:
     with Served(model, Limits(batch=1)) as served:
         served.ask("0", PROMPTS[0], 400, config_of(model))
         served.ask("1", PROMPTS[0], 400, config_of(model))
-    assert {served.answers.wait(name)[1] for name in "01"} == {End(None, "the server stops")}
+    assert {served.answers.wait(name)[1] for name in "01"} == {End(None, "the server stops", "stopping")}
 
 
 def test_a_long_prompt_leaves_half_of_each_turn_to_short_ones(model: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ import pytest
 from running_servers import served
 
 from ktc import versions
+from ktc.cli import app as cli
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.generate.answers import Sampling, answer
 from ktc.generate.language_model import LanguageModel
@@ -188,8 +189,8 @@ def sent(address: str, body: Any) -> socket.socket:
     opened = socket.socket()
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     opened.connect(("127.0.0.1", port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    opened.sendall(f"{head}\r\n\r\n".encode() + data)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    opened.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return opened
 
 
@@ -270,18 +271,18 @@ def test_metrics_count_tokens_and_times(address: str, client: Any, opened: Langu
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        ("chat/completions", {"messages": []}, 422, "messages"),
-        ("chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, 422, "role"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, 400, "role"),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
-            422,
+            400,
             "temperature",
         ),
-        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}, 422, "n"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "unknown": 2}, 422, "unknown"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}, 400, "n"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "unknown": 2}, 400, "unknown"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "model": "other"}, 404, "other"),
-        ("completions", {"prompt": ""}, 422, "prompt"),
+        ("completions", {"prompt": ""}, 400, "prompt"),
         ("completions", {"prompt": "word " * 4000}, 400, "length is"),
         ("completions", {"prompt": "word " * 4000, "stream": True}, 400, "length is"),
     ],
@@ -307,9 +308,22 @@ def test_an_address_in_use_is_refused(address: str) -> None:
         assert refused.value.diagnostics[0].code == "G720"
 
 
-def test_others_can_reach_the_server_only_with_a_warning() -> None:
-    assert serve.exposure("127.0.0.1") == serve.exposure("localhost") == ()
-    assert [found.code for found in serve.exposure("0.0.0.0")] == ["G722"]
+def test_others_can_reach_the_server_only_with_a_key(
+    compiled: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for host in ("127.0.0.1", "localhost", "::1"):
+        assert serve.exposure(host, has_key=False) == ()
+    assert [found.severity for found in serve.exposure("0.0.0.0", has_key=True)] == ["warning"]
+    open_key, short = tmp_path / "open", tmp_path / "short"
+    for path, key in ((open_key, "k" * 40), (short, "k")):
+        path.touch(mode=0o600)
+        path.write_text(key)
+    open_key.chmod(0o644)
+    assert cli.main(["serve", str(compiled), "--host", "0.0.0.0"]) == 2
+    assert "G722" in capfd.readouterr().err
+    for path in (open_key, short, tmp_path / "missing", tmp_path):
+        assert cli.main(["serve", str(compiled), "--host", "0.0.0.0", "--api-key-file", str(path)]) == 2
+        assert "G730" in capfd.readouterr().err
 
 
 def test_missing_packages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
