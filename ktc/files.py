@@ -1,25 +1,32 @@
 """Files and folders that a reader finds whole or not at all: the one place that writes beside, flushes and renames.
 
 In: a path and its content. Out: the content at that path, safe from a loss of power. After an error or a kill, `path`
-is unchanged; an error also leaves nothing beside it. Raises OSError; callers report it under their own codes.
+is unchanged. Unfinished content is in a hidden folder `.NAME-xxxxxxxx.writing` beside `path`, which its writer locks:
+an error removes it, and the next writer in that place removes those of dead processes. Raises OSError; callers report
+it under their own codes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.machine_faults import failed, fault_in
 from ktc.regular_files import open_regular
 
-_UNFINISHED = ".writing"
+_UNFINISHED: Final = re.compile(r"(?:\.|ktc-).+-[a-z0-9_]{8}\.writing", re.DOTALL)  # as `mkdtemp` names
+_SUFFIX: Final = ".writing"
+_LONGEST_NAME: Final = 255 - len("..-xxxxxxxx") - len(_SUFFIX)  # bytes
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -38,14 +45,11 @@ def replaced_file(path: Path) -> Generator[Path]:
     """Yield the path of a file to write, which replaces the one at `path` when the block ends."""
     path = path.resolve()  # a link stays, and what it points to is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
-    try:
-        yield beside
+    with folder_beside(path) as work:
+        yield work / path.name
         if path.exists():
-            shutil.copymode(path, beside)
-        move_file(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+            shutil.copymode(path, work / path.name)
+        move_file(work / path.name, path)
 
 
 def move_file(finished: Path, path: Path) -> None:
@@ -59,19 +63,144 @@ def move_file(finished: Path, path: Path) -> None:
 def new_folder(path: Path) -> Generator[Path]:
     """Yield a folder to fill, which becomes `path` when the block ends. Raises OSError if `path` exists by then."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", suffix=_UNFINISHED, dir=path.parent))
-    try:
+    with folder_beside(path) as beside:
         yield beside
         finish_folder(beside)
         os.rename(beside, path)
         flush(path.parent)
+
+
+@contextmanager
+def files_into(folder: Path) -> Generator[Path]:
+    """Yield a folder whose files replace those of `folder` when the block ends, one by one, JSON files last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder_beside(folder / "files") as beside:
+        yield beside
+        for file in sorted(beside.iterdir(), key=lambda each: (each.suffix == ".json", each.name)):
+            move_file(file, folder / file.name)
+
+
+# Unfinished folders --------------------------------------------------------------------------------------------------
+@contextmanager
+def folder_beside(path: Path, mark: str = "") -> Generator[Path]:
+    """Yield a new hidden folder beside `path`, locked by this process, and remove it unless the block renamed it.
+
+    First those that dead processes left there are removed. `mark` has the eight characters that are otherwise random,
+    for processes that fill one folder together (`unfinished_name`).
+    """
+    sweep(path.parent)
+    with _locked_folder(f".{prefix_of(path)}", path.parent, mark) as folder:
+        yield folder
+
+
+def unfinished_name(path: Path, mark: str) -> str:
+    """Return the name of the folder that `folder_beside` makes for `path` and `mark`."""
+    return f".{prefix_of(path)}{mark}{_SUFFIX}"
+
+
+@contextmanager
+def temporary_folder(purpose: str) -> Generator[Path]:
+    """Yield a new folder for temporary files, locked by this process, and remove it. Those of dead processes go too."""
+    parent = Path(tempfile.gettempdir())
+    sweep(parent)
+    with _locked_folder(f"ktc-{purpose}-", parent) as folder:
+        yield folder
+
+
+def prefix_of(path: Path) -> str:
+    """Return the beginning of unfinished names of `path`, behind the dot, short enough for a name."""
+    return os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME]) + "-"
+
+
+def sweep(folder: Path) -> None:
+    """Remove the unfinished folders of dead processes in `folder`, as far as possible."""
+    for left in leftovers(folder):
+        remove_leftover(left)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Return the unfinished folders of dead processes directly in `folder`, none if it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            named = sorted(each.path for each in entries if _UNFINISHED.fullmatch(each.name))
+    except OSError:
+        return []
+    return [path for path in map(Path, named) if _is_dead(path)]
+
+
+def remove_leftover(left: Path) -> bool:
+    """Remove an unfinished folder if its writer is dead. Return whether it is gone."""
+    with _locked_if_dead(left) as dead:
+        if dead:
+            shutil.rmtree(left, ignore_errors=True)
+    return not os.path.lexists(left)
+
+
+def _is_dead(folder: Path) -> bool:
+    with _locked_if_dead(folder) as dead:
+        return dead
+
+
+@contextmanager
+def _locked_if_dead(folder: Path) -> Generator[bool]:
+    """Yield whether no living process holds the folder; if so, it is locked while the block runs."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # gone, a link, or a file: not ours
+        yield False
+        return
+    try:
+        yield _try_lock(lock)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        os.close(lock)
 
 
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held by its writer, or a file system without locks, where nothing is removed
+        return False
+    return True
+
+
+@contextmanager
+def _locked_folder(prefix: str, parent: Path, mark: str = "") -> Generator[Path]:
+    """Make a folder and lock it. A sweep between the two may remove it; then another one is made."""
+    while True:
+        if mark:
+            folder = parent / f"{prefix}{mark}{_SUFFIX}"
+            folder.mkdir(0o700)
+        else:
+            folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=_SUFFIX, dir=parent))
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            with suppress(OSError):
+                folder.rmdir()
+            raise
+        with suppress(OSError):  # a file system without locks: no sweep removes anything there
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            break
+        os.close(lock)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+# Steps of a writer ---------------------------------------------------------------------------------------------------
 def finish_folder(folder: Path) -> None:
     """Make a private folder readable for everybody and flush everything in it, from the bottom up."""
     folder.chmod(0o755)
+    flush_folder(folder)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush everything in a folder, from the bottom up, and the folder."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             flush(Path(parent) / name)
@@ -87,12 +216,6 @@ def exchange(one: Path, other: Path) -> bool:
     if done != 0 and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOTSUP):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return done == 0
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove the files that killed writers left in `folder`. The caller is its only writer."""
-    for left in folder.glob(f".*{_UNFINISHED}"):
-        left.unlink()
 
 
 def flush(path: Path) -> None:
@@ -111,9 +234,15 @@ def file_digest(path: Path) -> str:
 
 
 @contextmanager
-def refusing(path: Path, code: str = "U003") -> Generator[None]:
-    """Turn an OSError inside the block into InputRefused: `path` cannot be written."""
+def refusing(path: Path, code: str = "U003", *, safe: str = "") -> Generator[None]:
+    """Report an error of a write inside the block: `path` cannot be written, and its earlier content is whole.
+
+    `safe` says what else was not lost. Raises HostLacks if the machine is at fault, otherwise InputRefused.
+    """
     try:
         yield
-    except OSError as error:
-        raise InputRefused(Diagnostic(code, f"cannot write `{path}`: {error.strerror or error}")) from error
+    except Exception as error:
+        if not isinstance(error, OSError) and fault_in(error) is None:
+            raise
+        there = f"what is at `{path}` is whole" if os.path.lexists(path) else f"nothing is at `{path}`"
+        raise failed(error, code, f"cannot write `{path}`", safe=safe or there) from error

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ktc import files
-from ktc.diagnostics import InputRefused
+from ktc.diagnostics import HostLacks
 
 
 def names(folder: Path) -> list[str]:
@@ -57,7 +60,7 @@ def test_an_error_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, broken, failing)
-    with pytest.raises(InputRefused, match="U003"), files.refusing(path):
+    with pytest.raises(HostLacks, match="U003"), files.refusing(path):
         if kind == "file":
             files.write_file(path, "new")
         else:
@@ -75,3 +78,70 @@ def test_a_folder_appears_whole_and_never_over_another(tmp_path: Path) -> None:
         (beside / "content").write_text("second")
     assert (path / "content").read_text() == "first"
     assert names(path.parent) == ["a"]
+
+
+# Leftovers of processes that were killed
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed_while_writing(path: Path, kind: str) -> None:
+    with files.new_folder(path) if kind == "folder" else files.replaced_file(path) as beside:
+        (beside / "half" if kind == "folder" else beside).write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_the_next_writer_in_a_place_removes_what_a_killed_one_left(tmp_path: Path, kind: str) -> None:
+    assert in_a_child(lambda: killed_while_writing(tmp_path / "a", kind)) == -signal.SIGKILL
+    (left,) = files.leftovers(tmp_path)
+    assert left.name.startswith(".a-")
+    files.write_file(tmp_path / "other", "whole")
+    assert names(tmp_path) == ["other"]
+
+
+def test_a_living_writer_keeps_its_folder(tmp_path: Path) -> None:
+    with files.new_folder(tmp_path / "a") as beside:
+        (beside / "content").write_text("first")
+        assert files.leftovers(tmp_path) == []
+        assert in_a_child(lambda: (files.sweep(tmp_path), os._exit(0))) == 0
+        assert not files.remove_leftover(beside)
+    assert (tmp_path / "a" / "content").read_text() == "first"
+
+
+def test_only_names_that_ktc_makes_are_removed(tmp_path: Path) -> None:
+    kept = [".a.writing", ".a-abc.writing", "a-abcdefgh.writing", ".a-abcdefgh.writing2", ".a-ABCDEFGH.writing"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".file-abcdefgh.writing").write_text("a file")
+    (tmp_path / ".link-abcdefgh.writing").symlink_to(tmp_path / ".a.writing")
+    files.sweep(tmp_path)
+    assert len(names(tmp_path)) == len(kept) + 2
+
+
+def test_temporary_folders_go_with_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def killed() -> None:
+        with files.temporary_folder("check"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_a_child(killed) == -signal.SIGKILL
+    assert len(names(tmp_path)) == 1
+    with files.temporary_folder("check") as folder:
+        assert names(tmp_path) == [folder.name]
+    assert names(tmp_path) == []
+
+
+def test_a_long_name_leaves_room_for_the_mark(tmp_path: Path) -> None:
+    path = tmp_path / ("é" * 127)
+    files.write_file(path, "whole")
+    assert names(tmp_path) == [path.name]

@@ -12,7 +12,6 @@ import json
 import math
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from ktc.adapters.layouts import SWAPPED_SINCE
 from ktc.adapters.peft_layouts import written
 from ktc.adapters.save import save_adapter
 from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.files import temporary_folder
 
 _PROGRAM = Path(__file__).with_name("stock_logits.py")
 _SMALL = 20_000_000  # parameters; a model of no more is its own twin
@@ -61,8 +61,8 @@ def check(source: Path, exported: Exported, model: Path | None = None, python: s
         return _compared(wanted.factors, found.factors)
     if python == sys.executable:
         _require_reading(exported, found)
-    with tempfile.TemporaryDirectory(prefix="ktc-check-") as folder:
-        return _in_stock_peft(wanted, found, exported.layout, Path(folder), python)
+    with temporary_folder("check") as folder:
+        return _in_stock_peft(wanted, found, exported.layout, folder, python)
 
 
 def _require_reading(exported: Exported, found: Opened) -> None:

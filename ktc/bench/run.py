@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import platform
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from ktc.bench.measure import Progress, measure
 from ktc.bench.report import LeftOut, Report, Row
 from ktc.bench.request import Request
 from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.files import temporary_folder
 
 _NO_KT = "kt-kernel is not in this environment"
 _KT_HINT = "`--kt-python` takes the Python of its own environment; `make kt-environment` makes one"
@@ -43,7 +42,7 @@ def run(request: Request, progress: Progress) -> Report:
 
 
 def _run(request: Request, progress: Progress, stack: ExitStack) -> Report:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    folder = stack.enter_context(temporary_folder("bench"))
     progress(0, 0, "building kernels")
     limits = Limits(build_library(request.isas[0], folder), request.threads)
     weights = Weights(request.shape)

@@ -1,6 +1,7 @@
 """`ktc doctor`: the parts of this machine that work for ktc, the parts that are missing, and the remedies.
 
-The command changes nothing and raises no error: each finding is a row with its state, the fact and the remedy.
+The command raises no error: each finding is a row with its state, the fact and the remedy. It changes nothing, except
+that `--clean` removes what killed processes left.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import shutil
 import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
 
 from ktc import versions
 from ktc.cli.session import Session
@@ -52,6 +55,7 @@ def examine() -> tuple[Host, tuple[Finding, ...]]:
         _memory(host),
         _huge_pages(),
         _cache(),
+        _leftovers(),
     )
     return host, findings
 
@@ -148,13 +152,38 @@ def _cache() -> Finding:
     return Finding("cache folder", "works", f"{folder}, {_gib(shutil.disk_usage(existing).free)} free")
 
 
+def _leftovers() -> Finding:
+    """Count what killed processes left in the cache, among the temporary files and in the working folder."""
+    from ktc.cli import leftovers
+
+    found = leftovers.find()
+    if not found:
+        return Finding("leftovers", "works", "none of killed processes")
+    total = sum(each.bytes for each in found) / 1e6
+    return Finding(
+        "leftovers",
+        "limited",
+        f"{len(found)} of killed processes, {total:,.1f} MB",
+        "`ktc doctor --clean` removes them",
+    )
+
+
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
 @in_session("as_json")
-def doctor_command(session: Session) -> None:
+def doctor_command(
+    session: Session,
+    clean: Annotated[
+        bool,
+        typer.Option("--clean", help="List and remove what killed processes left in caches and temporary folders."),
+    ] = False,
+) -> None:
     """Show which parts of this machine work for ktc, which are missing, and how to install them."""
+    if clean:
+        _clean(session)
+        return
     from ktc.cli.tables import doctor_table
 
     here, findings = examine()
@@ -162,3 +191,18 @@ def doctor_command(session: Session) -> None:
     session.result(to_json(here, findings))
     session.exit_code = 3 if any(finding.state == "missing" for finding in findings) else 0
     session.next("ktc", "check", "moe-lora", "MODEL")
+
+
+def _clean(session: Session) -> None:
+    """Remove leftovers, with a line for each. Those that cannot be removed make the exit code 3."""
+    from ktc.cli import leftovers
+
+    rows: list[dict[str, object]] = []
+    for left in leftovers.find():
+        removed = leftovers.remove(left)
+        rows.append({"path": str(left.path), "bytes": left.bytes, "removed": removed})
+        session.show(f"{'removed' if removed else 'cannot remove'} {left.path} ({left.bytes / 1e6:,.1f} MB)")
+    total = sum(left_bytes for row in rows if row["removed"] and isinstance(left_bytes := row["bytes"], int))
+    session.show(f"{sum(bool(row['removed']) for row in rows)} leftovers removed, {total / 1e6:,.1f} MB")
+    session.result({"leftovers": rows})
+    session.exit_code = 0 if all(row["removed"] for row in rows) else 3

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from ktc import diagnostics as words
 from ktc import environment, versions
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
 from ktc.files import refusing, write_file
+from ktc.machine_faults import MachineFault, diagnosed, failed, fault_in, is_machine_fault
 from ktc.regular_files import name_fault
 
 if TYPE_CHECKING:
@@ -63,12 +65,18 @@ class Session:
         self._redirect = redirect_stdout(sys.stderr)
         self._redirect.__enter__()
         sys.unraisablehook = self._unraisable
+        threading.excepthook = self._of_thread
         try:
             self._open_log()
         except OSError as error:
-            message = f"cannot write the log file `{self._log_file}`: {error.strerror}"
-            refusal = InputRefused(Diagnostic("U002", message))
-            self.__exit__(InputRefused, refusal, None)
+            message = f"cannot write the log file `{self._log_file}`"
+            missing = isinstance(error, FileNotFoundError)  # its folder, which the user named
+            refusal = (
+                InputRefused(Diagnostic("U002", f"{message}: {error.strerror}"))
+                if missing
+                else failed(error, "U002", message)
+            )
+            self.__exit__(type(refusal), refusal, None)
         return self
 
     def __exit__(
@@ -76,21 +84,22 @@ class Session:
     ) -> None:
         if error is not None:
             self._report(error)
-        with suppress(BrokenPipeError):
+        try:
             if self.as_json:
                 self._stdout.write(json.dumps(self._result, indent=2) + "\n")
             self._stdout.flush()
+        except OSError as failure:
+            self._report(failure)
         sys.stdout.flush()
         self._redirect.__exit__(None, None, None)
         os.dup2(self._stdout.fileno(), 1)
-        with suppress(BrokenPipeError):
+        with suppress(OSError):  # of what could not be flushed above
             self._stdout.close()
-        for handler in self._log.handlers[:]:
-            handler.close()
-            self._log.removeHandler(handler)
+        self._close_log()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._before)
         sys.unraisablehook = sys.__unraisablehook__
+        threading.excepthook = threading.__excepthook__
         raise typer.Exit(self.exit_code) from None
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -101,6 +110,14 @@ class Session:
         """Stay silent about an interrupt that fell into a `__del__`: `go_on` raises it again."""
         if not (self._interrupted and issubclass(unraisable.exc_type, KeyboardInterrupt)):
             sys.__unraisablehook__(unraisable)
+
+    def _of_thread(self, ended: threading.ExceptHookArgs) -> None:
+        """Show a fault of the machine that ended a thread of a library, as tensorboard's writer, as a warning."""
+        fault = None if ended.exc_value is None else fault_in(ended.exc_value)
+        if fault is None:
+            threading.__excepthook__(ended)
+        else:
+            self.diagnose([replace(diagnosed(fault), severity="warning")])
 
     def go_on(self) -> None:
         """Raise KeyboardInterrupt again if there was one: an import that it interrupted may have swallowed it."""
@@ -195,6 +212,8 @@ class Session:
     def _report(self, error: BaseException) -> None:
         if isinstance(error, typer.Exit):
             self.exit_code = error.exit_code
+        elif isinstance(error, InputRefused) and is_machine_fault(error, vanished=False):
+            self._report_fault(error)  # a file that could not be read is not damaged
         elif isinstance(error, KtcError):
             self.exit_code = error.exit_code
             self.diagnose(error.diagnostics, error.sources)
@@ -204,32 +223,69 @@ class Session:
         elif isinstance(error, BrokenPipeError):  # the reader of our output has closed it
             self.exit_code = 1
         elif (lacking := _lacking(error)) is not None:
-            self.note("".join(traceback.format_exception(error)))
+            self._show_trace(error)
             self.exit_code = HostLacks.exit_code
             self.diagnose([lacking])
         elif fault := name_fault(error):
             self.exit_code = InputRefused.exit_code
             self.diagnose([Diagnostic("U005", fault, hint="name another file or folder")])
+        elif fault_in(error):
+            self._report_fault(error)
         else:
             self.exit_code = 1
             self._report_bug(error)
 
-    def _report_bug(self, error: BaseException) -> None:
+    def _report_fault(self, error: BaseException) -> None:
+        fault = fault_in(error)
+        assert fault is not None
+        self.exit_code = HostLacks.exit_code
+        self._show_trace(error)
+        self.diagnose([diagnosed(fault)])
+
+    def _show_trace(self, error: BaseException) -> None:
         trace = "".join(traceback.format_exception(error))
         self.note(trace)
         if self.verbose:
             typer.echo(trace, err=True)
+
+    def _report_bug(self, error: BaseException) -> None:
+        self._show_trace(error)
         hint = "" if self.verbose else "run it again with `-v`, and report it with the trace"
         self.diagnose([Diagnostic("U099", f"this is a bug in ktc: {type(error).__name__}: {error}", hint=hint)])
 
     def _open_log(self) -> None:
         if self._log_file is None:
             return
-        handler = logging.FileHandler(self._log_file, mode="w", encoding="utf-8")
+        handler = _LogFile(self._log_file, mode="w", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(message)s"))
         self._log.addHandler(handler)
         self._log.setLevel(logging.INFO)
         self._log.propagate = False
+
+    def _close_log(self) -> None:
+        for handler in self._log.handlers[:]:
+            self._log.removeHandler(handler)
+            with suppress(OSError):  # `_LogFile` keeps the first fault
+                handler.close()
+            if isinstance(handler, _LogFile) and handler.fault is not None:
+                message = f"the log file `{self._log_file}` is not complete: {handler.fault.words}"
+                self.diagnose([Diagnostic("U002", message, hint=handler.fault.remedy, severity="warning")])
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that stops at the first fault of the machine: the command continues without it."""
+
+    fault: MachineFault | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.fault is None:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        self.fault = None if error is None else fault_in(error)
+        if self.fault is None:
+            super().handleError(record)
 
 
 def _lacking(error: BaseException) -> Diagnostic | None:

@@ -16,6 +16,7 @@ from ktc.cli.session import Session
 
 if TYPE_CHECKING:
     from ktc.training.run_report import RunReport
+    from ktc.tune.run_folder import RunFolder
     from ktc.tune.tokenised import DataSummary
     from ktc.tune.types import PreparedData, Progress
 
@@ -42,6 +43,8 @@ class TrainProgress:
         """Show an event of the run; this is its `observe`."""
         if event == "data":
             show_data(self._session, cast("PreparedData", value))
+        elif event == "folder":
+            self._session.diagnose(cast("RunFolder", value).left_out)
         elif event == "step":
             self._step(cast("Progress", value))
 

@@ -30,7 +30,7 @@ from ktc.codegen.render import KernelSource
 from ktc.codegen.toolchain import Toolchain
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.experts.kernel_library import KernelLibrary
-from ktc.files import file_digest, write_file
+from ktc.files import file_digest, folder_beside, write_file
 from ktc.host import Host
 from ktc.isa import Isa
 from ktc.regular_files import read_regular
@@ -75,6 +75,8 @@ def _written(cache: Path) -> Generator[None]:
         yield
     except OSError as error:
         hint = "free some space, or name another folder with `KTC_CACHE_DIR`"
+        if error.errno == errno.ENOMEM:
+            raise
         raise HostLacks(Diagnostic("H226", f"cannot write the kernel cache `{cache}`: {error}", hint=hint)) from error
 
 
@@ -124,13 +126,9 @@ def _cached(folder: Path) -> KernelLibrary | None:
 
 def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> KernelLibrary:
     shutil.rmtree(folder, ignore_errors=True)  # an altered library, or one whose builder was killed
-    work = folder.with_suffix(".building")
-    shutil.rmtree(work, ignore_errors=True)
-    with _written(folder.parent):
-        work.mkdir()
     try:
-        built = _compile(source, tools, work, jobs)
-        with _written(folder.parent):
+        with _written(folder.parent), folder_beside(folder) as work:
+            built = _compile(source, tools, work, jobs)
             work.rename(folder)
         library = KernelLibrary(
             folder / built.name,
@@ -142,7 +140,6 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
         with _written(folder.parent):
             _write_record(folder, library)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return library
@@ -150,9 +147,8 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
 
 def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> Path:
     """Compile each unit with the flags of its instruction set, and link them. Objects are not kept."""
-    with _written(work.parent):
-        for unit in source.units:
-            (work / unit.name).write_text(unit.text, encoding="utf-8")
+    for unit in source.units:
+        (work / unit.name).write_text(unit.text, encoding="utf-8")
     objects = [(work / unit.name).with_suffix(".o") for unit in source.units]
     commands = (
         tools.compile_command(work / unit.name, target, unit.isa)
@@ -162,9 +158,8 @@ def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> P
         list(pool.map(toolchain.run, commands))
     library = work / f"ktc_kernels.{_abi()}.so"
     toolchain.run(tools.link_command(objects, library))
-    with _written(work.parent):
-        for item in objects:
-            item.unlink()
+    for item in objects:
+        item.unlink()
     return library
 
 

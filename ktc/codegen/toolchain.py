@@ -19,6 +19,7 @@ from ktc import resources
 from ktc.diagnostics import Diagnostic, HostLacks, KtcError
 from ktc.host import Compiler, Host
 from ktc.isa import INSTRUCTION_SETS, Isa
+from ktc.machine_faults import fault_in_text
 
 # The code is computed as written: no fast math, and a * b + c is one operation only where the source requests it. By
 # default GCC contracts it in C++, also across statements, and the bits would depend on its inlining.
@@ -123,5 +124,9 @@ def run(command: tuple[str, ...]) -> None:
         ) from error
     if done.returncode == 0:
         return
+    if fault := fault_in_text(done.stderr):
+        message = f"the C++ compiler could not write to the kernel cache or the temporary folder: {fault.words}"
+        hint = f"{fault.remedy}, or name other folders: `KTC_CACHE_DIR`, `TMPDIR`"
+        raise HostLacks(Diagnostic("H226", message, hint=hint))
     said = "\n".join(done.stderr.splitlines()[:_MAX_REPORTED_LINES])
     raise KtcError(Diagnostic("H224", f"`{Path(command[0]).name}` failed with status {done.returncode}:\n{said}"))

@@ -8,7 +8,6 @@ bf16 where `ktc train` has it. Dropout is off, since it draws other numbers than
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, TrainingArguments
 
 from ktc.consistency.scores import Scores, joined, score
+from ktc.files import temporary_folder
 from ktc.training import KTrainer
 from ktc.training.stacking import StackMode
 
@@ -45,9 +45,9 @@ def trainer_scores(model: PeftModel, rows: Tensor, *, autocast: bool, stack: Sta
         InputRefused: as `KTrainer` does, T540 where `stack` is `on` and micro-batches cannot be stacked.
     """
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-    with tempfile.TemporaryDirectory() as folder, _without_dropout(model):
+    with temporary_folder("consistency") as folder, _without_dropout(model):
         arguments = TrainingArguments(
-            output_dir=folder,
+            output_dir=str(folder),
             per_device_train_batch_size=1,
             gradient_accumulation_steps=len(rows),
             max_steps=1,

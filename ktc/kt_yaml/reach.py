@@ -6,14 +6,13 @@ A small program that only claims them runs through the same loader and matcher a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from ktc import dsl, host
 from ktc.capture import CapturedModel
 from ktc.dsl import syntax
 from ktc.dsl.printer import print_module
 from ktc.dsl.ruleset import RuleSet
+from ktc.files import temporary_folder
 from ktc.graph.typed import nodes_of
 from ktc.kt_yaml.effects import GQA, MLA, Reach
 from ktc.match import Match, Matches, NodeRef, match
@@ -48,8 +47,8 @@ def run_program(module: syntax.Module, captured: CapturedModel) -> tuple[RuleSet
     Raises:
         InputRefused: as loader and matcher do.
     """
-    with TemporaryDirectory(prefix="ktc-import-") as folder:
-        path = Path(folder) / module.file
+    with temporary_folder("import") as folder:
+        path = folder / module.file
         path.write_text(print_module(module), encoding="utf-8")
         ruleset = dsl.load(path)
     return ruleset, match(captured, ruleset, host.detect())

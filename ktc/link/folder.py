@@ -6,22 +6,22 @@ folder, a place that cannot be written, a full disk.
 
 from __future__ import annotations
 
-import errno
 import fcntl
+import glob
 import importlib.util
 import keyword
 import os
 import re
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 from ktc.files import exchange as _exchange
-from ktc.files import finish_folder, flush
+from ktc.files import finish_folder, flush, folder_beside, prefix_of
+from ktc.machine_faults import failed, fault_in, is_machine_fault
 
 _MARK = "ktc.json"  # identifies the folder of a compiled model
 _OLD = "-old"  # suffix of the old OUT during the replacement, on a system that cannot swap folders
@@ -87,39 +87,40 @@ def _check_place(parent: Path) -> None:
             Diagnostic("I143", f"OUT cannot be made in `{parent}`, which is not a folder", hint="choose another place")
         )
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".ktc-", dir=parent))  # the file system may refuse despite permissions
+        with folder_beside(parent / "ktc"):  # the file system may refuse despite permissions
+            pass
     except OSError as error:
-        message = f"OUT cannot be made in `{parent}`: {error.strerror or error}"
-        hint = "choose another place, or make this one writable"
-        raise InputRefused(Diagnostic("I143", message, hint=hint)) from error
+        hint = "" if is_machine_fault(error) else "choose another place, or make this one writable"
+        raise failed(error, "I143", f"OUT cannot be made in `{parent}`", hint=hint) from error
 
 
 def write_folder(out: Path, fill: Callable[[Path], None], force: bool = False) -> None:
     """Fill a folder beside `out` and rename it to `out`. A failure leaves no new folder, not even the parents it made.
 
-    A folder that a killed process left beside `out` is removed by the next call. Raises `InputRefused` (I145) if the
-    system refuses a write.
+    A folder that a killed process left beside `out` is removed by the next call. Raises I145 if the system refuses a
+    write: `HostLacks` where the machine is at fault, otherwise `InputRefused`.
     """
     out = out.absolute()
     check_out(out, force)
     made_parents: list[Path] = []
     try:
         made_parents = _make_parents(out.parent)
-        with _swept(out) as beside:
-            check_out(out, force)  # the sweep may have restored an old one
+        _restore(out)
+        with folder_beside(out) as beside:
+            check_out(out, force)  # an old one may have been restored
             _fill_and_rename(beside, out, fill)
     except BaseException as error:
         for parent in reversed(made_parents):
             with suppress(OSError):  # another process put something there
                 parent.rmdir()
-        if isinstance(error, OSError):
-            raise InputRefused(_not_written(out, error)) from error
+        if isinstance(error, OSError) or (isinstance(error, Exception) and fault_in(error)):
+            raise _not_written(out, error) from error
         raise
 
 
-def _not_written(out: Path, error: OSError) -> Diagnostic:
-    hint = "free some space and compile again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return Diagnostic("I145", f"OUT `{out}` could not be written: {error.strerror or error}", hint=hint)
+def _not_written(out: Path, error: Exception) -> KtcError:
+    safe = f"the compiled model at `{out}` is whole" if out.exists() else f"nothing is at `{out}`"
+    return failed(error, "I145", f"OUT `{out}` could not be written", safe=safe)
 
 
 def _make_parents(parent: Path) -> list[Path]:
@@ -132,10 +133,6 @@ def _make_parents(parent: Path) -> list[Path]:
     return made
 
 
-def _prefix(out: Path) -> str:
-    return f".{out.name}.writing-"
-
-
 @contextmanager
 def _locked(folder: Path) -> Generator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -144,24 +141,6 @@ def _locked(folder: Path) -> Generator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _swept(out: Path) -> Generator[Path]:
-    """Yield a new folder beside `out`, locked by this process, and remove it unless it was renamed.
-
-    The parent is locked before the sweep and until the new folder is locked. So no other sweep removes the new folder.
-    """
-    with _locked(out.parent):
-        _sweep(out)
-        beside = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.parent))
-        lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    try:
-        yield beside
-    finally:
-        os.close(lock)
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _fill_and_rename(beside: Path, out: Path, fill: Callable[[Path], None]) -> None:
@@ -180,9 +159,9 @@ def _replace(beside: Path, out: Path) -> None:
 
 
 def _replace_in_two_steps(beside: Path, out: Path) -> None:
-    """Rename twice. A kill between the two leaves the old folder at `-old`; `_sweep` restores it."""
+    """Rename twice. A kill between the two leaves the old folder at `-old`; `_restore` puts it back."""
     old = beside.with_name(beside.name + _OLD)
-    with _locked(out.parent):  # no sweep between the two
+    with _locked(out.parent):  # nothing is restored between the two
         os.rename(out, old)
         try:
             os.rename(beside, out)
@@ -192,17 +171,11 @@ def _replace_in_two_steps(beside: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sweep(out: Path) -> None:
-    """Remove folders of killed processes, or restore an old OUT if it is the only one; live writers hold a lock."""
-    for left in sorted(out.parent.glob(_prefix(out) + "*"), reverse=True):  # `-old` before the folder that replaces it
-        descriptor = os.open(left, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(descriptor)
-        if left.name.endswith(_OLD) and not os.path.lexists(out):
-            os.rename(left, out)
-        else:
-            shutil.rmtree(left, ignore_errors=True)
+def _restore(out: Path) -> None:
+    """Put back the old OUT of a process that was killed between two renames, or remove it if there is a new one."""
+    with _locked(out.parent):
+        for old in sorted(out.parent.glob(f".{glob.escape(prefix_of(out))}*{_OLD}")):
+            if os.path.lexists(out):
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                os.rename(old, out)

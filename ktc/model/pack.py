@@ -25,7 +25,8 @@ from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
-from ktc.files import remove_unfinished
+from ktc.files import sweep
+from ktc.machine_faults import failed
 from ktc.model import load, load_as, packed_file, packed_store, weight_store
 from ktc.model.compiled_model import compiled_class
 from ktc.model.finite_weights import is_finite, not_finite
@@ -143,7 +144,7 @@ def _sole_writer(store: Path) -> Generator[None]:
             message = f"another process is packing into `{store}`"
             raise InputRefused(Diagnostic("L445", message, hint="wait for it to end")) from error
         with _told_of_writes(store):
-            remove_unfinished(store)
+            sweep(store)
             yield
     finally:
         os.close(lock)
@@ -151,7 +152,7 @@ def _sole_writer(store: Path) -> Generator[None]:
 
 @contextmanager
 def _told_of_writes(store: Path) -> Generator[None]:
-    """Turn an OSError inside into InputRefused about the store (L444)."""
+    """Turn an OSError inside into an error about the store (L444): HostLacks or InputRefused."""
     try:
         yield
     except OSError as error:
@@ -159,8 +160,8 @@ def _told_of_writes(store: Path) -> Generator[None]:
         if isinstance(error, _IN_THE_WAY):
             mend = f"move `{error.filename2 or error.filename or store}` away"
         hint = f"{mend}, then continue: `{packed_store.renewal(store.parent)}`"
-        message = f"the packed store `{store}` cannot be written: {error.strerror or error}"
-        raise InputRefused(Diagnostic("L444", message, hint=hint)) from error
+        message = f"the packed store `{store}` cannot be written"
+        raise failed(error, "L444", message, hint=hint, safe="finished layers are kept") from error
 
 
 @contextmanager

@@ -8,12 +8,10 @@ with the reason: a rewrite whose block computes something else in the witness th
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import fx
@@ -22,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ktc import twin
 from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
+from ktc.files import temporary_folder
 from ktc.graph import ops
 from ktc.graph.typed import input_of, nodes_of
 from ktc.host import Host
@@ -188,13 +187,13 @@ def realised(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> 
     The second value has the reason for each rewrite, by its key, that the loader refuses. Weights have equal values.
     """
     model, refused = copied(witness.model), dict[str, str]()
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder("witness") as folder:
         for small in rewrites:
             try:
                 for file, text in block_files(witness.captured, small.blocks).items():
-                    (Path(folder) / file).parent.mkdir(exist_ok=True)
-                    (Path(folder) / file).write_text(text, encoding="utf-8")
-                realise(model, recipe(small.blocks, host), None, Path(folder))
+                    (folder / file).parent.mkdir(exist_ok=True)
+                    (folder / file).write_text(text, encoding="utf-8")
+                realise(model, recipe(small.blocks, host), None, folder)
             except KtcError as error:
                 refused[small.of.rewrite.key] = error.diagnostics[0].message
             except Exception as error:  # noqa: BLE001 - foreign code; the reason is part of the proof

@@ -9,11 +9,14 @@ Refused: an existing OUT (A609), what `open_original` and `select` refuse, and w
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +27,7 @@ from ktc.adapters.save import require_new
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
 from ktc.checkpoint.int4 import Int4Grid
-from ktc.diagnostics import InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import finish_folder, move_file, refusing, replaced_file, write_file
 from ktc.model.progress import Progress
 from ktc.quantise.original import Original, frozen_grid, open_original, require_one_rounding
@@ -67,8 +70,9 @@ def quantize(
     grid = frozen_grid(model) if requantise else None
     selection = select(original.base, original.index, scheme, modules)
     require_new(out)
-    with refusing(out):
-        work = out.with_name(f"{out.name}.unfinished")
+    work = out.with_name(f"{out.name}.unfinished")
+    kept = f"finished files are in `{work}`, and the same command goes on with the others"
+    with refusing(out, safe=kept), _claimed(work):
         state = _State(work, _identity(original, scheme, selection, grid))
         resumed = len(state.finished)
         try:
@@ -98,6 +102,21 @@ def quantize(
     )
 
 
+@contextmanager
+def _claimed(work: Path) -> Generator[None]:
+    """Make the folder that is filled, and lock it against another such run (Q514)."""
+    work.mkdir(parents=True, exist_ok=True)
+    lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        message = f"another process is writing `{work}`"
+        raise InputRefused(Diagnostic("Q514", message, hint="wait for it, or name another folder with `-o`")) from error
+    finally:
+        os.close(lock)
+
+
 def _identity(original: Original, scheme: Scheme, selection: Selection, grid: Int4Grid | None) -> str:
     """Return a digest of all that decides the files: the original's, the adapter, the scheme, what is quantised."""
     digest = hashlib.sha256(f"{scheme} {grid} {original.adapter_digest}\n".encode())
@@ -117,8 +136,8 @@ class _State:
         self.work, self._identity = work, identity
         self.finished: dict[str, Rounding] = self._found()
         if not self.finished:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
+            for each in work.iterdir():  # the folder itself is locked
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
         self._save()
 
     def finish(self, file: str, rounding: Rounding) -> None:

@@ -7,15 +7,13 @@ removes them.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 from ktc.adapters.conversion import Conversion, read_record
 from ktc.adapters.merge import merge
-from ktc.files import file_digest, refusing
+from ktc.files import file_digest, folder_beside, refusing
 from ktc.model.progress import Progress
 from ktc.model.verify import Finding
 from ktc.quantise.checkpoint import quantize
@@ -48,14 +46,10 @@ def _compared(name: str, path: Path, expected: str) -> Finding:
 
 
 def _against_source(folder: Path, made: Conversion, model: Path, progress: Progress | None) -> Iterator[Finding]:
-    with refusing(folder):
-        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".writing", dir=folder.absolute().parent))
-    try:
+    with refusing(folder), folder_beside(folder.absolute()) as beside:
         _convert(made, model, beside / "again", progress)
         for file, expected in made.files.items():
             yield _compared("converted again", beside / "again" / file, expected)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _convert(made: Conversion, model: Path, out: Path, progress: Progress | None) -> None:

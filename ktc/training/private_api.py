@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -136,7 +137,9 @@ def prepares_inputs_itself(trainer: Trainer) -> bool:
 
 # transformers: the trainer's hooks ------------------------------------------------------------------------------------
 class TrainerHooks(_Trainer):
-    """A base class before a trainer: two steps inside `Trainer`, as methods with public names."""
+    """A base class before a trainer: steps inside `Trainer`, as methods with public names."""
+
+    _writing: Path | None = None  # below which a checkpoint is written
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where its compilation put it.
@@ -149,6 +152,27 @@ class TrainerHooks(_Trainer):
         prepared = cast("Any", super())._prepare_for_training(*args, **kwargs)
         self.on_model_prepared()
         return prepared
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return the run's folder, or the one below which a checkpoint is being written."""
+        return str(self._writing or cast("Any", super())._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint where `save_checkpoint` says. The callback `on_save` comes when it has been written."""
+        stock = cast("Any", super())._save_checkpoint
+
+        def save(folder: Path) -> None:
+            self._writing = folder
+            try:
+                stock(model, trial)
+            finally:
+                self._writing = None
+
+        self.save_checkpoint(Path(self._get_output_dir(trial)), save)
+
+    def save_checkpoint(self, run: Path, save: Callable[[Path], None]) -> None:
+        """Call `save` with the folder below which `checkpoint-N` is to be written; `run` is where it belongs."""
+        save(run)
 
     def on_model_prepared(self) -> None:
         """Run after the optimizer exists and before the first step.

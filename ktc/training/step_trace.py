@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ktc.files import write_file
+from ktc.files import temporary_folder, write_file
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +68,8 @@ class StepTrace(TrainerCallback):
         for device in range(torch.cuda.device_count()):
             torch.cuda.synchronize(device)
         self._profile.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder) / "trace.json"
+        with temporary_folder("trace") as folder:
+            raw = folder / "trace.json"
             self._profile.export_chrome_trace(str(raw))
             text = raw.read_text()
         self._profile = None

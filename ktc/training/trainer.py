@@ -6,7 +6,8 @@ compiled, training without an adapter, and FSDP or DeepSpeed, which would place 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -20,9 +21,11 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.files import files_into
 from ktc.model.compiled_model import CompiledModel
 from ktc.model.trained_beside import write_record
 from ktc.training import checkpoint_state, gradients
+from ktc.training.checkpoints import write_checkpoint
 from ktc.training.compiled_parts import CompiledParts
 from ktc.training.private_api import TrainerHooks, keep_in_place, use_as_one_device
 from ktc.training.report import report_of
@@ -114,9 +117,7 @@ class KTrainerMixin(TrainerHooks):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the micro-batches of an optimizer step. The processes count their tokens together."""
-        if self._roll_call is not None:
-            self._roll_call.arrive()
-            gradients.meet(self._groups)
+        self._meet()
         return cast("Any", super()).get_batch_samples(*args, **kwargs)
 
     def on_model_prepared(self) -> None:
@@ -135,11 +136,44 @@ class KTrainerMixin(TrainerHooks):
         gradients.broadcast(self._trained, self._groups)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the adapter, and beside it which experts it was trained beside (`ktc.model.trained_beside`)."""
-        super().save_model(output_dir, _internal_call)
+        """Save the adapter, and beside it which experts it was trained beside (`ktc.model.trained_beside`).
+
+        Each file is replaced as a whole, unless it belongs to a checkpoint, which is whole or absent itself.
+        """
         folder = Path(output_dir or cast("str", self.args.output_dir))
-        if self.args.should_save and folder.is_dir():
-            write_record(folder, cast("nn.Module", self.model))
+        beside = self._writes and not _internal_call and not self.args.push_to_hub
+        with files_into(folder) if beside else nullcontext(folder) as draft:
+            super().save_model(str(draft), _internal_call)
+            if self._writes and draft.is_dir():
+                write_record(draft, cast("nn.Module", self.model))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the README.md of TRL's trainers as a whole; they write it before every checkpoint."""
+        run = cast("str", self.args.output_dir)
+        with files_into(Path(run)) if self._writes else nullcontext(run) as draft:
+            self.args.output_dir = str(draft)
+            try:
+                cast("Any", super()).create_model_card(*args, **kwargs)
+            finally:
+                self.args.output_dir = run
+
+    def save_checkpoint(self, run: Path, save: Callable[[Path], None]) -> None:
+        """Write a checkpoint that is whole or absent, with all processes.
+
+        Raises:
+            HostLacks: T529 where the machine fails; the earlier checkpoints remain.
+        """
+        write_checkpoint(run, self.state, save, self._meet, writes=self._writes, keep=self.args.save_total_limit)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process is the one that writes for its machine or for the run."""
+        return cast("bool", self.args.should_save)
+
+    def _meet(self) -> None:
+        if self._roll_call is not None:
+            self._roll_call.arrive()
+            gradients.meet(self._groups)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of one micro-batch. The last one of an optimizer step averages the gradients."""

@@ -7,9 +7,8 @@ that differ from those of the run (T525).
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ from filelock import FileLock, Timeout
 
 from ktc.adapters.adapter import read_adapter
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.files import move_file, write_file
+from ktc.files import files_into, sweep, write_file
+from ktc.machine_faults import failed
 from ktc.training import checkpoint_state
+from ktc.training.checkpoints import checkpoints
 from ktc.tune.settings import TrainSettings
 
 SETTINGS = "train.yaml"
@@ -45,16 +46,21 @@ _LASTING = (
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A claimed folder. `resume` is the checkpoint to resume from, or None."""
+    """A claimed folder. `resume` is the checkpoint to resume from, or None; `left_out` says which later ones are not.
+
+    It has one diagnostic (T536) for each of them.
+    """
 
     path: Path
     resume: Path | None
     lock: FileLock
+    left_out: tuple[Diagnostic, ...] = ()
 
     def release(self) -> None:
         """Release the folder for other runs."""
         self.lock.release()
-        (self.path / _LOCK).unlink(missing_ok=True)
+        with suppress(OSError):  # the error that a failing disk caused is on its way
+            (self.path / _LOCK).unlink(missing_ok=True)
 
     def keep_settings(self, settings: TrainSettings) -> None:
         """Write `train.yaml`, which marks the folder as a run's."""
@@ -64,14 +70,9 @@ class RunFolder:
         """Save a PEFT model's adapter, each file atomically and the config last."""
         from ktc.model.trained_beside import write_record
 
-        draft = self.path / f".adapter.{os.getpid()}"
-        try:
+        with files_into(self.path) as draft:
             model.save_pretrained(str(draft))
             write_record(draft, model)
-            for file in sorted(draft.iterdir(), key=lambda each: each.suffix == ".json"):
-                move_file(file, self.path / file.name)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 def claim(path: Path, *, resume: str | None = None, force: bool = False) -> RunFolder:
@@ -89,10 +90,11 @@ def claim(path: Path, *, resume: str | None = None, force: bool = False) -> RunF
         message = f"another run is using `{path}`"
         raise InputRefused(Diagnostic("T522", message, hint="wait for it, or name another `--output`")) from error
     except OSError as error:
-        raise InputRefused(Diagnostic("U003", f"cannot write to `{path}`: {error.strerror}")) from error
+        raise failed(error, "U003", f"cannot write to `{path}`") from error
+    sweep(path)
     if force and not resume:
         _remove_run(path)
-    return RunFolder(path, checkpoint, lock)
+    return RunFolder(path, checkpoint, lock, left_out(path, checkpoint) if resume == "auto" and checkpoint else ())
 
 
 def require_usable(path: Path, *, resume: str | None = None, force: bool = False) -> None:
@@ -126,32 +128,40 @@ def _remove_run(path: Path) -> None:
 
 # Resuming -----------------------------------------------------------------------------------------------------------
 def find_checkpoint(path: Path, resume: str) -> Path:
-    """Return the complete checkpoint that `resume` names. Raise InputRefused (T523, T524)."""
+    """Return the complete checkpoint that `resume` names, the last one for "auto". Raise InputRefused (T523, T524)."""
     if resume != "auto":
         chosen = Path(resume)
         if not chosen.is_dir():
             raise InputRefused(Diagnostic("T523", f"there is no checkpoint `{chosen}`"))
-        _require_whole(chosen, None)
+        _require_whole(chosen, "use `--resume auto`, which takes the last whole one, or start again with `--force`")
         return chosen
-    found = _checkpoints(path)
+    found = checkpoints(path)
     if not found:
         hint = "`--resume` continues an interrupted run; leave it out to start a new one"
         raise InputRefused(Diagnostic("T523", f"`{path}` has no checkpoint to resume from", hint=hint))
-    whole = next((each for each in found[1:] if not checkpoint_faults(each)), None)
-    _require_whole(found[0], whole)
-    return found[0]
+    whole = next((each for each in found if not checkpoint_faults(each)), None)
+    if whole is None:
+        _require_whole(found[0], "there is no whole one: start again with `--force`")
+    return whole or found[0]
 
 
-def _checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints, the last one first."""
-    numbered = ((re.fullmatch(r"checkpoint-(\d+)", each.name), each) for each in path.glob("checkpoint-*"))
-    return [each for _, each in sorted(((int(m[1]), each) for m, each in numbered if m), reverse=True)]
+def left_out(path: Path, chosen: Path) -> tuple[Diagnostic, ...]:
+    """Return a warning (T536) for each checkpoint after the chosen one, with what it lacks."""
+    found = checkpoints(path)
+    return tuple(
+        Diagnostic(
+            "T536",
+            f"checkpoint `{later}` is left out, because it is damaged: {'; '.join(checkpoint_faults(later))}",
+            hint=f"the run continues from `{chosen}`, the last whole one",
+            severity="warning",
+        )
+        for later in found[: found.index(chosen)]
+    )
 
 
-def _require_whole(checkpoint: Path, earlier: Path | None) -> None:
+def _require_whole(checkpoint: Path, hint: str) -> None:
     faults = checkpoint_faults(checkpoint)
     if faults:
-        hint = f"use `--resume {earlier}`" if earlier else "there is no earlier one: start again with `--force`"
         message = f"checkpoint `{checkpoint}` is half-written or damaged: {'; '.join(faults)}"
         raise InputRefused(Diagnostic("T524", message, hint=hint))
 

@@ -7,6 +7,7 @@ in use or occupied (T521 to T525), layers that the model does not have (T526).
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,15 @@ def settings_for(paths: RunPaths, config: Path | None, flags: dict[str, Any]) ->
     return settings
 
 
-def _unobserved(event: str, value: object) -> None:
-    """Ignore the event."""
+def _warn(event: str, value: object) -> None:
+    """Ignore all events but a resumed run's, which leaves out damaged checkpoints."""
+    if isinstance(value, run_folder.RunFolder):
+        for found in value.left_out:
+            warnings.warn(f"{found.message} ({found.hint})", stacklevel=2)
 
 
 def run(
-    paths: RunPaths, settings: TrainSettings, *, observe: Observe = _unobserved, stop: Stop = lambda: False
+    paths: RunPaths, settings: TrainSettings, *, observe: Observe = _warn, stop: Stop = lambda: False
 ) -> TrainResult:
     """Run the training. `observe` receives `data`, `folder`, `model`, each `step` and `saved`.
 

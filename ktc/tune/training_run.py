@@ -33,6 +33,7 @@ from ktc.hf.tokenizer import read_tokenizer
 from ktc.model import peft_glue
 from ktc.model.load import load
 from ktc.training import KTSFTTrainer
+from ktc.training.checkpoints import faults_named
 from ktc.training.report import KTReport, report_of, write_report
 from ktc.training.step_trace import StepTrace
 from ktc.tune import run_folder
@@ -60,7 +61,11 @@ class TrainingRun:
         self._open.close()
 
     def finish(self) -> TrainResult:
-        """Run to the end, or until `stop` is true."""
+        """Run to the end, or until `stop` is true. Raises HostLacks (T529) where the machine fails."""
+        with faults_named(self._paths.output, f"the run in `{self._paths.output}` cannot continue"):
+            return self._finish()
+
+    def _finish(self) -> TrainResult:
         datasets.disable_progress_bars()  # they would overwrite ours
         set_seed(self._settings.seed)
         model = adapted(self._load(), self._paths.out, self._settings)

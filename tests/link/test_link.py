@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 from transformers import AutoTokenizer
 
-from ktc.diagnostics import InputRefused
+from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.link import adapter_json, check_out, folder, link, rule_files
 from ktc.link.folder import write_folder
 
@@ -27,7 +27,7 @@ def fill(path: Path) -> None:
 
 
 def refused(out: Path, force: bool = False) -> tuple[str, str, str]:
-    with pytest.raises(InputRefused) as refusal:
+    with pytest.raises(KtcError) as refusal:
         check_out(out, force)
     (diagnostic,) = refusal.value.diagnostics
     return diagnostic.code, diagnostic.message, diagnostic.hint
@@ -87,7 +87,7 @@ def test_a_place_that_cannot_hold_it_is_refused(tmp_path: Path, monkeypatch: pyt
     assert refused(tmp_path / "out_a") == (
         "I143",
         f"OUT cannot be made in `{tmp_path}`: No space left on device",
-        "choose another place, or make this one writable",
+        "free some space and run it again",
     )
 
 
@@ -109,7 +109,7 @@ def interrupted(path: Path) -> None:
 def test_a_full_disk_leaves_nothing_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     if broken != "write":
         monkeypatch.setattr(os, broken, failing)
-    with pytest.raises(InputRefused, match=r"I145.*No space left on device") as refusal:
+    with pytest.raises(HostLacks, match=r"I145.*No space left on device") as refusal:
         write_folder(tmp_path / "new" / "deep" / "out_a", full_disk if broken == "write" else fill)
     assert "free some space" in refusal.value.diagnostics[0].hint
     assert list(tmp_path.iterdir()) == []
@@ -130,7 +130,7 @@ def test_a_failed_replacement_keeps_the_old_model(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(folder, "_exchange", lambda *_: False)
         rename, calls = os.rename, iter([False, True, False])
         monkeypatch.setattr(os, "rename", lambda a, b: failing() if next(calls) else rename(a, b))
-    with pytest.raises(InputRefused, match="I145"):
+    with pytest.raises(HostLacks, match="I145"):
         write_folder(out, full_disk if broken == "write" else fill, force=True)
     assert (out / "mine").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out_a"]
@@ -176,7 +176,8 @@ def replace_and_die(out: Path, way: str) -> None:
     if way == "two steps":
         folder._exchange = lambda *_: False
     else:
-        folder.shutil.rmtree = kill_this
+        exchange = folder._exchange
+        folder._exchange = lambda *paths: (exchange(*paths), kill_this())
     write_folder(out, lambda path: (path / "ktc.json").write_text("new"), force=True)
 
 

@@ -165,18 +165,27 @@ def test_the_kernels_are_timed_and_phases_add_up_to_the_step(out: Path, data: Pa
 
 
 # Refused -------------------------------------------------------------------------------------------------------------
-def test_a_half_written_checkpoint_is_refused_and_an_earlier_one_named(done: TrainResult, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_left_out_and_an_earlier_one_taken(done: TrainResult, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(done.output, folder)
     assert run_folder.find_checkpoint(folder, "auto") == folder / "checkpoint-4"
     file = folder / "checkpoint-4" / "optimizer.pt"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(InputRefused, match=r"T524.*optimizer.pt") as refused:
-        run_folder.find_checkpoint(folder, "auto")
-    assert "checkpoint-2" in refused.value.diagnostics[0].hint
+    assert run_folder.find_checkpoint(folder, "auto") == folder / "checkpoint-2"
+    with pytest.raises(InputRefused, match=r"T524.*optimizer.pt"):
+        run_folder.find_checkpoint(folder, str(folder / "checkpoint-4"))
+    claimed = run_folder.claim(folder, resume="auto")
+    claimed.release()
+    (warning,) = claimed.left_out
+    assert (warning.code, warning.severity) == ("T536", "warning")
+    assert "checkpoint-4" in warning.message and "optimizer.pt" in warning.message
+    assert "checkpoint-2" in warning.hint
     (folder / "checkpoint-2" / "trainer_state.json").unlink()
     with pytest.raises(InputRefused, match=r"T524.*trainer_state.json"):
         run_folder.find_checkpoint(folder, str(folder / "checkpoint-2"))
+    with pytest.raises(InputRefused, match="T524") as refused:
+        run_folder.find_checkpoint(folder, "auto")
+    assert "--force" in refused.value.diagnostics[0].hint
 
 
 def test_a_folder_belongs_to_one_run(done: TrainResult, tmp_path: Path) -> None:

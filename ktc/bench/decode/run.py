@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -29,6 +28,7 @@ from ktc.bench.decode.report import Agreement, Report, Row
 from ktc.bench.decode.request import Case, Request
 from ktc.bench.decode.sizes import SIZES
 from ktc.bench.limits import Limits, Samples, build_library
+from ktc.files import temporary_folder
 
 Progress = Callable[[int, int, str], None]
 """Rounds that are done, rounds in all, and what is done now."""
@@ -49,7 +49,7 @@ def run(request: Request, progress: Progress) -> Report:
 
 
 def _run(request: Request, progress: Progress, stack: ExitStack) -> Report:
-    work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ktc-decode-")))
+    work = stack.enter_context(temporary_folder("decode"))
     progress(0, 0, "writing the model")
     folder = write_model(request.model, request.layers, request.file_format, request.folder or work / "model")
     sizes = SIZES[request.model]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from ktc.bench.machine import machine
 from ktc.bench.stack import Stack, stack_of
 from ktc.bench.stock import reason_against
 from ktc.bench.watch import Watch
+from ktc.files import temporary_folder
 
 T = TypeVar("T")
 
@@ -29,8 +29,8 @@ def run(request: Request, watch: Watch) -> Report:
 
     Raises InputRefused (U030) and HostLacks (H240), and what compiling, loading and training raise.
     """
-    with tempfile.TemporaryDirectory(prefix="ktc-finetune-") as name:
-        folder, seconds = Path(name), dict[str, float]()
+    with temporary_folder("finetune") as folder:
+        seconds = dict[str, float]()
         stack = stack_of(request.model, request.layers, folder / "config")
         out = _timed(seconds, "compile", lambda: ours.compiled(request, stack, folder / "tuned_by_bench", watch))
         found: list[Row | LeftOut] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -32,6 +31,7 @@ from ktc.bench.stock import reason_against, stock_model
 from ktc.bench.watch import Watch
 from ktc.experts.cpu_backend import CpuKernel
 from ktc.experts.module import FusedMoe
+from ktc.files import temporary_folder
 from ktc.model import cuda_graph
 from ktc.model.load import load
 
@@ -45,8 +45,7 @@ def run(request: Request, watch: Watch) -> Report:
     Raises InputRefused (U030) and what compiling and loading raise.
     """
     seconds, found = dict[str, float](), list[Row | LeftOut]()
-    with tempfile.TemporaryDirectory(prefix="ktc-generate-") as name:
-        folder = Path(name)
+    with temporary_folder("generate") as folder:
         stack = stack_of(request.model, request.layers, folder / "config")
         limits = Limits(build_library(host.detect().isas[0], folder), host.usable_threads())
         own: list[Impl] = [impl for impl in request.impls if impl != "hf"]

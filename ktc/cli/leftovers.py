@@ -1,0 +1,87 @@
+"""Folders that killed processes of ktc left behind: in the cache, among the temporary files and in the working folder.
+
+In: the environment. Out: their paths and sizes; `remove` removes those whose writer is still dead.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ktc import files
+from ktc.environment import cache_dir
+
+_BUILD: Final = re.compile(r"[0-9a-f]{32}")  # a cached kernel library, complete once it holds its record
+_RECORD: Final = "library.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """An unfinished folder of a dead process, and the bytes of its files."""
+
+    path: Path
+    bytes: int
+
+
+def find() -> tuple[Leftover, ...]:
+    """Return what dead processes left, without changing anything."""
+    return tuple(Leftover(path, _size(path)) for path in _paths())
+
+
+def remove(left: Leftover) -> bool:
+    """Remove it, and return whether it is gone."""
+    if left.path.name.endswith(".writing"):
+        return files.remove_leftover(left.path)
+    with _build_lock(left.path) as free:
+        if free:
+            shutil.rmtree(left.path, ignore_errors=True)
+    return not left.path.exists()
+
+
+def _paths() -> Iterator[Path]:
+    cache = cache_dir()
+    places = [cache, *_folders(cache), Path(tempfile.gettempdir()), Path.cwd()]
+    for place in dict.fromkeys(places):
+        yield from files.leftovers(place)
+    for build in _folders(cache / "kernels"):
+        if _BUILD.fullmatch(build.name) and not (build / _RECORD).exists():
+            with _build_lock(build) as free:
+                if free:
+                    yield build
+
+
+def _folders(place: Path) -> list[Path]:
+    try:
+        return sorted(each for each in place.iterdir() if each.is_dir() and not each.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _size(folder: Path) -> int:
+    return sum(each.lstat().st_size for each in folder.rglob("*") if each.is_file())
+
+
+class _build_lock:
+    """The lock of the builder of a kernel library; entering returns whether it was free."""
+
+    def __init__(self, build: Path) -> None:
+        from filelock import FileLock
+
+        self._lock = FileLock(build.with_suffix(".lock"))
+
+    def __enter__(self) -> bool:
+        from filelock import Timeout
+
+        try:
+            self._lock.acquire(timeout=0)
+        except (OSError, Timeout):
+            return False
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release(force=True)
