@@ -11,13 +11,14 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.regular_files import read_regular
 
 FILE = "generation_config.json"
+_MOST_BYTES = 1 << 20
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
     """Return the generation settings of `folder`. Raises InputRefused (L402)."""
     path = folder / FILE
     try:
-        content: object = read_json(read_regular(path))
+        content: object = read_json(read_regular(path, _MOST_BYTES))
         if not isinstance(content, dict):
             raise ValueError("it is not a JSON object")
         return GenerationConfig.from_pretrained(folder)
