@@ -29,6 +29,7 @@ SECONDS = 1.0  # of processor time, of one mutant
 MEMORY = 256 << 20  # bytes that one mutant may add to the peak of the process
 LONGEST_MESSAGE = 20_000
 MOST_KEPT = 3000  # mutants of the corpus
+LARGEST_KEPT = 1 << 16  # bytes: mutants of mutants grow
 
 
 class Hang(BaseException):
@@ -103,7 +104,7 @@ def run(kind: Kind, folder: Path, corpus: Path | None, chance: Random, *, second
             found = _try(kind, folder, mutant, tally)
             if found not in seen:
                 seen.add(found)
-                if len(kept) < MOST_KEPT and len(mutant.content) < 1 << 20:
+                if len(kept) < MOST_KEPT and len(mutant.content) < LARGEST_KEPT:
                     kept.append(mutant)
                     _store(corpus, mutant)
     tally.seconds = time.perf_counter() - begun

@@ -26,6 +26,7 @@ VALUES: tuple[Any, ...] = (
     "re:(", "bf16", "F32", "I64", "cuda:0", "cpu", "1", "-1", "nan", "null", "__class__", "{{ 7 * 7 }}", "%s%n", [], {},
     [[]], [None], [0], [-1], [1, 1], ["x"], {"": None}, {"x": {}}, {"x": [1]}, [1.5], [True], [2**62, 2**62], [0] * 100,
 )  # fmt: skip
+_REPEATED = 10_000  # characters of a list that is repeated many times: mutants of mutants would grow without end
 INTEGERS = (0, 1, 2, 7, 8, 31, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1,
             2**63, 2**64 - 1)  # fmt: skip
 
@@ -71,7 +72,7 @@ def _changed(value: Any, chance: Random) -> Any:
         case 3 if isinstance(parent, list):
             parent.insert(chance.randrange(len(parent) + 1), copy.deepcopy(chance.choice(parent)))
         case 4 if isinstance(parent, list):
-            parent *= chance.choice((0, 2, 50))
+            parent *= chance.choice((0, 2, 50 if len(json.dumps(parent)) < _REPEATED else 2))
         case _:
             parent[last] = _other(value, parent[last], chance)
     return value
