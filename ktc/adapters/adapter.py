@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 from ktc.checkpoint.header import HeaderRefused, TensorEntry, read_header
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused, listing, render
-from ktc.hf.lora_values import rank_fault, value_faults
+from ktc.hf.lora_values import patterns_of, rank_fault, value_faults
 from ktc.regular_files import read_regular
+from ktc.timed_search import Invalid, TooMuchWork, search
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -33,6 +34,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PICKLE = "adapter_model.bin"
+_PLAIN_NAME = re.compile(r"[\w.-]*")
+_FLAGS = re.compile(r"((?:\(\?[aiLmsux]+\))*)(.*)", re.DOTALL)  # such as `(?i)`, which come first
 _FACTOR = re.compile(r"(?P<module>.+?)\.(?P<side>lora_A|lora_B)(\.weight)?")
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)")
 
@@ -87,12 +90,30 @@ def require_fit(adapter: Adapter, model: nn.Module, model_name: str) -> None:
     """Raise `InputRefused` (A603) if the model lacks a layer of the adapter, or has it in another size."""
     require_base(adapter, model_name)
     modules = {str(name): module for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
+    require_quick_patterns(adapter, list(modules))
     wrong = [fault for entry in adapter.tensors if (fault := _misfit(entry, modules))]
     if wrong:
         whose = f"of `{adapter.base}`" if adapter.base else "without a base"
         message = f"adapter `{adapter.folder.name}` {whose} does not fit `{model_name}`: {wrong[0]}"
         more = f" ({len(wrong) - 1} more tensors do not fit)" if len(wrong) > 1 else ""
         raise InputRefused(Diagnostic("A603", message + more, hint="use the model that the adapter was trained on"))
+
+
+def require_quick_patterns(adapter: Adapter, names: Sequence[str]) -> None:
+    """Raise `InputRefused` (A602) for a regular expression that PEFT could not finish on these names of modules."""
+    patterns = [each for each in patterns_of(adapter.config) if not _PLAIN_NAME.fullmatch(each)]
+    if not patterns:
+        return
+    split = [cast("re.Match[str]", _FLAGS.match(pattern)) for pattern in patterns]
+    try:
+        found = search([f"{each[1]}^(.*\\.)?({each[2]})$" for each in split], names)
+    except TooMuchWork as error:
+        message = f"the pattern `{patterns[error.index]:.100}` of `{CONFIG}` cannot be searched: {error}"
+        raise InputRefused(_damaged(adapter.folder, message)) from error
+    for pattern, names_found in zip(patterns, found, strict=True):
+        if isinstance(names_found, Invalid):
+            message = f"the pattern `{pattern:.100}` of `{CONFIG}` is invalid: {names_found.reason}"
+            raise InputRefused(_damaged(adapter.folder, message))
 
 
 def attach(

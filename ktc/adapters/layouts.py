@@ -18,7 +18,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from ktc import versions
-from ktc.adapters.adapter import PREFIX, Adapter, split_name
+from ktc.adapters.adapter import PREFIX, Adapter, require_quick_patterns, split_name
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Layout, Placed, Slot, Whole
 from ktc.checkpoint.header import TensorEntry
@@ -69,6 +69,8 @@ def place(adapter: Adapter, base: BaseModel) -> PlacedAdapter:
             found.setdefault(slot[1].name, []).append(slot)
     if problems:
         raise InputRefused(*problems[:10])
+    targets = [target for slots in found.values() for _, target in slots]
+    require_quick_patterns(adapter, sorted({*pairs, *found, *(target.module for target in targets)}))
     layout = _layout(adapter, [pair for slots in found.values() for pair in slots])
     placed = tuple(_placed(adapter, [slot for slot, _ in slots], slots[0][1], layout) for slots in found.values())
     tensors = tuple(each for each in whole if isinstance(each, Whole))

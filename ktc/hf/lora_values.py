@@ -30,6 +30,15 @@ def value_faults(config: Mapping[str, Any]) -> Iterator[str]:
         yield "`megatron_config` is set, by which PEFT imports a module that the file names"
 
 
+def patterns_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the values of a valid config that PEFT matches as regular expressions with the names of modules."""
+    single = (config.get(name) for name in ("target_modules", "exclude_modules"))
+    layers: object = config.get("layers_pattern")
+    of_layers = cast("list[str]", layers) if isinstance(layers, list) else [layers]
+    keys = (key for name in ("rank_pattern", "alpha_pattern") for key in cast("dict[str, Any]", config.get(name) or {}))
+    return [each for each in (*single, *of_layers, *keys) if isinstance(each, str)]
+
+
 def rank_fault(config: Mapping[str, Any], factors: Iterable[TensorEntry]) -> str:
     """Return the rank that the factors contradict, or "".
 

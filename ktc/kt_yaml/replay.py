@@ -14,7 +14,7 @@ from ktc.capture import ModuleInfo
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.kt_yaml import names
 from ktc.kt_yaml.rules import KtRule
-from ktc.kt_yaml.search import Invalid, TooMuchWork, search
+from ktc.timed_search import Invalid, TooMuchWork, search
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ktc.kt_yaml import names
 from ktc.kt_yaml.document import Mapping as Map
 from ktc.kt_yaml.document import Node, Scalar, Sequence
 from ktc.kt_yaml.names import Kind
-from ktc.kt_yaml.search import Invalid, TooMuchWork, search
+from ktc.timed_search import Invalid, TooMuchWork, search
 
 MAX_RULES = 500
 

@@ -81,6 +81,24 @@ def change(folder: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+HOSTILE = "((a|[a-z._0-9])*)*Q"  # takes years on a name of thirty characters
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_never_ends_is_refused(field: str, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktc.adapters.adapter import require_quick_patterns
+
+    monkeypatch.setattr("ktc.timed_search.MAX_SECONDS", 0.2)
+    names = ["model.layers.0.self_attn.q_proj"]
+    rank = json.loads((adapter / "adapter_config.json").read_text())["r"]
+    change(adapter, **{field: {HOSTILE: rank} if field.endswith("pattern") else HOSTILE})
+    assert codes(lambda: require_quick_patterns(read_adapter(adapter), names)) == ("A602",)
+    change(adapter, **{field: {"(": rank} if field.endswith("pattern") else "("})
+    assert codes(lambda: require_quick_patterns(read_adapter(adapter), names)) == ("A602",)
+    change(adapter, **{field: {r".*\.(q|v)_proj": rank} if field.endswith("pattern") else r"(?i).*\.(q|v)_proj"})
+    require_quick_patterns(read_adapter(adapter), names)
+
+
 def test_an_adapter_is_read_without_its_values(adapter: Path) -> None:
     found = read_adapter(adapter)
     assert found.r == 8 and found.lora_alpha == 32

@@ -415,7 +415,7 @@ def _read_run(folder: Path) -> None:
     if fault := checkpoint_state.optimizer_fault(folder, optimizer):
         raise InputRefused(Diagnostic("T524", fault))
     # What the Trainer does with it.
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
     scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

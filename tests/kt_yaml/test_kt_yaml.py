@@ -27,8 +27,8 @@ from ktc.kt_yaml.path_globs import globs_of
 from ktc.kt_yaml.reach import find_reach
 from ktc.kt_yaml.replay import replay
 from ktc.kt_yaml.rules import KtRule
-from ktc.kt_yaml.search import Invalid, TooMuchWork, search
 from ktc.kt_yaml.verify import verify
+from ktc.timed_search import Invalid, TooMuchWork, search
 
 FILES = Path(__file__).parent
 LAYERS = {"deepseek_v2": 3, "deepseek_v3": 12, "qwen3_moe": 8}
@@ -369,20 +369,20 @@ def test_what_re_refuses_is_refused_and_the_rest_is_searched() -> None:
 
 @pytest.mark.parametrize("text", ["(a|a)*$", "(?:(?:|a)+)+$", "(?i:" + r"[\0-\U0010ffff]" * 500 + ")"])
 def test_an_expression_that_takes_long_is_stopped(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktc.kt_yaml.search.MAX_SECONDS", 0.3)
+    monkeypatch.setattr("ktc.timed_search.MAX_SECONDS", 0.3)
     with pytest.raises(TooMuchWork, match=r"0\.3 seconds") as stopped:
         search(["b", text, "c"], ["model.layers." + "a" * 200 + "!"])
     assert stopped.value.index == 1
 
 
 def test_an_expression_that_takes_memory_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktc.kt_yaml.search.MAX_BYTES", 100 << 20)
+    monkeypatch.setattr("ktc.timed_search.MAX_BYTES", 100 << 20)
     with pytest.raises(TooMuchWork, match="100 MiB"):
         search(["a", "(?:(a)|b)*x"], ["a" * 1_000_000])
 
 
 def test_an_expression_that_is_too_much_work_names_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktc.kt_yaml.search.MAX_SECONDS", 0.3)
+    monkeypatch.setattr("ktc.timed_search.MAX_SECONDS", 0.3)
     rules = rules_of(rule("name: a") + rule('name: "(a|a)*$"'))
     with pytest.raises(KtcError, match="K009: rule 2 is too much work"):
         replay(rules, (ModuleInfo("model.layers." + "a" * 200 + "!", "Linear", ()),))

@@ -1,8 +1,8 @@
-"""Search module names with the regular expressions of `match.name`.
+"""Search module names with regular expressions of untrusted files: KTransformers' rules, configs of adapters.
 
 In: expressions of an untrusted file, and names. Out: the names that `re.search` finds, as in KTransformers. Refused:
 expressions that `re` refuses, and those that exceed a limit of processor time or memory. `re` can take exponential time
-and cannot be interrupted, so a process of its own searches (`search_process.py`).
+and cannot be interrupted, so a process of its own searches (`timed_search_process.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 MAX_SECONDS = 5.0  # of processor time, for all expressions of a file: a usual file takes milliseconds
 MAX_BYTES = 1 << 30
-_SCRIPT = Path(__file__).with_name("search_process.py")
+_SCRIPT = Path(__file__).with_name("timed_search_process.py")
 
 
 @dataclass(frozen=True, slots=True)

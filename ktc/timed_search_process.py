@@ -3,7 +3,7 @@
 In: JSON on standard input: `expressions`, `names`, and the limits `seconds` of processor time and `bytes` of memory.
 Out: a line of JSON per expression: the indices of the names that `re.search` finds it in, or the reason why `re`
 refuses it. At a limit the process ends, by SIGPROF or a MemoryError, after the lines of the expressions before.
-`search.py` runs this file as a script. It imports the standard library alone, for a quick start.
+`timed_search.py` runs this file as a script. It imports the standard library alone, for a quick start.
 """
 
 from __future__ import annotations
