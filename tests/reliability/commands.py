@@ -88,7 +88,7 @@ def prepare(root: Path, run: Callable[[list[str]], int]) -> None:
     import torch
     from adapter_twins import adapted, stock
 
-    from ktc import twin
+    from ktc import resources, twin
 
     twin.write("qwen3_moe", root).rename(root / "small")
     config = twin.shrink(twin.default_config("qwen3_moe"))
@@ -97,7 +97,8 @@ def prepare(root: Path, run: Callable[[list[str]], int]) -> None:
     adapted(stock(root / "model", torch.bfloat16)).save_pretrained(str(root / "adapter"))
     rows = [{"instruction": f"What is the capital of {c}?", "output": f"It is {city}."} for c, city in FACTS.items()]
     (root / "facts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    (root / "mine.ktr").write_text("rule  attention_only:\n    match attention as a\n")
+    shipped = (resources.rules() / "moe-lora.ktr").read_text()
+    (root / "mine.ktr").write_text(shipped.replace(" {", "   {"))  # fmt has something to do
     made = ["compile {root}/small moe-lora -o {root}/tuned -q", TRAIN.replace("{place}", "{root}")]
     for line in made:
         assert run(line.format(root=root).split()) == 0, line
