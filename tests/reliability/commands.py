@@ -72,7 +72,7 @@ COMMANDS = (
     ),
     Command("graph", "graph {root}/small -o {place}/graph.txt", made=("graph.txt",)),
     Command("fmt", "fmt {place}/mine.ktr", ("mine.ktr",), ("mine.ktr",)),
-    Command("log file", "explain U003 --log-file {place}/log", kept=("log",)),
+    Command("log file", "check moe-lora --log-file {place}/log", kept=("log",)),
     Command(
         "generate -o",
         "generate {root}/tuned --file {root}/prompts.jsonl --max-tokens 2 -o {place}/answers.jsonl -q",
