@@ -100,10 +100,15 @@ def unfinished_name(path: Path, mark: str) -> str:
 
 @contextmanager
 def temporary_folder(purpose: str) -> Generator[Path]:
-    """Yield a new folder for temporary files, locked by this process, and remove it. Those of dead processes go too."""
+    """Yield a new folder for temporary files, in one that this process locks, and remove both.
+
+    Those of dead processes go too. The folder itself is not locked: writers of OUT lock the folder that it is made in.
+    """
     parent = Path(tempfile.gettempdir())
     sweep(parent)
-    with _locked_folder(f"ktc-{purpose}-", parent) as folder:
+    with _locked_folder(f"ktc-{purpose}-", parent) as locked:
+        folder = locked / "files"
+        folder.mkdir()
         yield folder
 
 

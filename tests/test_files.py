@@ -137,7 +137,7 @@ def test_temporary_folders_go_with_their_process(tmp_path: Path, monkeypatch: py
     assert in_a_child(killed) == -signal.SIGKILL
     assert len(names(tmp_path)) == 1
     with files.temporary_folder("check") as folder:
-        assert names(tmp_path) == [folder.name]
+        assert names(tmp_path) == [folder.parent.name]
     assert names(tmp_path) == []
 
 
