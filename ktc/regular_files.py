@@ -80,9 +80,12 @@ def require_regular(folder: Path, patterns: Iterable[str], most_bytes: int = MOS
                 raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
 
 
+_OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.EFBIG)
+
+
 def name_fault(error: BaseException) -> str:
-    """Return why an error of a file says that no file can have its name, or "": too long, a loop, a zero byte."""
-    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+    """Return why a path cannot be used, or "": too long, a loop, a zero byte, a pipe or a folder, too large a file."""
+    if isinstance(error, OSError) and error.errno in _OF_PATHS and error.filename is not None:
         return f"`{str(error.filename)[:_SHOWN]}` cannot be opened: {error.strerror}"
     words = str(error)
     if isinstance(error, RuntimeError) and words.startswith("Symlink loop from "):  # of `Path.resolve`
