@@ -238,7 +238,7 @@ def test_what_a_killed_builder_left_is_replaced(kernel_source: KernelSource, qui
     cache = tmp_path / "cache"
     folder = build(kernel_source, quick_host, cache).path.parent
     (folder / "library.json").unlink()  # killed before the self-test was through
-    folder.with_suffix(".building").mkdir()  # killed while it compiled
+    folder.with_name(f".{folder.name}-abcd1234.writing").mkdir()  # killed while it compiled
     again = build(kernel_source, quick_host, cache)
     assert left_in(cache) == [folder.name]
     assert again.path.parent == folder

@@ -9,7 +9,7 @@ import pytest
 
 from ktc import resources
 from ktc.cli import app as cli
-from ktc.diagnostics import InputRefused
+from ktc.diagnostics import HostLacks, InputRefused
 from ktc.dsl.formatter import format_file, format_text
 
 ROUGH = """# One line in, many lines out.
@@ -125,8 +125,8 @@ def test_a_layout_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.rename", refuse)
-    with pytest.raises(InputRefused) as refusal:
+    with pytest.raises(HostLacks) as lacks:
         format_file(path, write=True)
-    assert refusal.value.diagnostics[0].code == "E011"
+    assert lacks.value.diagnostics[0].code == "E011"
     assert [file.name for file in tmp_path.iterdir()] == ["a.ktr"]
     assert path.read_text() == ROUGH

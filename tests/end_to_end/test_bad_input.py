@@ -221,7 +221,7 @@ def test_an_out_that_cannot_be_written_is_refused_before_the_long_work(
         raise AssertionError("the model was opened")
 
     monkeypatch.setattr("ktc.compiler.open_model", long_work)
-    found = refusal(model, out=Path("/proc/compiled_here"))
+    found = refusal(model, out=Path("/proc/compiled_here"), code=3)
     assert found["code"] == "I143"
     assert "`/proc`" in str(found["message"])
 
@@ -234,7 +234,7 @@ def test_a_disk_that_fills_up_while_out_is_written(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    found = refusal(model)
+    found = refusal(model, code=3)
     assert found["code"] == "I145"
     assert "No space left" in str(found["message"])
 
