@@ -7,7 +7,7 @@ line's contract: 1 internal error or a failed proof, 2 input refused, 3 the host
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,6 +84,22 @@ class ProofFailed(KtcError):
 
 # Wording -------------------------------------------------------------------------------------------------------------
 _LONGEST_WORD = 48  # a longer word is not a mistyped name
+
+
+def causes(
+    error: BaseException, raised_again: tuple[type[BaseException], ...] = (BaseException,)
+) -> Iterator[BaseException]:
+    """Yield the error and its causes, the newest first.
+
+    Without a cause, what was being handled counts where the error is one of the types `raised_again`.
+    """
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        context = following.__context__ if isinstance(following, raised_again) else None
+        following = following.__cause__ or context
 
 
 def suggest(word: str, options: Iterable[str]) -> str:

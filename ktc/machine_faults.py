@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, causes
+from ktc.regular_files import PathRefused
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DEVICE: Final = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.ENOTCONN)
@@ -62,7 +63,7 @@ class MachineFault:
 
 def fault_in(error: BaseException) -> MachineFault | None:
     """Return the fault of the machine that raised `error`, or None: the input or ktc is at fault."""
-    for each in _chain(error):
+    for each in causes(error, (RuntimeError, KtcError)):  # torch's writer raises again, and so do refusals
         if isinstance(each, KtcError):
             continue  # its text is ours
         found = _of_system(each) if isinstance(each, OSError) else fault_in_text(str(each))
@@ -107,19 +108,9 @@ def diagnosed(fault: MachineFault) -> Diagnostic:
     return Diagnostic(fault.code, f"the file system failed: {where}{fault.words}", hint=hint)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes. A context counts for refusals, and for torch, whose writer raises again."""
-    seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
-        raised_again = isinstance(following, RuntimeError | KtcError)
-        following = following.__cause__ or (following.__context__ if raised_again else None)
-
-
 def _of_system(error: OSError) -> MachineFault | None:
-    if isinstance(error, ConnectionError | BrokenPipeError | TimeoutError | BlockingIOError | ChildProcessError):
+    not_of_files = ConnectionError | BrokenPipeError | TimeoutError | BlockingIOError | ChildProcessError
+    if isinstance(error, not_of_files | PathRefused):
         return None
     if error.errno is None:
         return fault_in_text(str(error))  # `shutil.Error` holds the errors of many files as text

@@ -10,12 +10,11 @@ from __future__ import annotations
 import errno
 import re
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from ktc import host
-from ktc.diagnostics import Diagnostic
+from ktc.diagnostics import Diagnostic, causes
 
 _BYTES: Final = re.compile(r"(?:allocate|mmap) ([\d,]+) bytes")
 _NO_MEMORY: Final = re.compile(
@@ -41,7 +40,7 @@ _GPU_REMEDY: Final = "fewer tokens or sequences at once, experts on the CPU, or 
 
 def memory_fault(error: BaseException) -> Diagnostic | None:
     """Return what to tell the user: U115 host memory, U116 a GPU's, U117 threads; None for any other error."""
-    for each in _chain(error):
+    for each in causes(error):
         text = str(each)
         if _NO_THREAD.search(text):
             return Diagnostic("U117", f"the system starts no more threads: {text}", hint="raise the limit: `ulimit -u`")
@@ -85,13 +84,3 @@ def _status(name: str) -> int:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes."""
-    seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
-        following = following.__cause__ or following.__context__

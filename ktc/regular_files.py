@@ -27,6 +27,17 @@ _KINDS: Final = (
 )
 
 
+class PathRefused(OSError):
+    """The path is at fault, and not the machine: another kind of file, too large a one, or a name that none can have.
+
+    The numbers are those of the system, which also mean faults of a disk: EFBIG is one of a write.
+    """
+
+
+class _Folder(PathRefused, IsADirectoryError):
+    """A folder in the place of a file."""
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read its bytes. Raises OSError, also for a name that no file can have."""
     descriptor = open_descriptor(path)
@@ -43,7 +54,7 @@ def open_descriptor(path: Path) -> int:
         _require_regular(path, os.stat(path))  # before opening: this alone changes the state of some devices
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:  # a zero byte, or a lone surrogate
-        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from error
+        raise PathRefused(errno.EINVAL, "no file can have this name", str(path)) from error
     try:
         _require_regular(path, os.fstat(descriptor))  # the file that was opened may be another one by now
     except OSError:
@@ -58,7 +69,7 @@ def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > most_bytes else file.read(most_bytes + 1)
     if max(size, len(content)) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+        raise PathRefused(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
     if len(content) < size:
         raise OSError(errno.EIO, "it became shorter while it was read", str(path))
     return content
@@ -77,15 +88,13 @@ def require_regular(folder: Path, patterns: Iterable[str], most_bytes: int = MOS
                 continue
             _require_regular(path, status)
             if status.st_size > most_bytes:
-                raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
-
-
-_OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.EFBIG)
+                raise PathRefused(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
 
 
 def name_fault(error: BaseException) -> str:
     """Return why a path cannot be used, or "": too long, a loop, a zero byte, a pipe or a folder, too large a file."""
-    if isinstance(error, OSError) and error.errno in _OF_PATHS and error.filename is not None:
+    of_name = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
+    if isinstance(error, OSError) and (of_name or isinstance(error, PathRefused)):
         return f"`{str(error.filename)[:_SHOWN]}` cannot be opened: {error.strerror}"
     words = str(error)
     if isinstance(error, RuntimeError) and words.startswith("Symlink loop from "):  # of `Path.resolve`
@@ -100,6 +109,6 @@ def _require_regular(path: Path, status: os.stat_result) -> None:
     if stat.S_ISREG(status.st_mode):
         return
     if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        raise _Folder(errno.EISDIR, "it is a folder", str(path))
     kind = next((name for matches, name in _KINDS if matches(status.st_mode)), "not a file")
-    raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+    raise PathRefused(errno.EINVAL, f"it is {kind}, not a regular file", str(path))

@@ -7,7 +7,6 @@ kernel runs (L443), values that are not finite (L407), a place that cannot be wr
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -26,7 +25,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.files import sweep
-from ktc.machine_faults import failed
+from ktc.machine_faults import failed, fault_in
 from ktc.model import load, load_as, packed_file, packed_store, weight_store
 from ktc.model.compiled_model import compiled_class
 from ktc.model.finite_weights import is_finite, not_finite
@@ -36,7 +35,6 @@ from ktc.model.packed_store import Layer, PackedIndex
 from ktc.model.progress import Progress, Tally
 from ktc.model.realise import realise
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_THE_WAY = (IsADirectoryError, NotADirectoryError, FileExistsError)
 
 
@@ -156,7 +154,8 @@ def _told_of_writes(store: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        mend = f"free some space{' or permit it' * (error.errno not in _FULL)}"
+        fault = fault_in(error)
+        mend = fault.remedy if fault else "permit it"
         if isinstance(error, _IN_THE_WAY):
             mend = f"move `{error.filename2 or error.filename or store}` away"
         hint = f"{mend}, then continue: `{packed_store.renewal(store.parent)}`"

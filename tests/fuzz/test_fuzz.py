@@ -18,7 +18,8 @@ from places import ROOT
 
 from fuzz.fuzzing import Kind, outcome, run
 from fuzz.kinds import KINDS
-from ktc.regular_files import open_regular, read_regular, require_regular
+from ktc.machine_faults import fault_in
+from ktc.regular_files import name_fault, open_regular, read_regular, require_regular
 
 SEED = 20
 MUTANTS = {"rules": 60, "runs": 60}
@@ -127,6 +128,19 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
         require_regular(tmp_path, ["*.json"], 9)
     with pytest.raises(OSError, match="a device"):
         read_regular(Path("/dev/zero"), 9)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a terabyte"])
+def test_what_is_no_readable_file_is_no_fault_of_the_machine(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    _replace(tmp_path / "config.json", kind)
+    with pytest.raises(OSError, match="config") as raised:
+        read_regular(tmp_path / "config.json")
+    assert fault_in(raised.value) is None
+    assert "cannot be opened" in name_fault(raised.value)
+
+
+def test_a_name_that_is_no_utf8_is_read(tmp_path: Path) -> None:
     name = b"\xff.json".decode("utf-8", "surrogateescape")
     (tmp_path / name).write_bytes(b"{}")
     assert read_regular(tmp_path / name) == b"{}"
