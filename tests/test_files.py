@@ -6,10 +6,10 @@ import os
 import signal
 import stat
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forks import in_a_child, kill_this
 
 from ktc import files
 from ktc.diagnostics import HostLacks
@@ -83,20 +83,10 @@ def test_a_folder_appears_whole_and_never_over_another(tmp_path: Path) -> None:
 # Leftovers of processes that were killed
 
 
-def in_a_child(work: Callable[[], object]) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def killed_while_writing(path: Path, kind: str) -> None:
     with files.new_folder(path) if kind == "folder" else files.replaced_file(path) as beside:
         (beside / "half" if kind == "folder" else beside).write_text("half")
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_this()
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -112,7 +102,7 @@ def test_a_living_writer_keeps_its_folder(tmp_path: Path) -> None:
     with files.new_folder(tmp_path / "a") as beside:
         (beside / "content").write_text("first")
         assert files.leftovers(tmp_path) == []
-        assert in_a_child(lambda: (files.sweep(tmp_path), os._exit(0))) == 0
+        assert in_a_child(lambda: files.sweep(tmp_path)) == 0
         assert not files.remove_leftover(beside)
     assert (tmp_path / "a" / "content").read_text() == "first"
 
@@ -132,7 +122,7 @@ def test_temporary_folders_go_with_their_process(tmp_path: Path, monkeypatch: py
 
     def killed() -> None:
         with files.temporary_folder("check"):
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_this()
 
     assert in_a_child(killed) == -signal.SIGKILL
     assert len(names(tmp_path)) == 1

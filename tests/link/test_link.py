@@ -8,11 +8,11 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forks import in_a_child, kill_this
 from transformers import AutoTokenizer
 
 from ktc.diagnostics import HostLacks, InputRefused, KtcError
@@ -134,21 +134,6 @@ def test_a_failed_replacement_keeps_the_old_model(tmp_path: Path, monkeypatch: p
         write_folder(out, full_disk if broken == "write" else fill, force=True)
     assert (out / "mine").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out_a"]
-
-
-def in_a_child(work: Callable[[], object]) -> int:
-    """How a forked child ends that does `work`: minus the signal's number if one killed it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def kill_this(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_compile_leaves_nothing_at_out_and_the_next_one_cleans_up(tmp_path: Path) -> None:

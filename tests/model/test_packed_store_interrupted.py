@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from forks import in_a_child, kill_this
 
 import ktc
 from ktc.cli import app as cli
@@ -53,17 +54,6 @@ def expected(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return files(whole)
 
 
-def forked(run: Callable[[], object]) -> int:
-    """The exit status of `run` in a copy of this process."""
-    child = os.fork()
-    if child == 0:
-        try:
-            run()
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
 def pack_and_die(folder: Path, at: int, after: bool) -> Callable[[], object]:
     """Pack, and be killed before or after the call number `at` to the system."""
 
@@ -74,10 +64,10 @@ def pack_and_die(folder: Path, at: int, after: bool) -> Callable[[], object]:
             def wrapped(*arguments: Any) -> Any:
                 fatal = next(left) == 0
                 if fatal and not after:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    kill_this()
                 result = call(*arguments)
                 if fatal:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    kill_this()
                 return result
 
             return wrapped
@@ -95,7 +85,7 @@ def test_a_kill_at_any_call_leaves_a_store_that_is_gone_on_with(
 ) -> None:
     """A dozen calls to the system make two layers and the index; the process dies at each of them in turn."""
     deaths, kept = 0, set[int]()
-    while os.WIFSIGNALED(forked(pack_and_die(out, deaths, after))):
+    while in_a_child(pack_and_die(out, deaths, after)) == -signal.SIGKILL:
         deaths += 1
         assert deaths < 100
         for name, content in files(out).items():

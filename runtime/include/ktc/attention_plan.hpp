@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -206,10 +207,23 @@ struct AttentionPlan {
     return greatest;
   }
 
-  // The stretches of one row, in their order; `place(column)` is where a column of the values was added.
+  // The stretches of every row that no other thread has taken; `place(column)` is where a column of the values was
+  // added.
   template <class Element, class Place>
-  void put_together(const AttentionArguments& a, const Sums* sums, float* values, std::int64_t row,
+  void put_together(const AttentionArguments& a, const Sums* sums, float* values, std::atomic<std::int64_t>& next_row,
                     const Place& place) const {
+    for (;;) {
+      const std::int64_t row = next_row.fetch_add(1, std::memory_order_relaxed);
+      if (row >= all_rows) return;
+      put_together_row<Element>(a, sums, values, row, place);
+    }
+  }
+
+ private:
+  // The stretches of one row, in their order.
+  template <class Element, class Place>
+  void put_together_row(const AttentionArguments& a, const Sums* sums, float* values, std::int64_t row,
+                        const Place& place) const {
     const std::int64_t head = row / rows, of_head = row % rows;
     const std::int64_t query_head = head % a.key_heads * a.group + of_head / a.tokens;
     float greatest = a.sinks == nullptr ? kUnseen : a.sinks[query_head];

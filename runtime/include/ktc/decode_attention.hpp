@@ -64,11 +64,7 @@ class DecodeAttention final : public AttentionKernel {
           for (std::int64_t item = take(); item < plan.items; item = take()) call.chosen_stretch(item, own, block);
         }
         worker.barrier.arrive_and_wait();
-        for (;;) {
-          const std::int64_t row = next_row.fetch_add(1, std::memory_order_relaxed);
-          if (row >= plan.all_rows) break;
-          plan.template put_together<Element>(arguments, sums.data(), values.data(), row, std::identity{});
-        }
+        plan.template put_together<Element>(arguments, sums.data(), values.data(), next_row, std::identity{});
       });
     });
   }

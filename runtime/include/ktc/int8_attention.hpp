@@ -87,12 +87,8 @@ class Int8Attention final : public Int8AttentionKernel {
         plan.template for_each_stretch<std::int8_t>(arguments, take, ahead,
                                                     [&](const Item& item) { call.stretch(item, own, ahead); });
         worker.barrier.arrive_and_wait();
-        for (;;) {
-          const std::int64_t row = next_row.fetch_add(1, std::memory_order_relaxed);
-          if (row >= plan.all_rows) break;
-          plan.template put_together<Element>(arguments, sums.data(), values.data(), row,
-                                              [](std::int64_t column) { return Products::place(column); });
-        }
+        plan.template put_together<Element>(arguments, sums.data(), values.data(), next_row,
+                                            [](std::int64_t column) { return Products::place(column); });
       });
     });
   }
