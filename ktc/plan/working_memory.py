@@ -32,12 +32,13 @@ _FEWEST_ROWS, _MOST_ROWS, _ROW_BYTES, _STRETCH = 16 * 12, 128 * 12, 16 << 20, 25
 class Slots:
     """Bytes beside the weights. `saved` is per token, for backward; the workspace is one for all layers.
 
-    `_around` are copies of hidden states on the host. The pairs are bounds for forward and for backward: per token, and
-    for all threads together.
+    `_around` are copies of hidden states on the host, `_gradients` the rows of which backward makes the gradients of
+    weights. The pairs are bounds for forward and for backward: per token, and for all threads together.
     """
 
     saved: int
     _around: int
+    _gradients: int
     _per_token: tuple[int, int]
     _scratch: tuple[int, int]
 
@@ -46,25 +47,28 @@ class Slots:
         return tokens * self._around + self.workspace(tokens, backward=False)
 
     def backward(self, tokens: int) -> int:
-        """Return the same for backward."""
-        return 2 * tokens * self._around + self.workspace(tokens, backward=True)
+        """Return the same for backward, with the rows of gradients (`SlotRows`)."""
+        return tokens * (2 * self._around + self._gradients) + self.workspace(tokens, backward=True)
 
     def workspace(self, tokens: int, *, backward: bool) -> int:
         """Return an upper bound of the kernel's reservation for a call."""
         return tokens * self._per_token[backward] + self._scratch[backward]
 
 
-def slots_of(spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), threads: int = 1) -> Slots:
+def slots_of(
+    spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), threads: int = 1, weights_train: bool = False
+) -> Slots:
     """Return the bytes of a layer that keeps gate and up for backward, or its input to recompute them.
 
     `ranks` are those of LoRA on the first product and on down (0: none). Its gradients read the input too, and the
-    low-rank values of each slot.
+    low-rank values of each slot. `weights_train`: backward makes gradients of weights, or of factors merged into them.
     """
     sizes = _Sizes.of(spec)
     factors = _factors(spec, ranks)
     return Slots(
         saved=_saved(spec, sizes, ranks, keep=keep),
         _around=2 * sizes.hidden * sizes.item,  # input and output
+        _gradients=weights_train * sizes.top_k * (sizes.outputs + sizes.inter) * sizes.item,
         _per_token=(
             _forward(spec, sizes, ranks),
             _backward(spec, sizes, ranks, keep=keep),

@@ -241,7 +241,8 @@ def _of_block(
         elif isinstance(action.target, CpuMoe) and isinstance(action.kernel, KernelSpec):
             ranks = (0, 0) if lora is None or rewrite is None else _ranks(action.at(rewrite.sites[0].fqn), lora)
             keep, threads = action.target.activations == "keep", action.target.num_threads(host)
-            slots = slots_of(action.kernel, keep=keep, ranks=ranks, threads=threads)
+            trains = bool(action.weights.masters) or action.weights.merged
+            slots = slots_of(action.kernel, keep=keep, ranks=ranks, threads=threads, weights_train=trains)
     found = footprint(graph, adapters, hidden)
     if slots is None:
         stock = sum(_stock_experts(node_attributes) for node_attributes in _experts(captured, key))

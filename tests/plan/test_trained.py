@@ -8,8 +8,10 @@ import pytest
 from families import captured, planned, rules
 
 from ktc.diagnostics import InputRefused
+from ktc.experts.packed import DTYPES, SlotRows
 from ktc.plan import Plan
 from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.working_memory import slots_of
 
 EXPERTS = "match moe.block as m => cpu_moe()"
 LORA = "lora { rank = 4 }\n"
@@ -70,6 +72,19 @@ def test_trained_modules_are_counted_with_masters_gradients_and_moments(tmp_path
     (load,), (bare,) = plan.devices, plain.devices
     assert load.adapter >= 16 * (experts + linear)  # copy, gradient and two moments in fp32
     assert load.weights > bare.weights + 4 * experts - bare.kinds["experts"]
+
+
+def test_the_rows_that_gradients_of_weights_are_made_of_are_counted(tmp_path: Path) -> None:
+    plan = plan_of(f"rule e {{ {EXPERTS} => train on m.experts }}", tmp_path)
+    spec = plan.kernels[0]
+    assert isinstance(spec, KernelSpec)
+    assert spec.intermediate is not None and spec.top_k is not None
+    training = plan.memory.workloads[0]
+    tokens = training.batch * training.length
+    rows = SlotRows.empty(tokens * spec.top_k, 2, spec.intermediate, DTYPES[spec.dtype])
+    trains, frozen = (slots_of(spec, keep=True, weights_train=each) for each in (True, False))
+    assert trains.backward(tokens) - frozen.backward(tokens) == rows.d_first.nbytes + rows.activated.nbytes
+    assert training.needs["cpu"]["workspace"] >= rows.d_first.nbytes + rows.activated.nbytes
 
 
 def test_a_capture_without_parameters_of_its_own_trains_what_has_them(tmp_path: Path) -> None:
