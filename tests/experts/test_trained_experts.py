@@ -31,11 +31,13 @@ SHAPES = {
     "one expert": (48, 33, 1, 1, 31, 1),
 }
 GROUP = 32
-INT4 = spec_of("avx2" if "avx2" in ISAS else ISAS[0], codes=("int4", 128))  # built for the quantised kernels too
+INT4_ISA: Isa = "avx2" if "avx2" in ISAS else ISAS[0]
+GPT_OSS = "silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved"
+INT4 = {form: spec_of(INT4_ISA, form=form, codes=("int4", 128)) for form in ("silu", GPT_OSS)}
 
 
-def int4_kernel() -> Kernel:
-    return built((INT4,)).kernel(INT4.entry)
+def int4_kernel(form: str = "silu") -> Kernel:
+    return built((INT4[form],)).kernel(INT4[form].entry)
 
 
 def reference_of(layer: Layer) -> tuple[Tensor, ...]:
@@ -74,9 +76,7 @@ def test_gradients_of_weights_and_biases_are_exact_in_float64(load: Load, form: 
     assert_close(run_trained(module, layer, torch.float64), reference_of(layer), 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("isa", "form"), isas_with("silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved")
-)
+@pytest.mark.parametrize(("isa", "form"), isas_with(GPT_OSS))
 def test_experts_of_another_layout_train_in_their_stock_layout(load: Load, isa: Isa, form: str) -> None:
     layer = random_layer(70, 37, 5, 2, 29, form=form)
     for activations in ("keep", "recompute"):
@@ -113,16 +113,24 @@ def test_gradcheck_of_the_fused_node(load: Load) -> None:
 
 def rounded(layer: Layer, grid: Int4Grid) -> Layer:
     stock = {
-        name: torch.stack([grid.rounded(each.bfloat16()) for each in tensor]).double()
+        name: tensor if tensor.dim() == 2 else torch.stack([_rounded(each, layer, grid) for each in tensor])
         for name, tensor in layer.stock.items()
     }
     return replace(layer, stock=stock)
 
 
-@pytest.mark.parametrize("group", [128, -1])
-def test_trained_experts_are_rounded_and_their_gradient_passes_the_rounding(group: int) -> None:
-    layer, grid = random_layer(256, 128, 4, 2, 40), Int4Grid(group)
-    module = FusedMoe(4, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(grid, torch.float32))
+def _rounded(matrix: Tensor, layer: Layer, grid: Int4Grid) -> Tensor:
+    """The matrix of one expert in its stock layout; a group is a range of what it contracts."""
+    rows = matrix.t() if layer.form.transposed else matrix
+    found = grid.rounded(rows.bfloat16()).double()
+    return found.t() if layer.form.transposed else found
+
+
+@pytest.mark.parametrize(("group", "form"), [(128, "silu"), (-1, "silu"), (128, GPT_OSS)])
+def test_trained_experts_are_rounded_and_their_gradient_passes_the_rounding(group: int, form: str) -> None:
+    layer, grid = random_layer(256, 128, 4, 2, 40, form=form), Int4Grid(group)
+    training = WeightTraining(grid, torch.float32)
+    module = FusedMoe(4, 256, 128, 2, layer.form, kernel=int4_kernel(form), training=training)
     load_into(module, layer)
     assert_close(run_trained(module, layer), reference_of(rounded(layer, grid)), 8e-3)
     with torch.no_grad():
@@ -157,11 +165,11 @@ def test_frozen_experts_hold_the_weights_of_the_canonical_quantiser(load: Load, 
             assert torch.equal(reference.expert(expert, part), wanted)
 
 
-@pytest.mark.parametrize("ranks", [(8, 3), (0, 8)])
-def test_a_merged_adapter_is_rounded_with_the_weights(load: Load, ranks: tuple[int, int]) -> None:
-    adapted = adapt(random_layer(256, 128, 4, 2, 40), ranks)
+@pytest.mark.parametrize(("ranks", "form"), [((8, 3), "silu"), ((0, 8), "silu"), ((8, 3), GPT_OSS)])
+def test_a_merged_adapter_is_rounded_with_the_weights(load: Load, ranks: tuple[int, int], form: str) -> None:
+    adapted = adapt(random_layer(256, 128, 4, 2, 40, form=form), ranks)
     training = WeightTraining(Int4Grid(128), merged=True)
-    module = FusedMoe(4, 256, 128, 2, kernel=int4_kernel(), training=training)
+    module = FusedMoe(4, 256, 128, 2, adapted.layer.form, kernel=int4_kernel(form), training=training)
     load_into(module, adapted.layer)
     found, expected = (
         run_merged(module, adapted),
