@@ -50,6 +50,12 @@ COLD: Final = 1 << 28  # bytes read between calls, so that the cache comes from 
 Candidates = dict[str, tuple[Callable[[], object], int]]
 
 
+def random(*shape: int) -> Tensor:
+    """Return bf16 numbers on huge pages, as a growing cache has them."""
+    numbers = torch.randn(shape).bfloat16()
+    return zeros_on_huge_pages(shape, numbers).copy_(numbers)
+
+
 def coded(heads: Heads, decode: DecodeAttention) -> Heads:
     """Return the cache as int8 codes, on huge pages as a growing cache has them."""
     kernel = decode.kernel
@@ -73,7 +79,7 @@ def size(heads: Heads) -> int:
 def grouped(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) -> Candidates:
     """Candidates by name, with the bytes of the cache that each reads."""
     query = torch.randn(1, HEADS, 1, WIDTH).bfloat16()
-    keys, values = (torch.randn(1, KEY_HEADS, positions, WIDTH).bfloat16() for _ in range(2))
+    keys, values = (random(1, KEY_HEADS, positions, WIDTH) for _ in range(2))
     nbytes = keys.nbytes + values.nbytes
     codes = coded(Heads(keys, values), by_codes)
     return {
@@ -88,7 +94,7 @@ def grouped(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) 
 def latent(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) -> Candidates:
     """Candidates by name, from queries to outputs of all heads."""
     query = torch.randn(1, LATENT_HEADS, 1, NOPE + ROPE).bfloat16()
-    latents, ropes = (torch.randn(1, 1, positions, width).bfloat16() for width in (LATENT, ROPE))
+    latents, ropes = (random(1, 1, positions, width) for width in (LATENT, ROPE))
     up = UpProjection(torch.randn(LATENT_HEADS, NOPE + VALUE, LATENT).bfloat16(), NOPE)
     weight, nbytes = up.weight.reshape(-1, LATENT), latents.nbytes + ropes.nbytes
 
@@ -114,9 +120,9 @@ def latent(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) -
 def sparse(positions: int, k: int, decode: DecodeAttention, index: IndexKernel) -> dict[str, Candidates]:
     """Dense and sparse candidates of both kinds of attention, with the bytes that each reads."""
     query = torch.randn(1, HEADS, 1, WIDTH).bfloat16()
-    heads = Heads(*(torch.randn(1, KEY_HEADS, positions, WIDTH).bfloat16() for _ in range(2)))
+    heads = Heads(*(random(1, KEY_HEADS, positions, WIDTH) for _ in range(2)))
     q_latent = torch.randn(1, LATENT_HEADS, 1, NOPE + ROPE).bfloat16()
-    latents, ropes = (torch.randn(1, 1, positions, width).bfloat16() for width in (LATENT, ROPE))
+    latents, ropes = (random(1, 1, positions, width) for width in (LATENT, ROPE))
     up = UpProjection(torch.randn(LATENT_HEADS, NOPE + VALUE, LATENT).bfloat16(), NOPE)
 
     def absorbed(attend: Callable[[Tensor], Tensor]) -> Tensor:

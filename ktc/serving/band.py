@@ -11,6 +11,8 @@ from typing import Final
 
 from torch import Tensor
 
+from ktc.experts.packed import zeros_on_huge_pages
+
 ROOM: Final = 256  # columns: the steps between two copies of all rows
 
 
@@ -99,6 +101,6 @@ class Band:
         if steady and slots <= self._memory.shape[0] and wanted <= columns:
             rows = rows.clone()
         else:
-            self._memory = self._memory.new_zeros((slots, heads, wanted, size))
+            self._memory = zeros_on_huge_pages((slots, heads, wanted, size), self._memory)
         self._memory[: self.rows, :, width - held : width] = rows
         self.left, self.end = width - held, width
