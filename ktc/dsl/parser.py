@@ -7,7 +7,7 @@ declarations without errors can still be checked. Refused besides invalid syntax
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedInput
@@ -25,6 +25,7 @@ MAX_DECLARATIONS = 2000
 MAX_NESTING = 64  # of brackets
 MAX_DEPTH = 192  # of the tree: chains such as `a and b and ...` count, parentheses alone do not
 MAX_ERRORS = 20  # syntax errors reported per file
+_REMEMBERED, _MOST_REMEMBERED = 64, 1 << 16  # texts, and characters of one: programs import the same few libraries
 
 
 def parse(text: str, file: str) -> syntax.Module:
@@ -40,6 +41,13 @@ def parse_what_stands(text: str, file: str) -> tuple[syntax.Module, list[Diagnos
 
     Raises InputRefused for a file beyond a limit.
     """
+    parsed = _parsed if len(text) <= _MOST_REMEMBERED else _parsed.__wrapped__
+    module, diagnostics = parsed(text, file)
+    return module, list(diagnostics)
+
+
+@lru_cache(_REMEMBERED)
+def _parsed(text: str, file: str) -> tuple[syntax.Module, tuple[Diagnostic, ...]]:
     source = SourceText(text, file)
     if refusal := _over_limits(source):
         raise InputRefused(refusal)
@@ -51,7 +59,7 @@ def parse_what_stands(text: str, file: str) -> tuple[syntax.Module, list[Diagnos
         diagnostics += builder.diagnostics
         declarations += [] if builder.diagnostics else [declaration]
     module = syntax.Module(file, tuple(declarations), source.comments(), span=source.span(0, len(text)))
-    return module, sorted(diagnostics, key=_position)
+    return module, tuple(sorted(diagnostics, key=_position))
 
 
 def parse_value(text: str, file: str) -> syntax.Expression:
