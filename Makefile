@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo learn learn-int4 test test-all zoo mutants versions sanitize census fuzz reliability kt-environment llama-environment lf-environment check format clean
+.PHONY: setup demo learn learn-int4 test test-all zoo mutants versions sanitize census fuzz reliability attack kt-environment llama-environment lf-environment check format clean
 
 setup: $(READY)
 
@@ -105,6 +105,10 @@ fuzz: $(READY)
 # MOST=20 limits the calls of each per kind of fault. docs/reliability.md has the table.
 reliability: $(READY)
 	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m reliability.sweep $(COMMANDS) $(if $(MOST),--most $(MOST))
+
+# 200 clients attack `ktc serve` for SECONDS: tests/reliability/soak.py. ATTACK="--clients 50 --json" changes it.
+attack: $(READY)
+	@PYTHONPATH=.:tests:tests/support $(BIN)/python -m reliability.soak $(SECONDS) $(ATTACK)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

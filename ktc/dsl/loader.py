@@ -14,6 +14,7 @@ from ktc import resources
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing, suggest
 from ktc.dsl import parser, syntax
 from ktc.dsl.source_text import count_words
+from ktc.machine_faults import is_machine_fault
 from ktc.regular_files import open_regular
 
 MAX_FILES = 64
@@ -93,7 +94,10 @@ def _bundled(name: str) -> Path:
 
 
 def read_text(path: Path, shown: str) -> str:
-    """Return the text of a rule file. Raises InputRefused if it is not UTF-8, too large or unreadable."""
+    """Return the text of a rule file. Raises InputRefused if it is not UTF-8, too large or unreadable.
+
+    A fault of the machine, such as no free descriptor, is raised as it came.
+    """
     start = Span(shown, 1, 1, 1, 1)
     try:
         with open_regular(path) as file:
@@ -103,6 +107,8 @@ def read_text(path: Path, shown: str) -> str:
     except UnicodeDecodeError as error:
         raise InputRefused(Diagnostic("E013", f"this file is not UTF-8 (byte {error.start})", start)) from error
     except OSError as error:
+        if is_machine_fault(error, vanished=False):
+            raise
         raise InputRefused(Diagnostic("E011", f"this file cannot be read: {error.strerror}", start)) from error
     raise InputRefused(Diagnostic("E013", f"a file has at most {parser.MAX_BYTES} bytes", start))
 

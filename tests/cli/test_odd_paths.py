@@ -29,7 +29,7 @@ COMMANDS = (
     "train OUT --data DATA --resume X --output NEW",
     "generate OUT --prompts X.jsonl",
     "generate OUT --adapter X",
-    "evaluate OUT --data X.jsonl",
+    "eval OUT --data X.jsonl",
     "export X -o NEW",
     "export ADAPTER --model X -o NEW",
     "merge X -o NEW",
@@ -85,4 +85,5 @@ def test_what_is_no_file_is_refused_at_once(
         failing = {3} if what == "memory" else set()  # its reads fail with EIO, as those of a broken disk
         assert code in {1, 2} | failing, (what, code, said[-500:])
         assert "U099" not in said, (what, said[-500:])
+        assert "No such" not in said, said[-500:]  # a command or an option
         assert "Traceback" not in said, (what, said[-500:])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from io import BufferedReader
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,8 @@ from work import calls
 
 from ktc import dsl, resources
 from ktc.diagnostics import Diagnostic, InputRefused, render
-from ktc.dsl import schema
+from ktc.dsl import loader, schema
+from ktc.regular_files import open_regular
 from ktc.targets import TARGETS, Place
 
 PROGRAM = """
@@ -222,6 +226,19 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes, code:
     path = tmp_path / "main.ktr"
     path.write_bytes(content)
     assert refused(path)[0].code == code
+
+
+def test_a_fault_of_the_machine_is_not_one_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, main='import "std/moe.ktr"')
+
+    def failing(path: Path) -> BufferedReader:
+        if path.name == "moe.ktr":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return open_regular(path)
+
+    monkeypatch.setattr(loader, "open_regular", failing)
+    with pytest.raises(OSError, match="Too many open files"):
+        dsl.load(tmp_path / "main.ktr")
 
 
 def test_a_missing_program_is_refused_with_a_suggestion(tmp_path: Path) -> None:

@@ -72,10 +72,21 @@ COMMANDS = (
     ),
     Command("graph", "graph {root}/small -o {place}/graph.txt", made=("graph.txt",)),
     Command("fmt", "fmt {place}/mine.ktr", ("mine.ktr",), ("mine.ktr",)),
+    Command(
+        "eval -o", "eval {root}/tuned --data {root}/facts.jsonl --max-new-tokens 2 -o {place}/said.jsonl -q",
+        made=("said.jsonl",),
+    ),
+    Command("import-kt-yaml -o", "import-kt-yaml {root}/kt.yaml {root}/model -o {place}/kt.ktr -q", made=("kt.ktr",)),
+    Command(
+        "bench moe -o",
+        "bench moe --shape custom --hidden 64 --intermediate 32 --experts 4 --top-k 2 --tokens 1 --rounds 1 "
+        "--pass forward --impl hf_eager -o {place}/bench.json -q",
+        made=("bench.json",),
+    ),
     Command("log file", "check moe-lora --log-file {place}/log", kept=("log",)),
     Command(
         "generate -o",
-        "generate {root}/tuned --file {root}/prompts.jsonl --max-tokens 2 -o {place}/answers.jsonl -q",
+        "generate {root}/tuned --file {root}/prompts.jsonl --max-new-tokens 2 -o {place}/answers.jsonl -q",
         made=("answers.jsonl",),
     ),
     Command("prove -o", "prove {root}/tuned -o {place}/report.json -q", made=("report.json",)),
@@ -87,6 +98,7 @@ def prepare(root: Path, run: Callable[[list[str]], int]) -> None:
     """Make the models, an adapter, data, a compiled model and an interrupted run below `root`; `run` runs `ktc`."""
     import torch
     from adapter_twins import adapted, stock
+    from places import TESTS
 
     from ktc import resources, twin
 
@@ -98,6 +110,7 @@ def prepare(root: Path, run: Callable[[list[str]], int]) -> None:
     rows = [{"instruction": f"What is the capital of {c}?", "output": f"It is {city}."} for c, city in FACTS.items()]
     (root / "facts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     shipped = (resources.rules() / "moe-lora.ktr").read_text()
+    shutil.copyfile(TESTS / "kt_yaml" / "qwen3_moe.yaml", root / "kt.yaml")
     (root / "mine.ktr").write_text(shipped.replace(" {", "   {"))  # fmt has something to do
     made = ["compile {root}/small moe-lora -o {root}/tuned -q", TRAIN.replace("{place}", "{root}")]
     for line in made:
