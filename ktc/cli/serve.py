@@ -6,10 +6,6 @@ before the model is loaded.
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -103,7 +99,7 @@ def command(
     access = read_access(updates, update_key)
     key_sha256 = None if api_key_file is None else read_key(api_key_file, "G730", serve.KEY_HINT)
     session.diagnose(serve.exposure(host, key_sha256 is not None))
-    with serve.listen(host, port) as listening, _terminable():
+    with serve.listen(host, port) as listening:
         models = open_served_models(out, adapters, reference=reference, weights=weights, trust_remote_code=trust)
         session.go_on()
         cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
@@ -123,16 +119,3 @@ def command(
             markup=False,
         )
         server.run(sockets=[listening])
-
-
-@contextmanager
-def _terminable() -> Generator[None]:
-    """Let SIGTERM end the command as Ctrl-C does, so that nothing of it is left."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

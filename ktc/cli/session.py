@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,18 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 INTERRUPTED = 130
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _PLAIN_WIDTH = 120  # columns of tables in a file or a pipe
+
+
+def _ending() -> Iterator[signal.Signals]:
+    """Yield the signals that end a command as Ctrl-C does: what is unfinished is removed first.
+
+    A process of torchrun keeps its SIGTERM, which torchrun sends when another one failed (`ktc.training.roll_call`).
+    """
+    yield signal.SIGINT
+    if _OF_TORCHRUN not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        yield signal.SIGTERM
 
 
 class Session:
@@ -56,7 +67,7 @@ class Session:
 
     def __enter__(self) -> Session:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._interrupt)
+            self._before = {number: signal.signal(number, self._interrupt) for number in _ending()}
         _open_standard_streams()
         sys.stdout.flush()
         # A path that is not UTF-8 has lone surrogates, which are shown escaped.
@@ -97,7 +108,8 @@ class Session:
             self._stdout.close()
         self._close_log()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._before)
+            for number, before in self._before.items():
+                signal.signal(number, before)
         sys.unraisablehook = sys.__unraisablehook__
         threading.excepthook = threading.__excepthook__
         raise typer.Exit(self.exit_code) from None

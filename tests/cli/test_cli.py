@@ -18,6 +18,7 @@ import typer.main
 from ktc.cli import app as cli
 from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, HostLacks, ProofFailed
+from ktc.files import new_folder
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -175,6 +176,27 @@ def test_stdout_belongs_to_the_session(capfd: pytest.CaptureFixture[str]) -> Non
     assert json.loads(out) == {"x": 1}
     assert "python noise" in err
     assert "child noise" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_command_and_remove_what_is_unfinished(number: signal.Signals, tmp_path: Path) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(typer.Exit) as ended, Session(), new_folder(tmp_path / "out") as unfinished:
+            (unfinished / "half").write_text("half")
+            os.kill(os.getpid(), number)
+        assert ended.value.exit_code == 130
+        assert list(tmp_path.iterdir()) == []
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_process_of_torchrun_keeps_its_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit), Session():
+        assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_closed_pipe_is_no_bug() -> None:

@@ -98,7 +98,10 @@ bool fails_at(Kind kind, const char* name, const char* path) {
   if (__atomic_add_fetch(&c->injected, 1, __ATOMIC_SEQ_CST) == 1) {
     snprintf(c->where, sizeof c->where, "%s %s", name, path);
   }
-  if (c->error == 0) kill(c->victim != 0 ? static_cast<pid_t>(c->victim) : getpid(), SIGKILL);
+  if (c->error <= 0) {  // a signal, and a call that succeeds if the process goes on
+    kill(c->victim != 0 ? static_cast<pid_t>(c->victim) : getpid(), c->error == 0 ? SIGKILL : -c->error);
+    return false;
+  }
   errno = c->error;
   return true;
 }

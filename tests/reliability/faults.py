@@ -29,6 +29,7 @@ from ktc.host import find_compiler
 
 HERE: Final = Path(__file__).resolve().parent
 KILL: Final = "SIGKILL"
+ENDING: Final = ("SIGINT", "SIGTERM")  # the command removes what is unfinished, and ends
 ERRORS: Final = ("ENOSPC", "EIO", "EROFS", "EDQUOT", "EMFILE")
 
 _READING, _WRITING, _WRITE, _FLUSH, _NAME, _REMOVE = (1 << bit for bit in range(6))
@@ -40,7 +41,7 @@ _KINDS: Final = {
     "EROFS": _CHANGES,
     "EMFILE": _READING | _WRITING,
     "ENFILE": _READING | _WRITING,
-    KILL: _CHANGES,
+    **dict.fromkeys((KILL, *ENDING), _CHANGES),
 }
 _CONTROL: Final = struct.Struct("=QQQiIII4096s1024s")
 
@@ -49,7 +50,7 @@ _CONTROL: Final = struct.Struct("=QQQiIII4096s1024s")
 class Fault:
     """What happens at call number `at` below `folders`, counted from 1; with 0 calls are only counted.
 
-    `error` is the name of an errno, or `KILL`. `lasting`: every later call fails too, as on a disk that stays full.
+    `error` is the name of an errno or of a signal. `lasting`: every later call fails too, as on a disk that stays full.
     """
 
     folders: tuple[str, ...]
@@ -59,7 +60,8 @@ class Fault:
 
     def control(self) -> bytes:
         """Return the content of the mapped file before the run."""
-        number = 0 if self.error == KILL else getattr(errno, self.error)
+        ending = -getattr(signal, self.error) if self.error in ENDING else 0
+        number = 0 if self.error == KILL else ending or getattr(errno, self.error)
         folders = "\n".join(os.path.realpath(folder) for folder in self.folders).encode()
         assert len(folders) < 4096
         return _CONTROL.pack(self.at, 0, 0, number, self.lasting, _KINDS[self.error], 0, folders, b"")

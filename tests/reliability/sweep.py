@@ -5,7 +5,10 @@ command, and every run that broke a promise:
 
 * an error of the machine ends in one message and exit code 3, without a trace and without U099, or has no effect;
 * each name has its whole content or what was there before, never a part;
-* an error leaves nothing unfinished, and after a kill the same command succeeds and sweeps what the killed one left.
+* an error leaves nothing unfinished, and after a kill the same command succeeds and sweeps what the killed one left;
+* SIGINT and SIGTERM end it with 130, and leave nothing unfinished.
+
+With `--kills N` each command is killed N times, at calls that are drawn with `--seed`.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 from reliability.commands import COMMANDS, Command, prepare
-from reliability.faults import ERRORS, KILL, Fault, Forked, Outcome
+from reliability.faults import ENDING, ERRORS, KILL, Fault, Forked, Outcome
 
 LASTING = frozenset(
     {"ENOSPC", "EDQUOT", "EROFS"}
@@ -96,8 +100,8 @@ class Sweep:
         fault = Fault(folders, error, at, error in LASTING)
         return self.forked.run(command.arguments(self.root, self.place), fault)
 
-    def sweep(self, command: Command, kinds: Sequence[str], most: int | None) -> Row:
-        """Try the calls of one command, each with each kind of fault."""
+    def sweep(self, command: Command, kinds: Sequence[str], choose: Callable[[int], Sequence[int]]) -> Row:
+        """Try the calls of one command that `choose` returns for their number, each with each kind of fault."""
         row = Row(command.name)
         command.copy_needs(self.root, self.place)
         before = sizes(self.place, command.made)
@@ -111,7 +115,7 @@ class Sweep:
                 return row
             expected = sizes(self.place, command.made)
             row.calls = max(row.calls, counted.calls)
-            for at in points(counted.calls, most):
+            for at in choose(counted.calls):
                 outcome = self.run(command, kind, at)
                 row.ended[ending(kind, outcome)] += 1
                 for fault in self.faults(command, kind, outcome, expected, before):
@@ -125,11 +129,11 @@ class Sweep:
         if outcome.injected == 0:
             return  # it made fewer calls than before
         if kind != KILL:
-            if outcome.code not in (0, 3):
+            if outcome.code not in (0, 130 if kind in ENDING else 3):
                 yield f"exit code {outcome.code}: {said.strip()[-400:]}"
             if "Traceback" in said or "U099" in said:
                 yield f"a trace or a bug: {said.strip()[-400:]}"
-            if outcome.code == 3 and len(re.findall(r"^error\[\w+\]", said, re.MULTILINE)) != 1:
+            if outcome.code not in (0, 130) and len(re.findall(r"^error\[\w+\]", said, re.MULTILINE)) != 1:
                 yield f"not one message: {said.strip()[-400:]}"
             left = unfinished(self.place)
             if left and not outcome.where.startswith(("unlink", "rmdir")) and kind not in ("EROFS", "EMFILE", "EIO"):
@@ -172,23 +176,30 @@ def points(calls: int, most: int | None) -> list[int]:
     return sorted({1 + round(index * (calls - 1) / (most - 1)) for index in range(most)})
 
 
+def drawn(calls: int, number: int, chance: Random) -> list[int]:
+    """Return the numbers of this many calls, at random."""
+    return [chance.randint(1, calls) for _ in range(number)]
+
+
 def ending(kind: str, outcome: Outcome) -> str:
     """Return how a run ended, for the table."""
     if outcome.injected == 0:
         return "not reached"
     if outcome.killed:
         return "killed"
-    return {0: "no effect", 3: "refused, exit 3"}.get(outcome.code, f"{kind}: exit {outcome.code}")
+    known = {0: "no effect", 3: "refused, exit 3", 130: "interrupted, exit 130"}
+    return known.get(outcome.code, f"{kind}: exit {outcome.code}")
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows in Markdown."""
     lines = [
-        "| command | calls | runs | refused, exit 3 | no effect | killed | broken promises |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| command | calls | runs | refused, exit 3 | interrupted, 130 | no effect | killed | broken promises |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        counted = [row.ended[name] for name in ("refused, exit 3", "no effect", "killed")]
+        names = ("refused, exit 3", "interrupted, exit 130", "no effect", "killed")
+        counted = [row.ended[name] for name in names]
         figures = (row.calls, row.ended.total(), *counted, len(row.broken))
         lines.append(f"| `{row.name}` | {' | '.join(map(str, figures))} |")
     return "\n".join(lines)
@@ -199,9 +210,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="commands of commands.py; default: all")
     parser.add_argument("--most", type=int, help="calls of a command per kind of fault; default: all")
-    parser.add_argument("--kinds", nargs="*", default=[*ERRORS, KILL])
+    parser.add_argument("--kinds", nargs="*", default=[*ERRORS, *ENDING, KILL])
+    parser.add_argument("--kills", type=int, default=0, help="only SIGKILL, so many times for each command")
+    parser.add_argument("--seed", type=int, default=0, help="of the calls that `--kills` draws")
     parser.add_argument("--work", type=Path, help="a folder whose prepared models are kept for the next sweep")
     asked = parser.parse_args()
+    kinds = [KILL] if asked.kills else asked.kinds
+
+    def choose(calls: int) -> list[int]:
+        return drawn(calls, asked.kills, Random(asked.seed)) if asked.kills else points(calls, asked.most)
+
     chosen = [each for each in COMMANDS if not asked.names or each.name in asked.names]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="sweep-") as work:
@@ -209,7 +227,7 @@ def main() -> None:
         with sweep.forked:
             for command in chosen:
                 began = time.monotonic()
-                rows.append(sweep.sweep(command, asked.kinds, asked.most))
+                rows.append(sweep.sweep(command, kinds, choose))
                 row = rows[-1]
                 print(f"{row.name}: {row.calls} calls, {dict(row.ended)}, {time.monotonic() - began:.0f} s", flush=True)
                 for broken in row.broken:

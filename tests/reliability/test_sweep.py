@@ -8,8 +8,8 @@ import pytest
 
 from ktc.host import find_compiler
 from reliability.commands import COMMANDS, Command
-from reliability.faults import ERRORS, KILL
-from reliability.sweep import Sweep
+from reliability.faults import ENDING, ERRORS, KILL
+from reliability.sweep import Sweep, points
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")]
 
@@ -23,5 +23,5 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweep]:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name.replace(" ", "_"))
 def test_a_fault_at_some_calls_breaks_no_promise(sweep: Sweep, command: Command) -> None:
-    row = sweep.sweep(command, (*ERRORS, KILL), most=4)
+    row = sweep.sweep(command, (*ERRORS, *ENDING, KILL), lambda calls: points(calls, 4))
     assert row.broken == []
