@@ -6,6 +6,7 @@ machine could not test.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sysconfig
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ _BASE_FLAGS: Final = (
 # at every level of optimisation. So GCC does not search for such callees.
 _GCC_FLAGS: Final = ("-fno-gnu-unique", "-fno-ipa-pure-const")
 _MAX_REPORTED_LINES: Final = 20
+_ENDED: Final = re.compile(r"signal terminated program|out of memory allocating")  # of a process that the driver starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,11 @@ def require_testable(isas: Iterable[Isa], here: Host) -> None:
 
 
 def run(command: tuple[str, ...]) -> None:
-    """Run the compiler. Raises `HostLacks` (H221) if that is impossible, `KtcError` (H224) with its first lines."""
+    """Run the compiler.
+
+    Raises `HostLacks` if that is impossible (H221), if it cannot write (H226) or was ended (H228), and `KtcError` with
+    its first lines if it failed (H224).
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
@@ -128,5 +134,8 @@ def run(command: tuple[str, ...]) -> None:
         message = f"the C++ compiler could not write to the kernel cache or the temporary folder: {fault.words}"
         hint = f"{fault.remedy}, or name other folders: `KTC_CACHE_DIR`, `TMPDIR`"
         raise HostLacks(Diagnostic("H226", message, hint=hint))
+    if done.returncode < 0 or _ENDED.search(done.stderr):
+        message = "the C++ compiler was ended by the system, which has too little memory or was told to end it"
+        raise HostLacks(Diagnostic("H228", message, hint="end other programs, or allow this process more memory"))
     said = "\n".join(done.stderr.splitlines()[:_MAX_REPORTED_LINES])
     raise KtcError(Diagnostic("H224", f"`{Path(command[0]).name}` failed with status {done.returncode}:\n{said}"))

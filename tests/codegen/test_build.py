@@ -267,6 +267,19 @@ def test_a_compiler_that_vanished_is_named_and_not_the_cache(tmp_path: Path) -> 
     assert left_in(tmp_path / "cache") == []
 
 
+@pytest.mark.parametrize(
+    "lines", ["kill -9 $$", "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1"]
+)
+def test_a_compiler_that_the_system_ends_is_no_bug(lines: str, tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\n{lines}\n")
+    compiler.chmod(0o755)
+    killed = replace(host.detect(), compiler=Compiler(str(compiler), "1"))
+    with pytest.raises(HostLacks, match=r"H228: the C\+\+ compiler was ended by the system"):
+        build(render([spec_of("scalar")], {}), killed, tmp_path / "cache")
+    assert left_in(tmp_path / "cache") == []
+
+
 @pytest.mark.parametrize(("number", "expected"), [(errno.ENOMEM, HostLacks), (errno.EIO, OSError)])
 def test_an_error_of_the_machine_keeps_its_own_words(
     quick_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]
