@@ -135,7 +135,7 @@ def run(command: tuple[str, ...]) -> None:
         hint = f"{fault.remedy}, or name other folders: `KTC_CACHE_DIR`, `TMPDIR`"
         raise HostLacks(Diagnostic("H226", message, hint=hint))
     if done.returncode < 0 or _ENDED.search(done.stderr):
-        message = "the C++ compiler was ended by the system, which has too little memory or was told to end it"
+        message = "the C++ compiler was ended by the system, which has too little memory or a user who ended it"
         raise HostLacks(Diagnostic("H228", message, hint="end other programs, or allow this process more memory"))
     said = "\n".join(done.stderr.splitlines()[:_MAX_REPORTED_LINES])
     raise KtcError(Diagnostic("H224", f"`{Path(command[0]).name}` failed with status {done.returncode}:\n{said}"))

@@ -80,6 +80,8 @@ class Engine:
         # Of the engine's thread.
         self._reading: Reading | None = None
         self._apart: set[str] = set()  # requests that are read alone, since memory was missing beside others
+        self._begun: dict[str, Generation] = {}  # waiting requests, whose tokens so far are read again
+        self._most_rows = limits.batch  # fewer where memory was missing for a step; one more after each that ends
         self._batches: dict[str, RowBatch | LoneBatch] = {}
         self._empty: dict[str, RowBatch] = {}  # whose memory native steps know
         self._prefixes = PrefixCache(0 if decoder.alone else limits.prefix_bytes)
@@ -343,11 +345,17 @@ class Engine:
         """Free what is kept for later, and read each prompt again, alone; one that was alone is refused."""
         log.error("memory was missing for %d prompts: %s", len(reading.generations), _words(error))
         self.forget()
-        again = [each.request for each in reading.generations if each.request.name not in self._apart]
+        again = [each for each in reading.generations if each.request.name not in self._apart]
         self._fail([each for each in reading.generations if each.request.name in self._apart], error)
+        self._apart.update(each.request.name for each in again)
+        self._wait_again(again)
+
+    def _wait_again(self, generations: Sequence[Generation]) -> None:
+        """Put requests before those that wait. They keep the tokens that they have."""
         with self._changed:
-            self._apart.update(each.name for each in again)
-            self._waiting.extendleft(each for each in reversed(again) if each.name in self._active)
+            active = [each for each in generations if each.request.name in self._active]
+            self._begun.update((each.request.name, each) for each in active)
+            self._waiting.extendleft(each.request for each in reversed(active))
 
     def _next_reading(self, most: int | None = None) -> Reading | None:
         """Prepare the next requests that there is room for; with `most`, those that this many tokens complete."""
@@ -360,7 +368,10 @@ class Engine:
 
     def _prepared(self, request: Request) -> Generation | None:
         try:
-            return Generation(request, self._decoder.model)
+            if (begun := self._begun.pop(request.name, None)) is None:
+                return Generation(request, self._decoder.model)
+            begun.begin_again(self._decoder.model)
+            return begun
         except Exception as error:
             log.exception("a request could not be prepared")
             self._finish({request.name: failed(error)})
@@ -410,7 +421,7 @@ class Engine:
     def _has_room(self, asked: Sequence[Request]) -> bool:
         """Return whether these requests can run with those that run, or are being read."""
         asked = [*asked, *(each.request for each in (self._reading.generations if self._reading else ()))]
-        if self.num_running + len(asked) > self.limits.batch:
+        if self.num_running + len(asked) > self._most_rows:
             return False
         if self.limits.cache_bytes is None or self._decoder.alone:
             return True
@@ -422,12 +433,13 @@ class Engine:
     def _join(self, reading: Reading) -> None:
         """Choose the first tokens of prompts that are read; the others join the batch."""
         assert reading.scores is not None
+        read = [tuple(each.tokens) for each in reading.generations]
         tokens = choose(reading.generations, reading.scores)
         ends = self._add(reading.generations, tokens)
         batch = self._batches.get(reading.adapter)
         for at, (generation, end) in enumerate(zip(reading.generations, ends, strict=True)):
             if self.limits.prefix_bytes and not self._decoder.alone:
-                self._prefixes.add(reading.adapter, generation.request.tokens, reading.row(at).clone())
+                self._prefixes.add(reading.adapter, read[at], reading.row(at).clone())
             if end is None and generation.request.name in self._active:
                 if batch is None:
                     batch = self._batches[reading.adapter] = self._new_batch(reading.adapter)
@@ -443,11 +455,21 @@ class Engine:
 
     # Steps ------------------------------------------------------------------------------------------------------------
     def _step(self, adapter: str) -> None:
-        """Take one step with a batch. A fault ends its requests."""
+        """Take one step with a batch. A fault ends its requests; with too little memory, fewer continue."""
         batch = self._batches[adapter]
         try:
             self._adapters.use(adapter)
-            tokens = choose(batch.running, batch.step())
+            scores = batch.step()
+        except Exception as error:
+            del self._batches[adapter]
+            if is_out_of_memory(error):
+                self._go_on_with_fewer(batch.running, error)
+            else:
+                log.exception("a step of decoding failed")
+                self._fail(batch.running, error)
+            return
+        try:
+            tokens = choose(batch.running, scores)
             ends = self._add(batch.running, tokens)
             for at in reversed(range(len(ends))):
                 if (end := ends[at]) is not None:
@@ -459,9 +481,23 @@ class Engine:
             del self._batches[adapter]
             self._fail(batch.running, error)
 
+    def _go_on_with_fewer(self, generations: Sequence[Generation], error: Exception) -> None:
+        """Read the sequences of a failed step again, half of them at a time: some layers have its token, some not.
+
+        One that was alone is refused.
+        """
+        log.error("memory was missing for a step of %d sequences: %s", len(generations), _words(error))
+        self.forget()
+        self._most_rows = max(1, len(generations) // 2)
+        if len(generations) > 1:
+            self._wait_again(generations)
+        else:
+            self._fail(generations, error)
+
     def _leave(self, adapter: str, at: int) -> None:
         batch = self._batches[adapter]
         batch.leave(at)
+        self._most_rows = min(self.limits.batch, self._most_rows + 1)
         if not batch.running:
             del self._batches[adapter]
             if isinstance(batch, RowBatch) and batch.is_steady and batch.nbytes <= _KEPT:
@@ -498,6 +534,8 @@ class Engine:
             gone = list(names)
             self._active.difference_update(gone)
             self._apart.difference_update(gone)
+            for name in gone:
+                self._begun.pop(name, None)
             self._changed.notify_all()
 
 

@@ -24,9 +24,8 @@ class Generation:
         """Prepare a request. Raises ValueError for a generation config that transformers rejects."""
         self.request = request
         self.tokens = list(request.tokens)
-        prepared = _Prepared()
         prompt = torch.tensor([request.tokens], device=model.get_input_embeddings().weight.device)
-        model.generate(prompt, generation_config=_config(request), custom_generate=prepared)
+        prepared = _prepared(request, prompt, model)
         self.cache = prepared.cache
         self._processors, self._drawn = prepared.processors, bool(prepared.config.do_sample)
         self._ends = _ids(prepared.config)
@@ -34,6 +33,11 @@ class Generation:
         self._generator = torch.Generator(prompt.device)
         self._generator.manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         self._stop = _StopTexts(request.stop, request.tokenizer) if request.stop else None
+
+    def begin_again(self, model: Any) -> None:
+        """Take an empty cache: all tokens so far are read again."""
+        device = model.get_input_embeddings().weight.device
+        self.cache = _prepared(self.request, torch.tensor([self.request.tokens], device=device), model).cache
 
     @property
     def takes_the_likeliest(self) -> bool:
@@ -72,6 +76,12 @@ class _Prepared:
         self.processors, self.config = logits_processor, generation_config
         self.cache = inputs.get("past_key_values")
         return input_ids
+
+
+def _prepared(request: Request, prompt: Tensor, model: Any) -> _Prepared:
+    prepared = _Prepared()
+    model.generate(prompt, generation_config=_config(request), custom_generate=prepared)
+    return prepared
 
 
 class _StopTexts:

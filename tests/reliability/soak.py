@@ -1,6 +1,6 @@
 """200 clients attack `ktc serve` for a time: good, malformed, abandoned and unfinished requests. What was lost?
 
-    python -m reliability.soak [SECONDS] [--clients 200] [--model OUT] [--seed N] [-o FILE] [--json]
+    python -m reliability.soak [SECONDS] [--clients 200] [--signals 1] [--model OUT] [--seed N] [-o FILE] [--json]
 
 (with tests and tests/support on the path). The server runs in a process of its own, with a tiny model that is compiled
 first. Each good request, greedy, has to be answered with the text that it had before the attack, or refused with 429;
@@ -236,7 +236,7 @@ def _grown(report: Report) -> list[str]:
 def end_by(number: signal.Signals, model: Path, folder: Path) -> tuple[str, str]:
     """Send a signal while an answer is streamed. Return how the server ended, and what was wrong or ""."""
     temporary = folder / number.name
-    temporary.mkdir()
+    temporary.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(temporary)
     with serving(model, folder / f"{number.name}.log") as server:
         with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
@@ -257,13 +257,17 @@ def end_by(number: signal.Signals, model: Path, folder: Path) -> tuple[str, str]
     return told, "" if good else f"{number.name}: {told}, {traces} traces {left[:3]}"
 
 
-def soak(model: Path, report: Report, folder: Path) -> Report:
-    """Attack a server, then end others by signals."""
+def soak(model: Path, report: Report, folder: Path, signals: int) -> Report:
+    """Attack a server, then end others by signals, each so many times."""
     with serving(model, folder / "attack.log") as server:
         attack(server, report)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-        report.signals[number.name], wrong = end_by(number, model, folder)
-        report.lost += [wrong] if wrong else []
+        ends: Counter[str] = Counter()
+        for _ in range(signals):
+            ended, wrong = end_by(number, model, folder)
+            ends[ended] += 1
+            report.lost += [wrong] if wrong else []
+        report.signals[number.name] = "; ".join(f"{count} x {ended}" for ended, count in ends.items())
     return report
 
 
@@ -307,6 +311,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("seconds", nargs="?", type=float, default=600.0)
     parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--signals", type=int, default=1, help="servers that each signal ends")
     parser.add_argument("--model", type=Path, help="a compiled model; default: a tiny one is compiled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", type=Path, help="write the report as JSON too")
@@ -315,7 +320,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         model = asked.model or compiled_twin(folder)
-        report = soak(model, Report(asked.seconds, asked.clients, asked.seed), folder)
+        report = soak(model, Report(asked.seconds, asked.clients, asked.seed), folder, asked.signals)
     text = json.dumps(asdict(report), indent=1)
     if asked.o is not None:
         asked.o.write_text(text + "\n", encoding="utf-8")

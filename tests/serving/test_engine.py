@@ -74,6 +74,47 @@ def test_a_busy_batch_gives_the_tokens_of_each_alone(family: PreTrainedModel, li
     ]
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_without_memory_is_taken_again_with_fewer_rows(
+    family: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    step, failed, config = RowBatch.step, list[int](), config_of(family)
+
+    def failing(batch: RowBatch) -> torch.Tensor:
+        scores = step(batch)  # some layers may have the token already
+        if len(batch.running) > rows:
+            failed.append(len(batch.running))
+            raise MemoryError("cannot allocate 8,589,934,592 bytes")
+        return scores
+
+    monkeypatch.setattr(RowBatch, "step", failing)
+    with Served(family, Limits(batch=8)) as served:
+        for at, prompt in enumerate(PROMPTS):
+            served.ask(str(at), prompt, 9, config)
+        found = [served.answers.wait(str(at)) for at in range(len(PROMPTS))]
+    assert [tokens for tokens, _ in found] == [alone(family, prompt, config, 9) for prompt in PROMPTS]
+    assert failed and min(failed) == rows + 1
+
+
+def test_a_request_that_has_no_memory_alone_is_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, config = RowBatch.step, config_of(model)
+
+    def failing(batch: RowBatch) -> torch.Tensor:
+        if any(len(each.request.tokens) == len(PROMPTS[1]) for each in batch.running):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12345 bytes")
+        return step(batch)
+
+    monkeypatch.setattr(RowBatch, "step", failing)
+    with Served(model, Limits(batch=4)) as served:
+        for at, prompt in enumerate(PROMPTS[:4]):
+            served.ask(str(at), prompt, 6, config)
+        found = [served.answers.wait(str(at)) for at in range(4)]
+    assert [end.code for _, end in found] == ["", "out_of_memory", "", ""]
+    assert [tokens for at, (tokens, _) in enumerate(found) if at != 1] == [
+        alone(model, prompt, config, 6) for at, prompt in enumerate(PROMPTS[:4]) if at != 1
+    ]
+
+
 def test_requests_that_come_later_join_and_do_not_disturb(model: PreTrainedModel) -> None:
     config = config_of(model)
     with Served(model, Limits()) as served:
