@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Generator
@@ -24,7 +25,7 @@ from typing import Final
 from ktc.machine_faults import failed, fault_in
 from ktc.regular_files import open_regular
 
-_UNFINISHED: Final = re.compile(r"(?:\.|ktc-).+-[a-z0-9_]{8}\.writing", re.DOTALL)  # as `mkdtemp` names
+_UNFINISHED: Final = re.compile(r"(?:\.|ktc-).+-[a-z0-9_]{8}\.writing", re.DOTALL)
 _SUFFIX: Final = ".writing"
 _LONGEST_NAME: Final = 255 - len("..-xxxxxxxx") - len(_SUFFIX)  # bytes
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -172,29 +173,40 @@ def _try_lock(descriptor: int) -> bool:
 def _locked_folder(prefix: str, parent: Path, mark: str = "") -> Generator[Path]:
     """Make a folder and lock it. A sweep between the two may remove it; then another one is made."""
     while True:
-        if mark:
-            folder = parent / f"{prefix}{mark}{_SUFFIX}"
-            folder.mkdir(0o700)
-        else:
-            folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=_SUFFIX, dir=parent))
+        folder = parent / f"{prefix}{mark or secrets.token_hex(4)}{_SUFFIX}"
         try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            with suppress(OSError):
-                folder.rmdir()
+            lock = _made_and_locked(folder)
+        except FileExistsError:  # of another writer with the same mark
             raise
-        with suppress(OSError):  # a file system without locks: no sweep removes anything there
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
+        except BaseException:  # an interrupt may come when the folder is made
+            remove_leftover(folder)
+            raise
+        if lock is not None:
             break
-        os.close(lock)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def _made_and_locked(folder: Path) -> int | None:
+    """Make a private folder, and return the descriptor that locks it; None if a sweep removed it before."""
+    folder.mkdir(0o700)
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        with suppress(OSError):  # a file system without locks: no sweep removes anything there
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return lock
+    except BaseException:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
 
 
 # Steps of a writer ---------------------------------------------------------------------------------------------------

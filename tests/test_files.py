@@ -89,6 +89,19 @@ def killed_while_writing(path: Path, kind: str) -> None:
         kill_this()
 
 
+def test_an_interrupt_when_a_folder_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = os.mkdir
+
+    def interrupted(path: Path, *more: int) -> None:
+        made(path, *more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), files.folder_beside(tmp_path / "a"):
+        pytest.fail("it was not made")
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_the_next_writer_in_a_place_removes_what_a_killed_one_left(tmp_path: Path, kind: str) -> None:
     assert in_a_child(lambda: killed_while_writing(tmp_path / "a", kind)) == -signal.SIGKILL

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +14,7 @@ import pytest
 from forks import in_a_child, kill_this
 from transformers import AutoTokenizer
 
+from ktc import files
 from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.link import adapter_json, check_out, folder, link, rule_files
 from ktc.link.folder import write_folder
@@ -83,7 +83,7 @@ def test_a_folder_that_is_already_on_the_path_may_be_replaced(tmp_path: Path, mo
 def test_a_place_that_cannot_hold_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     assert refused(tmp_path / "file" / "deeper" / "out_a")[0] == "I143"
-    monkeypatch.setattr(tempfile, "mkdtemp", failing)
+    monkeypatch.setattr(files, "_made_and_locked", failing)
     assert refused(tmp_path / "out_a") == (
         "I143",
         f"OUT cannot be made in `{tmp_path}`: No space left on device",
