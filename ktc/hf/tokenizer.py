@@ -9,6 +9,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.regular_files import require_regular
 
 _FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_PANIC = "PanicException"  # of libraries in Rust, where one of their own indices is out of range; it is no `Exception`
 
 
 def read_tokenizer(folder: Path, code: str, **settings: Any) -> Any:
@@ -18,7 +19,9 @@ def read_tokenizer(folder: Path, code: str, **settings: Any) -> Any:
     try:
         require_regular(folder, _FILES)
         return cast("Any", AutoTokenizer).from_pretrained(str(folder), **settings)
-    except Exception as error:  # the tokenizers library raises plain `Exception` on an invalid file
+    except BaseException as error:  # the tokenizers library raises plain `Exception` on an invalid file, or panics
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
         reason = str(error).strip().partition("\n")[0][:200]
         message = f"`{folder}` has no tokenizer that can be read: {reason}"
         hint = "put the original's tokenizer files there; a tokenizer with code of its own is not run"

@@ -127,7 +127,9 @@ def _try(kind: Kind, folder: Path, mutant: Original, tally: Tally) -> str:
     except Hang:
         tally.hangs += 1
         found = fault = f"more than {SECONDS:g} s at {_last_line()}"
-    except Exception as error:  # noqa: BLE001 - any is what is looked for
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - any is what is looked for, and a panic of Rust is no `Exception`
         tally.traces += 1
         found = fault = f"{type(error).__name__} at {_last_line(error)}"
         said = f": {_words(str(error))[:200]}"

@@ -1,6 +1,6 @@
 """Several processes at once: two of the same command on one place, and a run of torchrun of which one is killed.
 
-    python -m reliability.processes [--kills 10] [--seed N] [--work FOLDER]
+    python -m reliability.processes [NAME ...] [--kills 10] [--seed N] [--work FOLDER]
 
 (with tests and tests/support on the path). Of two equal commands at least one succeeds, the other one too or with one
 refusal, and what they made is whole. After SIGKILL to any process of a run of torchrun the others end within a minute,
@@ -31,7 +31,7 @@ from reliability.commands import COMMANDS, Command, prepare
 from reliability.sweep import sizes, unfinished, whole
 
 KTC: Final = (sys.executable, "-m", "ktc")
-TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PATIENCE: Final = 60.0  # seconds for the others to end after one was killed
 RUN: Final = (
     "train {place}/tuned --data {root}/facts.jsonl -o {place}/run --max-steps 8 --save-steps 1 --save-total-limit 3 "
@@ -78,7 +78,7 @@ def killed_runs(kills: int, chance: Random, root: Path, work: Path) -> Iterator[
     words = [word.format(root=root, place=place) for word in RUN.split()]
     resumed = [*words[:2], "-o", str(place / "run"), "--max-steps", "8", "--resume", "auto", "-q"]
     seconds = 0.0
-    for number in range(kills + 1):
+    for number in range(kills + 1 if kills else 0):
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         shutil.copytree(root / "tuned", place / "tuned")
@@ -137,6 +137,7 @@ def _resumed(resumed: Sequence[str], words: Sequence[str], place: Path, log: Pat
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="processes", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="commands of commands.py, and `torchrun`; default: all")
     parser.add_argument("--kills", type=int, default=10, help="of runs of torchrun")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="a folder whose prepared models are kept for the next time")
@@ -149,16 +150,19 @@ def main() -> int:
             root.mkdir(parents=True)
             prepare(root, lambda words: started([*KTC, *words], work / "prepare.log", work).wait(600))
         for command in COMMANDS:
-            if command.made and not command.name.startswith(("bench", "kernel")):
+            chosen = command.name in asked.names if asked.names else not command.name.startswith(("bench", "kernel"))
+            if chosen and command.made:
                 codes, broken = two_at_once(command, root, work)
                 print(f"two of {command.name}: {codes}", *(f"BROKEN {each}" for each in broken), sep="\n  ", flush=True)
                 failed |= bool(broken)
         killed: Counter[str] = Counter()
-        for which, broken in killed_runs(asked.kills, Random(asked.seed), root, work):
+        kills = asked.kills if "torchrun" in asked.names or not asked.names else 0
+        for which, broken in killed_runs(kills, Random(asked.seed), root, work):
             killed[which] += 1
             print(*(f"torchrun, killed {which}: BROKEN {each}" for each in broken), sep="\n", end="", flush=True)
             failed |= bool(broken)
-        print(f"torchrun, 2 processes: killed {dict(killed)}")
+        if killed:
+            print(f"torchrun, 2 processes: killed {dict(killed)}")
     return 1 if failed else 0
 
 
