@@ -149,7 +149,8 @@ def graph_command(
 
     color = session.color and output is None
     request = graph.Request(model, rules, stage, layer, "json" if session.as_json else form, diff, color, trust)
-    text = graph.render(request)
+    with session.console.status("capturing and drawing"):
+        text = graph.render(request)
     if session.as_json:
         session.result(json.loads(text))
     if output is not None or not session.as_json:
