@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch
-
+from ktc.memory_faults import memory_fault
 from ktc.serving.batch import LoneBatch, RowBatch
 from ktc.serving.decoder import Decoder, choose
 from ktc.serving.generation import Generation
@@ -558,10 +557,8 @@ def failed(error: Exception) -> End:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory was missing, on the host (which PyTorch reports as a RuntimeError) or on a device."""
-    words = ("can't allocate memory", "not enough memory", "bad_alloc")
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(each in str(error) for each in words)
-    )
+    fault = memory_fault(error)
+    return fault is not None and fault.code != "U117"
 
 
 def _words(error: Exception) -> str:

@@ -303,7 +303,7 @@ def _check_fit(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
         raise _Damaged(f"`{OPTIMIZER}` is of other parameters than this run trains")
     for group, wanted in zip(found, groups, strict=True):
         for name in wanted.keys() - {"params", "initial_lr"}:
-            if not _is_alike(group.get(name), wanted[name]):
+            if not _is_alike(group.get(name), wanted[name]) or (name == "betas" and max(group[name]) >= 1):
                 raise _Damaged(f"`{name}` of `param_groups` of `{OPTIMIZER}` is {_shown(group.get(name))}")
         if unknown := sorted(map(str, group.keys() - wanted.keys() - {"initial_lr"})):
             raise _Damaged(f"`param_groups` of `{OPTIMIZER}` has the unknown entry `{unknown[0]:.40}`")
