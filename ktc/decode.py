@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 _DEEPEST = 32
+_MOST_SCHEMAS = 1_000_000
 Decoded = TypeVar("Decoded")
 
 
@@ -35,11 +36,21 @@ def read_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] |
 
 def has_lone_surrogate(text: str) -> bool:
     """Return whether `text` has a lone surrogate, such as JSON's `\\ud83d` alone, which UTF-8 cannot encode."""
+    if text.isascii():
+        return False
     try:
         text.encode()
     except UnicodeEncodeError:
         return True
     return False
+
+
+def schema_fault(found: object, wanted: int) -> str:
+    """Return how the schema number of a file differs from the one that this ktc reads, "" if it does not."""
+    if type(found) is int and found == wanted:
+        return ""
+    named = f"schema {found}" if type(found) is int and abs(found) < _MOST_SCHEMAS else "no schema number"
+    return f"has {named}, this ktc reads schema {wanted}"
 
 
 def decode(value: Any, wanted: type[Decoded]) -> Decoded:
@@ -71,7 +82,13 @@ def _value(value: Any, wanted: Any, place: str) -> Any:
     if not options_met:
         names = " or ".join(getattr(o, "__name__", repr(o)) for o in (options or (wanted,)))
         raise Undecodable(f"expected {names} at `{place}`, found {_shown(value)}")
-    return value
+    return _text(value, place) if isinstance(value, str) else value
+
+
+def _text(text: str, place: str) -> str:
+    if has_lone_surrogate(text):
+        raise Undecodable(f"a text at `{place}` has half of a surrogate pair")
+    return text
 
 
 def _deeper(value: Any, levels: int) -> bool:
@@ -97,7 +114,8 @@ def _tuple(value: Any, options: tuple[Any, ...], place: str) -> tuple[Any, ...]:
 def _mapping(value: Any, wanted: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Undecodable(f"expected an object at `{place}`, found {_shown(value)}")
-    return {key: _value(item, wanted, f"{place}.{key}") for key, item in cast("dict[str, Any]", value).items()}
+    items = cast("dict[str, Any]", value).items()
+    return {_text(key, place): _value(item, wanted, f"{place}.{key}") for key, item in items}
 
 
 def _object(value: Any, wanted: type[Any], place: str) -> Any:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+_MOST_CONFIG_BYTES = 4 << 20  # a list of every linear layer of the largest models has half of it
 PREFIX = "base_model.model."
 _PICKLE = "adapter_model.bin"
 _PLAIN_NAME = re.compile(r"[\w.-]*")
@@ -282,7 +283,7 @@ def _damaged(folder: Path, what: str) -> Diagnostic:
 
 def _read_config(folder: Path, problems: list[Diagnostic]) -> Mapping[str, Any] | None:
     try:
-        content: object = read_json(read_regular(folder / CONFIG))
+        content: object = read_json(read_regular(folder / CONFIG, _MOST_CONFIG_BYTES))
     except FileNotFoundError:
         problems.append(_damaged(folder, f"it has no `{CONFIG}`"))
     except (OSError, ValueError) as error:

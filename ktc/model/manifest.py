@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ktc import versions
-from ktc.decode import Undecodable, decode, read_json
+from ktc.decode import Undecodable, decode, read_json, schema_fault
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.isa import isa_of
 from ktc.model.assumptions import Assumptions
@@ -174,11 +174,9 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(content, dict):
         raise InputRefused(_damaged(folder, "it holds no JSON object"))
     fields = cast("dict[str, Any]", content)
-    if fields.get("schema") != SCHEMA:
-        message = f"`{folder / FILE}` has schema {fields.get('schema')}, this ktc reads schema {SCHEMA}"
-        raise InputRefused(
-            Diagnostic("L401", message, hint=f"compile it again: `ktc compile MODEL RULES -o {folder} --force`")
-        )
+    if fault := schema_fault(fields.get("schema"), SCHEMA):
+        hint = f"compile it again: `ktc compile MODEL RULES -o {folder} --force`"
+        raise InputRefused(Diagnostic("L401", f"`{folder / FILE}` {fault}", hint=hint))
     try:
         manifest = decode(fields, Manifest)
     except Undecodable as error:

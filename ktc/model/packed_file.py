@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from ktc.decode import Undecodable, decode, read_json
+from ktc.decode import Undecodable, decode, read_json, schema_fault
 from ktc.files import replaced_file
 from ktc.regular_files import open_descriptor, open_regular
 
@@ -193,9 +193,9 @@ def _encoded(header: Header) -> bytes:
 def _decoded(text: bytes) -> Header:
     try:
         content: Any = read_json(text)
-        schema: object = content.get("schema") if isinstance(content, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        if schema != SCHEMA:
-            raise Damaged(f"it has schema {schema}, this ktc reads schema {SCHEMA}")
+        schema = cast("dict[str, Any]", content).get("schema") if isinstance(content, dict) else None
+        if fault := schema_fault(schema, SCHEMA):
+            raise Damaged(f"it {fault}")
         header = decode(content, Header)
     except (ValueError, Undecodable) as error:
         raise Damaged(f"its header cannot be read: {error}") from error

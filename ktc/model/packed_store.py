@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from ktc import versions
 from ktc.checkpoint import CheckpointIndex, WeightSource
-from ktc.decode import Undecodable, decode, read_json
+from ktc.decode import Undecodable, decode, read_json, schema_fault
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import write_file
 from ktc.model import packed_file
@@ -176,8 +176,8 @@ def read_index(folder: Path) -> PackedIndex:
         index = decode(read_json(read_regular(path)), PackedIndex)
     except (OSError, ValueError, Undecodable) as error:
         raise InputRefused(damaged(folder, path, str(error))) from error
-    if index.schema != SCHEMA:
-        raise InputRefused(damaged(folder, path, f"it has schema {index.schema}, this ktc reads schema {SCHEMA}"))
+    if fault := schema_fault(index.schema, SCHEMA):
+        raise InputRefused(damaged(folder, path, f"it {fault}"))
     if index.sealed() != index:
         raise InputRefused(damaged(folder, path, "it was altered"))
     return index

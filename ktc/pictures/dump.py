@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from ktc.decode import Undecodable, decode
+from ktc.decode import Undecodable, decode, read_json, schema_fault
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.regular_files import read_regular
 
@@ -139,13 +139,13 @@ def to_json(dump: ModelDump) -> str:
 def from_json(text: str, path: str = "the graph dump") -> ModelDump:
     """Return the dump that `to_json` wrote. Raises `InputRefused` (I158 not a dump, I159 another schema)."""
     try:
-        value = json.loads(text)
+        value = read_json(text)
         schema = cast("dict[str, Any]", value).get("schema") if isinstance(value, dict) else None
-        if isinstance(schema, int) and schema != SCHEMA:
-            message = f"`{path}` has graph schema {schema}, expected {SCHEMA}"
+        if isinstance(schema, int) and (fault := schema_fault(schema, SCHEMA)):
+            message = f"the graph dump `{path}` {fault}"
             raise _refused("I159", message, "compile the model again with this version of ktc")
         dump = decode(value, ModelDump)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise _refused("I158", f"`{path}` is not JSON: {error}", _WANTED) from error
     except Undecodable as error:
         raise _refused("I158", f"`{path}` is not a graph dump: {error}", _WANTED) from error

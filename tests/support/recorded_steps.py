@@ -14,14 +14,18 @@ from ktc.model.cuda_graph import Compute, DecodeGraphs, Means
 def record_eagerly(
     compute: Compute, device: torch.device, changing: Sequence[torch.Tensor] = ()
 ) -> tuple[Any, Callable[[], None]]:  # fmt: skip
-    output = compute()
+    def computed() -> Any:
+        found = compute()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the next call drops the host functions of this one
+        return found
+
+    output = computed()
     with torch.inference_mode(mode=False):  # a graph's replay writes in any mode
         output.logits = output.logits.clone()
 
     def replay() -> None:
-        output.logits.copy_(compute().logits)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        output.logits.copy_(computed().logits)
 
     return output, replay
 
