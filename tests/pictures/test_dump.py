@@ -96,7 +96,7 @@ def broken(**changes: object) -> str:
         ("[" * 100_000, "I158", "is not JSON"),
         ("[]", "I158", "expected an object at `.`, found list"),
         ("{}", "I158", "`blocks` is missing"),
-        (broken(schema=99), "I159", "schema 99, expected 1"),
+        (broken(schema=99), "I159", "has schema 99, this ktc reads schema 1"),
         (broken(schema="1"), "I158", "expected int at `.schema`, found `1`"),
         (broken(stage="cooked"), "I158", "at `.stage`, found `cooked`"),
         (broken(near_misses="x"), "I158", "expected a list at `.near_misses`"),
