@@ -90,6 +90,7 @@ def command(
         weights=weights, trusted=trust,
     )  # fmt: skip
     session.require_versions()
+    from ktc.cli.bars import calls_bar
     from ktc.cli.consistency_table import modes_table, paths_table, verdict
     from ktc.consistency.picture import draw, require_drawable
     from ktc.consistency.run import measure
@@ -97,9 +98,9 @@ def command(
     if plot is not None:
         require_drawable()
     session.go_on()
-    with session.console.status("loading") as status, warnings.catch_warnings():
+    with calls_bar(session) as observe, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names that transformers and PEFT use themselves
-        report = measure(request, lambda line: status.update(f"measuring {line}"))
+        report = measure(request, observe)
     faults = report.faults(max_mean, exact)
     session.result({"consistency": report.to_json(), "faults": list(faults)})
     if len(report.cells) > 1:

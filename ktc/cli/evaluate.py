@@ -97,7 +97,8 @@ def command(
     if by == "logprob":
         _check_nothing_is_written(max_new_tokens, temperature)
     session.require_versions()
-    from ktc.cli.generate import rows_bar, tell_template
+    from ktc.cli.bars import rows_bar
+    from ktc.cli.generate import tell_template
     from ktc.evaluate.data import read_items, read_questions
     from ktc.evaluate.metrics import definition
     from ktc.evaluate.run import evaluate_choices, evaluate_generation

@@ -7,14 +7,14 @@ Refused before the model is loaded: options that exclude each other (G700) and f
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktc.cli.bars import rows_bar
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
@@ -31,8 +31,6 @@ from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ktc.generate.answers import Pace, Sampling
     from ktc.generate.language_model import LanguageModel
     from ktc.generate.prompts import Row
@@ -201,23 +199,6 @@ def _typed_lines(session: Session) -> Iterator[str]:
         if not line:
             return
         yield line
-
-
-@contextmanager
-def rows_bar(session: Session, what: str, total: int) -> Generator[Callable[[int], None]]:
-    """Show a bar over rows on stderr if that is a terminal; yield the function that sets the finished rows."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    disabled = session.quiet or not sys.stderr.isatty()
-    with Progress(*columns, console=session.console, transient=True, disable=disabled) as bar:
-        task = bar.add_task(what, total=total)
-
-        def progress(done: int) -> None:
-            session.go_on()
-            bar.update(task, completed=done)
-
-        yield progress
 
 
 def _tell_pace(session: Session, pace: Pace) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from ktc.adapters.adapter import attach, read_adapter
 from ktc.consistency.report import SCHEMA, Cell, Report, Side
 from ktc.consistency.request import Model, Request
 from ktc.consistency.scores import LARGE, difference
-from ktc.consistency.serving_path import Served, serving_scores
+from ktc.consistency.serving_path import Served, calls_of, serving_scores
 from ktc.consistency.stock_path import Stock, stock_scores
 from ktc.consistency.training_path import Trained, trainer_scores, uses_autocast
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -34,7 +34,7 @@ from ktc.model.load_as import read_config
 from ktc.model.manifest import Manifest, Versions, read_manifest
 from ktc.model.peft_glue import read_lora_config
 
-Observe = Callable[[str], None]
+Observe = Callable[[str, int, int], None]  # what is measured, the calls of models so far, and those in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,30 @@ class _Load:
     autocast: bool
 
 
-def _silent(_: str) -> None:
+class _Calls:
+    """Counts the calls of models, and tells an observer."""
+
+    def __init__(self, total: int, observe: Observe) -> None:
+        self._done, self._total, self._observe = 0, total, observe
+        self._what = ""
+
+    def begin(self, what: str) -> None:
+        """Name what is measured from now on."""
+        self._what = what
+        self._observe(what, self._done, self._total)
+
+    def count(self) -> None:
+        """Count a call."""
+        self._done += 1
+        self._observe(self._what, self._done, self._total)
+
+
+def _silent(_what: str, _done: int, _total: int) -> None:
     """Report nothing."""
 
 
 def measure(request: Request, observe: Observe = _silent) -> Report:
-    """Compare every model that trains, or its stock model, with every model that serves. `observe` gets each load.
+    """Compare every model that trains, or its stock model, with every model that serves. `observe` gets each call.
 
     Raises:
         InputRefused: as `ktc.load`, `attach` and `KTrainer` do; V811, V812, V813.
@@ -61,8 +79,12 @@ def measure(request: Request, observe: Observe = _silent) -> Report:
     for model in request.trained:
         _check_trains(request, model)
     source, rows = _rows(request, manifests)
-    trained, served = _measured(request, manifests, rows, observe)
-    stock = _stock(request, rows, observe) if request.against == "stock" else {}
+    training, serving = _loads(request, manifests)
+    with_stock = request.trained if request.against == "stock" else ()
+    of_serving = calls_of(rows, request.prompt, request.batch_size)
+    calls = _Calls(len(training) * len(rows) + len(serving) * of_serving + len(with_stock), observe)
+    trained, served = _measured(request, training, serving, rows, calls)
+    stock = _stock(request, rows, calls) if with_stock else {}
 
     def cell(one: Model, other: Model) -> Cell:
         found = served[_load_of(request, manifests, one, other)]
@@ -160,25 +182,31 @@ def _load_of(request: Request, manifests: Mapping[Path, Manifest], one: Model, o
     return _Load(other.folder, adapter, _autocast(request, manifests[one.folder]))
 
 
-def _measured(
-    request: Request, manifests: Mapping[Path, Manifest], rows: Tensor, observe: Observe
-) -> tuple[dict[_Load, Trained], dict[_Load, Served]]:
-    """Measure every load that the cells need, each once."""
+def _loads(request: Request, manifests: Mapping[Path, Manifest]) -> tuple[list[_Load], list[_Load]]:
+    """Return the loads that train and those that serve, as the cells need them, each once."""
     trains = request.trained if request.against == "trainer" else ()
     training = [_load_of_training(request, manifests, model) for model in trains]
     serving = [_load_of(request, manifests, one, other) for one in request.trained for other in request.served]
+    return list(dict.fromkeys(training)), list(dict.fromkeys(serving))
+
+
+def _measured(
+    request: Request, training: Sequence[_Load], serving: Sequence[_Load], rows: Tensor, calls: _Calls
+) -> tuple[dict[_Load, Trained], dict[_Load, Served]]:
+    """Measure every load."""
     trained: dict[_Load, Trained] = {}
     served: dict[_Load, Served] = {}
     for each in dict.fromkeys((*training, *serving)):
-        observe(f"{each.folder.name}{'' if each.adapter is None else f' with {each.adapter.name}'}")
+        calls.begin(f"{each.folder.name}{'' if each.adapter is None else f' with {each.adapter.name}'}")
         model = _loaded(request, each)
         if each in serving:  # before training, which leaves the model wrapped in autocast
             served[each] = serving_scores(
-                model, rows, prompt=request.prompt, batch_size=request.batch_size, autocast=each.autocast
-            )
+                model, rows, prompt=request.prompt, batch_size=request.batch_size, autocast=each.autocast,
+                called=calls.count,
+            )  # fmt: skip
         if each in training:
             tuned = _tuned(request, model, each)
-            trained[each] = trainer_scores(tuned, rows, autocast=each.autocast, stack=request.stack)
+            trained[each] = trainer_scores(tuned, rows, autocast=each.autocast, stack=request.stack, called=calls.count)
             del tuned
         del model
         gc.collect()
@@ -201,11 +229,12 @@ def _tuned(request: Request, model: PreTrainedModel | PeftModel, wanted: _Load) 
     return cast("PeftModel", get_peft_model(model, read_lora_config(wanted.folder)))
 
 
-def _stock(request: Request, rows: Tensor, observe: Observe) -> dict[Path, Stock]:
+def _stock(request: Request, rows: Tensor, calls: _Calls) -> dict[Path, Stock]:
     found: dict[Path, Stock] = {}
     for model in request.trained:
-        observe(f"stock, on the weights of {model.folder.name}")
+        calls.begin(f"stock, on the weights of {model.folder.name}")
         found[model.folder] = stock_scores(model.folder, rows, weights=request.weights, trusted=request.trusted)
+        calls.count()
         gc.collect()
     return found
 

@@ -9,6 +9,7 @@ cache, its kernels of few rows and its native or captured steps; the next token 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,21 +33,37 @@ class Served:
     decode: Scores
 
 
-def serving_scores(model: nn.Module, rows: Tensor, *, prompt: int, batch_size: int, autocast: bool) -> Served:
+def calls_of(rows: Tensor, prompt: int, batch_size: int) -> int:
+    """Count the calls of a model in `serving_scores`."""
+    number, length = rows.shape
+    return 1 + 2 * number + -(-number // batch_size) * (length - prompt)
+
+
+def serving_scores(
+    model: nn.Module, rows: Tensor, *, prompt: int, batch_size: int, autocast: bool,
+    called: Callable[[], None] = lambda: None,
+) -> Served:  # fmt: skip
     """Return the scores of `rows` (N, T) int64 on every path; decoding begins after `prompt` tokens.
 
-    `batch_size` sequences are decoded side by side. With `autocast`, calls are under autocast of bf16.
+    `batch_size` sequences are decoded side by side. With `autocast`, calls are under autocast of bf16. `called` is
+    told of each call of the model.
     """
     model.eval()
     rows = rows.to(_device(model))
     single = [row[None] for row in rows]
+
+    def read(rows: Tensor, *, use_cache: bool) -> Scores:
+        found = _read(model, rows, use_cache=use_cache)
+        called()
+        return found
+
     with torch.no_grad():
         with torch.autocast(rows.device.type, dtype=torch.bfloat16, enabled=autocast):
-            together = _read(model, rows, use_cache=False)
-            alone = joined([_read(model, row, use_cache=False) for row in single])
-        read = joined([_read(model, row, use_cache=True) for row in single])
-        decoded = joined([_decode(model, batch, prompt) for batch in torch.split(rows, batch_size)])
-    return Served(together, alone, read, decoded)
+            together = read(rows, use_cache=False)
+            alone = joined([read(row, use_cache=False) for row in single])
+        prompts = joined([read(row, use_cache=True) for row in single])
+        decoded = joined([_decode(model, batch, prompt, called) for batch in torch.split(rows, batch_size)])
+    return Served(together, alone, prompts, decoded)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -59,23 +76,24 @@ def _read(model: nn.Module, rows: Tensor, *, use_cache: bool) -> Scores:
 
 
 class _Given(LogitsProcessor):
-    """Lets `generate` choose the tokens of `rows`."""
+    """Lets `generate` choose the tokens of `rows`, and counts its calls."""
 
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
+    def __init__(self, rows: Tensor, called: Callable[[], None]) -> None:
+        self._rows, self._called = rows, called
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._called()
         wanted = self._rows[:, input_ids.shape[1], None]
         return torch.full_like(scores, -torch.inf).scatter_(1, wanted.to(scores.device), 0.0)
 
 
-def _decode(model: nn.Module, rows: Tensor, prompt: int) -> Scores:
+def _decode(model: nn.Module, rows: Tensor, prompt: int, called: Callable[[], None]) -> Scores:
     """Return the scores (N, T - prompt) of the tokens after the prompt, from the logits of `generate`."""
     made: Any = cast("Any", model).generate(
         input_ids=rows[:, :prompt],
         attention_mask=torch.ones_like(rows[:, :prompt]),
         generation_config=_config(model, rows.shape[1] - prompt),
-        logits_processor=LogitsProcessorList([_Given(rows)]),
+        logits_processor=LogitsProcessorList([_Given(rows, called)]),
     )
     assert torch.equal(made.sequences, rows), "`generate` takes the given tokens"
     return score(torch.stack(made.logits, dim=1), rows[:, prompt:])

@@ -8,7 +8,7 @@ bf16 where `ktc train` has it. Dropout is off, since it draws other numbers than
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -38,8 +38,13 @@ def uses_autocast(dtype: torch.dtype, precision: str) -> bool:
     return precision == "bf16" and dtype == torch.bfloat16
 
 
-def trainer_scores(model: PeftModel, rows: Tensor, *, autocast: bool, stack: StackMode = "auto") -> Trained:
+def trainer_scores(
+    model: PeftModel, rows: Tensor, *, autocast: bool, stack: StackMode = "auto",
+    called: Callable[[], None] = lambda: None,
+) -> Trained:  # fmt: skip
     """Return the scores of `rows` (N, T) int64 on the trainer's path. The adapter's values stay as they are.
+
+    `called` is told of each micro-batch.
 
     Raises:
         InputRefused: as `KTrainer` does, T540 where `stack` is `on` and micro-batches cannot be stacked.
@@ -64,6 +69,7 @@ def trainer_scores(model: PeftModel, rows: Tensor, *, autocast: bool, stack: Sta
         trainer = _Recording(
             model=model, args=arguments, train_dataset=cast("Any", _Rows(rows)), stack_micro_batches=stack
         )
+        trainer.called = called
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     decision = trainer.stacker.decision
@@ -92,12 +98,14 @@ class _Recording(KTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.found: dict[int, Scores] = {}
+        self.called: Callable[[], None] = lambda: None
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Return the mean negative log-probability of the next tokens."""
         number, ids = int(inputs.pop("number")), inputs["input_ids"]
         logits: Tensor = model(**inputs, use_cache=False).logits[:, :-1]
         self.found[number] = score(logits, ids[:, 1:])
+        self.called()
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten().to(logits.device))
 
 

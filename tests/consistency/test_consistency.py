@@ -53,7 +53,11 @@ def rows() -> Tensor:
 def report(out: Path, compiled: Path, adapter: Path) -> Report:
     """Return all pairs of the kernel and the experts' reference, tuned by one adapter."""
     two = models([f"kernel={out}", f"reference={compiled}"], [str(adapter)])
-    return measure(Request(two, two, sequences=3, length=20, prompt=6))
+    seen: list[tuple[str, int, int]] = []
+    found = measure(Request(two, two, sequences=3, length=20, prompt=6), lambda *each: seen.append(each))
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert {total for *_, total in seen} == {seen[-1][1]}, "the calls that were announced"
+    return found
 
 
 def tuned(out: Path, adapter: Path, trainable: bool = False) -> PeftModel:

@@ -1,0 +1,47 @@
+"""Bars on stderr, if that is a terminal: of rows that are answered, and of calls of the models that are measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ktc.cli.session import Session
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+@contextmanager
+def rows_bar(session: Session, what: str, total: int) -> Generator[Callable[[int], None]]:
+    """Show a bar over rows; yield the function that sets the finished rows."""
+    with _bar(session) as bar:
+        task = bar.add_task(what, total=total)
+
+        def progress(done: int) -> None:
+            session.go_on()
+            bar.update(task, completed=done)
+
+        yield progress
+
+
+@contextmanager
+def calls_bar(session: Session) -> Generator[Callable[[str, int, int], None]]:
+    """Show a bar over calls; yield the function that sets what is measured, the finished calls, and those in all."""
+    with _bar(session) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def progress(what: str, done: int, total: int) -> None:
+            session.go_on()
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield progress
+
+
+def _bar(session: Session) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    disabled = session.quiet or not sys.stderr.isatty()
+    return Progress(*columns, console=session.console, transient=True, disable=disabled)
