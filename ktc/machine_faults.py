@@ -29,7 +29,7 @@ _CODES: Final[Mapping[int, str]] = {
 }
 _REMEDIES: Final[Mapping[str, str]] = {
     "U110": "free some space and run it again",
-    "U111": "look at the disk and at the system's log (`dmesg`), then run it again",
+    "U111": "see whether the disk is full (`df -h`) and what the system's log says (`dmesg`), then run it again",
     "U112": "raise the limit (`ulimit -n`) or end other programs, then run it again",
     "U113": "a file or folder was removed meanwhile: restore its place, then run it again",
     "U114": "make sure that it exists and may be used, then run it again",
