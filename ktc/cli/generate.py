@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktc.cli.bars import rows_bar
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
@@ -159,6 +158,7 @@ def _answer_file(
     system: str,
     raw: bool,
 ) -> None:
+    from ktc.cli.bars import rows_bar
     from ktc.generate.batch import answer_rows, jsonl, write_rows
 
     with rows_bar(session, "answering", len(rows)) as progress:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from ktc.decode import has_lone_surrogate
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 from ktc.model.refresh import Stage
 from ktc.serving.engine import Engine
@@ -134,7 +133,7 @@ class Updates:
 
     def _require_name(self, name: str) -> None:
         """Raise InputRefused (G729) for the model's own name, and for one that no request could have."""
-        if not name or len(name) > _LONGEST_NAME or not name.isprintable() or has_lone_surrogate(name):
+        if not name or len(name) > _LONGEST_NAME or not name.isprintable():
             message = f"an adapter's name has 1 to {_LONGEST_NAME} printable characters"
             raise InputRefused(Diagnostic("G729", message, hint="name it as requests do in `model`"))
         if name == next(iter(self._models.names)):

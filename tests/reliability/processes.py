@@ -118,7 +118,8 @@ def _after(agent: subprocess.Popen[bytes], place: Path, log: Path) -> Iterator[s
         yield f"the others went on for {PATIENCE:g} s"
     said = log.read_text(errors="replace")
     if "U099" in said:
-        yield f"a bug: {said[-400:]}"
+        begin = said.index("U099")
+        yield f"a bug: {said[max(begin - 4000, 0) : begin + 1000]}"
     for checkpoint in (place / "run").glob("checkpoint-*"):
         if not (checkpoint / "trainer_state.json").is_file():
             yield f"{checkpoint.name} is not whole"
