@@ -3,6 +3,7 @@
 Every process counts its meetings (the collectives of a training step) in the store that launched the run. When a
 meeting fails, the counts show which ranks did not arrive. A process that raised an error has published its message
 there. torchrun may end this process before its next meeting; then torchrun's own summary names the rank.
+A process that dies inside a meeting is counted in; then the failed collective itself is what the others know.
 Out: one error with the rank, its message, and the checkpoint to continue from.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,15 +113,21 @@ def _said(call: RollCall) -> str:
 
 
 def _lost(call: RollCall, error: RuntimeError, output_dir: str | None) -> Exception:
-    """Return the error to raise for `error`: itself if no other process is missing."""
+    """Return the error to raise for `error`: itself if no other process is missing and no collective raised it."""
     try:
         missing = call.missing()
     except RuntimeError:
         missing = ["rank 0, which keeps the roll, is gone"]
-    if not missing:
+    if not missing and not _in_collective(error):
         _tell(call, error)
         return error
-    return _ended(f"a run continues in all of its processes or in none: {'; '.join(missing)}", output_dir)
+    lost = "; ".join(missing) or f"a collective failed with: {str(error)[:_LONGEST_WORDS].strip()}"
+    return _ended(f"a run continues in all of its processes or in none: {lost}", output_dir)
+
+
+def _in_collective(error: BaseException) -> bool:
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(str(frame.f_globals.get("__name__")).startswith("torch.distributed.") for frame in frames)
 
 
 def _tell(call: RollCall, error: BaseException) -> None:
