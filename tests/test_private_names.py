@@ -29,9 +29,9 @@ KNOWN = {
     "_build_generation_config", "_dynamo", "_experts_implementation", "_from_config", "_init_weights",
     "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_make_wrapper_subclass",
-    "_non_persistent_buffers_set", "_prefill", "_prepare_cache_for_generation", "_python_dispatch", "_pytree",
-    "_register_custom_module", "_resolve_model", "_schema", "_StreamError", "_subclasses", "_supports_sdpa",
-    "_validate_request", "_version",
+    "_non_persistent_buffers_set", "_normalize_input", "_normalize_tools", "_prefill",
+    "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module", "_resolve_model",
+    "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request", "_version",
 }  # fmt: skip
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
 
@@ -236,6 +236,17 @@ def test_handlers_of_requests_check_and_configure_where_ours_do() -> None:
 
     for name in ("_validate_request", "_build_generation_config", "_resolve_model"):
         assert callable(getattr(ChatCompletionHandler, name))
+
+
+def test_an_input_of_responses_becomes_messages_and_nested_tools() -> None:
+    pytest.importorskip("fastapi")
+    from transformers.cli.serving.response import ResponseHandler
+
+    messages = ResponseHandler._normalize_input({"input": "Hello", "instructions": "Answer."})
+    assert [turn["role"] for turn in messages] == ["system", "user"]
+    assert ResponseHandler._normalize_tools([{"type": "function", "name": "f"}]) == [
+        {"type": "function", "function": {"name": "f"}}
+    ]
 
 
 def test_an_error_of_a_stream_carries_a_message() -> None:

@@ -41,6 +41,7 @@ class Answers(GenerateManager):
         self._models, self._metrics = models, metrics
         self._running: dict[str, _Running] = {}  # of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.counting = asyncio.Semaphore()  # of long prompts: one at a time, since each may take a core
 
     # Called by handlers, on the event loop ----------------------------------------------------------------------------
     def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,11 +88,12 @@ class Answers(GenerateManager):
 
     def _request(self, inputs: Any, config: Any, tokenizer: Any) -> Request:
         """Return the request of a handler. An empty prompt, and one that leaves no room, are refused."""
-        served = self._models.names[getattr(config, ADAPTER)]
+        model = getattr(config, ADAPTER)
+        served = self._models.names[model]
         tokens = tuple(inputs["input_ids"][0].tolist())
         if not tokens:
             raise RequestRefused(400, "the prompt is empty", "empty_prompt")
-        config.max_new_tokens = min(config.max_new_tokens, self._room(served.opened.max_length, len(tokens)))
+        config.max_new_tokens = min(config.max_new_tokens, self.require_room(model, len(tokens)))
         if config.eos_token_id is None:
             config.eos_token_id = sorted(served.opened.eos_ids) or None
         config.pad_token_id = served.opened.pad_id
@@ -100,15 +102,24 @@ class Answers(GenerateManager):
             _stop_texts(config), tokenizer,
         )  # fmt: skip
 
-    def _room(self, max_length: int | None, length: int) -> int:
-        """Return the number of new tokens that fit. Raises RequestRefused (400) for none."""
+    def require_room(self, model: str, length: int, least: str = "") -> int:
+        """Return the number of new tokens that fit after a prompt. Raises RequestRefused (400) for none."""
+        limits = self._limits(model)
+        for limit, whose in limits:
+            if length >= limit:
+                message = f"the prompt has {least}{length} tokens, and {whose} is {limit}"
+                raise RequestRefused(400, message, "context_length_exceeded")
+        return min(limit - length for limit, _ in (*limits, (1 << 40, "")))
+
+    def longest_prompt(self, model: str) -> int | None:
+        """Return the length from which on no prompt is taken, None where there is none."""
+        return min((limit for limit, _ in self._limits(model)), default=None)
+
+    def _limits(self, model: str) -> list[tuple[int, str]]:
         longest = self.engine.longest
         cached = None if longest is None else longest + 1  # the last token is not cached
-        for limit, whose in ((max_length, "the model's length"), (cached, "the room of the cache")):
-            if limit is not None and length >= limit:
-                message = f"the prompt has {length} tokens, and {whose} is {limit}"
-                raise RequestRefused(400, message, "context_length_exceeded")
-        return min(limit - length for limit in (max_length, cached, 1 << 40) if limit is not None)
+        both = (self._models.names[model].opened.max_length, "the model's length"), (cached, "the room of the cache")
+        return [(limit, whose) for limit, whose in both if limit is not None]
 
     def _start(self, request: Request, to: _Streamed | _Whole) -> None:
         self._loop = asyncio.get_running_loop()

@@ -6,6 +6,7 @@ or 422, never ignored.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
@@ -15,10 +16,12 @@ from transformers.cli.serving import response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import Modality
 
 from ktc import versions
 from ktc.serving import fields
 from ktc.serving.fields import Check, require_fields
+from ktc.serving.prompt_length import is_long, least_tokens
 from ktc.serving.refusals import RequestRefused
 
 SEED: Final = "seed_of_the_request"  # an attribute of a generation config
@@ -29,11 +32,15 @@ class _Checked:
     """Mixin before a handler: validates a request before any work."""
 
     model_manager: Any
+    generation_state: Any
     checks: Mapping[str, Check]
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        """Answer a request. A chat template that fails refuses it (400)."""
+        """Answer a request. A prompt without room, and a chat template that fails refuse it (400)."""
         try:
+            if is_long(body):
+                self._validate_request(body)
+                await self._require_room(body)
             return await cast("Any", super()).handle_request(body, request_id)
         except HTTPException:
             raise
@@ -42,6 +49,27 @@ class _Checked:
                 raise
             words = f"the chat template refuses these messages: {error}"
             raise RequestRefused(400, words, "template_error", "messages") from error
+
+    async def _require_room(self, body: dict[str, Any]) -> None:
+        """Raise RequestRefused (400) for a prompt that is far too long, without stopping the event loop."""
+        name, _, tokenizer = self._resolve_model(body)
+        answers: Any = self.generation_state.get_manager()
+        longest = answers.longest_prompt(name)
+        if longest is not None:
+            async with answers.counting:
+                least = await asyncio.to_thread(lambda: least_tokens(tokenizer, self._prompt(body, tokenizer), longest))
+            answers.require_room(name, least, "at least ")
+
+    def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
+        """Return the text that the handler will tokenise."""
+        raise NotImplementedError
+
+    def _rendered(self, body: dict[str, Any], messages: list[Any], tools: object, tokenizer: Any) -> str:
+        inputs = cast("Any", self).get_processor_inputs_from_messages(messages, Modality.LLM)
+        variables: Any = body.get("chat_template_kwargs") or {}
+        return tokenizer.apply_chat_template(
+            inputs, add_generation_prompt=True, tools=tools, tokenize=False, **variables
+        )
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         require_fields(body, self.checks)
@@ -84,6 +112,9 @@ class Chat(_Checked, ChatCompletionHandler):
         if "logit_bias" in body:
             body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
 
+    def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
+        return self._rendered(body, body["messages"], body.get("tools"), tokenizer)
+
 
 class Completion(_Checked, CompletionHandler):
     checks = fields.COMPLETION
@@ -92,6 +123,9 @@ class Completion(_Checked, CompletionHandler):
         super()._validate_request(body)
         if "prompt" not in body:
             raise RequestRefused(400, "`prompt` is missing", "missing_required_parameter", "prompt")
+
+    def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
+        return body["prompt"]
 
 
 class Response(_Checked, ResponseHandler):
@@ -107,6 +141,11 @@ class Response(_Checked, ResponseHandler):
             fields.require_items(cast("list[Any]", given))
         self._require_template(body)
         body.setdefault("stream", False)  # as OpenAI has it; the handler would stream
+
+    def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
+        handler = cast("Any", self)
+        tools = handler._normalize_tools(body.get("tools"))
+        return self._rendered(body, handler._normalize_input(body), tools, tokenizer)
 
 
 def _is_of_template(error: BaseException) -> bool:

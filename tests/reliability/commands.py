@@ -89,6 +89,7 @@ COMMANDS = (
         "generate {root}/tuned --file {root}/prompts.jsonl --max-new-tokens 2 -o {place}/answers.jsonl -q",
         made=("answers.jsonl",),
     ),
+    Command("census -o", "census --family qwen3_moe -o {place}/census.txt -q", made=("census.txt",)),
     Command("prove -o", "prove {root}/tuned -o {place}/report.json -q", made=("report.json",)),
     Command("consistency -o", "consistency {root}/tuned -o {place}/report.json -q", made=("report.json",)),
 )  # fmt: skip

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -30,6 +31,7 @@ from ktc.serving import server as serve
 from ktc.serving.batch import RowBatch
 from ktc.serving.decoder import Decoder
 from ktc.serving.models import ServedModels, open_served_models
+from ktc.serving.prompt_length import least_tokens
 from ktc.serving.request import Limits
 
 pytestmark = [
@@ -76,6 +78,41 @@ def request(url: str, body: Any = None) -> tuple[int, str]:
 
 def hello(text: str = "Hello") -> list[Any]:
     return [{"role": "user", "content": text}]
+
+
+LONG_TEXT = "rain " * 15_000
+LONG_BODIES = {
+    "chat/completions": {"messages": hello(LONG_TEXT)},
+    "completions": {"prompt": LONG_TEXT},
+    "responses": {"input": LONG_TEXT},
+}
+
+
+@pytest.mark.parametrize("path", LONG_BODIES)
+def test_others_are_answered_while_a_long_prompt_is_counted(
+    address: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+
+    def counted(*given: Any) -> int:
+        assert answered.wait(60)
+        return least_tokens(*given)
+
+    monkeypatch.setattr("ktc.serving.handlers.least_tokens", counted)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(request, f"{address}/{path}", LONG_BODIES[path])
+        assert request(f"{address.removesuffix('/v1')}/health")[0] == 200
+        answered.set()
+        status, said = asked.result()
+    assert (status, json.loads(said)["error"]["code"]) == (400, "context_length_exceeded")
+    assert "the prompt has at least " in said
+
+
+def test_long_texts_are_never_counted_as_too_many_tokens(opened: LanguageModel) -> None:
+    for text in (LONG_TEXT, "a" * 100_000, "漢字 <|x|>\n" * 10_000, ""):
+        exact = len(opened.tokenizer.encode(text, add_special_tokens=False))
+        assert 0.9 * exact - 1 <= least_tokens(opened.tokenizer, text, 1 << 30) <= exact
+        assert min(exact, 100) * 0.9 <= least_tokens(opened.tokenizer, text, 100)
 
 
 def expected(opened: LanguageModel, text: str, sampling: Sampling, raw: bool = False) -> str:
