@@ -25,7 +25,7 @@ TESTS = (
     "tests/match/test_match.py", "tests/rewrite",
     "tests/prove", "tests/model/test_load.py", "tests/end_to_end/test_compiled_model.py", "tests/experts/test_peft.py",
     "tests/linears/test_lora_linear.py", "tests/training", "tests/tune", "tests/adapters", "tests/generate",
-    "tests/evaluate", "tests/learning", "tests/llama_factory/test_settings.py",
+    "tests/evaluate", "tests/serving/test_server.py", "tests/learning", "tests/llama_factory/test_settings.py",
 )  # fmt: skip
 TOOLS = ("pytest>=8.3", "hypothesis>=6.130")
 KTC = f"{ROOT}[train,eval,serve,gguf]"  # TRL, the metrics, the server and GGUF, in whatever releases fit the set

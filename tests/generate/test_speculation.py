@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ktc
+from ktc import versions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 40
@@ -65,6 +66,10 @@ def test_a_right_assistant_saves_calls(model: Any, compiled: Path) -> None:
     assert fewer <= calls / 2
 
 
+@pytest.mark.skipif(
+    versions.release(versions.installed("transformers") or "0") < (5, 7),
+    reason="prompt lookup of transformers 5.6 fails where the end of sequence is None",
+)
 def test_prompt_lookup_gives_the_greedy_tokens(model: Any) -> None:
     wanted, calls = generated(model)
     found, fewer = generated(model, prompt_lookup_num_tokens=3)
