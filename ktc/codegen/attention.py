@@ -10,4 +10,5 @@ from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAtte
 def choices(spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec) -> dict[str, object]:
     """Return the template's variables. The scalar ISA computes in bf16, or has lanes of fp32 for other elements."""
     lanes = ELEMENTS["bf16" if spec.dtype == "bf16" else "fp32"]
-    return {"isa": INSTRUCTION_SETS[spec.isa].cxx_type(lanes), "element": ELEMENTS[spec.dtype]}
+    row = INSTRUCTION_SETS[spec.isa]
+    return {"isa": row.cxx_type(lanes), "element": ELEMENTS[spec.dtype], "tiles": row.tiles}

@@ -28,7 +28,11 @@ from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAtte
 
 # Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values.
 _INT8_TOLERANCE: Final = 2e-4  # of queries and weights as words
-_SHAPES: Final = ((2, 6, 2, 3, 70, 40, 0, 24), (1, 5, 1, 1, 300, 64, 20, 64))
+_SHAPES: Final = (
+    (2, 6, 2, 3, 70, 40, 0, 24),
+    (1, 5, 1, 1, 300, 64, 20, 64),
+    (1, 17, 1, 1, 150, 64, 32, 64),  # whole tiles of many rows
+)
 
 
 def self_test_attention(kernel: Kernel, spec: AttentionSpec | SparseAttentionSpec) -> None:

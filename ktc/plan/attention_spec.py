@@ -6,10 +6,23 @@ They hold everything that their templates may ask.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-from ktc.isa import Isa
+from ktc.host import Host
+from ktc.isa import INSTRUCTION_SETS, PREFERENCE, Isa
+from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
 from ktc.plan.linear_spec import Dtype
+
+ISAS: Final[dict[Dtype, tuple[Isa, ...]]] = {
+    dtype: tuple(isa for isa in PREFERENCE if isa in LINEAR_ISAS or (dtype == "bf16" and INSTRUCTION_SETS[isa].tiles))
+    for dtype in ("bf16", "fp16", "fp32")
+}
+"""The instruction sets of kernels over a cache of numbers, by their dtype. Tiles multiply bf16."""
+
+
+def attention_isa(dtype: Dtype, host: Host) -> Isa:
+    """Return the host's best instruction set for attention over a cache of numbers."""
+    return next(isa for isa in ISAS[dtype] if isa in host.isas)
 
 
 @dataclass(frozen=True, slots=True)

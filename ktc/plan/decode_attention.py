@@ -19,8 +19,7 @@ from ktc.graph import ops
 from ktc.graph.latent import is_latent, latent_operands
 from ktc.graph.typed import nodes_by_name
 from ktc.host import Host
-from ktc.isa import Isa
-from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec
+from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, attention_isa
 from ktc.plan.linear_spec import ISAS
 from ktc.plan.linears import DTYPES
 from ktc.plan.types import BlockRewrite, Claim
@@ -42,10 +41,9 @@ def choose_attention(claim: Claim, dtype: torch.dtype, device: str, host: Host) 
     if why:
         message = f"`{FLASH_DECODE}` of `{claim.target.name}` on `{claim.path}`: {why}"
         raise InputRefused(Diagnostic("M077", message, claim.span, hint="write `sdpa` instead, or narrow the rule"))
-    isa: Isa = next(isa for isa in ISAS if isa in host.isas)
     if holds_codes(claim.target):
-        return Int8AttentionSpec("int8_attention", DTYPES[dtype], isa)
-    return AttentionSpec("attention", DTYPES[dtype], isa)
+        return Int8AttentionSpec("int8_attention", DTYPES[dtype], next(isa for isa in ISAS if isa in host.isas))
+    return AttentionSpec("attention", DTYPES[dtype], attention_isa(DTYPES[dtype], host))
 
 
 def holds_codes(target: Target) -> bool:

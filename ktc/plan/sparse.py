@@ -23,8 +23,7 @@ from ktc.hf.indexer import has_indexer, positions_of_indexer
 from ktc.hf.latent_cache import caches_latents
 from ktc.host import Host
 from ktc.match import Matches
-from ktc.plan.attention_spec import SparseAttentionSpec
-from ktc.plan.linear_spec import ISAS
+from ktc.plan.attention_spec import SparseAttentionSpec, attention_isa
 from ktc.plan.linears import DTYPES
 from ktc.plan.placement import device_of
 from ktc.plan.types import BlockRewrite, Claim
@@ -134,7 +133,7 @@ def choose_sparse(dtype: torch.dtype, device: str, host: Host) -> SparseAttentio
     """Return the kernel of sparse attention; None where PyTorch computes it."""
     if device != "cpu" or dtype not in DTYPES:
         return None
-    return SparseAttentionSpec("sparse_attention", DTYPES[dtype], next(isa for isa in ISAS if isa in host.isas))
+    return SparseAttentionSpec("sparse_attention", DTYPES[dtype], attention_isa(DTYPES[dtype], host))
 
 
 def with_indices(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> CapturedModel:

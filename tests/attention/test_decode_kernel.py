@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ktc.attention.decode import DecodeAttention, Heads
 from ktc.linears.gemv import DTYPES
+from ktc.plan.attention_spec import ISAS as ATTENTION_ISAS
 from ktc.plan.attention_spec import AttentionSpec
-from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPECS = [
-    AttentionSpec("attention", dtype, isa) for isa in LINEAR_ISAS if isa in ISAS for dtype in ("bf16", "fp16", "fp32")
+    AttentionSpec("attention", dtype, isa) for dtype, isas in ATTENTION_ISAS.items() for isa in isas if isa in ISAS
 ]
 QUICK = (SPECS[0], SPECS[-1], *(spec for spec in SPECS if spec.isa == "avx2" and spec.dtype == "bf16"))
 ERROR = {"bf16": 3e-3, "fp16": 5e-4, "fp32": 2e-6}

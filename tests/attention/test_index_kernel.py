@@ -17,15 +17,15 @@ from ktc.attention.key_index import KeyIndex
 from ktc.attention.selection import attend_chosen, choose, visible_positions
 from ktc.attention.sparsity import FORMATS, IndexFormat, Sparsity
 from ktc.linears.gemv import DTYPES
+from ktc.plan.attention_spec import ISAS as ATTENTION_ISAS
 from ktc.plan.attention_spec import AttentionSpec, SparseAttentionSpec
-from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPECS = [
     SparseAttentionSpec("sparse_attention", dtype, isa)
-    for isa in LINEAR_ISAS
+    for dtype, isas in ATTENTION_ISAS.items()
+    for isa in isas
     if isa in ISAS
-    for dtype in ("bf16", "fp16", "fp32")
 ]
 QUICK = (SPECS[0], SPECS[-1], *(spec for spec in SPECS if spec.isa == "avx2" and spec.dtype == "bf16"))
 ERROR = {"bf16": 4e-3, "fp16": 6e-4, "fp32": 2e-6}

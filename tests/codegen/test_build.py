@@ -31,9 +31,12 @@ from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.packed import PackedExperts
 from ktc.experts.quantised_reference import dequantise, quantise
-from ktc.formats import CODES, FORMATS, WeightFormat
+from ktc.formats import CODES, FORMATS
 from ktc.host import Compiler, Host
+from ktc.plan.attention_spec import ISAS as ATTENTION_ISAS
+from ktc.plan.attention_spec import AttentionSpec, SparseAttentionSpec
 from ktc.plan.kernel_spec import KERNELS
+from ktc.plan.spec import Spec
 
 STAND_IN = """#!/bin/sh
 echo call >> {calls}
@@ -90,7 +93,10 @@ def test_rendered_files_are_short_and_formatted(tmp_path: Path, sizes: tuple[int
         *(spec_of(isa, codes=codes, sizes=sizes) for isa in KERNELS for codes in coded if codes[0] in KERNELS[isa]),
     ]
     specs += [replace(spec, format_down="q6_k") for spec in specs if spec.format_down == "q4_k"]
-    units = render(specs, dict.fromkeys(specs, "known (moe-lora.ktr:31:3)")).units
+    attention = [AttentionSpec("attention", dtype, isa) for dtype, isas in ATTENTION_ISAS.items() for isa in isas]
+    sparse = [SparseAttentionSpec("sparse_attention", spec.dtype, spec.isa) for spec in attention]
+    every: list[Spec] = [*specs, *attention, *sparse]
+    units = render(every, dict.fromkeys(every, "known (moe-lora.ktr:31:3)")).units
     for unit in units:
         (tmp_path / unit.name).write_text(unit.text)
         assert unit.name in ("bindings.cpp", "module.cpp") or len(unit.text.splitlines()) <= 50
@@ -115,9 +121,18 @@ def test_combinations_without_a_kernel_are_refused_together() -> None:
     assert "no kernel computes in `bf16` on `bf16/fp32` weights with `avx2`" in str(refused.value)
 
 
-@pytest.mark.parametrize("codes", [None, pytest.param(("int8", 0), marks=pytest.mark.slow)])
-def test_a_kernel_for_amx_compiles_where_it_cannot_run(tmp_path: Path, codes: tuple[WeightFormat, int] | None) -> None:
-    unit = render([spec_of("amx", codes=codes)], {}).units[0]
+@pytest.mark.parametrize(
+    "spec",
+    [
+        spec_of("amx"),
+        AttentionSpec("attention", "bf16", "amx"),
+        pytest.param(spec_of("amx", codes=("int8", 0)), marks=pytest.mark.slow),
+        pytest.param(SparseAttentionSpec("sparse_attention", "bf16", "amx"), marks=pytest.mark.slow),
+    ],
+    ids=lambda spec: spec.entry,
+)
+def test_a_kernel_for_amx_compiles_where_it_cannot_run(tmp_path: Path, spec: Spec) -> None:
+    unit = render([spec], {}).units[0]
     source, target = tmp_path / unit.name, tmp_path / "unit.o"
     source.write_text(unit.text)
     toolchain.run(toolchain.find(host.detect()).compile_command(source, target, unit.isa))

@@ -25,6 +25,7 @@ from ktc.codegen.render import render
 from ktc.codegen.toolchain import Toolchain
 from ktc.formats import BLOCKS, CODES, FORMATS, Blocks, Codes, Dense, Exponent, Halves, ScaleAndZero, WeightFormat
 from ktc.isa import PREFERENCE, Isa
+from ktc.plan.attention_spec import ISAS as ATTENTION_ISAS
 from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
 from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
@@ -55,10 +56,11 @@ def specs_of(isa: Isa) -> tuple[Spec, ...]:
     specs: list[Spec] = [*moe_specs(isa), *(spec_of(isa, form=form) for form in forms)]
     if isa in LINEAR_ISAS:
         specs += [LinearSpec("linear", dtype, isa) for dtype in dtypes]
-        specs += [AttentionSpec("attention", dtype, isa) for dtype in dtypes]
         specs += [Int8AttentionSpec("int8_attention", dtype, isa) for dtype in dtypes]
-        specs += [SparseAttentionSpec("sparse_attention", dtype, isa) for dtype in dtypes]
         specs += [StepSpec("step", "fp32", isa)]
+    cached: list[Dtype] = [dtype for dtype in dtypes if isa in ATTENTION_ISAS[dtype]]
+    specs += [AttentionSpec("attention", dtype, isa) for dtype in cached]
+    specs += [SparseAttentionSpec("sparse_attention", dtype, isa) for dtype in cached]
     specs += [PackedLinearSpec("packed_linear", "bf16", name, isa) for name in BLOCKS if name in KERNELS[isa]]
     return tuple(dict.fromkeys(specs))
 

@@ -14,6 +14,7 @@ from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
 SHAPES = [
     (1, 1, 1, 1, 1, 16, 0, 16), (2, 4, 2, 1, 65, 33, 0, 17), (1, 16, 1, 1, 200, 64, 16, 64),
     (1, 70, 1, 2, 131, 24, 8, 40),    (3, 6, 3, 5, 37, 128, 0, 128), (1, 2, 2, 1, 9000, 32, 0, 32),
+    (1, 20, 1, 1, 200, 64, 32, 64),   (2, 36, 2, 2, 333, 96, 0, 128),  # whole tiles of many rows
 ]  # fmt: skip
 INT8_SPECS = [
     Int8AttentionSpec("int8_attention", dtype, isa)

@@ -7,8 +7,10 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
 #include "ktc/cache_view.hpp"
+#include "ktc/element.hpp"
 #include "ktc/engine.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
@@ -205,6 +207,26 @@ struct AttentionPlan {
       sum.greatest = greatest;
     }
     return greatest;
+  }
+
+  // Turns the scores of a row into weights exp(score - greatest), in their place: fp32, or bf16 one after the other.
+  // What the row has added so far is turned to that of the new greatest score. `step` is called for each kHalfPanel.
+  template <class Weight, class Step>
+  void exponentiate(std::int64_t length, float* scores, Sums& sum, float* added, const Step& step) const {
+    const Lanes shift(raise(scores, length, sum, added));
+    Lanes total(0.0f);
+    for (std::int64_t each = 0; each < length; each += kHalfPanel) {
+      step();
+      const Lanes score = Lanes::load(scores + each);
+      const Lanes weight = zero_up_to(0.5f * kUnseen, score, exp(score - shift));
+      if constexpr (std::is_same_v<Weight, bf16>) {
+        weight.to_elements(reinterpret_cast<bf16*>(scores) + each);  // over scores that were read
+      } else {
+        weight.store(scores + each);
+      }
+      total = total + weight;
+    }
+    sum.total += total.sum();
   }
 
   // The stretches of every row that no other thread has taken; `place(column)` is where a column of the values was

@@ -69,6 +69,10 @@ class CacheAhead {
 
  private:
   static constexpr std::int64_t kRow = 1 << 16;
+  static constexpr int kLocality = [] {
+    if constexpr (requires { Isa::kStreamLocality; }) return Isa::kStreamLocality;
+    return 3;
+  }();
 
   struct Stretch {
     HeadViews head{};
@@ -85,7 +89,7 @@ class CacheAhead {
       bytes = view.width * kSize;
     }
     [[gnu::always_inline]] void fetch() {
-      for (std::int64_t line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(next + line, 0, 3);
+      for (std::int64_t line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(next + line, 0, kLocality);
       next += stride;
     }
     const char* next = nullptr;

@@ -31,6 +31,7 @@ class DecodeAttention final : public AttentionKernel {
   // Products of bf16 as it is stored, where the instruction set has them; otherwise products of fp32.
   static constexpr bool kPaired = std::is_same_v<Element, bf16> && requires { typename Isa::template DotSums<1, 1>; };
   using Query = std::conditional_t<kPaired, bf16, float>;
+  using Weight = Query;
   static constexpr std::int64_t kUnit = kPaired ? 32 : kHalfPanel;  // to which widths are filled up
   using Plan = AttentionPlan<Isa, kUnit>;
   using Item = typename Plan::Item;
@@ -300,23 +301,8 @@ class DecodeAttention final : public AttentionKernel {
     static bf16* weights_of(float* scores) { return reinterpret_cast<bf16*>(scores); }
     static const bf16* weights_of(const float* scores) { return reinterpret_cast<const bf16*>(scores); }
 
-    // Turns the scores of a row into exp(score - greatest), and what it has added so far to that of the new greatest.
     void exponentiate(std::int64_t length, float* scores, Sums& sum, float* added, Ahead& ahead) const {
-      const float greatest = plan.raise(scores, length, sum, added);
-      Lanes total(0.0f);
-      const Lanes shift(greatest);
-      for (std::int64_t each = 0; each < length; each += kHalfPanel) {
-        ahead.step(kExpWork);
-        const Lanes score = Lanes::load(scores + each);
-        const Lanes weight = zero_up_to(0.5f * Plan::kUnseen, score, exp(score - shift));
-        if constexpr (kPaired) {
-          weight.to_elements(weights_of(scores) + each);  // over scores that were read
-        } else {
-          weight.store(scores + each);
-        }
-        total = total + weight;
-      }
-      sum.total += total.sum();
+      plan.template exponentiate<Weight>(length, scores, sum, added, [&] { ahead.step(kExpWork); });
     }
 
     void add_values(const HeadViews& views, const Rows& rows, std::int64_t block, std::int64_t length,

@@ -25,7 +25,8 @@ std::unique_ptr<SparseAttentionKernel> make_sparse_attention() {
   return std::make_unique<Kernel>();
 }
 
-template <class Isa, class Element>
+// `Dense` computes the attention, of all positions or of chosen ones.
+template <class Isa, class Element, class Dense = DecodeAttention<Isa, Element>>
 class SparseAttention final : public SparseAttentionKernel {
  public:
   void forward(Engine& engine, const AttentionArguments& arguments) const override {
@@ -39,7 +40,7 @@ class SparseAttention final : public SparseAttentionKernel {
   }
 
  private:
-  DecodeAttention<Isa, Element> attention_;
+  Dense attention_;
 };
 
 }  // namespace ktc

@@ -30,6 +30,8 @@ constexpr Case kCases[] = {
     {2, 2, 3, 3, 70, 40, 0, 24, {.masked = true, .sinks = true}},
     {1, 1, 5, 1, 300, 64, 20, 64},
     {2, 1, 16, 1, 200, 64, 32, 64, {.joint = true}},
+    {2, 1, 20, 1, 200, 64, 32, 64, {.joint = true}},
+    {1, 2, 9, 3, 333, 96, 0, 128, {.masked = true, .sinks = true, .positions_first = true}},
     {1, 1, 7, 2, 130, 72, 9, 33, {.joint = true, .masked = true}},
     {1, 1, 70, 2, 33, 16, 0, 16, {.sinks = true}},
     {2, 4, 1, 1, 1, 8, 0, 1},
