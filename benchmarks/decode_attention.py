@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/decode_attention.py [--isa avx2] [--rounds 7] [--positions 4096]
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/decode_attention.py --sparse --positions 131072 [--k 2048]
-    OMP_WAIT_POLICY=passive python benchmarks/decode_attention.py --threads 16
+    OMP_WAIT_POLICY=passive python benchmarks/decode_attention.py --threads 16 [--latent-heads 128]
 
 Rows: grouped-query attention with 32 query and 8 key heads of 128 (scaled_dot_product_attention), and latent attention
-of DeepSeek-V2-Lite (16 heads, latents of 512, rotary keys of 64; expanded keys as stock code, and absorbed by
-PyTorch). "int8" reads the same cache as codes of 8 bits and their scales. Milliseconds of processor time (of several
+of DeepSeek-V2-Lite (16 heads, V3 has 128; latents of 512, rotary keys of 64; expanded keys as stock code, and absorbed
+by PyTorch). "int8" reads the same cache as codes of 8 bits and their scales. Milliseconds of processor time (of several
 threads: of wall time), medians of rounds in which the candidates take turns; the cache's bytes over them, and its
 share of the read bandwidth that the same number of threads has in the same rounds. Keys and values come from memory in
 every call. "cold" is a call whose code, Python's and the kernel's, comes from memory too; before the others a call
@@ -41,11 +41,11 @@ from ktc.attention.up_projection import UpProjection
 from ktc.codegen.build import build
 from ktc.codegen.render import render
 from ktc.experts.packed import zeros_on_huge_pages
-from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
-from ktc.plan.linear_spec import ISAS
+from ktc.plan.attention_spec import ISAS, AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
+from ktc.plan.linear_spec import ISAS as CODE_ISAS
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
-LATENT_HEADS, LATENT, ROPE, NOPE, VALUE = 16, 512, 64, 128, 128
+LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 COLD: Final = 1 << 28  # bytes read between calls, so that the cache comes from memory
 Candidates = dict[str, tuple[Callable[[], object], int]]
 
@@ -91,11 +91,11 @@ def grouped(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) 
     }  # fmt: skip
 
 
-def latent(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) -> Candidates:
-    """Candidates by name, from queries to outputs of all heads."""
-    query = torch.randn(1, LATENT_HEADS, 1, NOPE + ROPE).bfloat16()
+def latent(positions: int, count: int, decode: DecodeAttention, by_codes: DecodeAttention) -> Candidates:
+    """Candidates by name, from queries to outputs of `count` heads."""
+    query = torch.randn(1, count, 1, NOPE + ROPE).bfloat16()
     latents, ropes = (random(1, 1, positions, width) for width in (LATENT, ROPE))
-    up = UpProjection(torch.randn(LATENT_HEADS, NOPE + VALUE, LATENT).bfloat16(), NOPE)
+    up = UpProjection(torch.randn(count, NOPE + VALUE, LATENT).bfloat16(), NOPE)
     weight, nbytes = up.weight.reshape(-1, LATENT), latents.nbytes + ropes.nbytes
 
     codes = coded(Heads(latents, latents, ropes), by_codes)
@@ -105,8 +105,8 @@ def latent(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) -
         return up.out_of_latent(decode(absorbed, heads, scale=0.1).transpose(1, 2))
 
     def expanded() -> Tensor:
-        both = functional.linear(latents, weight).view(1, positions, LATENT_HEADS, -1).transpose(1, 2)
-        keys = torch.cat([both[..., :NOPE], ropes.expand(-1, LATENT_HEADS, -1, -1)], dim=-1)
+        both = functional.linear(latents, weight).view(1, positions, count, -1).transpose(1, 2)
+        keys = torch.cat([both[..., :NOPE], ropes.expand(-1, count, -1, -1)], dim=-1)
         return functional.scaled_dot_product_attention(query, keys, both[..., NOPE:], scale=0.1)
 
     return {
@@ -117,13 +117,13 @@ def latent(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) -
     }
 
 
-def sparse(positions: int, k: int, decode: DecodeAttention, index: IndexKernel) -> dict[str, Candidates]:
+def sparse(positions: int, k: int, count: int, decode: DecodeAttention, index: IndexKernel) -> dict[str, Candidates]:
     """Dense and sparse candidates of both kinds of attention, with the bytes that each reads."""
     query = torch.randn(1, HEADS, 1, WIDTH).bfloat16()
     heads = Heads(*(random(1, KEY_HEADS, positions, WIDTH) for _ in range(2)))
-    q_latent = torch.randn(1, LATENT_HEADS, 1, NOPE + ROPE).bfloat16()
+    q_latent = torch.randn(1, count, 1, NOPE + ROPE).bfloat16()
     latents, ropes = (random(1, 1, positions, width) for width in (LATENT, ROPE))
-    up = UpProjection(torch.randn(LATENT_HEADS, NOPE + VALUE, LATENT).bfloat16(), NOPE)
+    up = UpProjection(torch.randn(count, NOPE + VALUE, LATENT).bfloat16(), NOPE)
 
     def absorbed(attend: Callable[[Tensor], Tensor]) -> Tensor:
         query = torch.cat([up.into_latent(q_latent[..., :NOPE]), q_latent[..., NOPE:]], dim=-1)
@@ -137,7 +137,7 @@ def sparse(positions: int, k: int, decode: DecodeAttention, index: IndexKernel) 
     found: dict[str, Candidates] = {}
     for kind, of, shape in (
         ("GQA", heads, (HEADS, KEY_HEADS, 4 * WIDTH, WIDTH)),
-        ("MLA", Heads(latents, latents, ropes), (LATENT_HEADS, 1, 2 * (LATENT + ROPE), LATENT + ROPE)),
+        ("MLA", Heads(latents, latents, ropes), (count, 1, 2 * (LATENT + ROPE), LATENT + ROPE)),
     ):
         dense = Traffic(0, 0, positions * shape[1] * shape[2])
         if kind == "GQA":
@@ -183,11 +183,13 @@ def compare(
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    best = next(isa for isa in ISAS if isa in host.detect().isas)
-    parser.add_argument("--isa", choices=ISAS, default=best)
+    isas = host.detect().isas
+    best = next(isa for isa in ISAS["bf16"] if isa in isas)
+    parser.add_argument("--isa", choices=ISAS["bf16"], default=best)
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--latent-heads", type=int, default=16, help="16 as V2-Lite, 128 as V3")
     parser.add_argument("--sparse", action="store_true", help="compare sparse with dense attention of ktc")
     parser.add_argument("--k", type=int, default=2048, help="positions that sparse attention chooses by their scores")
     options = parser.parse_args()
@@ -199,15 +201,17 @@ def main() -> None:
         kernel = build(render([spec], {spec: "bench"}), host.detect()).kernel(spec.entry)
         both = DecodeAttention(kernel, options.threads), IndexKernel(kernel, options.threads)
         print(f"{options.positions} positions, {options.isa}, k = {options.k}, 64 first and 256 last positions")
-        small, kinds = (sparse(length, options.k, *both) for length in (16, options.positions))
+        small, kinds = (sparse(length, options.k, options.latent_heads, *both) for length in (16, options.positions))
         compare(options.rounds, small, kinds, cold, clock)
         return
-    specs = AttentionSpec("attention", "bf16", options.isa), Int8AttentionSpec("int8_attention", "bf16", options.isa)
+    of_codes = options.isa if options.isa in CODE_ISAS else next(isa for isa in CODE_ISAS if isa in isas)
+    specs = AttentionSpec("attention", "bf16", options.isa), Int8AttentionSpec("int8_attention", "bf16", of_codes)
     library = build(render(list(specs), dict.fromkeys(specs, "bench")), host.detect())
     decode = DecodeAttention(library.kernel(specs[0].entry), options.threads)
     by_codes = Int8DecodeAttention(library.kernel(specs[1].entry), options.threads)
     small, candidates = (
-        grouped(length, decode, by_codes) | latent(length, decode, by_codes) for length in (16, options.positions)
+        grouped(length, decode, by_codes) | latent(length, options.latent_heads, decode, by_codes)
+        for length in (16, options.positions)
     )
     print(f"{options.positions} positions, {options.isa}, {options.threads} threads")
     share_of_read(options.rounds, small, candidates, cold, clock)
