@@ -69,6 +69,15 @@ def test_a_replayed_step_is_the_eager_one(
     assert len(model.decode_graphs._steps) == 2
 
 
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static", "static"])
+def test_absorbed_attention_reads_the_caches_of_transformers(cache: str, load: Callable[..., Any]) -> None:
+    model = load("deepseek_v2")
+    wanted = generated(model, 3, 12, disable_compile=True)
+    found = generated(model, 3, 12, cache_implementation=cache, disable_compile=True)
+    assert torch.equal(found.argmax(-1)[:4], wanted.argmax(-1)[:4])
+    assert float((found[:4] - wanted[:4]).norm() / wanted[:4].norm()) <= 0.02
+
+
 def test_experts_that_stay_on_the_gpu_are_part_of_the_graph(
     load: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
