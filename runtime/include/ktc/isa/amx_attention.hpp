@@ -284,7 +284,7 @@ class Attention final : public AttentionKernel {
       settle_memory();
     }
 
-    // Turns scores into weights of bf16 in their place; rows without queries, and positions up to a whole tile, have 0.
+    // Overwrites scores by weights in bf16; rows without queries, and positions up to a whole tile, have 0.
     void weigh(const Item& item, std::int64_t block, std::int64_t length, Sums* of_rows, Ahead& ahead) const {
       const std::int64_t whole = round_up(length, kDepth);
       for (std::int64_t row = 0; row < round_up(item.count, kTileRows); ++row) {
