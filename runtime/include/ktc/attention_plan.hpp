@@ -209,8 +209,8 @@ struct AttentionPlan {
     return greatest;
   }
 
-  // Overwrites the scores of a row by its weights exp(score - greatest): fp32, or bf16 one after the other. What the
-  // row has added so far is scaled to the new greatest score. `step` is called for each kHalfPanel.
+  // Overwrites the scores of a row by its weights exp(score - greatest): fp32, or bf16 one after the other. Scales the
+  // row's earlier sums to the new greatest score. `step` is called for each kHalfPanel.
   template <class Weight, class Step>
   void exponentiate(std::int64_t length, float* scores, Sums& sum, float* added, const Step& step) const {
     const Lanes shift(raise(scores, length, sum, added));
