@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ktc.cli.amounts import count, size
-from ktc.cli.quantize import ModulesName, RequantizeMerged, SchemeName, write_int4
+from ktc.cli.quantize import MergedModules, RequantizeMerged, SchemeName, write_int4
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -60,7 +60,7 @@ def command(
     ] = 0,
     int4: Annotated[bool, typer.Option("--int4", help="Write a model, or an adapter's model merged, in INT4.")] = False,
     scheme: SchemeName = "int4-g32",
-    modules: ModulesName = "experts",
+    modules: MergedModules = "experts",
     requantize_merged: RequantizeMerged = False,
     check: Annotated[
         bool, typer.Option("--check", help="Load the export with stock peft on a small twin and compare the logits.")

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ktc.cli.amounts import size
-from ktc.cli.quantize import ModulesName, RequantizeMerged, SchemeName, write_int4
+from ktc.cli.quantize import MergedModules, RequantizeMerged, SchemeName, write_int4
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -29,7 +29,7 @@ def command(
         bool, typer.Option("--int4", help="Round the sums to INT4, as `ktc quantize` rounds a checkpoint.")
     ] = False,
     scheme: SchemeName = "int4-g32",
-    modules: ModulesName = "experts",
+    modules: MergedModules = "experts",
     requantize_merged: RequantizeMerged = False,
 ) -> None:
     """Add ADAPTER to the weights of MODEL and write the checkpoint, tensor by tensor."""
@@ -39,10 +39,9 @@ def command(
         return
     from ktc.adapters.merge import merge
     from ktc.model.progress import progress_bar
-    from ktc.quantise.original import trained_grid
+    from ktc.quantise.trained_grids import merged_grid, rounded_in_training
 
-    grid = trained_grid(model)
-
+    grid = merged_grid(rounded_in_training(model, adapter))
     with progress_bar(f"merging into {output.name}", session.quiet) as bar:
         done = merge(adapter, output, model, bar)
     session.result({**asdict(done), "path": str(done.path)})

@@ -16,12 +16,14 @@ from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
 SchemeName = Annotated[
-    Literal["int4-g32", "int4-g128", "int4-channel"],
-    typer.Option("--scheme", help="Symmetric INT4 with a scale for 32 or 128 columns, or for a row."),
+    Literal["int4-g32", "int4-g64", "int4-g128", "int4-channel"],
+    typer.Option("--scheme", help="Symmetric INT4 with a scale for 32, 64 or 128 columns, or for a row."),
 ]
-ModulesName = Annotated[
-    Literal["experts", "linears"],
-    typer.Option("--modules", help="Routed experts, or all linear layers but the head and routers too."),
+_MODULES = "Routed experts, or all linear layers but the head and routers too"
+ModulesName = Annotated[Literal["experts", "linears"], typer.Option("--modules", help=f"{_MODULES}.")]
+MergedModules = Annotated[
+    Literal["experts", "linears", "trained"],
+    typer.Option("--modules", help=f"{_MODULES}, or what the adapter's training rounded."),
 ]
 RequantizeMerged = Annotated[
     bool,
@@ -48,7 +50,7 @@ def command(
 
 
 def write_int4(
-    session: Session, model: Path, output: Path, scheme: SchemeName, modules: ModulesName,
+    session: Session, model: Path, output: Path, scheme: SchemeName, modules: MergedModules,
     adapter: Path | None = None, requantise: bool = False,
 ) -> None:  # fmt: skip
     """Write `model` in INT4 to `output`, with `adapter` merged into it, and show what was written."""

@@ -4,7 +4,8 @@ In: a checkpoint (or a compiled model of one), a scheme, what of the model it ap
 which is added before rounding. Out: a folder of compressed-tensors' `pack-quantized`, written file by file. Each file
 is whole or absent: a run that is stopped leaves its finished files in `OUT.unfinished`, and the same command goes on
 with the others.
-Refused: an existing OUT (A609), what `open_original` and `select` refuse, and weights that are not finite (Q504).
+Refused: an existing OUT (A609), what `open_original`, `select` and `require_trained_grid` refuse, and weights that are
+not finite (Q504).
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from ktc.checkpoint.int4 import Int4Grid
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import finish_folder, move_file, refusing, replaced_file, write_file
 from ktc.model.progress import Progress
-from ktc.quantise.original import Original, frozen_grid, open_original, require_one_rounding
+from ktc.quantise.original import Original, open_original, require_one_rounding
 from ktc.quantise.scheme import Scheme
 from ktc.quantise.selection import Modules, Selection, select
 from ktc.quantise.shards import Rounding, stored_parts, write_shard
+from ktc.quantise.trained_grids import Rounded, require_trained_grid, rounded_in_training
 from ktc.regular_files import read_regular
 
 _STATE: Final = "quantising.json"  # what the finished files are made of, and what rounding did in each
@@ -66,17 +68,20 @@ def quantize(
     `requantise`: the adapter was trained beside rounded weights, and merging may round them again. Raises InputRefused.
     """
     original = open_original(model, adapter)
-    require_one_rounding(original, model, scheme, requantise)
-    grid = frozen_grid(model) if requantise else None
-    selection = select(original.base, original.index, scheme, modules)
+    require_one_rounding(original, requantise)
+    rounded = rounded_in_training(model, adapter) if adapter else dict[str, Rounded]()
+    selection = select(original.base, original.index, scheme, modules, rounded)
+    if not requantise:
+        require_trained_grid(rounded, selection.taken, scheme, modules)
+    grids = _frozen(selection, rounded)
     require_new(out)
     work = out.with_name(f"{out.name}.unfinished")
     kept = f"finished files are in `{work}`, and the same command goes on with the others"
     with refusing(out, safe=kept), _claimed(work):
-        state = _State(work, _identity(original, scheme, selection, grid))
+        state = _State(work, _identity(original, scheme, selection, grids))
         resumed = len(state.finished)
         try:
-            _write(original, selection, scheme, grid, state, progress or (lambda done, total: None))
+            _write(original, selection, scheme, grids, state, progress or (lambda done, total: None))
         except InputRefused:
             shutil.rmtree(work, ignore_errors=True)  # the same command would be refused again
             raise
@@ -117,9 +122,16 @@ def _claimed(work: Path) -> Generator[None]:
         os.close(lock)
 
 
-def _identity(original: Original, scheme: Scheme, selection: Selection, grid: Int4Grid | None) -> str:
+def _frozen(selection: Selection, rounded: Mapping[str, Rounded]) -> Mapping[str, Int4Grid]:
+    """Return the grid of each tensor that training had rounded, and the adapter beside it."""
+    grids = {path: Int4Grid.parse(each.grid) for path, each in rounded.items() if each.is_frozen}
+    return {name: grid for name, module in selection.modules.items() if (grid := grids.get(module)) is not None}
+
+
+def _identity(original: Original, scheme: Scheme, selection: Selection, grids: Mapping[str, Int4Grid]) -> str:
     """Return a digest of all that decides the files: the original's, the adapter, the scheme, what is quantised."""
-    digest = hashlib.sha256(f"{scheme} {grid} {original.adapter_digest}\n".encode())
+    beside = sorted((name, str(grid)) for name, grid in grids.items())
+    digest = hashlib.sha256(f"{scheme} {beside} {original.adapter_digest}\n".encode())
     folder = original.index.folder
     for file in original.index.files:
         status = (folder / file).stat()
@@ -160,8 +172,9 @@ class _State:
 
 
 def _write(
-    original: Original, selection: Selection, scheme: Scheme, grid: Int4Grid | None, state: _State, progress: Progress
-) -> None:
+    original: Original, selection: Selection, scheme: Scheme, grids: Mapping[str, Int4Grid], state: _State,
+    progress: Progress,
+) -> None:  # fmt: skip
     index = original.index
     read = 0
 
@@ -170,7 +183,7 @@ def _write(
         read += nbytes
         progress(read, index.bytes)
 
-    with original.reader(grid, selection.tensors) as (reader, added):
+    with original.reader(grids) as (reader, added):
         for file in index.files:
             entries = _of_file(index, file)
             if file in state.finished:

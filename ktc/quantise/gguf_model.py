@@ -3,8 +3,8 @@
 In: a checkpoint or a compiled model of one, an adapter, and the type of matrices. Out: a folder with the file, or its
 shards, config.json and the tokenizer; or the file alone. Written beside and renamed when whole. Memory holds a band of
 rows; names follow GGUF's convention.
-Refused: an existing target (A609), an unknown architecture (A606), and the errors of the plan and the rows (Q504, Q510,
-Q511).
+Refused: an existing target (A609), an unknown architecture (A606), an adapter that was trained beside rounded weights
+(Q505), and the errors of the plan and the rows (Q504, Q510, Q511).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ktc.quantise.gguf_settings import add_settings
 from ktc.quantise.gguf_tensors import Q4_0, FilePlan, FileTensor, parameters, plan_file
 from ktc.quantise.gguf_tokenizer import add_tokenizer
 from ktc.quantise.original import Original, open_original
+from ktc.quantise.trained_grids import merged_grid, rounded_in_training
 from ktc.regular_files import read_regular
 
 MatrixType = Literal["f32", "f16", "bf16", "q8_0"]
@@ -39,6 +40,8 @@ _NUMBERS: Final = {name: number for number, name in TYPE_NAMES.items()}
 _FILE_TYPES: Final = {
     "f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0", Q4_0: "MOSTLY_Q4_0",
 }  # fmt: skip
+_BESIDE: Final = "export the INT4 model and the adapter, each with `--gguf`: `llama-cli --lora` adds it beside"
+_NOT_ROUNDED: Final = "training rounded weights to `{}`, and these are not: `ktc merge --int4` first, then `--gguf`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ def write_gguf_model(
     """
     gguf = require_gguf()
     original = open_original(model, adapter)
+    grid = merged_grid(rounded_in_training(model, adapter), _BESIDE) if adapter else ""
     architecture = architecture_of(original.base)
     plan = plan_file(original, architecture, matrices)
     require_new(out)
@@ -80,6 +84,7 @@ def write_gguf_model(
         name = _describe(writer, gguf, original, plan, matrices)
         kind = add_tokenizer(writer, original.base.folder, original.base.model_type, _vocabulary(original))
         notes = add_settings(writer, original.base, architecture)
+        notes = (*notes, _NOT_ROUNDED.format(grid)) if grid else notes
         if not alone:
             called = file_name(name, label_of(*_counts(original, plan)), encoding=_main_type(plan, matrices))
             writer.path = path / called
@@ -159,7 +164,7 @@ def _write(writer: Any, gguf: Any, original: Original, plan: FilePlan, progress:
     total = sum(tensor.nbytes for tensor in plan.tensors)
     done = 0
     try:
-        with original.reader() as (rows, _), TensorReader(original.stored.folder) as stored:
+        with original.reader({}) as (rows, _), TensorReader(original.stored.folder) as stored:
             for file, tensors in zip(writer.fout, writer.tensors, strict=True):
                 for name in tensors:
                     file.write(b"\0" * (-file.tell() % writer.data_alignment))

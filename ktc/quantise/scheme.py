@@ -50,5 +50,11 @@ class Scheme:
 
 
 SCHEMES: Final = {
-    scheme.name: scheme for scheme in (Scheme("int4-g32", 32), Scheme("int4-g128", 128), Scheme("int4-channel", -1))
+    scheme.name: scheme
+    for scheme in (
+        Scheme("int4-g32", 32),
+        Scheme("int4-g64", 64),
+        Scheme("int4-g128", 128),
+        Scheme("int4-channel", -1),
+    )
 }

@@ -10,11 +10,9 @@ divide (Q503), all together.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
-
-from torch import Tensor
 
 from ktc.adapters.base_model import BaseModel
 from ktc.checkpoint.header import TensorEntry
@@ -23,45 +21,64 @@ from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.hf.conversions import Place, placer
 from ktc.quantise.scheme import Scheme
 
-Modules = Literal["experts", "linears"]
-"""The routed experts alone, or all linear layers but the head and routers too."""
+Modules = Literal["experts", "linears", "trained"]
+"""The routed experts alone, or all linear layers but the head and routers too, or what training rounded."""
 _FLOATS: Final = ("bf16", "f16", "f32")
 _WEIGHT: Final = ".weight"
+_SHOWN: Final = 4  # kinds of matrices in a message
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The tensors to quantise, by name, and `ignored`: names and patterns of the modules with other matrices."""
+    """The tensors to quantise, by name, and `ignored`: names and patterns of the modules with other matrices.
+
+    `modules` has the FQN of the module of each matrix of experts or linear layers, quantised or not, by tensor.
+    """
 
     tensors: Mapping[str, TensorEntry]
     ignored: tuple[str, ...]
+    modules: Mapping[str, str]
+
+    @property
+    def taken(self) -> frozenset[str]:
+        """The FQNs of the modules that are quantised."""
+        return frozenset(self.modules[name] for name in self.tensors)
 
 
-def select(base: BaseModel, index: CheckpointIndex, scheme: Scheme, modules: Modules) -> Selection:
-    """Decide what `scheme` is applied to. Raises InputRefused (Q502, Q503)."""
-    targets: dict[str, Tensor] = base.model.state_dict()
-    find = placer(base.model, targets)
-    linears = _linears(base) if modules == "linears" else frozenset[str]()
+def select(
+    base: BaseModel, index: CheckpointIndex, scheme: Scheme, modules: Modules, trained: Collection[str] = ()
+) -> Selection:
+    """Decide what `scheme` is applied to; `trained` are the modules that training rounded.
+
+    Raises InputRefused (Q502, Q503).
+    """
+    find = placer(base.model, base.model.state_dict())
+    linears = _linears(base)
     chosen: dict[str, TensorEntry] = {}
+    found: dict[str, str] = {}
     stacks: list[str] = []
     for entry in index.tensors.values():
         place = find(entry.name)
         if not isinstance(place, Place):
             continue
         target = base.targets.get(place.target)
-        if target is not None and target.experts and len(entry.shape) == 3:
+        experts = target is not None and bool(target.experts)
+        module = place.target.rpartition(".")[0]
+        if experts and len(entry.shape) == 3:
             stacks.append(entry.name)
         elif len(entry.shape) != 2 or not entry.name.endswith(_WEIGHT) or entry.dtype not in _FLOATS:
             continue
-        elif (target is not None and target.experts) or place.target in linears:
-            chosen[entry.name] = entry
+        elif experts or place.target in linears:
+            found[entry.name] = module
+            if module in trained if modules == "trained" else experts or modules == "linears":
+                chosen[entry.name] = entry
     if stacks or not chosen:
-        raise InputRefused(_nothing(base, stacks))
-    problems = [_undivided(entry, scheme) for entry in chosen.values() if entry.shape[1] % _size(entry, scheme)]
-    if problems:
-        raise InputRefused(*problems[:10])
-    return Selection(chosen, _ignored(index.tensors.values(), chosen))
+        raise InputRefused(_nothing(base, stacks, modules))
+    undivided = [entry for entry in chosen.values() if entry.shape[1] % _size(entry, scheme)]
+    if undivided:
+        raise InputRefused(_undivided(undivided, scheme))
+    return Selection(chosen, _ignored(index.tensors.values(), chosen), found)
 
 
 def _size(entry: TensorEntry, scheme: Scheme) -> int:
@@ -69,14 +86,17 @@ def _size(entry: TensorEntry, scheme: Scheme) -> int:
 
 
 def _linears(base: BaseModel) -> frozenset[str]:
-    """Return the weights of linear layers that may be quantised: not the head, and no router."""
+    """Return the weights of linear layers that may be quantised: not the head, no router, and no gate of one output.
+
+    Engines keep routers and the gate of shared experts in full precision, and ignore codes for them.
+    """
     model: Any = base.model
     head = model.get_output_embeddings()
-    experts = {target.experts for target in base.targets.values() if target.experts}
+    kept = {1, *(target.experts for target in base.targets.values() if target.experts)}
     return frozenset(
         f"{name}{_WEIGHT}"
         for name in base.linears
-        if (module := model.get_submodule(name)) is not head and module.weight.shape[0] not in experts
+        if (module := model.get_submodule(name)) is not head and module.weight.shape[0] not in kept
     )
 
 
@@ -104,16 +124,23 @@ def _pattern(module: str) -> str:
 
 
 # What is refused -------------------------------------------------------------------------------------------------
-def _nothing(base: BaseModel, stacks: list[str]) -> Diagnostic:
+def _nothing(base: BaseModel, stacks: list[str], modules: Modules) -> Diagnostic:
     if stacks:
         message = f"the experts of `{base.name}` are stored as stacks ({listing(stacks, 2)}), and INT4 as matrices"
-        hint = "save the model with transformers, which writes a matrix per expert"
+        hint = "`fake_quant(int4)` and `quantize(int4)` round them when the model is loaded"
+    elif modules == "trained":
+        message = f"nothing says that training rounded weights of `{base.name}`"
+        hint = "name the compiled model that was trained, or what to quantise: `--modules experts`"
     else:
         message = f"`{base.name}` has no weight to quantise: no stored matrix is one of routed experts"
         hint = "`--modules linears` takes all linear layers"
     return Diagnostic("Q502", message, hint=hint)
 
 
-def _undivided(entry: TensorEntry, scheme: Scheme) -> Diagnostic:
-    message = f"groups of {scheme.group} do not divide the {entry.shape[1]} columns of `{entry.name}`"
+def _undivided(entries: Iterable[TensorEntry], scheme: Scheme) -> Diagnostic:
+    """Name each kind of matrix once, with `*` for the numbers of layers and experts."""
+    columns = {_NUMBER.sub("*", entry.name): entry.shape[1] for entry in entries}
+    told = ", ".join(f"the {count} columns of `{name}`" for name, count in list(columns.items())[:_SHOWN])
+    more = f", and those of {len(columns) - _SHOWN} other kinds" if len(columns) > _SHOWN else ""
+    message = f"groups of {scheme.group} do not divide {told}{more}"
     return Diagnostic("Q503", message, hint="`--scheme int4-channel` has one scale per row")

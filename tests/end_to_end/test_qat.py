@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, TrainingArguments
 
 import ktc
 from ktc.adapters.adapter import attach
@@ -19,7 +19,7 @@ from ktc.adapters.merge import merge
 from ktc.checkpoint.int4 import Int4Grid
 from ktc.diagnostics import InputRefused
 from ktc.model import peft_glue
-from ktc.model.trained_beside import RECORD
+from ktc.model.trained_beside import RECORD, rounded_modules
 from ktc.quantise.checkpoint import quantize
 from ktc.quantise.scheme import SCHEMES
 from ktc.training import KTrainer
@@ -29,6 +29,12 @@ FULL = """
 rule experts { match moe.block as m => cpu_moe() => fake_quant(int4) on m.experts => train on m.experts }
 rule q       { match attn.gqa as a => train on a.q => fake_quant(int4, group = -1) on a.q }
 rule router  { match module at "model.layers.*.mlp.gate", "model.norm" => train }
+"""
+WHOLE = """
+rule experts { match moe.block => cpu_moe() }
+rule layer   { match moe.block as m where m.layer == 1 => train on m.experts }
+rule ends    { match module at "model.embed_tokens", "model.norm", "lm_head" => train }
+rule parts   { match module at "model.layers.0.self_attn", "model.layers.1.mlp.gate" => train }
 """
 IDS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -104,16 +110,39 @@ def test_trained_experts_and_layers_resume_to_the_bit_and_load_in_stock_peft(che
     assert torch.equal(generated(IDS).logits, expected)
 
 
-def stock_of(checkpoint: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+def stock_of(checkpoint: Path, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **settings)
+
+
+def test_gradients_of_trained_modules_are_those_of_stock(checkpoint: Path, tmp_path: Path) -> None:
+    out = compiled(checkpoint, WHOLE, tmp_path)
+    model = get_peft_model(ktc.load(out, reference=True), peft_glue.read_lora_config(out)).train()
+    stock = stock_of(checkpoint, torch.float32).train()
+    for each in (model, stock):
+        each(input_ids=IDS, labels=IDS).loss.backward()
+    wanted = dict(stock.named_parameters())
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(found) == 1 + 6 + 1 + 2 + 1 + 1  # embeddings, attention, a router, experts, norm, head
+    for name, parameter in found.items():
+        grad = wanted[name.removeprefix("base_model.model.").replace("modules_to_save.default.", "")].grad
+        assert (parameter.grad - grad).norm() <= 1e-5 * grad.norm(), name
 
 
 def test_trained_experts_are_exported_as_the_int4_that_they_were_trained_as(checkpoint: Path, tmp_path: Path) -> None:
-    out = compiled(checkpoint, FULL.replace("=> fake_quant(int4, group = -1) on a.q", ""), tmp_path)
+    out = compiled(checkpoint, FULL.replace("group = -1", "group = 32"), tmp_path)
     model = adapted(out)
     trained(model, tmp_path / "run")
-    model.save_pretrained(tmp_path / "adapter")
-    done = quantize(out, tmp_path / "int4", SCHEMES["int4-g32"], "experts", adapter=tmp_path / "adapter")
+    adapter = tmp_path / "run" / "checkpoint-4"
+    layers = [f"model.layers.{layer}" for layer in range(2)]
+    modules = [f"{layer}.{name}" for layer in layers for name in ("self_attn.q_proj", "mlp.experts")]
+    assert rounded_modules(adapter) == dict.fromkeys(modules, "int4 32 scale_first, trained")
+    for asked in ("experts", "linears"):
+        with pytest.raises(InputRefused, match="Q506"):
+            quantize(checkpoint, tmp_path / "int4", SCHEMES["int4-g32"], asked, adapter=adapter)
+    done = quantize(checkpoint, tmp_path / "int4", SCHEMES["int4-g32"], "trained", adapter=adapter)
+    projection = model.get_base_model().model.layers[1].self_attn.q_proj.modules_to_save["default"]  # type: ignore[attr-defined]
+    exported = stock_of(done.path, quantization_config=CompressedTensorsConfig(dequantize=True)).state_dict()
+    assert torch.equal(projection.rounded(torch.bfloat16), exported["model.layers.1.self_attn.q_proj.weight"])
     experts = model.get_base_model().model.layers[0].mlp.experts.modules_to_save["default"]  # type: ignore[attr-defined]
     served = stock_of(done.path).model.layers[0].mlp.experts
     packed = experts.weights.current()
@@ -183,6 +212,10 @@ def test_an_adapter_says_which_experts_it_was_trained_beside(
     adapter = tmp_path / "run" / "checkpoint-4"
     assert told(out) == []
     assert told(out, reference=True) == []
+    experts = {f"model.layers.{layer}.mlp.experts": "int4 32 scale_first" for layer in range(2)}
+    assert rounded_modules(adapter) == experts
+    with pytest.raises(InputRefused, match="Q505"):
+        quantize(checkpoint, tmp_path / "int4", SCHEMES["int4-g32"], adapter=adapter)
     for rules, here in (("moe-experts-lora", "full precision"), ("moe-qat", "merged with the adapter")):
         settings = {"weights": "merged"} if rules == "moe-qat" else {}
         (tmp_path / rules).mkdir()

@@ -20,9 +20,11 @@ from ktc import host
 from ktc.experts.kernel_calls import recorded
 from ktc.linears import choice, many_rows
 from ktc.linears.choice import Choice
+from ktc.linears.gemv import DTYPES
 from ktc.linears.lora_linear import KTLinear
 from ktc.linears.many_rows import ManyRows
 from ktc.plan.linear_spec import LinearSpec
+from ktc.targets.linear_module import linear_of_model
 
 SPECS = LINEARS[::3]  # bf16
 EACH = [quick_or_slow(spec, spec in QUICK_LINEARS, id=spec.entry) for spec in SPECS]
@@ -125,6 +127,16 @@ def test_a_recorded_step_repeats_the_product_on_other_values() -> None:
     bound.rethrow()
     with torch.no_grad():
         assert torch.equal(out, ours(other))
+
+
+@pytest.mark.parametrize("spec", [spec for spec in QUICK_LINEARS if spec.dtype != "bf16"], ids=str)
+def test_weights_of_other_dtypes_are_multiplied_by_pytorch(spec: LinearSpec) -> None:
+    stock = nn.Linear(256, 256, dtype=DTYPES[spec.dtype]).requires_grad_(False)
+    kernel = built(QUICK_LINEARS).kernel(spec.entry)
+    for many in ("auto", "packed"):
+        made = linear_of_model(stock, {"threads": 1, "few": "gemv", "many": many}, kernel)
+        x = torch.randn(16, 256).to(DTYPES[spec.dtype])
+        assert torch.equal(made(x), stock(x))
 
 
 def test_a_layer_takes_the_kernel_for_many_rows_and_frozen_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:

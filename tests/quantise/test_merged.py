@@ -24,9 +24,11 @@ from ktc.checkpoint.int4 import fake_quantised, quantised
 from ktc.checkpoint.reader import TensorReader
 from ktc.cli.app import main
 from ktc.diagnostics import InputRefused
-from ktc.quantise import original
+from ktc.quantise import original, trained_grids
 from ktc.quantise.checkpoint import quantize
+from ktc.quantise.gguf_model import write_gguf_model
 from ktc.quantise.scheme import SCHEMES
+from ktc.quantise.trained_grids import merged_grid, rounded_in_training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 G32 = SCHEMES["int4-g32"]
@@ -101,19 +103,26 @@ def test_merging_beside_rounded_weights_has_to_be_asked_for(saved: tuple[Path, P
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+def rounding(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The arguments of a program that rounds the experts of `base`, compiled into `folder`."""
+    arguments = {"grid": G32.grid, "merged": "", "masters": ""}
+    fqns = (f"model.layers.{layer}.mlp.experts" for layer in range(read_base(base).config.num_hidden_layers))
+    rewrites = tuple(SimpleNamespace(fqn=fqn, rule="experts", args=arguments) for fqn in fqns)
+    folder.mkdir()
+    (folder / "ktc.json").write_text("{}")
+    monkeypatch.setattr(trained_grids.compiled, "read_manifest", lambda folder: SimpleNamespace(rewrites=rewrites))
+    monkeypatch.setattr(original, "find_base", lambda opened, model: read_base(base))
+    return arguments
+
+
 def test_the_grid_of_training_decides(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, adapter = saved
-    arguments = {"grid": "int4 32 scale_first", "merged": ""}
-    rewrite = SimpleNamespace(fqn="model.layers.0.mlp", rule="experts", args=arguments)
     compiled = tmp_path / "compiled"
-    compiled.mkdir()
-    (compiled / "ktc.json").write_text("{}")
-    monkeypatch.setattr(original.compiled, "read_manifest", lambda folder: SimpleNamespace(rewrites=(rewrite,)))
-    monkeypatch.setattr(original, "find_base", lambda opened, model: read_base(base))
+    arguments = rounding(base, compiled, monkeypatch)
     assert code(lambda: quantize(compiled, tmp_path / "out", G32, adapter=adapter)) == "Q505"
-    assert code(lambda: original.trained_grid(compiled)) == "Q505"
+    assert code(lambda: write_gguf_model(compiled, tmp_path / "out", adapter=adapter)) == "Q505"
     again = quantize(compiled, tmp_path / "again", G32, adapter=adapter, requantise=True)
     trained = tmp_path / "trained"  # the base as training had it
     shutil.copytree(base, trained)
@@ -122,13 +131,61 @@ def test_the_grid_of_training_decides(
         rounded = {name: fake_quantised(each, 32) if ".experts." in name else each for name, each in tensors}
         save_file(rounded, path, metadata={"format": "pt"})
     monkeypatch.setattr(original, "find_base", lambda opened, model: read_base(trained))
-    assert_same(again.path, quantize(trained, tmp_path / "wanted", G32, adapter=adapter).path)
+    wanted = quantize(trained, tmp_path / "wanted", G32, adapter=adapter)
+    assert_same(again.path, wanted.path)
     monkeypatch.setattr(original, "find_base", lambda opened, model: read_base(base))
     arguments["masters"] = "float32"
-    assert original.trained_grid(compiled) == G32.grid
+    assert merged_grid(rounded_in_training(compiled, adapter)) == G32.grid
     arguments["masters"], arguments["merged"] = "", "merged"
     assert code(lambda: quantize(compiled, tmp_path / "out", SCHEMES["int4-channel"], adapter=adapter)) == "Q506"
     assert quantize(compiled, tmp_path / "out", G32, adapter=adapter).drift is not None
+
+
+def record(adapter: Path, words: str, *modules: str) -> None:
+    found = {"experts": [words], "rounded": dict.fromkeys(modules, words)}
+    (adapter / "adapter_ktc.json").write_text(json.dumps(found))
+
+
+EXPERTS = tuple(f"model.layers.{layer}.mlp.experts" for layer in range(2))
+Q_PROJ = tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(2))
+
+
+def test_an_adapter_that_was_trained_beside_int4_is_not_merged_whatever_model_is_named(
+    saved: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = saved
+    record(adapter, G32.grid, *EXPERTS)
+    out, named = str(tmp_path / "out"), (str(base), str(adapter))
+    for command in (["merge", *named, "--int4"], ["merge", *named], ["export", str(adapter), "--int4"]):
+        assert main([*command, "-o", out]) == 2
+        assert "Q505" in capfd.readouterr().err
+    assert main(["export", str(adapter), "--gguf", "--merged", "-o", out]) == 2
+    assert "each with `--gguf`" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["merge", *named, "--int4", "--requantize-merged", "-o", out]) == 0
+    (adapter / "adapter_ktc.json").write_text("{")
+    assert main(["merge", *named, "--int4", "-o", str(tmp_path / "other")]) == 2
+    assert "A602" in capfd.readouterr().err
+
+
+def test_a_merge_rounds_the_modules_that_training_rounded(
+    saved: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = saved
+    named = (str(base), str(adapter), "--int4", "-o", str(tmp_path / "out"))
+    record(adapter, f"{G32.grid}, merged with the adapter", *EXPERTS, *Q_PROJ)
+    for modules, message in (("experts", "rounded `model.layers.0.self_attn.q_proj`"), ("linears", "did not round")):
+        assert main(["merge", *named, "--modules", modules]) == 2
+        assert message in capfd.readouterr().err
+    assert main(["merge", *named, "--scheme", "int4-channel", "--modules", "trained"]) == 2
+    assert "Q506" in capfd.readouterr().err
+    assert main(["merge", *named, "--modules", "trained"]) == 0
+    packed = {name.removesuffix(".weight_packed") for name in stored(tmp_path / "out") if name.endswith("_packed")}
+    assert {name for name in packed if ".experts." not in name} == set(Q_PROJ)
+    assert main(["verify", str(tmp_path / "out"), "--source"]) == 0
+    (adapter / "adapter_ktc.json").unlink()
+    assert main(["merge", *named[:3], "-o", str(tmp_path / "other"), "--modules", "trained"]) == 2
+    assert "nothing says that training rounded" in capfd.readouterr().err
 
 
 def test_weights_are_read_as_they_are_loaded(saved: tuple[Path, Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
 from ktc import twin
 from ktc.checkpoint.index import open_index
@@ -32,14 +32,15 @@ G32 = SCHEMES["int4-g32"]
 def checkpoint(folder: Path, family: str = "qwen3_moe", shard: str = "60KB", **sizes: int) -> Path:
     """A twin in several files whose rows are multiples of 32 columns."""
     config = twin.shrink(twin.default_config(family))
-    vars(config).update({"hidden_size": 64, "moe_intermediate_size": 96, **sizes})
+    wanted = {"hidden_size": 64, "moe_intermediate_size": 96, **sizes}
+    vars(config).update({name: size for name, size in wanted.items() if hasattr(config, name)})
     twin.build(config, seed=5, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size=shard)
     return folder
 
 
-def loaded(folder: Path) -> PreTrainedModel:
+def loaded(folder: Path, **settings: Any) -> PreTrainedModel:
     stock: Any = AutoModelForCausalLM
-    return cast("PreTrainedModel", stock.from_pretrained(folder, dtype=torch.bfloat16).eval())
+    return cast("PreTrainedModel", stock.from_pretrained(folder, dtype=torch.bfloat16, **settings).eval())
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -53,27 +54,37 @@ def code(call: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "modules"), [("int4-g32", "experts"), ("int4-channel", "experts"), ("int4-g32", "linears")]
-)
-def test_stock_transformers_loads_the_weights_that_were_trained(scheme: str, modules: Modules, tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "model")
+    ("family", "scheme", "modules"),
+    [
+        ("qwen3_moe", "int4-g32", "experts"), ("qwen3_moe", "int4-channel", "experts"),
+        ("deepseek_v3", "int4-channel", "linears"), ("mixtral", "int4-g64", "experts"),
+        ("olmoe", "int4-g32", "linears"), ("qwen2_moe", "int4-g64", "linears"),
+    ],
+)  # fmt: skip
+def test_stock_transformers_loads_the_weights_that_were_trained(
+    family: str, scheme: str, modules: Modules, tmp_path: Path
+) -> None:
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 128, "shared_expert_intermediate_size": 64}
+    source = checkpoint(tmp_path / "model", family, **sizes)
     done = quantize(source, tmp_path / "int4", SCHEMES[scheme], modules)
     original, found = stored(source), stored(done.path)
     quantised = {name for name in original if f"{name}_packed" in found}
     assert len(quantised) == done.quantised
     assert any(".self_attn." in name for name in quantised) == (modules == "linears")
-    dense = {
-        name: fake_quantised(each, SCHEMES[scheme].group) if name in quantised else each
-        for name, each in original.items()
-    }
-    trained = loaded(source)
+    assert not any("gate.weight" in name for name in quantised)  # of routers and of shared experts
+    assert all(torch.equal(each, found[name]) for name, each in original.items() if name not in quantised)
     for path in sorted(source.glob("*.safetensors")):
-        names = load_file(path)
-        save_file({name: dense[name].contiguous() for name in names}, path, metadata={"format": "pt"})
-    trained, exported = loaded(source), loaded(done.path)
+        dense = {
+            name: (fake_quantised(each, SCHEMES[scheme].group) if name in quantised else each).contiguous()
+            for name, each in load_file(path).items()
+        }
+        save_file(dense, path, metadata={"format": "pt"})
+    trained = loaded(source)
+    weights = loaded(done.path, quantization_config=CompressedTensorsConfig(dequantize=True)).state_dict()
+    assert all(torch.equal(each, weights[name]) for name, each in trained.state_dict().items())
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        assert torch.equal(trained(ids).logits, exported(ids).logits)
+        assert torch.equal(trained(ids).logits, loaded(done.path)(ids).logits)
 
 
 def test_the_list_of_other_modules_is_complete(tmp_path: Path) -> None:
@@ -149,18 +160,22 @@ def test_memory_is_a_band_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_bad_input_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "model", shard="5GB")
-    assert code(lambda: quantize(source, tmp_path / "out", SCHEMES["int4-g128"])) == "Q503"
+    with pytest.raises(InputRefused, match=r"64 columns of `model\.layers\.\*\.mlp\.experts\.\*\.gate_proj") as refusal:
+        quantize(source, tmp_path / "out", SCHEMES["int4-g128"])
+    assert [each.code for each in refusal.value.diagnostics] == ["Q503"]
     done = quantize(source, tmp_path / "int4", G32)
     assert code(lambda: quantize(done.path, tmp_path / "out", G32)) == "Q501"
     assert code(lambda: quantize(source, done.path, G32)) == "A609"
     dense = checkpoint(tmp_path / "dense", "llama", intermediate_size=96)
     assert code(lambda: quantize(dense, tmp_path / "out", G32)) == "Q502"
+    stacks = checkpoint(tmp_path / "stacks", "granitemoe")
+    assert code(lambda: quantize(stacks, tmp_path / "out", G32, "linears")) == "Q502"
     tensors = load_file(source / "model.safetensors")
     name = next(name for name in tensors if ".experts." in name)
     tensors[name][0, 3] = float("nan")
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     assert code(lambda: quantize(source, tmp_path / "out", G32)) == "Q504"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["dense", "int4", "model"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["dense", "int4", "model", "stacks"]
 
 
 def test_dense_models_take_all_linear_layers(tmp_path: Path) -> None:
