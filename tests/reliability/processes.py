@@ -28,7 +28,7 @@ import psutil
 
 from ktc.training.checkpoints import checkpoints
 from reliability.commands import COMMANDS, Command, prepare
-from reliability.sweep import sizes, unfinished, whole
+from reliability.promises import Expected, sizes, unfinished, whole
 
 KTC: Final = (sys.executable, "-m", "ktc")
 TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -66,7 +66,7 @@ def two_at_once(command: Command, root: Path, work: Path) -> tuple[str, list[str
         said = log.read_text(errors="replace")
         if "Traceback" in said or "U099" in said or len(re.findall(r"^error\[\w+\]", said, re.MULTILINE)) > 1:
             broken.append(f"not one message: {said.strip()[-400:]}")
-    torn = whole(sizes(place, command.made), expected, before, command.made, place)
+    torn = whole(sizes(place, command.made), Expected(before, expected), command.made, place)
     left = unfinished(place)
     broken += [each for each in (torn, f"left unfinished: {left}" if left else "") if each]
     return " and ".join(map(str, codes)), broken
