@@ -161,7 +161,8 @@ def _end_runs(hows: Sequence[str], jobs: int, seed: int, root: Path, work: Path)
 
     counts, failed = Counter[str](), False
     with ThreadPoolExecutor(jobs) as pool:
-        seconds = max(pool.map(lambda number: whole_run(root, work / f"whole-{number}"), range(jobs)))
+        first = [pool.submit(whole_run, root, work / f"whole-{number}") for number in range(jobs)]
+        seconds = max(each.result() for each in first)
         for which, broken in pool.map(ended, range(len(hows)), hows):
             counts[which] += 1
             print(*(f"torchrun, ended {which}: BROKEN {each}" for each in broken), sep="\n", end="", flush=True)

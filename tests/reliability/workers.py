@@ -130,7 +130,8 @@ class Workers(AbstractContextManager["Workers"]):
         """Run each command once, and import in all workers what that imported."""
         modules = dict.fromkeys(name for _, names in self.map(Worker.warm, commands) for name in names)
         with ThreadPoolExecutor(self._number) as pool:
-            list(pool.map(lambda worker: worker.learn(list(modules)), self._all))
+            for learnt in [pool.submit(worker.learn, list(modules)) for worker in self._all]:
+                learnt.result()
 
     def map(self, act: Callable[[Worker, Item], Found], items: Iterable[Item]) -> Iterator[tuple[Item, Found]]:
         """Yield each item with what `act` made of it, as they end; those that time forbids are left out."""
