@@ -56,9 +56,10 @@ def capture(source: ModelSource) -> CapturedModel:
         identities = {
             fqn: _identity(block, calls[fqn], failed.get(fqn), layer) for fqn, (layer, block) in called.items()
         }
-        graphs = dict[object, BlockGraph]()
-        distinct = {identity: fqn for fqn, identity in reversed(identities.items())}  # the first site of each
-        for identity, fqn in counted(reversed(distinct.items()), len(distinct)):
+        graphs, distinct = dict[object, BlockGraph](), dict[object, str]()
+        for fqn, identity in identities.items():
+            distinct.setdefault(identity, fqn)
+        for identity, fqn in counted(distinct.items(), len(distinct)):
             block = called[fqn][1]
             stem = next(part for part in reversed(fqn.split(".")) if not part.isdigit())
             key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
