@@ -103,7 +103,7 @@ fuzz: $(READY)
 
 # Every write of every command fails, or is the last one before a kill. COMMANDS="merge train" tries some, MOST=20 limits
 # the calls of each per kind of fault, KINDS="ENOSPC EIO SIGKILL" the kinds. JOBS runs at a time (all CPUs). RUNS=FILE keeps
-# what was run and goes on from there; with TIME=540 it ends after so many seconds. docs/reliability.md has the table.
+# the runs and continues from there; TIME=540 ends it after 540 seconds. docs/reliability.md has the table.
 reliability: $(READY)
 	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m reliability.sweep $(COMMANDS) \
 		$(if $(JOBS),--jobs $(JOBS)) $(if $(MOST),--most $(MOST)) $(if $(KINDS),--kinds $(KINDS)) \
