@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ktc.cli.session import Session
+from ktc.stage_progress import listening
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +39,29 @@ def calls_bar(session: Session) -> Generator[Callable[[str, int, int], None]]:
             bar.update(task, description=what, completed=done, total=total)
 
         yield progress
+
+
+@contextmanager
+def steps_bar(session: Session, what: str) -> Generator[None]:
+    """Show a bar over the steps that are told inside the block (`ktc.stage_progress`), from the first to the last."""
+    open_bars: list[Progress] = []
+
+    def told(done: int, total: int) -> None:
+        session.go_on()
+        if not open_bars:
+            open_bars.append(_bar(session))
+            open_bars[0].start()
+            open_bars[0].add_task(what, total=total)
+        open_bars[0].update(open_bars[0].task_ids[0], completed=done, total=total)
+        if done == total:
+            open_bars.pop().stop()  # the loading of a model draws its own
+
+    with listening(told):
+        try:
+            yield
+        finally:
+            for bar in open_bars:
+                bar.stop()
 
 
 @contextmanager
