@@ -101,10 +101,13 @@ SECONDS ?= 600
 fuzz: $(READY)
 	@PYTHONPATH=.:tests:tests/support $(BIN)/python -m fuzz $(SECONDS) --kinds "$(KINDS)" $(FUZZ)
 
-# Every write of every command fails, or is the last one before a kill: an hour or more. COMMANDS="merge train" tries some,
-# MOST=20 limits the calls of each per kind of fault. docs/reliability.md has the table.
+# Every write of every command fails, or is the last one before a kill. COMMANDS="merge train" tries some, MOST=20 limits
+# the calls of each per kind of fault, KINDS="ENOSPC EIO SIGKILL" the kinds. JOBS runs at a time (all CPUs). RUNS=FILE keeps
+# the runs and continues from there; TIME=540 ends it after 540 seconds. docs/reliability.md has the table.
 reliability: $(READY)
-	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m reliability.sweep $(COMMANDS) $(if $(MOST),--most $(MOST))
+	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m reliability.sweep $(COMMANDS) \
+		$(if $(JOBS),--jobs $(JOBS)) $(if $(MOST),--most $(MOST)) $(if $(KINDS),--kinds $(KINDS)) \
+		$(if $(TIME),--seconds $(TIME)) $(if $(RUNS),-o $(RUNS))
 
 # 200 clients attack `ktc serve` for SECONDS: tests/reliability/soak.py. ATTACK="--clients 50 --json" changes it.
 attack: $(READY)

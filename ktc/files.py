@@ -128,8 +128,9 @@ def leftovers(folder: Path) -> list[Path]:
     """Return the unfinished folders of dead processes directly in `folder`, none if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            named = sorted(each.path for each in entries if _UNFINISHED.fullmatch(each.name))
-    except OSError:
+            hidden = (each for each in entries if each.name.endswith(_SUFFIX))  # quick, in a folder of a million files
+            named = sorted(each.path for each in hidden if _UNFINISHED.fullmatch(each.name))
+    except (OSError, ValueError):  # a ValueError from a name with a null byte
         return []
     return [path for path in map(Path, named) if _is_dead(path)]
 

@@ -36,6 +36,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
 from ktc.linears.plain import is_plain_linear
+from ktc.stage_progress import counted
 
 
 def capture(source: ModelSource) -> CapturedModel:
@@ -51,22 +52,29 @@ def capture(source: ModelSource) -> CapturedModel:
     }
     with marked(model):
         calls, failed = record(model, {fqn: block for fqn, (_, block) in blocks.items()})
-        graphs, sites = dict[object, BlockGraph](), list[BlockSite]()
-        for fqn, (layer, block) in blocks.items():
-            if fqn not in calls:
-                continue
-            with recording_reads() as reads:
-                behaviour = identity_of(block, calls[fqn], failed.get(fqn), layer)
-            identity = behaviour, repr(sorted((name, sorted(values)) for name, values in reads.items()))
-            if identity not in graphs:
-                stem = next(part for part in reversed(fqn.split(".")) if not part.isdigit())
-                key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
-                with _own_masks(block, calls[fqn]):
-                    captured = _capture_block(key, block, calls[fqn], failed.get(fqn))
-                graphs[identity] = captured
-            sites.append(BlockSite(fqn, layer, graphs[identity].key))
+        called = {fqn: site for fqn, site in blocks.items() if fqn in calls}
+        identities = {
+            fqn: _identity(block, calls[fqn], failed.get(fqn), layer) for fqn, (layer, block) in called.items()
+        }
+        graphs, distinct = dict[object, BlockGraph](), dict[object, str]()
+        for fqn, identity in identities.items():
+            distinct.setdefault(identity, fqn)
+        for identity, fqn in counted(distinct.items(), len(distinct)):
+            block = called[fqn][1]
+            stem = next(part for part in reversed(fqn.split(".")) if not part.isdigit())
+            key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
+            with _own_masks(block, calls[fqn]):
+                graphs[identity] = _capture_block(key, block, calls[fqn], failed.get(fqn))
+        sites = tuple(BlockSite(fqn, called[fqn][0], graphs[identity].key) for fqn, identity in identities.items())
         cache = measure_cache(model)
-    return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), tuple(sites), cache)
+    return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), sites, cache)
+
+
+def _identity(block: nn.Module, call: Call, failure: str | None, layer: int) -> object:
+    """Return a value that is equal for blocks that behave alike."""
+    with recording_reads() as reads:
+        behaviour = identity_of(block, call, failure, layer)
+    return behaviour, repr(sorted((name, sorted(values)) for name, values in reads.items()))
 
 
 @contextmanager

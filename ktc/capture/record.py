@@ -23,6 +23,7 @@ from ktc.capture.markers import masks_given
 from ktc.capture.reasons import first_line, reason_of
 from ktc.capture.unrolled import routed_anyhow
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.stage_progress import tell
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -67,6 +68,7 @@ def _run(
     def recording(fqn: str, block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             calls.setdefault(fqn, (args, kwargs))
+            tell(len(calls), len(blocks))
             try:
                 return _run_block(block, original, args, kwargs)
             except Exception as raised:  # noqa: BLE001 - a foreign block that raises is opaque, with the message

@@ -1,4 +1,4 @@
-"""Bars on stderr, if that is a terminal: of rows that are answered, and of calls of the models that are measured."""
+"""Bars on stderr, if that is a terminal: of rows that are answered, of calls that are measured, of a stage's steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ktc.cli.session import Session
+from ktc.stage_progress import listening
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 
@@ -35,6 +37,63 @@ def calls_bar(session: Session) -> Generator[Callable[[str, int, int], None]]:
         def progress(what: str, done: int, total: int) -> None:
             session.go_on()
             bar.update(task, description=what, completed=done, total=total)
+
+        yield progress
+
+
+@contextmanager
+def steps_bar(session: Session, what: str) -> Generator[None]:
+    """Show a bar over the steps that are told inside the block (`ktc.stage_progress`), from the first to the last."""
+    open_bars: list[Progress] = []
+
+    def told(done: int, total: int) -> None:
+        session.go_on()
+        if not open_bars:
+            open_bars.append(_bar(session))
+            open_bars[0].start()
+            open_bars[0].add_task(what, total=total)
+        open_bars[0].update(open_bars[0].task_ids[0], completed=done, total=total)
+        if done == total:
+            open_bars.pop().stop()  # the loading of a model draws its own
+
+    with listening(told):
+        try:
+            yield
+        finally:
+            for bar in open_bars:
+                bar.stop()
+
+
+@contextmanager
+def stages_bar(console: Console, quiet: bool) -> Generator[Callable[[str, int, int | None], None]]:
+    """Show a bar over the steps of one stage after another; yield the function that sets its name, steps and total.
+
+    A stage without a total shows the time since it began.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (SpinnerColumn(), TextColumn("[dim]{task.description}[/dim]"), BarColumn(20), MofNCompleteColumn())
+    disabled = quiet or not sys.stderr.isatty()
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True, disable=disabled
+    ) as bar:
+        task = bar.add_task("", total=None)
+        running = ""
+
+        def progress(stage: str, done: int, total: int | None) -> None:
+            nonlocal running, task
+            if stage != running:  # a new task, since the speed of the last stage says nothing about this one
+                bar.remove_task(task)
+                task, running = bar.add_task(stage, total=None), stage
+            bar.update(task, completed=done, total=total)
 
         yield progress
 

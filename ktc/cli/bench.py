@@ -116,3 +116,4 @@ def moe_command(
     if plot is not None:
         draw(report, plot)
         session.console.print(f"wrote {plot}")
+    session.next("ktc", "compile", "MODEL", "moe-lora", "-o", "OUT")

@@ -44,10 +44,17 @@ def require_writable(output: Path) -> None:
 @contextmanager
 def bar_of(session: Session) -> Generator[Callable[[int, int, str], None]]:
     """Yield a function that shows the rounds done, the rounds in all, and the running measurement."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns: Sequence[Any] = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=session.console, transient=True) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=session.console, transient=True) as bar:
         task = bar.add_task("", total=None)
 
         def progress(done: int, total: int, now: str) -> None:

@@ -112,12 +112,20 @@ def finetune_command(
         draw(report, plot)
     for file in (*traces.values(), *([plot] if plot else [])):
         session.console.print(f"wrote {file}")
+    session.next("ktc", "compile", config, rule, "-o", "OUT")
 
 
 @contextmanager
 def watching(session: Session) -> Generator[Watch]:
     """Show a line for each finished stage, part and step, and on a terminal a bar for the running part."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     from ktc.bench.watch import Watch
     from ktc.cli.report import StageReport
@@ -127,6 +135,7 @@ def watching(session: Session) -> Generator[Watch]:
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=session.console, transient=True) as bar:
         task = bar.add_task("compiling", total=None)
@@ -139,4 +148,4 @@ def watching(session: Session) -> Generator[Watch]:
             session.note(what)
             bar.console.print(f"  {what}", markup=False, soft_wrap=True)
 
-        yield Watch(StageReport(session).observe, progress, told)
+        yield Watch(StageReport(session, bar.console).observe, progress, told)

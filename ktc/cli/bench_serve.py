@@ -66,6 +66,7 @@ def serve_command(
     if failed:
         message = f"{sum(failed.values())} requests were lost or failed: {', '.join(list(failed)[:3])}"
         raise InputRefused(Diagnostic("G726", message, hint="the server's log says more"))
+    session.next("ktc", "serve", out)
 
 
 def _span(option: str, text: str) -> tuple[int, int]:

@@ -59,6 +59,7 @@ def stream_command(
     session.show(tables(report))
     if output is not None:
         session.emit(json.dumps(report.to_json(), indent=2), output)
+    session.next("ktc", "compile", "MODEL", "moe-lora", "-o", "OUT")
 
 
 def tables(report: Report) -> Group:

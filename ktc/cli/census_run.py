@@ -58,6 +58,7 @@ def run(
         session.result(census.to_json())
         session.exit_code = 1 if census.wrong else 0
         _show(session, census, form, output)
+    session.next("ktc", "check", "moe-lora", f"tiny:{asked[0]}")
 
 
 def _asked(names: Sequence[str]) -> tuple[str, ...]:

@@ -122,8 +122,7 @@ def check_command(
                 trust_remote_code=trust,
             )
     report.finish_check()
-    if model is not None:
-        session.next("ktc", "compile", model, rules, "-o", "OUT")
+    session.next("ktc", *(("check", rules, "MODEL") if model is None else ("compile", model, rules, "-o", "OUT")))
 
 
 @in_session()
@@ -155,6 +154,7 @@ def graph_command(
         session.result(json.loads(text))
     if output is not None or not session.as_json:
         session.emit(text, output)
+    session.next("ktc", *graph.following(request))
 
 
 def settings_of(pairs: list[str] | None) -> dict[str, str]:

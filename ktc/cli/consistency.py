@@ -113,3 +113,4 @@ def command(
         session.emit(draw(report), plot)
     if faults:
         session.exit_code = 1
+    session.next("ktc", "train", outs[0].rpartition("=")[2], "--data", "FILE")

@@ -110,6 +110,7 @@ def command(
         _converse(session, opened, sampling, system)
     else:
         _answer_file(session, opened, rows, sampling, output, batch_size, system, raw)
+    session.next("ktc", "serve", out, *(("--adapter", adapter) if adapter is not None else ()))
 
 
 def _check_combination(

@@ -66,6 +66,14 @@ def render(request: Request) -> str:
     return _writer(request.form, request.color, measured)(dump, request.layer)
 
 
+def following(request: Request) -> tuple[str, ...]:
+    """Return the arguments of the command that usually follows."""
+    if request.model is None or Path(request.model).is_file():
+        return ("check", request.rules, "MODEL")
+    compiled = (Path(request.model) / "ktc.json").is_file()
+    return ("prove", request.model) if compiled else ("compile", request.model, request.rules, "-o", "OUT")
+
+
 def _difference(request: Request, first: str, second: str) -> str:
     from ktc.pictures.diff import diff
 

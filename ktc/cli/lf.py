@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from ktc import environment
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -41,3 +42,5 @@ def train_command(
 
     llama_factory_run.train(request)
     session.result({"output_dir": str(request.output), "stage": request.stage})
+    if environment.process_rank() == 0:
+        session.next("ktc", "generate", "OUT", "--adapter", request.output)

@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ktc.cli.amounts import count, relative, size
+from ktc.cli.bars import stages_bar
 from ktc.cli.session import Session
 from ktc.cli.tables import (
     adapter_line,
@@ -29,8 +30,11 @@ from ktc.cli.tables import (
     workloads_table,
 )
 from ktc.diagnostics import HostLacks
+from ktc.stage_progress import listening
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ktc.capture import CapturedModel, ModelSource
     from ktc.capture.weights import WeightMap
     from ktc.codegen.render import KernelSource
@@ -47,21 +51,25 @@ STAGES = ("rules", "model", "capture", "weights", "match", "plan", "rewrite", "p
 class StageReport:
     """Collects the values of the stages, shows each as it finishes, and turns all of them into tables and JSON."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, console: Console | None = None) -> None:
         self._session = session
         self._values: dict[str, Any] = {}
         self._seconds: dict[str, float] = {}
         self._last = time.perf_counter()
-        self._console = session.console
-        self._waiting: Callable[[str], None] = lambda _: None
+        self._following = 0
+        self._console = console or session.console  # one console prints lines and draws the bar
+        self._running: Callable[[str, int, int | None], None] = lambda stage, done, total: None
 
     @contextmanager
     def progress(self) -> Generator[None]:
         """Show the running stage on a terminal until the context ends."""
-        with self._console.status("") as status:
-            self._waiting = lambda stage: status.update(f"[dim]{stage}[/dim]")
-            self._waiting(STAGES[0])
+        with stages_bar(self._console, self._session.quiet) as self._running, listening(self._step):
+            self._running(STAGES[0], 0, None)
             yield
+
+    def _step(self, done: int, total: int) -> None:
+        self._session.go_on()
+        self._running(STAGES[self._following], done, total)
 
     def observe(self, stage: str, value: object) -> None:
         """Record and show the value of a finished stage; this is the compiler's `observe`."""
@@ -72,10 +80,9 @@ class StageReport:
         line = f"{stage:8s}{self._seconds[stage]:6.1f} s  {_summary(stage, value)}"
         self._console.print(f"  {line}", markup=False, soft_wrap=True)
         self._session.note(line)
-        following = STAGES.index(stage) + 1
-        if following < len(STAGES):
-            self._session.go_on()
-            self._waiting(STAGES[following])
+        self._following = min(STAGES.index(stage) + 1, len(STAGES) - 1)
+        self._session.go_on()
+        self._running(STAGES[self._following], 0, None)
         self._last = now
 
     def finish_check(self) -> None:

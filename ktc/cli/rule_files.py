@@ -32,6 +32,7 @@ def fmt_command(
             changed.append(str(path))
             session.console.print(f"{path}: " + ("is not formatted" if check else "rewritten"))
             session.exit_code = 1 if check else 0
+    session.next("ktc", "check", files[0] if files[0].is_file() else "FILE.ktr")
 
 
 @in_session("as_json")

@@ -1,18 +1,20 @@
 """The options of a session, declared once: `--json`, `--verbose`, `--quiet` and `--log-file`.
 
 In: a command whose first parameter is its `Session`. Out: the command for typer, with these options instead of that
-parameter.
+parameter. The folders that its arguments name are cleared first of what killed processes of ktc left there.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, cast
 
 from ktc.cli.options import Json, LogFile, Quiet, Verbose
 from ktc.cli.session import Session
+from ktc.files import sweep
 
 P = ParamSpec("P")
 
@@ -26,6 +28,8 @@ _OPTIONS: Final[Mapping[str, inspect.Parameter]] = {
     )
 }
 
+_STORE: Final = "packed"  # of a compiled model, the folder that `ktc pack` fills
+
 
 def in_session(*names: str) -> Callable[[Callable[Concatenate[Session, P], None]], Callable[..., None]]:
     """Run the decorated command within a `Session` that has the options `names`; without names, all four."""
@@ -36,6 +40,8 @@ def in_session(*names: str) -> Callable[[Callable[Concatenate[Session, P], None]
         def run(*arguments: Any, **named: Any) -> None:
             chosen = {option.name: named.pop(option.name, option.default) for option in options}
             with Session(**chosen) as session:
+                for place in dict.fromkeys(_places((*arguments, *named.values()))):
+                    sweep(place)
                 command(session, *arguments, **named)
 
         cast("Any", run).__signature__ = _with_options(command, options)
@@ -50,3 +56,13 @@ def _with_options(command: Callable[..., None], options: list[inspect.Parameter]
     own = list(signature.parameters.values())[1:]
     rest = [each for each in own if each.kind is inspect.Parameter.VAR_KEYWORD]
     return signature.replace(parameters=[*(each for each in own if each not in rest), *options, *rest])
+
+
+def _places(values: Iterable[object]) -> Iterator[Path]:
+    """Yield the folders beside, at and in the packed store of each path. A text may be one: models are hub ids too."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _places(cast("Iterable[object]", value))
+        elif isinstance(value, str | Path):
+            path = Path(value)
+            yield from (path.parent, path, path / _STORE)

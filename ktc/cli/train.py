@@ -62,6 +62,7 @@ def train_command(
     if environment.process_rank() != 0:  # under torchrun, only rank 0 prints
         session.mute()
     session.require_versions()
+    from ktc.cli.bars import steps_bar
     from ktc.cli.train_progress import TrainProgress, show_data
     from ktc.tune import train
 
@@ -70,11 +71,12 @@ def train_command(
         flags["targets"] = tuple(name.strip() for name in flags["targets"].split(",") if name.strip())
     settings = train.settings_for(paths, config, flags)
     if dry_run:
-        data = train.prepare(paths, settings)
+        with steps_bar(session, "reading the data"):
+            data = train.prepare(paths, settings)
         show_data(session, data, first=True)
         session.result({"data": _data_json(data)})
         return
-    with TrainProgress(session) as progress, _stopping(session) as stop:
+    with TrainProgress(session) as progress, _stopping(session) as stop, steps_bar(session, "reading the data"):
         result = train.run(paths, settings, observe=progress.observe, stop=stop)
     _finish(session, paths, result)
 

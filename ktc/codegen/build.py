@@ -34,6 +34,7 @@ from ktc.files import file_digest, folder_beside, write_file
 from ktc.host import Host
 from ktc.isa import Isa
 from ktc.regular_files import read_regular
+from ktc.stage_progress import counted
 
 _RECORD: Final = "library.json"
 
@@ -155,7 +156,7 @@ def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> P
         for unit, target in zip(source.units, objects, strict=True)
     )
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        list(pool.map(toolchain.run, commands))
+        list(counted(pool.map(toolchain.run, commands), len(objects)))
     library = work / f"ktc_kernels.{_abi()}.so"
     toolchain.run(tools.link_command(objects, library))
     for item in objects:

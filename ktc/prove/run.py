@@ -35,6 +35,7 @@ from ktc.prove.witness import (
     witness_for,
 )  # fmt: skip
 from ktc.rewrite import RewrittenBlock
+from ktc.stage_progress import counted
 
 
 def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Proof, ...]:
@@ -80,7 +81,7 @@ def prove_on(
             raise ProofFailed(does_not_run(error)) from error
         model, refused = realised(witness, [small for small in carried if not small.failure], host)
         pair = _Pair(witness, model, carried, host)
-        proofs = tuple(_proof(captured, small, refused, pair, calls) for small in carried)
+        proofs = tuple(_proof(captured, small, refused, pair, calls) for small in counted(carried, len(carried)))
         return _as_a_whole(before, carried, proofs, host)
 
 

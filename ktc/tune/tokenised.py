@@ -13,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span
+from ktc.stage_progress import counted
 from ktc.text_files import bounded
 from ktc.tune.examples import Example, TrainingData, Turn
 from ktc.tune.settings import Template
@@ -89,7 +90,7 @@ def tokenise(
     writer = _Writer(tokenizer, template)
     faults, too_long, dropped = list[Diagnostic](), list[tuple[int, int]](), 0
     rows: list[tuple[list[int], list[int]]] = []
-    for example in data.examples:
+    for example in counted(data.examples, len(data.examples)):
         try:
             ids, labels = writer.encode(example.turns, train_on_prompt)
         except _Unfound as error:

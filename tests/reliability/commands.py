@@ -24,7 +24,8 @@ class Command:
     """A command line, the folders that are copied to the place before it, and what it leaves there.
 
     `made` are the names that have to be whole or absent; `kept` files may be left by a run that failed, because the
-    next one continues from them. `cache`: the kernel cache is in the place too, and empty.
+    next one continues from them. `cache`: the kernel cache is in the place too, and empty. `most`: how many
+    calls are tried per kind of fault unless more are asked for, where all of them would take days.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Command:
     made: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     cache: bool = False
+    most: int | None = None
 
     def arguments(self, root: Path, place: Path) -> list[str]:
         """Return the arguments of `ktc`."""
@@ -50,7 +52,7 @@ class Command:
 COMMANDS = (
     Command("compile", "compile {root}/small moe-lora -o {place}/out_a -q", made=("out_a",)),
     Command("compile --force", "compile {root}/small moe-lora -o {place}/tuned --force -q", ("tuned",), ("tuned",)),
-    Command("kernel cache", "compile {root}/small moe-lora -o {place}/out_a -q", made=("out_a",), cache=True),
+    Command("kernel cache", "compile {root}/small moe-lora -o {place}/out_a -q", made=("out_a",), cache=True, most=6),
     Command("pack", "pack {place}/tuned -q", ("tuned",), ("tuned/packed/*.packed", "tuned/packed/packed.json")),
     Command("merge", "merge {root}/model {root}/adapter -o {place}/merged -q", made=("merged",)),
     Command(

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ktc.host import find_compiler
 
@@ -142,23 +142,27 @@ class Forked(AbstractContextManager["Forked"]):
         self._process.wait(60)
         self._file.close()
 
-    def run(self, arguments: Sequence[str], fault: Fault, *, timeout: float = 300) -> Outcome:
+    def run(
+        self, arguments: Sequence[str], fault: Fault, *, env: Mapping[str, str] | None = None, timeout: float = 300
+    ) -> Outcome:
         """Run `ktc` with these arguments in a fork. A run that takes longer than `timeout` seconds is killed."""
         _write(self._control, fault)
-        found = self._ask({"run": list(arguments), "timeout": timeout})
-        return Outcome(**found, **dict(zip(("calls", "injected", "where"), self._counted(), strict=True)))
+        found = self._ask({"run": list(arguments), "env": dict(env or {}), "timeout": timeout})
+        counted = result_of(Path(self._control).read_bytes())
+        return Outcome(found["code"], found["out"], found["err"], *counted)
 
-    def warm(self, arguments: Sequence[str]) -> Outcome:
-        """Run it in a fork, and import in the process whatever that imported. It has to succeed."""
+    def warm(self, arguments: Sequence[str]) -> tuple[Outcome, list[str]]:
+        """Run it in a fork, and import in the process what that imported. It has to succeed. Return the modules too."""
         _write(self._control, Fault(("/nowhere",), KILL))
-        found = self._ask({"run": list(arguments), "timeout": 600, "learn": True})
+        found = self._ask({"run": list(arguments), "env": {}, "timeout": 600, "learn": True})
         assert found["code"] == 0, found["err"]
-        return Outcome(**found, calls=0, injected=0, where="")
+        return Outcome(found["code"], found["out"], found["err"], 0, 0, ""), found["modules"]
 
-    def _counted(self) -> tuple[int, int, str]:
-        return result_of(Path(self._control).read_bytes())
+    def learn(self, modules: Sequence[str]) -> None:
+        """Import these modules in the process."""
+        self._ask({"import": list(modules)})
 
-    def _ask(self, request: dict[str, object]) -> dict[str, object]:
+    def _ask(self, request: dict[str, object]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")

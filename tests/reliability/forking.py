@@ -1,7 +1,8 @@
 """The process that `faults.Forked` starts: it runs commands of ktc in forks of itself, one JSON object per line.
 
-In: `{"run": arguments, "timeout": seconds, "learn": whether to import what the run imported}`. Out: `{"code", "out",
-"err"}`. The shim is preloaded; the driver has written what is to fail.
+In: `{"run": arguments, "env": variables, "timeout": seconds, "learn": whether to import what the run imported}`. Out:
+`{"code", "out", "err", "modules"}`. Or in: `{"import": modules}`, and out: `{}`. The shim is preloaded; the driver has
+written what is to fail.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 def answer(request: dict[str, Any]) -> dict[str, object]:
-    """Run the command in a fork, wait for it, and return how it ended."""
+    """Run the command in a fork, wait for it, and return how it ended; or import modules."""
+    if "import" in request:
+        learn(request["import"])
+        return {}
     with tempfile.TemporaryDirectory(prefix="forking-", dir="/dev/shm") as name:
         out, err, modules = (Path(name) / each for each in ("out", "err", "modules"))
         child = os.fork()
         if child == 0:
+            os.environ.update(request["env"])
             run(request["run"], out, err, modules if request.get("learn") else None)
         code = ended(child, request["timeout"])
-        if modules.is_file():
-            learn(modules.read_text().split())
-        return {"code": code, "out": out.read_text(errors="replace"), "err": err.read_text(errors="replace")}
+        imported = modules.read_text().split() if modules.is_file() else []
+        learn(imported)
+        said = {name: path.read_text(errors="replace") for name, path in (("out", out), ("err", err))}
+        return {"code": code, **said, "modules": imported}
 
 
 def run(arguments: list[str], out: Path, err: Path, modules: Path | None) -> None:
@@ -61,6 +68,8 @@ def ended(child: int, timeout: float) -> int:
             os.waitpid(child, 0)
             return 124
         time.sleep(0.002)
+    with suppress(ProcessLookupError):  # compilers of a killed command would go on, and count as the next one's
+        os.killpg(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(status)
 
 

@@ -1,10 +1,11 @@
 """Several processes at once: two of the same command on one place, and a run of torchrun of which one is killed.
 
-    python -m reliability.processes [NAME ...] [--kills 10] [--seed N] [--work FOLDER]
+    python -m reliability.processes [NAME ...] [--kills 10] [--signals 2] [--jobs 4] [--seed N] [--work FOLDER]
 
 (with tests and tests/support on the path). Of two equal commands at least one succeeds, the other one too or with one
 refusal, and what they made is whole. After SIGKILL to any process of a run of torchrun the others end within a minute,
-each checkpoint is whole, and `--resume auto` brings the run to its end. Exit code 1 where a promise was broken.
+each checkpoint is whole, and `--resume auto` brings the run to its end; so do they after SIGINT or SIGTERM to torchrun,
+which sends it on. Exit code 1 where a promise was broken.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -28,7 +31,7 @@ import psutil
 
 from ktc.training.checkpoints import checkpoints
 from reliability.commands import COMMANDS, Command, prepare
-from reliability.sweep import sizes, unfinished, whole
+from reliability.promises import Expected, sizes, unfinished, whole
 
 KTC: Final = (sys.executable, "-m", "ktc")
 TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -66,33 +69,43 @@ def two_at_once(command: Command, root: Path, work: Path) -> tuple[str, list[str
         said = log.read_text(errors="replace")
         if "Traceback" in said or "U099" in said or len(re.findall(r"^error\[\w+\]", said, re.MULTILINE)) > 1:
             broken.append(f"not one message: {said.strip()[-400:]}")
-    torn = whole(sizes(place, command.made), expected, before, command.made, place)
+    torn = whole(sizes(place, command.made), Expected(before, expected), command.made, place)
     left = unfinished(place)
     broken += [each for each in (torn, f"left unfinished: {left}" if left else "") if each]
     return " and ".join(map(str, codes)), broken
 
 
-def killed_runs(kills: int, chance: Random, root: Path, work: Path) -> Iterator[tuple[str, list[str]]]:
-    """Kill a process of a run of torchrun at a random moment, then resume it. Yield which one, and what was broken."""
-    place, log = work / "place", work / "torchrun.log"
-    words = [word.format(root=root, place=place) for word in RUN.split()]
+def whole_run(root: Path, work: Path) -> float:
+    """Run torchrun to its end. Return the seconds that it took."""
+    begun = time.monotonic()
+    agent, _, log = _torchrun(root, work)
+    code = agent.wait(600)
+    assert code == 0, f"without a kill it ends with {code}: {log.read_text()[-400:]}"
+    return time.monotonic() - begun
+
+
+def ended_run(how: str, seconds: float, chance: Random, root: Path, work: Path) -> tuple[str, list[str]]:
+    """End a run of torchrun at a random moment by a signal, then resume it. Return what got it, and what was broken."""
+    agent, words, log = _torchrun(root, work)
+    place = work / "place"
     resumed = [*words[:2], "-o", str(place / "run"), "--max-steps", "8", "--resume", "auto", "-q"]
-    seconds = 0.0
-    for number in range(kills + 1 if kills else 0):
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        shutil.copytree(root / "tuned", place / "tuned")
-        begun = time.monotonic()
-        agent = started([*TORCHRUN, "-m", "ktc", *words], log, work)
-        if number == 0:
-            code = agent.wait(600)
-            seconds = time.monotonic() - begun
-            if code != 0:
-                yield "nobody", [f"without a kill it ends with {code}: {log.read_text()[-400:]}"]
-                return
-            continue
-        time.sleep(seconds * chance.uniform(0.3, 0.95))
-        yield _killed(agent, chance), [*_after(agent, place, log), *_resumed(resumed, words, place, log, work)]
+    time.sleep(seconds * chance.uniform(0.3, 0.95))
+    if how == "SIGKILL":
+        which = _killed(agent, chance)
+    else:
+        which = f"by {how}" if agent.poll() is None else "nobody: it had ended"
+        agent.send_signal(signal.Signals[how])
+    return which, [*_after(agent, place, log), *_resumed(resumed, words, place, log, work)]
+
+
+def _torchrun(root: Path, work: Path) -> tuple[subprocess.Popen[bytes], list[str], Path]:
+    """Start a run in a new place. Return its agent, the arguments of ktc, and the log."""
+    place, log = work / "place", work / "torchrun.log"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    shutil.copytree(root / "tuned", place / "tuned")
+    words = [word.format(root=root, place=place) for word in RUN.split()]
+    return started([*TORCHRUN, "-m", "ktc", *words], log, work), words, log
 
 
 def _killed(agent: subprocess.Popen[bytes], chance: Random) -> str:
@@ -136,10 +149,36 @@ def _resumed(resumed: Sequence[str], words: Sequence[str], place: Path, log: Pat
         yield f"the next run did not sweep {left}"
 
 
+def _end_runs(hows: Sequence[str], jobs: int, seed: int, root: Path, work: Path) -> bool:
+    """End runs of torchrun by these signals, and print how. Return whether a promise was broken."""
+
+    def ended(number: int, how: str) -> tuple[str, list[str]]:
+        own = work / f"run-{number}"
+        try:
+            return ended_run(how, seconds, Random(f"{seed}-{number}"), root, own)
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+
+    counts, failed = Counter[str](), False
+    with ThreadPoolExecutor(jobs) as pool:
+        first = [pool.submit(whole_run, root, work / f"whole-{number}") for number in range(jobs)]
+        seconds = max(each.result() for each in first)
+        for which, broken in pool.map(ended, range(len(hows)), hows):
+            counts[which] += 1
+            print(*(f"torchrun, ended {which}: BROKEN {each}" for each in broken), sep="\n", end="", flush=True)
+            failed |= bool(broken)
+    print(f"torchrun, 2 processes: ended {dict(counts)}")
+    return failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="processes", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="commands of commands.py, and `torchrun`; default: all")
     parser.add_argument("--kills", type=int, default=10, help="of runs of torchrun")
+    parser.add_argument(
+        "--signals", type=int, default=2, help="SIGINT and SIGTERM to runs of torchrun, of each so many"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs of torchrun at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="a folder whose prepared models are kept for the next time")
     asked = parser.parse_args()
@@ -156,14 +195,9 @@ def main() -> int:
                 codes, broken = two_at_once(command, root, work)
                 print(f"two of {command.name}: {codes}", *(f"BROKEN {each}" for each in broken), sep="\n  ", flush=True)
                 failed |= bool(broken)
-        killed: Counter[str] = Counter()
-        kills = asked.kills if "torchrun" in asked.names or not asked.names else 0
-        for which, broken in killed_runs(kills, Random(asked.seed), root, work):
-            killed[which] += 1
-            print(*(f"torchrun, killed {which}: BROKEN {each}" for each in broken), sep="\n", end="", flush=True)
-            failed |= bool(broken)
-        if killed:
-            print(f"torchrun, 2 processes: killed {dict(killed)}")
+        if "torchrun" in asked.names or not asked.names:
+            hows = ["SIGKILL"] * asked.kills + ["SIGINT", "SIGTERM"] * asked.signals
+            failed |= _end_runs(hows, asked.jobs, asked.seed, root, work)
     return 1 if failed else 0
 
 

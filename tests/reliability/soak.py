@@ -1,6 +1,6 @@
 """200 clients attack `ktc serve` for a time: good, malformed, abandoned and unfinished requests. What was lost?
 
-    python -m reliability.soak [SECONDS] [--clients 200] [--signals 1] [--model OUT] [--seed N] [-o FILE] [--json]
+    python -m reliability.soak [SECONDS] [--clients 200] [--signals 1] [--jobs 1] [--model OUT] [-o FILE] [--json]
 
 (with tests and tests/support on the path). The server runs in a process of its own, with a tiny model that is compiled
 first. Each good request, greedy, has to be answered with the text that it had before the attack, or refused with 429;
@@ -24,7 +24,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -89,11 +90,12 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, log: Path) -> Iterator[Server]:
-    """Serve a model on a free port. Raises RuntimeError where it does not start within two minutes."""
+def serving(model: Path, log: Path, temporary: Path | None = None) -> Generator[Server]:
+    """Serve a model on a free port. Raises RuntimeError where it does not start within five minutes."""
+    env = {**os.environ, **({} if temporary is None else {"TMPDIR": str(temporary)})}
     command = [sys.executable, "-m", "ktc", "serve", str(model), "--reference", "--port", "0"]
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stderr=file, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stderr=file, stdout=subprocess.DEVNULL, env=env)
     try:
         yield Server(process, _port(process, log), log)
     finally:
@@ -102,7 +104,7 @@ def serving(model: Path, log: Path) -> Iterator[Server]:
 
 
 def _port(process: subprocess.Popen[bytes], log: Path) -> int:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300  # beside other programs
     while process.poll() is None and time.monotonic() < until:
         if found := re.search(r"127\.0\.0\.1:(\d+)/v1", log.read_text(encoding="utf-8")):
             return int(found[1])
@@ -235,10 +237,10 @@ def _grown(report: Report) -> list[str]:
 
 def end_by(number: signal.Signals, model: Path, folder: Path) -> tuple[str, str]:
     """Send a signal while an answer is streamed. Return how the server ended, and what was wrong or ""."""
-    temporary = folder / number.name
-    temporary.mkdir(exist_ok=True)
-    os.environ["TMPDIR"] = str(temporary)
-    with serving(model, folder / f"{number.name}.log") as server:
+    folder.mkdir()
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    with serving(model, folder / "log", temporary) as server:
         with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
             connection.sendall(LONG)
             body = connection.recv(65536)  # the answer has begun
@@ -257,17 +259,17 @@ def end_by(number: signal.Signals, model: Path, folder: Path) -> tuple[str, str]
     return told, "" if good else f"{number.name}: {told}, {traces} traces {left[:3]}"
 
 
-def soak(model: Path, report: Report, folder: Path, signals: int) -> Report:
-    """Attack a server, then end others by signals, each so many times."""
-    with serving(model, folder / "attack.log") as server:
-        attack(server, report)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-        ends: Counter[str] = Counter()
-        for _ in range(signals):
-            ended, wrong = end_by(number, model, folder)
-            ends[ended] += 1
-            report.lost += [wrong] if wrong else []
-        report.signals[number.name] = "; ".join(f"{count} x {ended}" for ended, count in ends.items())
+def soak(model: Path, report: Report, folder: Path, signals: int, jobs: int) -> Report:
+    """Attack a server, then end others by signals, each so many times and so many of them at once."""
+    if report.seconds > 0:
+        with serving(model, folder / "attack.log") as server:
+            attack(server, report)
+    with ThreadPoolExecutor(jobs) as pool:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+            ended = [pool.submit(end_by, number, model, folder / f"{number.name}-{each}") for each in range(signals)]
+            ends = Counter(each.result()[0] for each in ended)
+            report.lost += [each.result()[1] for each in ended if each.result()[1]]
+            report.signals[number.name] = "; ".join(f"{count} x {end}" for end, count in ends.items())
     return report
 
 
@@ -309,9 +311,10 @@ def told(report: Report) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="soak", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("seconds", nargs="?", type=float, default=600.0)
+    parser.add_argument("seconds", nargs="?", type=float, default=600.0, help="of the attack; 0: only signals")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--signals", type=int, default=1, help="servers that each signal ends")
+    parser.add_argument("--jobs", type=int, default=1, help="servers that are ended at a time")
     parser.add_argument("--model", type=Path, help="a compiled model; default: a tiny one is compiled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", type=Path, help="write the report as JSON too")
@@ -320,7 +323,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         model = asked.model or compiled_twin(folder)
-        report = soak(model, Report(asked.seconds, asked.clients, asked.seed), folder, asked.signals)
+        report = soak(model, Report(asked.seconds, asked.clients, asked.seed), folder, asked.signals, asked.jobs)
     text = json.dumps(asdict(report), indent=1)
     if asked.o is not None:
         asked.o.write_text(text + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.stage_progress import listening
 from ktc.text_files import MOST_FAULTS
 from ktc.tune.examples import TrainingData, read_training_data
 from ktc.tune.tokenised import NOT_LEARNED, tokenise
@@ -177,6 +178,13 @@ def test_without_a_template_a_warning_says_how_turns_are_joined(
 def test_a_prompt_and_its_completion_are_joined_without_a_word(tokenizer: Any, tmp_path: Path) -> None:
     found = tokenise(data_of(tmp_path, {"prompt": "the quick", "completion": " fox"}), tokenizer, limit=100)
     assert found.summary.first == (("the quick", False), (" fox<|end|>", True))
+
+
+def test_each_row_is_told_to_who_listens(tokenizer: Any, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    with listening(lambda done, total: told.append((done, total))):
+        tokenise(data_of(tmp_path, MESSAGES, MESSAGES), tokenizer, limit=100)
+    assert told == [(0, 2), (1, 2), (2, 2)]
 
 
 def test_long_rows_are_refused_or_cut_and_counted(tokenizer: Any, tmp_path: Path) -> None:
