@@ -93,14 +93,14 @@ def compiled_twin(run_folder: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def inference_twin(run_folder: Path) -> Callable[[str], Path]:
-    """`inference_twin(family)` compiles a twin for inference on the CPU, once per run, and returns OUT."""
+def inference_twin(run_folder: Path) -> Callable[..., Path]:
+    """`inference_twin(family, **settings)` compiles a twin for inference on the CPU, once per run, and returns OUT."""
     import ktc
 
-    def compile_once(family: str) -> Path:
-        out = run_folder / f"native_{family}"
+    def compile_once(family: str, **settings: str) -> Path:
+        out = run_folder / "_".join(["native", family, *(f"{name}_{value}" for name, value in settings.items())])
         with FileLock(out.with_suffix(".lock")):
-            return out if out.is_dir() else ktc.compile(f"tiny:{family}", "moe-inference", out)
+            return out if out.is_dir() else ktc.compile(f"tiny:{family}", "moe-inference", out, settings=settings)
 
     return compile_once
 

@@ -38,7 +38,7 @@ def command(
         str, typer.Option("--host", help="The address to listen at; one that is not local is reachable by others.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 chooses a free one.")] = 8000,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Requests that run at once.")] = 32,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Requests that run at once.")] = 64,
     max_waiting: Annotated[
         int, typer.Option("--max-waiting", min=0, help="Requests that wait beside them; more are answered with 429.")
     ] = 256,

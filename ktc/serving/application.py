@@ -7,6 +7,7 @@ Input: `ServedModels` and `Limits`. Output: the FastAPI application, reduced to 
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any, Final
@@ -34,6 +35,7 @@ from ktc.serving.updates import Updates
 
 PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions",
                           "/v1/responses"})  # fmt: skip
+_HANDLERS: Final = ("chat_completion", "completion", "response")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ def _application(models: ServedModels, answers: Answers, metrics: Metrics, gate:
         "systemone_handler": None,
         "generation_state": state,
     }
+    for path in _HANDLERS:
+        logging.getLogger(f"transformers.cli.serving.{path}").addFilter(_is_more_than_a_request)
     known = inspect.signature(build).parameters  # releases before 5.23 have fewer
     app = build(manager, **{name: value for name, value in given.items() if name in known})
 
@@ -98,6 +102,11 @@ def _application(models: ServedModels, answers: Answers, metrics: Metrics, gate:
     app.add_middleware(CancelOnDisconnect)
     app.add_middleware(Guard, gate=gate)  # outside of the others
     return app
+
+
+def _is_more_than_a_request(record: logging.LogRecord) -> bool:
+    """Leave out the warning that the handlers of transformers log for every request; `/metrics` counts them."""
+    return not str(record.msg).startswith("[Request received]")
 
 
 async def _refusal(_: Any, error: Any) -> JSONResponse:

@@ -16,25 +16,28 @@ from torch import Tensor
 from ktc.serving.row_cache import CachedRow
 
 _LEAST: Final = 16  # tokens: shorter beginnings are read again
+_Beginning = tuple[str, tuple[int, ...]]  # an adapter, and the first tokens of a sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    adapter: str
+    beginning: _Beginning
     tokens: Tensor
     row: CachedRow
     nbytes: int
 
 
 class PrefixCache:
-    """Holds at most `limit` bytes; 0 holds nothing."""
+    """Holds at most `limit` bytes; 0 holds nothing.
+
+    A beginning that is returned has at least `_LEAST` tokens. So a prompt is compared with the sequences of the same
+    first tokens, whatever the number of others.
+    """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._entries = limit, list[_Entry]()  # the last one was used last
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self._entries)
+        self._limit, self.nbytes = limit, 0
+        self._entries: dict[_Entry, None] = {}  # the last one was used last
+        self._alike: dict[_Beginning, list[_Entry]] = {}
 
     def length(self, adapter: str, tokens: Sequence[int]) -> int:
         """Return the number of tokens of a prompt that `find` would return."""
@@ -45,42 +48,61 @@ class PrefixCache:
         length, entry = self._longest(adapter, tokens)
         if entry is None:
             return None
-        self._entries.remove(entry)
-        self._entries.append(entry)
+        self._use(entry)
         return entry.row.first(length)
 
     def add(self, adapter: str, tokens: Sequence[int], row: CachedRow) -> None:
         """Hold a sequence, whose tensors must be its own. It replaces those that it begins with."""
         if not len(tokens) >= _LEAST or row.nbytes > self._limit:
             return
-        new = _Entry(adapter, torch.tensor(tokens), row, row.nbytes)
-        for entry in [each for each in self._entries if each.adapter == adapter]:
+        new = _Entry(_beginning(adapter, tokens), torch.tensor(tokens), row, row.nbytes)
+        for entry in self._alike.get(new.beginning, [])[:]:
             common = _common(entry.tokens, new.tokens)
             if common == len(new.tokens) and (entry.row.is_whole or common == len(entry.tokens)):
-                self._entries.remove(entry)
-                self._entries.append(entry)
+                self._use(entry)
                 return
             if common == len(entry.tokens) and row.is_whole:
-                self._entries.remove(entry)
-        self._entries.append(new)
+                self._drop(entry)
+        self._entries[new] = None
+        self._alike.setdefault(new.beginning, []).append(new)
+        self.nbytes += new.nbytes
         while self.nbytes > self._limit:
-            self._entries.pop(0)
+            self._drop(next(iter(self._entries)))
 
     def clear(self, adapter: str | None = None) -> None:
         """Drop the sequences of an adapter, or all."""
-        self._entries = [each for each in self._entries if adapter is not None and each.adapter != adapter]
+        for entry in [each for each in self._entries if adapter in (None, each.beginning[0])]:
+            self._drop(entry)
+
+    def _use(self, entry: _Entry) -> None:
+        del self._entries[entry]
+        self._entries[entry] = None
+
+    def _drop(self, entry: _Entry) -> None:
+        del self._entries[entry]
+        self.nbytes -= entry.nbytes
+        alike = self._alike[entry.beginning]
+        alike.remove(entry)
+        if not alike:
+            del self._alike[entry.beginning]
 
     def _longest(self, adapter: str, tokens: Sequence[int]) -> tuple[int, _Entry | None]:
         best, found = 0, None
-        prompt = torch.tensor(tokens)
-        for entry in self._entries:
-            if entry.adapter != adapter:
-                continue
+        alike = self._alike.get(_beginning(adapter, tokens), [])
+        prompt = torch.tensor(tokens) if alike else None
+        for entry in alike:
+            assert prompt is not None
+            if best and (len(entry.tokens) <= best or entry.tokens[best] != prompt[best]):
+                continue  # no longer than the best: many sequences share a system prompt and no more
             common = min(_common(entry.tokens, prompt), len(tokens) - 1)
             whole = common == len(entry.tokens) or entry.row.is_whole
             if whole and common >= max(best + 1, _LEAST):
                 best, found = common, entry
         return best, found
+
+
+def _beginning(adapter: str, tokens: Sequence[int]) -> _Beginning:
+    return adapter, tuple(tokens[:_LEAST])
 
 
 def _common(one: Tensor, other: Tensor) -> int:

@@ -61,7 +61,7 @@ class Limits:
     `prefix_bytes` bounds the keys and values that are kept for prompts with the same beginning.
     """
 
-    batch: int = 32
+    batch: int = 64
     waiting: int = 256
     cache_bytes: int | None = None
     prefill_chunk: int = 512

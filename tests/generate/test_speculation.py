@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from ktc import versions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 40
+PROMPT = [5, 9, 33, 60, 5, 9, 33, 60, 5, 9]
+needs_lookup = pytest.mark.skipif(
+    versions.release(versions.installed("transformers") or "0") < (5, 7),
+    reason="prompt lookup of transformers 5.6 fails where the end of sequence is None",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,7 @@ def assistants(model: Any, compiled: Path) -> dict[str, Any]:
 
 def generated(model: Any, **how: Any) -> tuple[list[int], int]:
     """The tokens, and the number of calls of the model."""
-    prompt = torch.tensor([[5, 9, 33, 60, 5, 9, 33, 60, 5, 9]])
+    prompt = torch.tensor([PROMPT])
     calls = list[int]()
     hook = model.register_forward_hook(lambda *_: calls.append(1))
     try:
@@ -66,12 +72,41 @@ def test_a_right_assistant_saves_calls(model: Any, compiled: Path) -> None:
     assert fewer <= calls / 2
 
 
-@pytest.mark.skipif(
-    versions.release(versions.installed("transformers") or "0") < (5, 7),
-    reason="prompt lookup of transformers 5.6 fails where the end of sequence is None",
-)
+@needs_lookup
 def test_prompt_lookup_gives_the_greedy_tokens(model: Any) -> None:
     wanted, calls = generated(model)
     found, fewer = generated(model, prompt_lookup_num_tokens=3)
     assert found == wanted
     assert fewer <= calls
+
+
+# Programs for steps, the decode kernel, and latents that are absorbed; caches of bf16 and of codes.
+CASES = [
+    ("olmoe", "auto", 0.03),
+    ("deepseek_v2", "auto", 0.03),
+    pytest.param("olmoe", "int8", 0.06, marks=pytest.mark.slow),
+    pytest.param("deepseek_v2", "int8", 0.06, marks=pytest.mark.slow),
+]
+
+
+@needs_lookup
+@pytest.mark.parametrize(("family", "kv", "rounding"), CASES)
+def test_models_for_inference_choose_the_likeliest_tokens_too(
+    inference_twin: Callable[..., Path], family: str, kv: str, rounding: float
+) -> None:
+    out = inference_twin(family) if kv == "auto" else inference_twin(family, kv=kv)
+    model, twin = (ktc.load(out).eval() for _ in range(2))
+    assert model.decode_graphs is not None
+    for how in ({"assistant_model": twin}, {"prompt_lookup_num_tokens": 3}):
+        tokens, calls = generated(model, **how)
+        assert calls <= 0.9 * NUM_TOKENS
+        assert most_behind(model, tokens) <= rounding
+
+
+def most_behind(model: Any, tokens: list[int]) -> float:
+    """How far a token's score is below the highest, in one pass over all tokens, relative to the highest there is."""
+    ids = torch.tensor([[*PROMPT, *tokens]])
+    with torch.no_grad():
+        scores = model(ids).logits[0, len(PROMPT) - 1 : -1].float()
+    behind = scores.amax(-1) - scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return float(behind.max() / scores.abs().max())

@@ -8,6 +8,7 @@ from decoding_models import stock_model
 from engine_answers import Answers, alone, config_of
 from transformers import PreTrainedModel
 
+from ktc.serving import prefix_cache
 from ktc.serving.decoder import Decoder
 from ktc.serving.engine import Engine
 from ktc.serving.prefix_cache import PrefixCache
@@ -68,6 +69,22 @@ def test_the_least_recently_used_are_dropped() -> None:
     assert [cache.length("", [*prompt, 1]) for prompt in prompts] == [20, 0, 20]
     cache.add("", range(60), row(60))
     assert cache.length("", range(60)) == 0
+
+
+def test_sequences_that_begin_otherwise_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, compared, common = PrefixCache(1 << 20), list[int](), prefix_cache._common
+    monkeypatch.setattr(prefix_cache, "_common", lambda *both: compared.append(1) or common(*both))
+    for number in range(50):
+        cache.add("", [number, *range(19)], row(20))
+    assert not compared
+    shared = list(range(100, 130))
+    for number in range(50):
+        cache.add("", [*shared, number], row(31))
+    compared.clear()
+    assert cache.length("", [*shared, 99]) == 30 and len(compared) == 1
+    assert cache.length("", [*shared, 31, 0]) == 31
+    cache.clear("")
+    assert cache.nbytes == 0 and cache.length("", [*shared, 31, 0]) == 0
 
 
 def test_a_window_that_has_dropped_tokens_serves_as_a_whole_only() -> None:

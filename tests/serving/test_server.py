@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 import socket
@@ -149,6 +150,19 @@ def test_streamed_chunks_make_the_completion(client: Any, opened: LanguageModel)
 def test_a_completion_continues_text_as_it_is(client: Any, opened: LanguageModel) -> None:
     found = client.completions.create(model=opened.name, prompt="Rain falls", max_tokens=8, temperature=0)
     assert found.choices[0].text == expected(opened, "Rain falls", Sampling(8), raw=True)
+
+
+def test_an_answered_request_writes_no_line_to_the_log(client: Any, opened: LanguageModel) -> None:
+    written, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: written.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        client.completions.create(model=opened.name, prompt="Rain", max_tokens=2)
+        client.chat.completions.create(model=opened.name, messages=hello(), max_tokens=2)
+    finally:
+        logger.removeHandler(handler)
+    assert not written
 
 
 @without_responses
