@@ -87,7 +87,7 @@ struct WordRows {
     return weight_format::fixed_point_bytes(rows, padded_k);
   }
   static bool convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
-    return weight_format::to_fixed_point(rows, padded_k, a, target);
+    return weight_format::to_row_words<typename Isa::Words, Panel>(rows, padded_k, a, target);
   }
   static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const std::byte* panel, float* tile) {
     const auto words = weight_format::fixed_point_rows(x, rows, padded_k);
