@@ -46,10 +46,15 @@ struct Words {
     return added;
   }
   // Of unsigned bytes `a` and signed ones `b`, two of each for a word: sums of words, which must not overflow.
+  static constexpr int kByteSumBits = 16;
   static Vector add_byte_products(Vector sums, Vector a, Vector b) {
     Vector added = _mm256_add_epi16(sums, _mm256_maddubs_epi16(a, b));
     asm("" : "+x"(added));
     return added;
+  }
+  // `sums` and 256 times the sums of byte products `upper`, less `lower`.
+  static Vector add_byte_sums(Vector sums, Vector upper, Vector lower) {
+    return add_products(add_products(sums, upper, all(std::int16_t{256})), lower, all(std::int16_t{-1}));
   }
 
   static Floats to_floats(Vector sums) { return _mm256_cvtepi32_ps(sums); }

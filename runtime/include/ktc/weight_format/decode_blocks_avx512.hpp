@@ -74,12 +74,7 @@ class CodeLines {
     return _mm512_permutexvar_epi16(index, _mm512_load_si512(table));
   }
 
-  // 32 codes of eight bits, each in a word.
-  [[gnu::always_inline]] __m512i widened_bytes(int vector) const {
-    return _mm512_cvtepu8_epi16(vector == 0 ? _mm512_castsi512_si256(low_[0]) : _mm512_extracti64x4_epi64(low_[0], 1));
-  }
-
-  // The same as fp32.
+  // 32 numbers as fp32.
   [[gnu::always_inline]] Halves halves(int vector) const {
     if constexpr (kLookedUp) {
       const __m512i bits = words(vector);

@@ -54,7 +54,8 @@ class ByteSums {
   using Lines = CodeWords<Words, Panel>;
   using Vector = typename Words::Vector;
   static constexpr int kQuads = Lines::kVectors / 4;
-  static constexpr int kMostProducts = 32767 / (2 * 128 * Lines::kLargestByte);  // two at a time
+  static constexpr std::int64_t kMostProducts =
+      ((std::int64_t{1} << (Words::kByteSumBits - 1)) - 1) / (2 * 128 * Lines::kLargestByte);  // two at a time
   static constexpr bool kWidenedLast = kMostProducts >= kPanelWidth / 4 / IntegerCodes<Panel>::kScales;
   static_assert(kMostProducts >= kQuads);
 
@@ -90,9 +91,7 @@ class ByteSums {
   [[gnu::always_inline]] void widen() {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      Vector& to = of[half][0];
-      to = Words::add_products_in_order(to, first_[half], Words::all(std::int16_t{256}));
-      to = Words::add_products_in_order(to, second_[half], Words::all(std::int16_t{-1}));
+      of[half][0] = Words::add_byte_sums(of[half][0], first_[half], second_[half]);
     }
   }
 
