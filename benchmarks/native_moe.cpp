@@ -56,6 +56,8 @@ using Clock = std::chrono::steady_clock;
 struct Constants {
   static constexpr double kAlpha = 1;
   static constexpr double kLimit = std::numeric_limits<double>::infinity();
+  static constexpr double kGateCap = kLimit;
+  static constexpr double kUpCap = kLimit;
   static constexpr double kUpOffset = 0;
 };
 using Activation = Gated<Silu, Constants>;

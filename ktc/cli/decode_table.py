@@ -55,7 +55,7 @@ def _rows(report: Report) -> Table:
 def _parts(report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     names = list(next(iter(report.parts.values())))
-    table.add_column("a step of ktc, ms")
+    table.add_column("a step of ktc, without native steps, ms")
     for name in (*names, "sum"):
         table.add_column(name, justify="right")
     for case, spent in report.parts.items():

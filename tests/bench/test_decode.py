@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ktc.bench.decode.engines import LocalEngine, prompt_of
 from ktc.bench.decode.floor import cache_bytes, floor_bytes, weight_bytes
 from ktc.bench.decode.model_file import FILE, config_of, tensors_of, write_model
 from ktc.bench.decode.models import stock_model
+from ktc.bench.decode.parts import parts_of
 from ktc.bench.decode.report import Agreement, Report, Row
 from ktc.bench.decode.request import FILE_FORMATS, LLAMA_PYTHON, Case, Typed, parse
 from ktc.bench.decode.run import agreement_of
@@ -63,6 +65,14 @@ def test_a_cache_is_the_same_before_and_after_a_round(tmp_path: Path) -> None:
             assert engine.run(case).wall > 0
             assert engine._cache.get_seq_length() == max(1, case.tokens)
     assert engine.logits(prompt_of(3, 512)).shape == (512,)
+
+
+def test_parts_are_of_steps_that_call_modules(tmp_path: Path) -> None:
+    model = stock_model(write_model("tiny", 1, "bf16", tmp_path), config_of(SIZES["tiny"], 1))
+    program: Any = SimpleNamespace(step=lambda *_args, **_kwargs: None)
+    model.decode_graphs = program
+    assert parts_of(LocalEngine("hf", model), Case("decode", 1, 5))["linears"] > 0
+    assert model.decode_graphs is program
 
 
 def test_the_floor_counts_active_experts_and_the_cache() -> None:

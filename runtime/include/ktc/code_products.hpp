@@ -22,6 +22,7 @@
 #include "ktc/weight_format/multiply_words.hpp"
 
 #if defined(__AVX512BF16__)
+#include "ktc/isa/avx512_bf16_words.hpp"
 #include "ktc/weight_format/multiply_blocks.hpp"
 #include "ktc/weight_format/multiply_codes.hpp"
 #endif
@@ -38,12 +39,12 @@ class CodeProducts {
   void forget() {}
 };
 
-// Rows in another form, made once for all panels of an expert. `Rows` knows the bytes of a number of rows, converts
-// them, and multiplies with them if they could be converted.
-template <class Isa, class Panel, class Rows>
+// Up to `kMostRows` rows in another form, made once for all panels of an expert. `Rows` knows the bytes of a number of
+// rows, converts them, and multiplies with them if they could be converted; `Isa` multiplies them otherwise.
+template <class Isa, class Panel, class Rows, int kMostRows>
 class ConvertedRows {
  public:
-  static constexpr int kRows = Isa::kCodeRows;
+  static constexpr int kRows = kMostRows;
 
   void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16* scratch) {
     static_assert(Rows::bytes(kRows, kPanelWidth) <= kPanelWidth * kPanelWidth * std::int64_t{sizeof(bf16)});
@@ -81,17 +82,17 @@ class ConvertedRows {
   int num_rows_ = 0;
 };
 
-template <class Isa, class Panel>
+template <class Words, class Panel>
 struct WordRows {
   static constexpr std::int64_t bytes(int rows, std::int64_t padded_k) {
     return weight_format::fixed_point_bytes(rows, padded_k);
   }
   static bool convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
-    return weight_format::to_fixed_point(rows, padded_k, a, target);
+    return weight_format::to_row_words<Words, Panel>(rows, padded_k, a, target);
   }
   static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const std::byte* panel, float* tile) {
     const auto words = weight_format::fixed_point_rows(x, rows, padded_k);
-    weight_format::multiply_words<typename Isa::Words, Panel>(padded_k, words, panel, tile);
+    weight_format::multiply_words<Words, Panel>(padded_k, words, panel, tile);
   }
 };
 
@@ -112,47 +113,58 @@ struct FloatRows {
 
 template <class Isa, class Panel>
   requires(weight_format::IntegerCodes<Panel>::kExist && requires { typename Isa::Words; })
-class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, Panel, WordRows<Isa, Panel>> {};
+class CodeProducts<Isa, Panel>
+    : public ConvertedRows<Isa, Panel, WordRows<typename Isa::Words, Panel>, Isa::kCodeRows> {};
 
 template <class Isa, class Panel>
   requires(weight_format::FloatNumbers<Panel>::kExist && requires { typename Isa::Words; })
-class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, Panel, FloatRows<Isa, Panel>> {};
+class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, Panel, FloatRows<Isa, Panel>, Isa::kCodeRows> {};
 
 #if defined(__AVX512BF16__)
-// Codes as bf16 numbers, which they are exactly, multiplied with the rows as they are.
+template <class Isa>
+inline constexpr bool kHasBf16Products = std::is_same_v<typename Isa::Lanes, avx512_bf16::Lanes>;
+
+// An ISA with tiles has packed larger groups in the order of the tiles.
+template <class Isa>
+inline constexpr int kBf16Rows = Isa::kBlocked ? Isa::kStreamRows : weight_format::kMaxCodeRows;
+
+// Blocks whose numbers are their codes less an offset, as words: VNNI adds products in one instruction, and takes
+// integers where VDPBF16PS takes a look-up of each number.
+template <class Panel>
+inline constexpr bool kInWords = [] {
+  if constexpr (!weight_format::StoredInBlocks<Panel> || !weight_format::IntegerCodes<Panel>::kExist)
+    return false;
+  else
+    return !weight_format::WordNumbers<Panel>::kLookedUp;
+}();
+
 template <class Isa, class Panel>
+  requires(kHasBf16Products<Isa> && kInWords<Panel>)
+class CodeProducts<Isa, Panel>
+    : public ConvertedRows<avx512_bf16::Isa, Panel, WordRows<avx512_bf16::Words, Panel>, kBf16Rows<Isa>> {};
+
+// Other codes as bf16 numbers, which they are exactly, multiplied with the rows as they are.
+template <class Panel>
 inline constexpr bool kHasBf16Numbers = [] {
-  if constexpr (!std::is_same_v<typename Isa::Lanes, avx512_bf16::Lanes>) return false;
-  if constexpr (weight_format::StoredInBlocks<Panel>) return true;
+  if constexpr (weight_format::StoredInBlocks<Panel>) return !kInWords<Panel>;
   return requires(__m512i line) { weight_format::bf16_numbers(typename Panel::Code{}, line, 0); };
 }();
 
 template <class Isa, class Panel>
-  requires kHasBf16Numbers<Isa, Panel>
+  requires(kHasBf16Products<Isa> && kHasBf16Numbers<Panel>)
 class CodeProducts<Isa, Panel> {
  public:
-  // An ISA with tiles has packed larger groups in the order of the tiles.
-  static constexpr int kRows = Isa::kBlocked ? Isa::kStreamRows : weight_format::kMaxCodeRows;
+  static constexpr int kRows = kBf16Rows<Isa>;
   static_assert(kRows <= weight_format::kMaxCodeRows);
 
-  void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16* scratch) {
-    if constexpr (!weight_format::StoredInBlocks<Panel>) {
-      weight_format::multiply_codes<Panel>(rows, contraction, a, panel, tile);
-    } else if constexpr (!weight_format::kWantsFinite<typename Panel::Format>) {
-      weight_format::multiply_blocks<Panel>(rows, contraction, a, nullptr, panel, tile);
+  void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16*) {
+    if constexpr (weight_format::StoredInBlocks<Panel>) {
+      weight_format::multiply_blocks<Panel>(rows, contraction, a, panel, tile);
     } else {
-      auto* sums = reinterpret_cast<float*>(scratch);
-      if (summed_ != a) finite_ = weight_format::sum_blocks(rows, contraction, a, sums);
-      summed_ = a;
-      if (finite_) return weight_format::multiply_blocks<Panel>(rows, contraction, a, sums, panel, tile);
-      weight_format::multiply_decoded<avx512_bf16::Isa, Panel>(rows, contraction, a, panel, tile);
+      weight_format::multiply_codes<Panel>(rows, contraction, a, panel, tile);
     }
   }
-  void forget() { summed_ = nullptr; }
-
- private:
-  const bf16* summed_ = nullptr;  // the rows whose sums are in the scratch
-  bool finite_ = true;
+  void forget() {}
 };
 #endif
 

@@ -46,6 +46,11 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
     return weight_format::WordPanel<Panel>::bytes(contraction) / static_cast<std::int64_t>(sizeof(Element));
   }
 
+  // Packed rows of a group as words. A row alone is read by `multiply_codes` only: groups of an expert are balanced.
+  static void to_words(const SlotGroup& group, std::int64_t contraction, const Element* a, std::byte* target) {
+    weight_format::to_row_words<Words, Panel>(group.rows, contraction, a, target);
+  }
+
   // The slots of the product, as `rows_to_words` wrote them.
   void read(const std::byte* words) { words_ = words; }
 
@@ -108,8 +113,8 @@ void rows_to_words([[maybe_unused]] const Routing& routing, [[maybe_unused]] Ran
   if constexpr (ReadsWords<Panels>) {
     for (std::int64_t index = groups.begin; index < groups.end; ++index) {
       const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
-      weight_format::to_fixed_point(group.rows, contraction, slots + group.first_slot * contraction,
-                                    words + weight_format::fixed_point_bytes(group.first_slot, contraction));
+      Panels::to_words(group, contraction, slots + group.first_slot * contraction,
+                       words + weight_format::fixed_point_bytes(group.first_slot, contraction));
     }
   }
 }

@@ -23,8 +23,6 @@ struct Words {
   static void store(Vector words, std::byte* target) { _mm256_store_si256(reinterpret_cast<__m256i*>(target), words); }
   static Vector all(std::int16_t word) { return _mm256_set1_epi16(word); }
   static Vector right(Vector words, int bits) { return _mm256_srli_epi16(words, bits); }
-  static Vector sums_right(Vector sums, int bits) { return _mm256_srai_epi32(sums, bits); }
-  static Vector sum_of(Vector a, Vector b) { return _mm256_add_epi32(a, b); }
   static Vector left(Vector words, int bits) { return _mm256_slli_epi16(words, bits); }
   static Vector both(Vector a, Vector b) { return _mm256_and_si256(a, b); }
   static Vector difference(Vector a, Vector b) { return _mm256_sub_epi16(a, b); }
@@ -47,6 +45,17 @@ struct Words {
     asm("" : "+x"(added));
     return added;
   }
+  // Of unsigned bytes `a` and signed ones `b`, two of each for a word: sums of words, which must not overflow.
+  static constexpr int kByteSumBits = 16;
+  static Vector add_byte_products(Vector sums, Vector a, Vector b) {
+    Vector added = _mm256_add_epi16(sums, _mm256_maddubs_epi16(a, b));
+    asm("" : "+x"(added));
+    return added;
+  }
+  // `sums` and 256 times the sums of byte products `upper`, less `lower`.
+  static Vector add_byte_sums(Vector sums, Vector upper, Vector lower) {
+    return add_products(add_products(sums, upper, all(std::int16_t{256})), lower, all(std::int16_t{-1}));
+  }
 
   static Floats to_floats(Vector sums) { return _mm256_cvtepi32_ps(sums); }
   static Floats all(float value) { return _mm256_set1_ps(value); }
@@ -58,6 +67,10 @@ struct Words {
   static Floats from_bytes(const std::uint8_t* values) {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(values));
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+  }
+  static Floats from_bytes(const std::int8_t* values) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(values));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
   }
   static void store(Floats values, float* target) { _mm256_storeu_ps(target, values); }
   static Floats product(Floats a, Floats b) { return _mm256_mul_ps(a, b); }

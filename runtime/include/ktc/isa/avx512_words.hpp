@@ -23,8 +23,6 @@ struct Words {
   static void store(Vector words, std::byte* target) { _mm512_store_si512(target, words); }
   static Vector all(std::int16_t word) { return _mm512_set1_epi16(word); }
   static Vector right(Vector words, int bits) { return _mm512_srli_epi16(words, static_cast<unsigned>(bits)); }
-  static Vector sums_right(Vector sums, int bits) { return _mm512_srai_epi32(sums, static_cast<unsigned>(bits)); }
-  static Vector sum_of(Vector a, Vector b) { return _mm512_add_epi32(a, b); }
   static Vector left(Vector words, int bits) { return _mm512_slli_epi16(words, static_cast<unsigned>(bits)); }
   static Vector both(Vector a, Vector b) { return _mm512_and_si512(a, b); }
   static Vector difference(Vector a, Vector b) { return _mm512_sub_epi16(a, b); }
@@ -50,6 +48,17 @@ struct Words {
     asm("" : "+v"(added));
     return added;
   }
+  // Of unsigned bytes `a` and signed ones `b`, two of each for a word: sums of words, which must not overflow.
+  static constexpr int kByteSumBits = 16;
+  static Vector add_byte_products(Vector sums, Vector a, Vector b) {
+    Vector added = _mm512_add_epi16(sums, _mm512_maddubs_epi16(a, b));
+    asm("" : "+v"(added));
+    return added;
+  }
+  // `sums` and 256 times the sums of byte products `upper`, less `lower`.
+  static Vector add_byte_sums(Vector sums, Vector upper, Vector lower) {
+    return add_products(add_products(sums, upper, all(std::int16_t{256})), lower, all(std::int16_t{-1}));
+  }
 
   static Floats to_floats(Vector sums) { return _mm512_cvtepi32_ps(sums); }
   static Floats all(float value) { return _mm512_set1_ps(value); }
@@ -61,6 +70,10 @@ struct Words {
   static Floats from_bytes(const std::uint8_t* values) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+  }
+  static Floats from_bytes(const std::int8_t* values) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
   }
   static void store(Floats values, float* target) { _mm512_storeu_ps(target, values); }
   static Floats product(Floats a, Floats b) { return _mm512_mul_ps(a, b); }

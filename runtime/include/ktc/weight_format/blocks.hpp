@@ -10,8 +10,9 @@
 //
 // A panel is a sequence of spans of `kSpanBlocks` x 32 weights of its 32 outputs: [`kHeadBytes` of scales][blocks]. A
 // block is 32 x 32 codes in the order of a bf16 block (`panel.hpp`), whose 32 vectors are 32 elements each. The lower
-// four bits of codes are in lines of 64 bytes for four consecutive vectors, a nibble of a word for each. The upper bits
-// of 5- and 6-bit codes follow in lines of 16 and 8 vectors. Codes of 8 and 16 bits are in the order of the elements.
+// four bits of codes are in lines of 64 bytes for four consecutive vectors, a nibble of a word for each. Four lines of
+// 5-bit codes and two of 6-bit codes are followed by one of their upper bits, each in the byte of a word that has its
+// lower bits (`high_shift`). Codes of 8 and 16 bits are in the order of the elements.
 #pragma once
 
 #include <algorithm>
@@ -52,12 +53,19 @@ struct BlockPanel {
   static constexpr const char* kStored = Format::kName;
   static constexpr int kHighBits = Format::kBits == 5 ? 1 : Format::kBits == 6 ? 2 : 0;
   static constexpr int kLowBits = Format::kBits - kHighBits;
-  static constexpr std::int64_t kLowBytes = kBlock * kLowBits / 8;
+  // Vectors of a unit: those of a line of upper bits, which follows `kUnitLines` of lower ones.
+  static constexpr int kUnitVectors = kHighBits > 0 ? 16 / kHighBits : std::max(2, 16 / Format::kBits);
+  static constexpr int kUnitLines = kUnitVectors * kLowBits / 16;
+  static constexpr std::int64_t kUnitBytes = kUnitVectors * kPanelWidth * Format::kBits / 8;
   static constexpr std::int64_t kBlockBytes = kBlock * Format::kBits / 8;
   static constexpr std::int64_t kScaleBytes = Format::kHeadBytes;
   static constexpr std::int64_t kSpanBlocks = Format::kSpanBlocks;
   static constexpr std::int64_t kSpanBytes = kScaleBytes + kSpanBlocks * kBlockBytes;
   static_assert(kScaleBytes % 64 == 0 && kBlockBytes % 64 == 0);
+
+  // The place of the upper bits of a vector's codes in the words of their unit's line. The lower bits of vectors 0 and
+  // 1 of four are in the first byte of a word, and those of 2 and 3 in the second one.
+  static constexpr int high_shift(int vector) { return vector % 4 / 2 * 8 + (vector / 4 * 2 + vector % 2) * kHighBits; }
 
   static std::int64_t bytes(std::int64_t padded_k) {
     return (padded_k / kPanelWidth + kSpanBlocks - 1) / kSpanBlocks * kSpanBytes;
@@ -132,28 +140,33 @@ struct BlockPanel {
   static unsigned code_at(const std::byte* block, std::int64_t offset) {
     if constexpr (kLowBits == 16) return word_at(block, offset);
     if constexpr (kLowBits == 8) return std::to_integer<unsigned>(block[offset]);
-    const Bits<4> low(offset);
+    const Place low = low_place(offset);
     unsigned code = word_at(block, low.word) >> low.shift & 0xf;
     if constexpr (kHighBits > 0) {
-      const Bits<std::max(kHighBits, 1)> high(offset);
-      code |= (word_at(block + kLowBytes, high.word) >> high.shift & ((1u << kHighBits) - 1)) << 4;
+      const Place high = high_place(offset);
+      code |= (word_at(block, high.word) >> high.shift & ((1u << kHighBits) - 1)) << 4;
     }
     return code;
   }
 
  private:
   // The place of an element's bits: their 16-bit word, and their shift in it.
-  template <int kBits>
-  struct Bits {
-    explicit Bits(std::int64_t offset) {
-      constexpr std::int64_t kVectors = 16 / kBits;  // of a line
-      const std::int64_t vector = offset / kPanelWidth;
-      word = vector / kVectors * kPanelWidth + offset % kPanelWidth;
-      shift = static_cast<unsigned>(vector % kVectors) * kBits;
-    }
+  struct Place {
     std::int64_t word;
     unsigned shift;
   };
+  static Place low_place(std::int64_t offset) {
+    const std::int64_t vector = offset / kPanelWidth % kUnitVectors;
+    return {unit_word(offset) + vector / 4 * kPanelWidth, static_cast<unsigned>(vector % 4) * 4};
+  }
+  static Place high_place(std::int64_t offset) {
+    const int vector = static_cast<int>(offset / kPanelWidth % kUnitVectors);
+    return {unit_word(offset) + kUnitLines * kPanelWidth, static_cast<unsigned>(high_shift(vector))};
+  }
+  // Of an element, in the first line of its unit.
+  static std::int64_t unit_word(std::int64_t offset) {
+    return offset / kPanelWidth / kUnitVectors * (kUnitBytes / 2) + offset % kPanelWidth;
+  }
 
   static unsigned word_at(const std::byte* words, std::int64_t index) {
     std::uint16_t word;
@@ -161,21 +174,20 @@ struct BlockPanel {
     return word;
   }
   template <int kBits>
-  static void put_bits(std::byte* words, std::int64_t offset, unsigned bits) {
-    const Bits<kBits> place(offset);
+  static void put_bits(std::byte* words, Place place, unsigned bits) {
     constexpr unsigned kMask = (1u << kBits) - 1;
     const unsigned others = word_at(words, place.word) & ~(kMask << place.shift);
     const auto word = static_cast<std::uint16_t>(others | (bits & kMask) << place.shift);
     std::memcpy(words + 2 * place.word, &word, sizeof(word));
   }
   static void put(std::byte* block, std::int64_t offset, unsigned code) {
-    if constexpr (kLowBits == 16) return put_bits<16>(block, offset, code);
+    if constexpr (kLowBits == 16) return put_bits<16>(block, {offset, 0}, code);
     if constexpr (kLowBits == 8) {
       block[offset] = static_cast<std::byte>(code);
       return;
     }
-    put_bits<4>(block, offset, code);
-    if constexpr (kHighBits > 0) put_bits<std::max(kHighBits, 1)>(block + kLowBytes, offset, code >> 4);
+    put_bits<4>(block, low_place(offset), code);
+    if constexpr (kHighBits > 0) put_bits<std::max(kHighBits, 1)>(block, high_place(offset), code >> 4);
   }
 
   // A stored block that begins at weight `first` of a row.

@@ -29,7 +29,7 @@ struct IntegerCodes<Panel> {
   static constexpr bool kExist = true;
   static constexpr int kBits = Format::kBits;
   static constexpr int kHighBits = Panel::kHighBits;
-  static constexpr std::int64_t kHighAt = Panel::kLowBytes;
+  static constexpr int high_shift(int vector) { return Panel::high_shift(vector); }
   static constexpr int kScales = Format::kScales;
   static constexpr bool kMins = Format::kMins;
   static constexpr int number(unsigned code) { return static_cast<int>(Format::number(code)); }
@@ -87,7 +87,6 @@ struct IntegerCodes<QuantisedPanel<Int4, kGroup>> {
   static constexpr bool kExist = true;
   static constexpr int kBits = Int4::kBits;
   static constexpr int kHighBits = 0;
-  static constexpr std::int64_t kHighAt = 0;
   static constexpr int kScales = 1;
   static constexpr bool kMins = false;
   static constexpr int number(unsigned code) { return static_cast<int>(code) - 8; }
@@ -156,6 +155,7 @@ class CodeWords {
  public:
   static constexpr int kVectors = Codes::kHighBits > 0 ? 16 / Codes::kHighBits : 16 / Codes::kBits;
   static constexpr int kLines = Numbers::kSigned ? 1 : kVectors / 4;
+  static constexpr std::int64_t kUnit = (kLines + (Codes::kHighBits > 0 ? 1 : 0)) * std::int64_t{kLine};
 
   [[gnu::always_inline]] CodeWords(const std::byte* block, std::int64_t index, std::int64_t strip) {
     if constexpr (Numbers::kSigned) {
@@ -166,17 +166,9 @@ class CodeWords {
     } else {
       const std::byte* lines = block + strip * sizeof(Vector);
 #pragma GCC unroll 4
-      for (int line = 0; line < kLines; ++line) low_[line] = Words::load(lines + (index * kLines + line) * kLine);
-      if constexpr (Codes::kHighBits > 0) high_ = Words::load(lines + Codes::kHighAt + index * kLine);
+      for (int line = 0; line < kLines; ++line) low_[line] = Words::load(lines + index * kUnit + line * kLine);
+      if constexpr (Codes::kHighBits > 0) high_ = Words::load(lines + index * kUnit + kLines * kLine);
     }
-  }
-
-  // Whether words hold four codes of four bits, each the number plus `kOffset`.
-  static constexpr bool kPlainNibbles = Codes::kBits == 4 && !Numbers::kLookedUp;
-  Vector line() const
-    requires kPlainNibbles
-  {
-    return low_[0];
   }
 
   [[gnu::always_inline]] Vector words(int vector) const {
@@ -188,9 +180,7 @@ class CodeWords {
       const Vector low = at > 0 ? Words::right(low_[vector / 4], at) : low_[vector / 4];
       if constexpr (Codes::kHighBits > 0) {
         constexpr int kMask = ((1 << Codes::kHighBits) - 1) << 4;
-        const int up = 4 - vector * Codes::kHighBits;
-        const Vector moved = up >= 0 ? Words::left(high_, up) : Words::right(high_, -up);
-        return Words::joined(four_bits, low, Words::both(moved, Words::all(std::int16_t{kMask})));
+        return Words::joined(four_bits, low, Words::both(high(vector), Words::all(std::int16_t{kMask})));
       }
       const Vector code = at == 12 ? low : Words::both(low, four_bits);
       if constexpr (Numbers::kLookedUp) return Words::looked_up(Numbers::kTable.data(), code);
@@ -198,7 +188,30 @@ class CodeWords {
     }
   }
 
+  // Codes as bytes, where lower and upper bits of four vectors have the same bytes: of one half's outputs, four
+  // neighbours of k in the order 0, 2, 1, 3 for each.
+  static constexpr bool kBytes = !Numbers::kSigned && !Numbers::kLookedUp;
+  static constexpr int kLargestByte = (1 << Codes::kBits) - 1;
+  [[gnu::always_inline]] Vector bytes(int quad, int half) const
+    requires kBytes
+  {
+    const Vector four_bits = Words::all(std::int16_t{0x0f0f});
+    const Vector low = half == 0 ? low_[quad] : Words::right(low_[quad], 4);
+    if constexpr (Codes::kHighBits == 0) {
+      return Words::both(low, four_bits);
+    } else {
+      constexpr int kMask = ((1 << Codes::kHighBits) - 1) << 4;
+      return Words::joined(four_bits, low, Words::both(high(4 * quad + half), Words::all(std::int16_t{kMask * 0x101})));
+    }
+  }
+
  private:
+  // The upper bits of a vector at the place of bit 4, beside others.
+  [[gnu::always_inline]] Vector high(int vector) const {
+    const int up = 4 - Codes::high_shift(vector);
+    return up >= 0 ? Words::left(high_, up) : Words::right(high_, -up);
+  }
+
   Vector low_[Numbers::kSigned ? kVectors : kLines];
   Vector high_;
 };

@@ -42,16 +42,16 @@ template <class Panel>
 class CodeLines {
  public:
   using Format = typename Panel::Format;
-  static constexpr int kVectors = Panel::kHighBits > 0 ? 16 / Panel::kHighBits : std::max(2, 16 / Format::kBits);
-  static constexpr int kLines = kVectors * Panel::kLowBits / 16;
+  static constexpr int kVectors = Panel::kUnitVectors;
+  static constexpr int kLines = Panel::kUnitLines;
   static constexpr bool kLookedUp = Format::kBits <= 6;
 
   [[gnu::always_inline]] CodeLines(const std::byte* block, std::int64_t index) {
 #pragma GCC unroll 4
     for (int line = 0; line < kLines; ++line) {
-      low_[line] = _mm512_load_si512(block + (index * kLines + line) * 64);
+      low_[line] = _mm512_load_si512(block + index * Panel::kUnitBytes + line * 64);
     }
-    if constexpr (Panel::kHighBits > 0) high_ = _mm512_load_si512(block + Panel::kLowBytes + index * 64);
+    if constexpr (Panel::kHighBits > 0) high_ = _mm512_load_si512(block + index * Panel::kUnitBytes + kLines * 64);
   }
 
   // 32 numbers as bf16.
@@ -62,7 +62,7 @@ class CodeLines {
     const auto* table = NumberTable<Format>::kValues.data();
     __m512i index = _mm512_srli_epi16(low_[vector / kPerLine], static_cast<unsigned>(vector % kPerLine * 4));
     if constexpr (Panel::kHighBits > 0) {
-      const int up = 4 - vector * Panel::kHighBits;
+      const int up = 4 - Panel::high_shift(vector);
       const __m512i high = up >= 0 ? _mm512_slli_epi16(high_, static_cast<unsigned>(up))
                                    : _mm512_srli_epi16(high_, static_cast<unsigned>(-up));
       constexpr int kSelect = 0xca;  // the second operand where the first has ones, otherwise the third
@@ -74,12 +74,7 @@ class CodeLines {
     return _mm512_permutexvar_epi16(index, _mm512_load_si512(table));
   }
 
-  // 32 codes of eight bits, each in a word.
-  [[gnu::always_inline]] __m512i widened_bytes(int vector) const {
-    return _mm512_cvtepu8_epi16(vector == 0 ? _mm512_castsi512_si256(low_[0]) : _mm512_extracti64x4_epi64(low_[0], 1));
-  }
-
-  // The same as fp32.
+  // 32 numbers as fp32.
   [[gnu::always_inline]] Halves halves(int vector) const {
     if constexpr (kLookedUp) {
       const __m512i bits = words(vector);

@@ -107,4 +107,23 @@ inline bool to_fixed_point(int rows, std::int64_t padded_k, const bf16* a, std::
   return finite;
 }
 
+// The words of one row as bytes in the same place, for codes that are bytes: a word is 256 times a signed byte less
+// another one. Of each four neighbours the first bytes of 0, 2, 1 and 3 are followed by the second ones.
+inline void split_words(std::int64_t padded_k, std::byte* row) {
+  constexpr int kNeighbours = 4;
+  constexpr int kOrder[kNeighbours] = {0, 2, 1, 3};
+  std::int16_t words[kNeighbours];
+  std::int8_t bytes[2][kNeighbours];
+  for (std::int64_t k = 0; k < padded_k; k += kNeighbours, row += sizeof(words)) {
+    std::memcpy(words, row, sizeof(words));
+    for (int i = 0; i < kNeighbours; ++i) {
+      const int word = words[kOrder[i]];
+      const int upper = (word + 127) >> 8;  // at most 127, since no word is above 32640
+      bytes[0][i] = static_cast<std::int8_t>(upper);
+      bytes[1][i] = static_cast<std::int8_t>(256 * upper - word);
+    }
+    std::memcpy(row, bytes, sizeof(bytes));
+  }
+}
+
 }  // namespace ktc::weight_format

@@ -43,6 +43,25 @@ struct Q6_K {
     }
   }
 
+  // The same of all blocks of a span, whose fp16 scales are widened once.
+  class Span {
+   public:
+    explicit Span(const std::byte* head) : factors_(reinterpret_cast<const std::int8_t*>(head + kFactorsAt)) {
+      widen_halves(head, half_);
+    }
+
+    // Of one vector of outputs, from `lane` on.
+    template <class Words>
+    typename Words::Floats scale(std::int64_t block, int group, std::int64_t lane) const {
+      const std::int8_t* factors = factors_ + (kScales * block + group) * kPanelWidth + lane;
+      return Words::product(Words::load(half_ + lane), Words::from_bytes(factors));
+    }
+
+   private:
+    alignas(64) float half_[kPanelWidth];
+    const std::int8_t* factors_;
+  };
+
  private:
   static constexpr std::int64_t kFactorsAt = kPanelWidth * 2;
 };
