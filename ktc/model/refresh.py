@@ -12,11 +12,10 @@ staged weights that do not fit the free memory (L462).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,7 @@ from transformers import PreTrainedModel
 
 from ktc import host
 from ktc.checkpoint import open_index
-from ktc.decode import read_json
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.experts.load_state import LoadState
 from ktc.experts.module import FusedMoe
 from ktc.linears.lora_linear import KTLinear
@@ -34,15 +32,11 @@ from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model import weight_store
 from ktc.model.load_as import LoadedFrom, build_on_meta, read_config, read_rows
 from ktc.model.memory import in_gib, tensor_bytes
+from ktc.model.new_checkpoint import require_same_codes, require_same_config
 from ktc.model.progress import Progress
 from ktc.model.realise import realise
-from ktc.regular_files import read_regular
 
 Packed = FusedMoe | StoredLinear | StreamedLinear
-# Keys of config.json that say who wrote it, and in which dtype: rows of `weights.json` name the dtypes of tensors.
-_OF_THE_WRITER: Final = frozenset({
-    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version",
-})  # fmt: skip
 
 
 def restore(model: PreTrainedModel) -> None:
@@ -189,34 +183,15 @@ def _shell(model: PreTrainedModel) -> PreTrainedModel:
 
 def _fill(shell: PreTrainedModel, model: PreTrainedModel, checkpoint: Path, progress: Progress | None) -> None:
     of = cast("LoadedFrom", cast("Any", model).loaded_from)
-    require_same_config(model, checkpoint)
+    require_same_config(read_config(of.folder, type(model)), checkpoint)
     sources, index = read_rows(of.folder, of.manifest), open_index(checkpoint)
+    require_same_codes(sources, index)
     weight_store.fill(shell, sources, index, {}, allow_nonfinite=of.allow_nonfinite, progress=progress)
     shell.tie_weights()
     weight_store.check_filled(shell, persistent=True)
     for module in shell.modules():
         if isinstance(module, KTLinear):
             module.round_weight(in_place=True)
-
-
-def require_same_config(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Raise InputRefused (L405) for a checkpoint without a config, or with another one than the compiled model's."""
-    path = checkpoint / "config.json"
-    of = cast("LoadedFrom", cast("Any", model).loaded_from)
-    compiled = read_config(of.folder, type(model))
-    try:
-        content: object = read_json(read_regular(path))
-        found = type(compiled).from_dict(copy.deepcopy(cast("Any", content))).to_dict()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        message = f"`{path}` is not the config of this model: {str(error).partition(chr(10))[0][:200]}"
-        raise InputRefused(Diagnostic("L405", message, hint="name the folder of a checkpoint")) from error
-    wanted = compiled.to_dict()
-    differ = sorted(
-        name for name in (wanted.keys() | found.keys()) - _OF_THE_WRITER if wanted.get(name) != found.get(name)
-    )
-    if differ:
-        message = f"`{path}` has other values of {listing(differ, 3)} than the compiled model"
-        raise InputRefused(Diagnostic("L405", message, hint="compile that model"))
 
 
 def _pairs(shell: nn.Module, model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:

@@ -44,8 +44,9 @@ def linear_of_model(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel
     threads, few, many = arguments["threads"], arguments["few"], arguments["many"]
     decode = Gemv(kernel, threads) if few == "gemv" else None
     # The kernel of many rows multiplies bf16; without bf16 weights the product is PyTorch's.
-    packs = many != "torch" and kernel.dtype == "bf16"
-    product = ManyRows(kernel, permitted_threads(threads), many) if packs else None
+    product = None
+    if many != "torch" and kernel.dtype == "bf16":
+        product = ManyRows(kernel, permitted_threads(threads), many)
     return KTLinear.from_linear(old, decode, product, grid)
 
 
