@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ktc.cli.session import Session
@@ -70,32 +72,33 @@ def stages_bar(console: Console, quiet: bool) -> Generator[Callable[[str, int, i
 
     A stage without a total shows the time since it began.
     """
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("[dim]{task.description}[/dim]"), BarColumn(20), MofNCompleteColumn())
+    left = TextColumn("[cyan]{task.fields[left]}[/cyan]")
     disabled = quiet or not sys.stderr.isatty()
-    with Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True, disable=disabled
-    ) as bar:
-        task = bar.add_task("", total=None)
-        running = ""
+    with Progress(*columns, TimeElapsedColumn(), left, console=console, transient=True, disable=disabled) as bar:
+        task = bar.add_task("", total=None, left="")
+        running, begun = ("", 0, None), time.monotonic()
 
         def progress(stage: str, done: int, total: int | None) -> None:
-            nonlocal running, task
-            if stage != running:  # a new task, since the speed of the last stage says nothing about this one
+            nonlocal running, begun, task
+            if stage != running[0]:
                 bar.remove_task(task)
-                task, running = bar.add_task(stage, total=None), stage
-            bar.update(task, completed=done, total=total)
+                task = bar.add_task(stage, total=None, left="")
+            if running[0] != stage or running[2] != total or done < running[1]:  # its speed says nothing about these
+                begun = time.monotonic()
+            running = stage, done, total
+            bar.update(task, completed=done, total=total, left=_left(done, total, time.monotonic() - begun))
 
         yield progress
+
+
+def _left(done: int, total: int | None, seconds: float) -> str:
+    """Return the time that the other steps take at the pace of those that are done. Rich waits for the second step."""
+    if not done or total is None or done == total:
+        return ""
+    return f"{timedelta(seconds=round(seconds / done * (total - done)))} left"
 
 
 def _bar(session: Session) -> Progress:

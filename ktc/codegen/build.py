@@ -13,7 +13,7 @@ import json
 import shutil
 import sysconfig
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -156,7 +156,8 @@ def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> P
         for unit, target in zip(source.units, objects, strict=True)
     )
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        list(counted(pool.map(toolchain.run, commands), len(objects)))
+        for compiled in counted(as_completed([pool.submit(toolchain.run, each) for each in commands]), len(objects)):
+            compiled.result()
     library = work / f"ktc_kernels.{_abi()}.so"
     toolchain.run(tools.link_command(objects, library))
     for item in objects:

@@ -50,9 +50,15 @@ def test_each_stage_has_a_bar_of_its_own() -> None:
     with redirect_stderr(terminal), bars.stages_bar(Console(file=terminal), quiet=False) as running:
         running("capture", 0, None)
         running("capture", 1, 2)
-        running("prove", 3, 4)
+        running("prove", 0, 4)
+        running("prove", 1, 4)
     assert "capture" in terminal.getvalue()
     assert "prove" in terminal.getvalue()
+
+
+def test_the_time_left_is_told_after_the_first_step() -> None:
+    assert [bars._left(0, 4, 9.0), bars._left(4, 4, 9.0), bars._left(1, None, 9.0)] == ["", "", ""]  # pyright: ignore[reportPrivateUsage]
+    assert bars._left(1, 4, 30.0) == "0:01:30 left"  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_quiet_command_draws_nothing() -> None:

@@ -41,6 +41,7 @@ LONG: Final = post("completions", json.dumps({"prompt": PROMPT, "max_tokens": 30
 METRICS: Final = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 LARGEST: Final = 200_000  # bytes of a malformed request: larger ones are sent once, by the tests
 PATIENCE: Final = 120.0  # seconds for one answer
+GRACE: Final = "120"  # seconds for an answer at the end, also beside other programs
 SAMPLES: Final = 100  # of memory, descriptors and threads
 GROWTH: Final = 1.1  # of the memory between quarters
 # Chances: the good, the malformed, those that are abandoned; the rest never end.
@@ -93,7 +94,7 @@ class Server:
 def serving(model: Path, log: Path, temporary: Path | None = None) -> Generator[Server]:
     """Serve a model on a free port. Raises RuntimeError where it does not start within five minutes."""
     env = {**os.environ, **({} if temporary is None else {"TMPDIR": str(temporary)})}
-    command = [sys.executable, "-m", "ktc", "serve", str(model), "--reference", "--port", "0"]
+    command = [sys.executable, "-m", "ktc", "serve", str(model), "--reference", "--port", "0", "--grace", GRACE]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stderr=file, stdout=subprocess.DEVNULL, env=env)
     try:
@@ -250,7 +251,7 @@ def end_by(number: signal.Signals, model: Path, folder: Path) -> tuple[str, str]
                     body += part
             except OSError:
                 pass
-        code, whole = server.process.wait(60), b'"finish_reason":"' in body
+        code, whole = server.process.wait(180), b'"finish_reason":"' in body
         traces = server.log.read_text(encoding="utf-8").count("Traceback")
     left = sorted(path.name for path in temporary.iterdir())
     told = f"exit {code}, the answer {'whole' if whole else 'cut off'}, {len(left)} temporary files"
