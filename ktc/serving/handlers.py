@@ -76,13 +76,19 @@ class _Checked:
         cast("Any", super())._validate_request(body)
 
     def _build_generation_config(self, body: dict[str, Any], *more: Any, **named: Any) -> Any:
-        """Return a config that samples for a temperature above 0 and not for 0, for any config of the model."""
+        """Return a config that samples for a temperature above 0 and not for 0, for any config of the model.
+
+        It draws from all tokens, as `ktc generate` does, where the model's config has no `top_k`: transformers would
+        draw from 50.
+        """
         rest = {name: value for name, value in body.items() if name not in ("seed", "temperature")}
         config: Any = cast("Any", super())._build_generation_config(rest, *more, **named)
         temperature = body.get("temperature")
         if temperature is not None:
             config.do_sample = temperature > 0
             config.temperature = float(temperature) if temperature > 0 else 1.0
+        if config.top_k is None:
+            config.top_k = 0
         setattr(config, SEED, body.get("seed"))
         setattr(config, ADAPTER, body.get("model"))
         return config

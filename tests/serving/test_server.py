@@ -25,7 +25,7 @@ from running_servers import served
 from ktc import versions
 from ktc.cli import app as cli
 from ktc.diagnostics import HostLacks, InputRefused
-from ktc.generate.answers import Sampling, answer
+from ktc.generate.answers import Sampling, answer, set_seed
 from ktc.generate.language_model import LanguageModel
 from ktc.generate.prompts import render
 from ktc.serving import server as serve
@@ -222,6 +222,16 @@ def test_draws_follow_the_seed_also_at_once(client: Any, opened: LanguageModel) 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, (1, 2, 3, 1, 2, 3))) == alone * 2
     assert len(set(alone)) > 1
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_draws_of_a_seed_are_those_of_generate(client: Any, opened: LanguageModel, top_p: float) -> None:
+    assert opened.model.config.vocab_size > 50  # the tokens that transformers draws from by default
+    for seed in (1, 2):
+        options = {"max_tokens": 10, "temperature": 1.5, "top_p": top_p, "seed": seed}
+        found = client.completions.create(model=opened.name, prompt="Rain falls", **options)
+        set_seed(seed)
+        assert found.choices[0].text == expected(opened, "Rain falls", Sampling(10, 1.5, top_p), raw=True)
 
 
 def metric(address: str, name: str) -> float:
