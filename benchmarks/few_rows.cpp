@@ -4,10 +4,14 @@
 //         -DKTC_ISA=avx2 -mavx2 -mfma -mf16c benchmarks/few_rows.cpp -o few_rows
 //     with ktc/isa/avx512.hpp:      -mavx512f -mavx512bw -mavx512vl -mavx512dq too
 //     with ktc/isa/avx512_bf16.hpp: -mavx512bf16 -mavx512vnni too
-//     taskset -c 0 ./few_rows [ROUNDS] [FORMAT]...
+//     taskset -c 0 ./few_rows huge|small [ROUNDS] [FORMAT]...
+//
+// `huge`: the panels are on huge pages, or nothing is measured; `small`: on pages of 4 KB, as a system with little free
+// memory in one piece gives them.
 //
 // CPU time of this thread; product and sum alternate, and the share is the median of the rounds' ratios. An L2 full of
 // panels shows the speed where memory does not limit it.
+#include <sys/mman.h>
 #include <time.h>
 
 #include <algorithm>
@@ -114,13 +118,21 @@ void measure(const char* name, int rounds, const HugePages& panels, const HugePa
 }  // namespace
 
 int main(int count, char** words) {
-  const int rounds = count > 1 ? std::atoi(words[1]) : 9;
+  const bool huge = count > 1 && std::string_view(words[1]) == "huge";
+  const int rounds = count > 2 ? std::atoi(words[2]) : 9;
   const HugePages panels(kBytes), scratch(kContraction * kPanelWidth * sizeof(bf16));
+  if (!huge) madvise(panels.data(), kBytes, MADV_NOHUGEPAGE);
   std::mt19937 random(1);
   auto* const words_of_panels = reinterpret_cast<std::uint32_t*>(panels.data());
-  for (std::int64_t i = 0; i < kBytes / 4; ++i) words_of_panels[i] = random() & 0xbfffbfffu;  // scales are finite
+  // Scales of every format are finite, and products with them no denormals, which processors compute slowly.
+  for (std::int64_t i = 0; i < kBytes / 4; ++i) words_of_panels[i] = (random() & 0xbf7fbf7fu) | 0x20402040u;
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1
+  if (huge && madvise(panels.data(), kBytes, kCollapse) != 0) {
+    std::perror("the system gives no huge pages");
+    return 1;
+  }
   const auto wanted = [&](std::string_view name) {
-    return count < 3 || std::find(words + 2, words + count, name) != words + count;
+    return count < 4 || std::find(words + 3, words + count, name) != words + count;
   };
 #define KTC_MEASURE(name, panel) \
   if (wanted(name)) measure<panel>(name, rounds, panels, scratch)

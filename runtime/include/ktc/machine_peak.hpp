@@ -73,18 +73,19 @@ inline std::int64_t multiply_in_registers(std::int64_t rounds) {
 }
 #endif
 
-// Read `bytes`, a multiple of 512, once and in order; returns a number that depends on all of them.
+// Read `bytes`, a multiple of 512, once and in order; returns a number that depends on all of them. In vectors that
+// AVX2 has: with 64 bytes GCC 12 keeps the sums in memory there, and reads 23 GB/s where this reads 36.
 inline std::uint64_t read_in_order(const std::byte* data, std::size_t bytes) {
-  typedef std::uint64_t Line __attribute__((vector_size(64), may_alias));
-  const auto* lines = reinterpret_cast<const Line*>(data);
-  std::array<Line, 8> sums{};
-  for (std::size_t line = 0; line < bytes / sizeof(Line); line += sums.size()) {
+  typedef std::uint64_t Vector __attribute__((vector_size(32), may_alias));
+  const auto* vectors = reinterpret_cast<const Vector*>(data);
+  std::array<Vector, 8> sums{};
+  for (std::size_t at = 0; at < bytes / sizeof(Vector); at += sums.size()) {
 #pragma GCC unroll 8
-    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += lines[line + i];
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += vectors[at + i];
   }
   std::uint64_t total = 0;
-  for (const Line& sum : sums) {
-    for (int word = 0; word < 8; ++word) total += sum[word];
+  for (const Vector& sum : sums) {
+    for (int word = 0; word < 4; ++word) total += sum[word];
   }
   return total;
 }
