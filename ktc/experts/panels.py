@@ -21,6 +21,7 @@ _BLOCK: Final = WIDTH * WIDTH
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _DEPTHS: Final = {torch.bfloat16: 2, torch.float32: 1, torch.float64: 1}  # neighbours of the contraction side by side
 _HALVES: Final = 2 * WIDTH  # bytes of one fp16 value for each output
+_LINE: Final = 2 * WIDTH  # bytes of a word for each output
 
 
 class Panels(Protocol):
@@ -181,14 +182,10 @@ class BlockPanels:
 
     def _numbers(self, codes: Tensor) -> Tensor:
         """Return the values of a block's codes, (..., bytes) -> (..., 1024) in fp32."""
-        low = _BLOCK // 2
         numbers = self.row.numbers
         if self._bits == 8:
             return codes.view(torch.int8).float()
-        if self._bits == 4:
-            found = _fields(codes, 4)
-        else:
-            found = _fields(codes[..., :low], 4) | _fields(codes[..., low:], self._bits - 4) << 4
+        found = _fields(codes, 4) if self._bits == 4 else _split_fields(codes, self._bits - 4)
         if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
             return found.float() + numbers[0]
         return torch.tensor(numbers, dtype=torch.float32, device=codes.device)[found.long()]
@@ -228,3 +225,15 @@ def _fields(packed: Tensor, bits: int) -> Tensor:
     words = cut(packed.view(torch.int16), -1, -1, 1, WIDTH)
     shifts = torch.arange(0, 16, bits, dtype=torch.int16, device=packed.device)[:, None]
     return (words >> shifts & (1 << bits) - 1).flatten(-3)
+
+
+def _split_fields(packed: Tensor, high_bits: int) -> Tensor:
+    """Return codes of five or six bits, (..., bytes) -> (..., codes): lines of lower bits before one of upper bits.
+
+    Upper bits are in the byte of a word that has their lower bits (`high_shift` in `weight_format/blocks.hpp`).
+    """
+    vectors = torch.arange(16 // high_bits, dtype=torch.int16, device=packed.device)[:, None]
+    units = cut(packed, -1, -1, len(vectors) // 4 + 1, _LINE)
+    shifts = vectors % 4 // 2 * 8 + (vectors // 4 * 2 + vectors % 2) * high_bits
+    upper = units[..., -1, :].contiguous().view(torch.int16)[..., None, :] >> shifts & (1 << high_bits) - 1
+    return (_fields(units[..., :-1, :].flatten(-2), 4) | (upper << 4).flatten(-2)).flatten(-2)
