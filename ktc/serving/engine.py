@@ -318,6 +318,8 @@ class Engine:
             reading = self._reading = self._reading or self._next_reading()
             if reading is None:
                 return
+            if reading.left > left and 2 * left < self.limits.prefill_chunk and not self._decoder.alone:
+                return  # a pass over few tokens reads nearly all experts: these prompts begin with the next chunk
             left -= self._advance(reading, reading.left if self._decoder.alone else left)
 
     def _advance(self, reading: Reading, most: int) -> int:

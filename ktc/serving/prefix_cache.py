@@ -31,7 +31,7 @@ class PrefixCache:
     """Holds at most `limit` bytes; 0 holds nothing.
 
     A beginning that is returned has at least `_LEAST` tokens. So a prompt is compared with the sequences of the same
-    first tokens, whatever the number of others.
+    first tokens only.
     """
 
     def __init__(self, limit: int) -> None:

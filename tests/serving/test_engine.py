@@ -23,6 +23,7 @@ from ktc.serving import engine as engine_module
 from ktc.serving.batch import RowBatch
 from ktc.serving.decoder import Decoder
 from ktc.serving.engine import Engine
+from ktc.serving.reading import Reading
 from ktc.serving.request import End, Event, Limits, Refused, Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -362,3 +363,23 @@ def test_prompts_of_like_lengths_are_read_side_by_side_and_the_first_is_among_th
         for name, length in lengths.items():
             assert served.answers.wait(name)[0] == alone(model, tuple(range(5, 5 + length)), config_of(model), 2)
     assert read == [["first", "like", "other"], ["short"], ["long"]]
+
+
+def test_prompts_that_a_small_rest_of_a_chunk_would_cut_begin_with_the_next(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, advance = list[int](), Reading.advance
+
+    def counted(reading: Reading, most: int) -> int:
+        passes.append(advance(reading, most))
+        return passes[-1]
+
+    monkeypatch.setattr(Reading, "advance", counted)
+    served = Served(model, Limits(prefill_chunk=16))
+    for at, length in enumerate((12, 13, 40)):
+        served.ask(str(at), range(5, 5 + length), 1, config_of(model))
+    with served:
+        for at in range(3):
+            served.answers.wait(str(at))
+    assert sum(passes) == 65
+    assert 4 not in passes and passes[0] in (12, 13)
