@@ -33,6 +33,7 @@ class KeyChoice {
       const Sizes sizes(a, team.threads());
       const std::int64_t width = round_up(a.index.layout.width, kHalfPanel);
       Region<std::int8_t> codes(sizes.all_rows * a.index.layout.padded());
+      Region<std::uint8_t> tables(sizes.all_rows * sizes.of_tables);
       Region<Row> rows(sizes.all_rows);
       Region<Bounds> bounds(a.batch * a.tokens);
       Region<float> numbers(team.threads() * width);
@@ -41,16 +42,10 @@ class KeyChoice {
       Region<float> sums(a.shared ? sizes.together * sizes.rows * sizes.stretches * kKeysTogether : 0);
       Region<std::int32_t> scores(sizes.together * sizes.lists * sizes.stride);
       Region<std::int32_t> scratch(team.threads() * Top::scratch(a.length));
-      workspace.lay_out(codes, rows, bounds, numbers, samples, weights, sums, scores, scratch);
-      const Call call{a,
-                      sizes,
-                      codes.data(),
-                      rows.data(),
-                      bounds.data(),
-                      samples.data(),
-                      weights.data(),
-                      sums.data(),
-                      scores.data()};
+      workspace.lay_out(codes, tables, rows, bounds, numbers, samples, weights, sums, scores, scratch);
+      const Call call{a,           sizes,         codes.data(),   tables.data(),
+                      rows.data(), bounds.data(), samples.data(), weights.data(),
+                      sums.data(), scores.data()};
       team.run([&](const Worker& worker) {
         call.prepare(worker, numbers.data() + worker.index * width);
         worker.barrier.arrive_and_wait();
@@ -96,7 +91,16 @@ class KeyChoice {
           padded(blocks * kKeysTogether),
           stride(padded + 5 * kKeysTogether),
           together(std::min<std::int64_t>(heads, threads)),
+          of_tables(table_bytes(a.index.layout)),
           sampled(blocks) {}
+
+    // Of one query; 0 where products are not read from tables.
+    static std::int64_t table_bytes(const KeyLayout& layout) {
+      if constexpr (Dots::kTables) {
+        if (layout.format == KeyFormat::kSign && Dots::have_tables()) return layout.groups() * Dots::kTableBytes;
+      }
+      return 0;
+    }
 
     std::int64_t heads;  // of all sequences
     std::int64_t rows;   // of a key head
@@ -107,13 +111,14 @@ class KeyChoice {
     std::int64_t padded;    // positions
     std::int64_t stride;    // of rows; as a power of two it would map all rows to one set of a cache
     std::int64_t together;  // key heads whose scores are in memory at a time
-    SampledBlocks sampled;
+    std::int64_t of_tables;
+    typename Shared::Sample sampled;
   };
 
   template <int kCount>
   struct Rows {};
 
-  // Calls `body` for runs of rows, of as many as have sums in registers.
+  // Calls `body` for runs of rows, of the largest number that has sums in registers and is left.
   template <class Body>
   static void by_rows(std::int64_t count, const Body& body) {
     std::int64_t each = 0;
@@ -128,11 +133,12 @@ class KeyChoice {
     const SelectArguments& a;
     const Sizes& sizes;
     std::int8_t* codes;
+    std::uint8_t* tables;
     Row* rows;
     Bounds* bounds;
     float* samples;  // (key heads together, rows, sampled blocks, 16)
     bf16* weights;   // (key heads together, blocks, rows, 16): written in order
-    float* sums;     // (key heads together, rows, stretches, 16): of weights
+    float* sums;     // (key heads together, stretches, rows, 16): of weights
     std::int32_t* scores;
 
     // Codes of the queries, and what each token sees.
@@ -144,6 +150,9 @@ class KeyChoice {
         Codes::rotate(numbers, layout.width, a.index.signs);
         std::int8_t* of_row = codes + row * layout.padded();
         const float scale = Codes::encode_query(numbers, layout, of_row);
+        if constexpr (Dots::kTables) {
+          if (sizes.of_tables > 0) Dots::fill_tables(of_row, layout.groups(), tables + row * sizes.of_tables);
+        }
         std::int32_t sum = 0;
         for (std::int64_t k = 0; k < layout.width; ++k) sum += of_row[k];
         const std::int32_t offset = layout.format == KeyFormat::kInt4 ? 8 * sum : sum;
@@ -186,7 +195,7 @@ class KeyChoice {
         each_of(sizes.stretches, [&](std::int64_t place, std::int64_t stretch) { weigh(head, place, stretch); });
         each_of(sizes.rows, [&](std::int64_t place, std::int64_t row) {
           Row& found = rows[(head + place) * sizes.rows + row];
-          found.inverse = Shared::inverse(sums_of(place, row, 0), sizes.stretches);
+          found.inverse = Shared::inverse(sums_of(place, row, 0), sizes.stretches, sizes.rows * kKeysTogether);
         });
         each_of(a.tokens * sizes.stretches, [&](std::int64_t place, std::int64_t each) {
           add_heads(head, place, each / sizes.stretches, each % sizes.stretches);
@@ -202,7 +211,7 @@ class KeyChoice {
     template <int kBlocks>
     struct Blocks {};
 
-    // Calls `body` for the blocks of one stretch, for as many at a time as are multiplied together.
+    // Calls `body` for the blocks of one stretch, for those together that are multiplied together.
     template <class Body>
     void by_blocks(std::int64_t stretch, const Body& body) const {
       const std::int64_t end = std::min((stretch + 1) * kStretch, sizes.blocks);
@@ -224,7 +233,7 @@ class KeyChoice {
     }
 
     float* sums_of(std::int64_t place, std::int64_t row, std::int64_t stretch) const {
-      return sums + ((place * sizes.rows + row) * sizes.stretches + stretch) * kKeysTogether;
+      return sums + ((place * sizes.stretches + stretch) * sizes.rows + row) * kKeysTogether;
     }
 
     bf16* weights_of(std::int64_t place, std::int64_t block, std::int64_t row) const {
@@ -285,15 +294,9 @@ class KeyChoice {
       const std::int64_t at = head * a.index.capacity + first;
       const std::uint8_t* keys = a.index.blocks + at * layout.block_bytes();
       const weight_format::fp16* scales = a.index.scales + at * kKeysTogether;
-      const std::int8_t* query = codes + head * sizes.rows * layout.padded();
       by_rows(sizes.rows, [&]<int kCount>(std::int64_t row, Rows<kCount>) {
         alignas(64) std::int32_t of_codes[kBlocks * kCount * kKeysTogether];
-        const std::int8_t* of_rows = query + row * layout.padded();
-        if (layout.format == KeyFormat::kInt4) {
-          Dots::template of_nibbles<kCount, kBlocks>(keys, layout.groups(), of_rows, layout.padded(), of_codes);
-        } else {
-          Dots::template of_bits<kCount, kBlocks>(keys, layout.groups(), of_rows, layout.padded(), of_codes);
-        }
+        multiply<kCount, kBlocks>(keys, head * sizes.rows + row, of_codes);
         const Row* of_tile = rows + head * sizes.rows + row;
         for (int block = 0; block < kBlocks; ++block) {
           const Lanes scale = widened<Lanes>(scales + block * kKeysTogether);
@@ -306,6 +309,24 @@ class KeyChoice {
           }
         }
       });
+    }
+
+    template <int kRows, int kBlocks>
+    [[gnu::always_inline]] void multiply(const std::uint8_t* keys, std::int64_t row, std::int32_t* sums) const {
+      const KeyLayout& layout = a.index.layout;
+      const std::int8_t* query = codes + row * layout.padded();
+      if constexpr (Dots::kTables) {
+        if (sizes.of_tables > 0) {
+          const std::uint8_t* of_rows = tables + row * sizes.of_tables;
+          Dots::template of_tables<kRows, kBlocks>(keys, layout.groups(), of_rows, sizes.of_tables, sums);
+          return;
+        }
+      }
+      if (layout.format == KeyFormat::kInt4) {
+        Dots::template of_nibbles<kRows, kBlocks>(keys, layout.groups(), query, layout.padded(), sums);
+      } else {
+        Dots::template of_bits<kRows, kBlocks>(keys, layout.groups(), query, layout.padded(), sums);
+      }
     }
 
     [[gnu::always_inline]] static void order(Lanes from, std::int32_t* to) {
