@@ -3,8 +3,8 @@
 In: keys (B, K, L, k), queries (B, H, T, k). Out: `Codes`, and estimated scores (B, H, T, L). A key is centred by a
 fixed mean, which adds one number to all scores of a query and so changes no softmax, and rotated by Hadamard matrices
 with fixed signs, which spread outlying channels over all of them (QuaRot, Ashkboos et al. 2024). Its numbers are then
-rounded to 4 bits with one scale in fp16, or to their signs. A rotated query has codes of 8 bits, so that products of
-codes are integers, equal on every machine.
+rounded to 4 bits with one scale in fp16, or to their signs. A rotated query has codes of 8 bits, or of 5 bits beside
+signs, so that products of codes are integers, equal on every machine.
 
 Symbols: B sequences, K key heads, H query heads, T new tokens, L positions, N blocks of 16 positions.
 """
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ktc.attention.sparsity import TOKENS, IndexFormat, block_bytes, groups
 
 _LARGEST: Final = {"int4": 7, "sign": 1}  # of a key's codes
-_QUERY_LARGEST: Final = 127
+_QUERY_LARGEST: Final = {"int4": 127, "sign": 15}  # sums of four codes of 5 bits are bytes, so tables can hold them
 _CHUNK: Final = 4096  # positions whose codes are computed together
 
 
@@ -31,8 +31,9 @@ _CHUNK: Final = 4096  # positions whose codes are computed together
 class Codes:
     """The codes of `positions` keys: bytes (B, K, N, `block_bytes`) and scales (B, K, 16 N) in fp16.
 
-    A block holds 16 positions. In int4, eight neighbours of a key are four bytes, whose low halves have the first four;
-    in sign, four neighbours are four bits. These of all 16 positions follow each other, then the next neighbours.
+    A block holds 16 positions. In int4, eight neighbours of a key are four bytes, whose low halves have the first four.
+    In sign, 32 neighbours are four bytes, whose lowest bits have the first four, and so on. These of all 16 positions
+    follow each other, then the next neighbours.
     """
 
     blocks: Tensor
@@ -124,10 +125,10 @@ def _packed(codes: Tensor, index: IndexFormat) -> Tensor:
     B, K, rows, width = codes.shape
     count = groups(index, width)
     if index == "sign":
-        bits = F.pad(codes, (0, 4 * count - width), value=-1) > 0
-        bits = bits.view(B, K, rows // TOKENS, TOKENS, count, 4).transpose(3, 4).reshape(B, K, rows // TOKENS, -1, 8)
-        weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=codes.device)
-        return (bits * weights).sum(-1, dtype=torch.uint8)
+        bits = F.pad(codes, (0, 32 * count - width), value=-1) > 0
+        weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=codes.device)[:, None]
+        four = (bits.view(B, K, rows // TOKENS, TOKENS, count, 8, 4) * weights).sum(-2, dtype=torch.uint8)
+        return four.transpose(3, 4).reshape(B, K, rows // TOKENS, -1)
     nibbles = (F.pad(codes, (0, 8 * count - width)) + 8).to(torch.uint8)
     low, high = nibbles.view(B, K, rows // TOKENS, TOKENS, count, 2, 4).unbind(-2)
     return (low | high << 4).transpose(3, 4).reshape(B, K, rows // TOKENS, -1)
@@ -137,22 +138,21 @@ def unpacked(codes: Codes, index: IndexFormat, width: int) -> Tensor:
     """Return the codes (B, K, 16 N, width) as int8."""
     B, K, N, _ = codes.blocks.shape
     count = groups(index, width)
+    four = codes.blocks.view(B, K, N, count, TOKENS, 4)
     if index == "sign":
-        shifts = torch.arange(8, dtype=torch.uint8, device=codes.blocks.device)
-        bits = (codes.blocks[..., None] >> shifts & 1).view(B, K, N, count, TOKENS, 4)
-        found = bits.to(torch.int8) * 2 - 1
+        shifts = torch.arange(8, dtype=torch.uint8, device=four.device)[:, None]
+        found = (four[..., None, :] >> shifts & 1).flatten(-2).to(torch.int8) * 2 - 1
     else:
-        both = codes.blocks.view(B, K, N, count, TOKENS, 4)
-        found = torch.cat([both & 15, both >> 4], dim=-1).to(torch.int8) - 8
+        found = torch.cat([four & 15, four >> 4], dim=-1).to(torch.int8) - 8
     return found.transpose(3, 4).reshape(B, K, N * TOKENS, -1)[..., :width]
 
 
-def query_codes(query: Tensor) -> tuple[Tensor, Tensor]:
+def query_codes(query: Tensor, index: IndexFormat) -> tuple[Tensor, Tensor]:
     """Return the codes (..., k) in int8 of rotated queries, and their scales (...) in fp32."""
-    numbers = rotated(query)
-    scale = numbers.abs().amax(-1) / _QUERY_LARGEST
-    codes = torch.nan_to_num((numbers / scale[..., None]).round(), nan=0.0, posinf=_QUERY_LARGEST)
-    return codes.clamp(-_QUERY_LARGEST, _QUERY_LARGEST).to(torch.int8), scale
+    numbers, largest = rotated(query), _QUERY_LARGEST[index]
+    scale = numbers.abs().amax(-1) / largest
+    codes = torch.nan_to_num((numbers / scale[..., None]).round(), nan=0.0, posinf=largest)
+    return codes.clamp(-largest, largest).to(torch.int8), scale
 
 
 def estimates(query: Tensor, codes: Codes, index: IndexFormat, positions: int, scale: float) -> Tensor:
@@ -162,7 +162,7 @@ def estimates(query: Tensor, codes: Codes, index: IndexFormat, positions: int, s
     """
     B, H, T, width = query.shape
     K = codes.blocks.shape[1]
-    of_query, query_scale = query_codes(query)
+    of_query, query_scale = query_codes(query, index)
     of_keys = unpacked(codes, index, width)[:, :, :positions]
     rows = of_query.view(B, K, H // K * T, width).double()
     products = (rows @ of_keys.double().transpose(2, 3)).float().view(B, K, H // K, T, positions)

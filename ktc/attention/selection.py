@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ktc.attention.chosen import Chosen
 from ktc.attention.decode import Heads
+from ktc.attention.shared_scores import shared
 from ktc.attention.sparsity import Sparsity
 
 
@@ -26,10 +27,7 @@ def choose(scores: Tensor, key_heads: int, visible: Tensor, sparsity: Sparsity) 
     """Return the positions of the greatest scores (B, H, T, L), the first and the last ones. Ties go to the first."""
     B, H, T, L = scores.shape
     if sparsity.shared:
-        invalid = scores.isnan()  # is seen, whatever the other query heads choose
-        weights = scores.masked_fill(invalid | ~visible[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
-        weights = weights.masked_fill(invalid, torch.inf)
-        scores = weights.view(B, key_heads, H // key_heads, T, L).sum(2)
+        scores = shared(scores.view(B, key_heads, H // key_heads, T, L), visible)
     places = torch.arange(L, device=scores.device)
     first = visible & (visible.cumsum(-1) <= sparsity.sink)
     last = torch.where(visible, places, -1).amax(-1, keepdim=True)

@@ -9,7 +9,7 @@ from typing import Final, Literal
 IndexFormat = Literal["int4", "sign"]
 FORMATS: Final[tuple[IndexFormat, ...]] = ("int4", "sign")
 TOKENS: Final = 16  # of a block of codes, which one instruction multiplies together
-_TOGETHER: Final = {"int4": 8, "sign": 4}  # neighbours of a key whose codes lie side by side
+_TOGETHER: Final = {"int4": 8, "sign": 32}  # neighbours of a key whose codes are four bytes
 _CODE_BITS: Final = {"int4": 4, "sign": 1}
 _SCALE_BYTES: Final = 2
 

@@ -94,19 +94,12 @@ def test_choices_are_those_of_the_reference(
     kernel = kernels(spec)[1]
     found_in = indexed(heads, index, kernel)
     visible = visible_positions(mask, batch, tokens, positions, query.device)
-    for sparsity in (Sparsity(12, 4, 9, index, shared=False), Sparsity(3, 0, 0, index, shared=False)):
+    for k, sink, local, shared in ((12, 4, 9, False), (3, 0, 0, False), (12, 4, 9, True), (1, 0, 2, True)):
+        sparsity = Sparsity(k, sink, local, index, shared)
         found = kernel.select(found_in, query, mask, sparsity, 0.2)
         scores = estimates(query, found_in.codes, index, positions, 0.2)
         assert_equal(found, choose(scores, key_heads, visible, sparsity))
         assert_equal(kernels(spec, threads=3)[1].select(found_in, query, mask, sparsity, 0.2), found)
-    shared = Sparsity(12, 4, 9, index, shared=True)
-    found = kernel.select(found_in, query, mask, shared, 0.2)
-    assert_equal(kernels(spec, threads=3)[1].select(found_in, query, mask, shared, 0.2), found)
-    wanted = choose(estimates(query, found_in.codes, index, positions, 0.2), key_heads, visible, shared)
-    assert torch.equal(found.counts, wanted.counts)
-    same = (found.positions[..., None] == wanted.positions[..., None, :]).any(-1)
-    within = torch.arange(same.shape[-1]) < wanted.counts[..., None]
-    assert float(same[within].float().mean()) > 0.98, "exponentials differ in their last bits"
 
 
 def assert_equal(found: Chosen, wanted: Chosen) -> None:

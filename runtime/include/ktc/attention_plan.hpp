@@ -198,11 +198,13 @@ struct AttentionPlan {
   float raise(const float* scores, std::int64_t positions, Sums& sum, float* added) const {
     const float greatest = std::max(sum.greatest, greatest_of(scores, positions));
     if (greatest > sum.greatest) {
-      const float factor = std::exp(sum.greatest - greatest);
-      sum.total *= factor;
-      const Lanes scale(factor);
-      for (std::int64_t each = 0; each < value_width; each += kHalfPanel) {
-        (Lanes::load(added + each) * scale).store(added + each);
+      if (sum.total != 0.0f) {  // otherwise nothing was added
+        const float factor = std::exp(sum.greatest - greatest);
+        sum.total *= factor;
+        const Lanes scale(factor);
+        for (std::int64_t each = 0; each < value_width; each += kHalfPanel) {
+          (Lanes::load(added + each) * scale).store(added + each);
+        }
       }
       sum.greatest = greatest;
     }

@@ -18,6 +18,7 @@
 
 #include "ktc/attention_plan.hpp"
 #include "ktc/cache_view.hpp"
+#include "ktc/chosen_ahead.hpp"
 #include "ktc/element.hpp"
 #include "ktc/engine.hpp"
 #include "ktc/linear.hpp"
@@ -62,7 +63,7 @@ class DecodeAttention final : public AttentionKernel {
           call.stretches(take, own);
         } else {
           Element* block = gathered.data() + worker.index * of_block;
-          for (std::int64_t item = take(); item < plan.items; item = take()) call.chosen_stretch(item, own, block);
+          call.chosen_stretches(take, own, block);
         }
         worker.barrier.arrive_and_wait();
         plan.template put_together<Element>(arguments, sums.data(), values.data(), next_row, std::identity{});
@@ -95,6 +96,7 @@ class DecodeAttention final : public AttentionKernel {
   }
 
   using Ahead = CacheAhead<Isa, Element, kBlock>;
+  using Chosen = ChosenAhead<Isa, Element, kBlock>;
 
   // Queries, scaled where they are fp32; each part is followed by zeros.
   static void widen(const AttentionArguments& a, const Plan& plan, Query* target) {
@@ -146,22 +148,57 @@ class DecodeAttention final : public AttentionKernel {
       }
     }
 
-    // The same of chosen positions.
-    void chosen_stretch(std::int64_t number, float* scores, Element* gathered) const {
+    // The same of chosen positions. A stretch is taken early, so that its first rows are fetched.
+    template <class Take>
+    void chosen_stretches(const Take& take, float* scores, Element* gathered) const {
+      Chosen ahead;
+      const auto taken = [&] {
+        const std::int64_t found = take();
+        if (found < plan.items) {
+          const Item item = chosen_item(found);
+          ahead.follow(views_of_chosen(item.head), list_of(item.head), item.begin, item.end);
+        }
+        return found;
+      };
+      for (std::int64_t item = taken(); item < plan.items;) {
+        const std::int64_t following = taken();
+        chosen_stretch(chosen_item(item), scores, gathered, ahead);
+        item = following;
+      }
+    }
+
+    Item chosen_item(std::int64_t number) const {
       Item item(number, plan, a.positions);
       item.end = std::min<std::int64_t>(item.end, a.counts[item.head]);
-      const std::int32_t* chosen = a.chosen + item.head * a.positions;
+      return item;
+    }
+
+    const std::int32_t* list_of(std::int64_t head) const { return a.chosen + head * a.positions; }
+
+    HeadViews views_of_chosen(std::int64_t head) const {
+      const std::int64_t sequence = head / a.key_heads / a.sequences, own = head % a.key_heads / a.choosers;
+      const auto of_head = [&](CacheView view) {
+        if (view.data != nullptr) {
+          view.data = static_cast<const Element*>(view.data) + sequence * view.batch + own * view.head;
+        }
+        return view;
+      };
+      return {of_head(a.keys), of_head(a.more_keys), of_head(a.values)};
+    }
+
+    void chosen_stretch(const Item& item, float* scores, Element* gathered, Chosen& ahead) const {
+      const HeadViews cache = views_of_chosen(item.head);
       const Rows rows = started(item);
-      Ahead nothing(false);
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
-        const HeadViews views = gather(item, chosen, block, length, gathered);
-        score(views, rows, 0, length, scores, nothing);
+        ahead.start_block(length, length * copy_work(cache) + block_work(item.count, length));
+        const HeadViews views = gather(cache, list_of(item.head) + block, length, gathered, ahead);
+        score(views, rows, 0, length, scores, ahead);
         for (std::int64_t each = 0; each < item.count; ++each) {
           Plan::fill_up(length, scores + each * kBlock);
-          exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, nothing);
+          exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, ahead);
         }
-        add_values(views, rows, 0, length, scores, nothing);
+        add_values(views, rows, 0, length, scores, ahead);
       }
     }
 
@@ -194,31 +231,30 @@ class DecodeAttention final : public AttentionKernel {
              positions * value_work(rows + 2 * (groups - 1), plan.value_width / kUnit);
     }
 
-    // Copies the keys and values of a block of chosen positions, and fetches those of the next.
-    HeadViews gather(const Item& item, const std::int32_t* chosen, std::int64_t block, std::int64_t length,
-                     Element* to) const {
-      const std::int64_t batch = item.head / a.key_heads / a.sequences, head = item.head % a.key_heads / a.choosers;
+    static std::int64_t copy_work(const HeadViews& cache) {
+      return 2 * (cache.keys.width + cache.more_keys.width + (cache.is_joint() ? 0 : cache.values.width)) / kUnit;
+    }
+
+    // Copies the keys and values of a block of chosen positions.
+    HeadViews gather(const HeadViews& cache, const std::int32_t* chosen, std::int64_t length, Element* to,
+                     Chosen& ahead) const {
       const auto copy = [&](const CacheView& view) -> CacheView {
-        const auto* from = static_cast<const Element*>(view.data) + batch * view.batch + head * view.head;
-        const std::int64_t bytes = view.width * static_cast<std::int64_t>(sizeof(Element));
+        const auto* from = static_cast<const Element*>(view.data);
         Element* const begin = to;
         for (std::int64_t each = 0; each < length; ++each, to += view.width) {
-          if (const std::int64_t next = block + each + kBlock; next < item.end) {
-            const auto* ahead = reinterpret_cast<const char*>(from + chosen[next] * view.position);
-            for (std::int64_t line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(ahead + line, 0, 2);
-          }
-          std::copy_n(from + chosen[block + each] * view.position, view.width, to);
+          ahead.step(2 * view.width / kUnit);
+          std::copy_n(from + chosen[each] * view.position, view.width, to);
         }
         return {.data = begin, .position = view.width, .width = view.width};
       };
       HeadViews found;
-      found.keys = copy(a.keys);
-      if (a.more_keys.width > 0) found.more_keys = copy(a.more_keys);
-      if (a.values.data == a.keys.data && a.values.position == a.keys.position) {
+      found.keys = copy(cache.keys);
+      if (cache.more_keys.width > 0) found.more_keys = copy(cache.more_keys);
+      if (cache.is_joint() && cache.values.position == cache.keys.position) {
         found.values = found.keys;
-        found.values.width = a.values.width;
+        found.values.width = cache.values.width;
       } else {
-        found.values = copy(a.values);
+        found.values = copy(cache.values);
       }
       return found;
     }
@@ -227,16 +263,17 @@ class DecodeAttention final : public AttentionKernel {
       return static_cast<const Element*>(view.data) + position * view.position;
     }
 
+    template <class AnyAhead>
     void score(const HeadViews& views, const Rows& rows, std::int64_t block, std::int64_t length, float* scores,
-               Ahead& ahead) const {
+               AnyAhead& ahead) const {
       by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
         row_tile<kCount>(views, rows.queries + each * plan.query_width, block, length, scores + each * kBlock, ahead);
       });
     }
 
-    template <int kCount>
+    template <int kCount, class AnyAhead>
     void row_tile(const HeadViews& views, const Query* query, std::int64_t block, std::int64_t length, float* scores,
-                  Ahead& ahead) const {
+                  AnyAhead& ahead) const {
       std::int64_t position = 0;
       for (; position + kSides <= length; position += kSides) {
         ahead.step(tile_work(kCount, kSides));
@@ -301,21 +338,23 @@ class DecodeAttention final : public AttentionKernel {
     static bf16* weights_of(float* scores) { return reinterpret_cast<bf16*>(scores); }
     static const bf16* weights_of(const float* scores) { return reinterpret_cast<const bf16*>(scores); }
 
-    void exponentiate(std::int64_t length, float* scores, Sums& sum, float* added, Ahead& ahead) const {
+    template <class AnyAhead>
+    void exponentiate(std::int64_t length, float* scores, Sums& sum, float* added, AnyAhead& ahead) const {
       plan.template exponentiate<Weight>(length, scores, sum, added, [&] { ahead.step(kExpWork); });
     }
 
+    template <class AnyAhead>
     void add_values(const HeadViews& views, const Rows& rows, std::int64_t block, std::int64_t length,
-                    const float* weights, Ahead& ahead) const {
+                    const float* weights, AnyAhead& ahead) const {
       by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
         value_rows<kCount>(views.values, block, length, weights + each * kBlock, rows.added + each * plan.value_width,
                            ahead);
       });
     }
 
-    template <int kCount>
+    template <int kCount, class AnyAhead>
     void value_rows(const CacheView& view, std::int64_t block, std::int64_t length, const float* weights, float* added,
-                    Ahead& ahead) const {
+                    AnyAhead& ahead) const {
       std::int64_t column = 0;
       const auto columns = [&]<int kWide>(WideTile<kWide>) {
         for (; column + kWide * kUnit <= plan.value_width; column += kWide * kUnit) {
@@ -330,21 +369,21 @@ class DecodeAttention final : public AttentionKernel {
       columns(WideTile<1>{});
     }
 
-    template <int kCount, int kUnits>
+    template <int kCount, int kUnits, class AnyAhead>
     [[gnu::noinline]] void value_pairs(const CacheView& view, std::int64_t block, std::int64_t length,
-                                       std::int64_t column, const bf16* weights, float* added, Ahead& ahead) const {
+                                       std::int64_t column, const bf16* weights, float* added, AnyAhead& ahead) const {
       constexpr std::int64_t kWeightStride = kBlock * sizeof(float) / sizeof(bf16);
       typename Isa::template WeightedSums<kCount, kUnits> sum(added, plan.value_width);
-      Ahead own = ahead;  // by value: the address of a caller's object would keep its numbers in memory
+      AnyAhead own = ahead;  // by value: the address of a caller's object would keep its numbers in memory
       sum.add(weights, kWeightStride, at(view, block) + column, view.position, length, view.width - column,
               [&] { own.step(2 * value_work(kCount, kUnits)); });
       ahead = own;
       sum.store(added, plan.value_width);
     }
 
-    template <int kCount, int kUnits>
+    template <int kCount, int kUnits, class AnyAhead>
     [[gnu::noinline]] void value_tile(const CacheView& view, std::int64_t block, std::int64_t length,
-                                      std::int64_t column, const float* weights, float* added, Ahead& ahead) const {
+                                      std::int64_t column, const float* weights, float* added, AnyAhead& ahead) const {
       Lane sum[kUnits][kCount];
 #pragma GCC unroll 3
       for (int unit = 0; unit < kUnits; ++unit) {
@@ -363,7 +402,7 @@ class DecodeAttention final : public AttentionKernel {
           total = fused_multiply_add(values_of, Lanes(weights[each * kBlock + position]), total);
         }
       };
-      Ahead own = ahead;
+      AnyAhead own = ahead;
       for (std::int64_t position = 0; position < length; ++position, value += stride) {
         own.step(value_work(kCount, kUnits));
 #pragma GCC unroll 3

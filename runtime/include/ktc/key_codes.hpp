@@ -20,10 +20,9 @@ struct KeyLayout {
   KeyFormat format;
   std::int64_t width;
 
-  std::int64_t together() const { return format == KeyFormat::kInt4 ? 8 : 4; }
+  std::int64_t together() const { return format == KeyFormat::kInt4 ? 8 : 32; }
   std::int64_t groups() const { return (width + together() - 1) / together(); }
-  std::int64_t group_bytes() const { return format == KeyFormat::kInt4 ? 64 : 8; }
-  std::int64_t block_bytes() const { return groups() * group_bytes(); }  // of 16 keys
+  std::int64_t block_bytes() const { return groups() * kGroupBytes; }  // of 16 keys
   std::int64_t padded() const { return groups() * together(); }
 };
 
@@ -50,8 +49,11 @@ struct KeyCodes {
 
   // Codes of a rotated query, followed by zeros, and their scale.
   static float encode_query(const float* numbers, const KeyLayout& layout, std::int8_t* codes) {
-    const float scale = greatest(numbers, layout.width) / 127.0f;
-    for (std::int64_t k = 0; k < layout.width; ++k) codes[k] = static_cast<std::int8_t>(code(numbers[k] / scale, 127));
+    const float largest = layout.format == KeyFormat::kInt4 ? 127.0f : kLargestBesideBits;
+    const float scale = greatest(numbers, layout.width) / largest;
+    for (std::int64_t k = 0; k < layout.width; ++k) {
+      codes[k] = static_cast<std::int8_t>(code(numbers[k] / scale, largest));
+    }
     std::fill(codes + layout.width, codes + layout.padded(), std::int8_t{0});
     return scale;
   }
@@ -102,7 +104,7 @@ struct KeyCodes {
       return k < layout.width && step != 0.0f ? code(numbers[k] / step, 7) + 8 : 8;
     };
     for (std::int64_t group = 0; group < layout.groups(); ++group) {
-      std::uint8_t* four = block + group * 64 + key * 4;
+      std::uint8_t* four = block + group * kGroupBytes + key * 4;
       for (std::int64_t k = 0; k < 4; ++k) {
         four[k] = static_cast<std::uint8_t>(nibble(group * 8 + k) | nibble(group * 8 + 4 + k) << 4);
       }
@@ -119,13 +121,15 @@ struct KeyCodes {
       magnitudes += std::abs(number);
     }
     for (std::int64_t group = 0; group < layout.groups(); ++group) {
-      unsigned bits = 0;
-      for (std::int64_t k = 0; k < 4; ++k) {
-        const std::int64_t at = group * 4 + k;
-        bits |= static_cast<unsigned>(at < layout.width && !(numbers[at] < 0.0f)) << k;
+      std::uint8_t* four = block + group * kGroupBytes + key * 4;
+      for (std::int64_t byte = 0; byte < 4; ++byte) {
+        unsigned bits = 0;
+        for (std::int64_t bit = 0; bit < 8; ++bit) {
+          const std::int64_t at = group * 32 + bit * 4 + byte;
+          bits |= static_cast<unsigned>(at < layout.width && !(numbers[at] < 0.0f)) << bit;
+        }
+        four[byte] = static_cast<std::uint8_t>(bits);
       }
-      std::uint8_t& two = block[group * 8 + key / 2];
-      two = static_cast<std::uint8_t>(key % 2 == 0 ? (two & 0xf0) | bits : (two & 0x0f) | bits << 4);
     }
     return weight_format::fp16::nearest(magnitudes == 0.0 ? 0.0f : static_cast<float>(squares / magnitudes));
   }

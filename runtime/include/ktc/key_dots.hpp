@@ -2,8 +2,8 @@
 // 32 bits. Sums are exact, so every instruction set has the same. This is the plain version; the header of an
 // instruction set has its own.
 //
-// Codes of 4 bits: groups of 64 bytes, four per key, with neighbours 0 to 3 in the low halves and 4 to 7 in the high
-// ones. Codes of one bit: groups of 64 bits, four neighbours per key.
+// Groups of 64 bytes have four bytes per key. Of codes of 4 bits, the low halves have neighbours 0 to 3, and the high
+// ones 4 to 7. Of codes of one bit, the lowest bits have neighbours 0 to 3, the next bits 4 to 7, and so on up to 31.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,16 @@
 namespace ktc {
 
 inline constexpr std::int64_t kKeysTogether = 16;
+inline constexpr std::int64_t kGroupBytes = 64;
+// The greatest code of a query beside keys' codes of one bit: four of them add up to at most 60, so that sums of four
+// with a bias are bytes, and two such bytes add up to one.
+inline constexpr int kLargestBesideBits = 15;
 
 template <class Isa>
 struct KeyDots {
   static constexpr int kMostRows = 4;
-  static constexpr int kMostBlocks = 1;  // of 16 keys that are multiplied at a time
+  static constexpr int kMostBlocks = 1;   // of 16 keys that are multiplied at a time
+  static constexpr bool kTables = false;  // whether products with bits may be read from tables
 
   // A set bit counts as 2: codes of one bit then are 2 b, and numbers 2 b - 1.
   // sums[block][row][16] = sum over k of codes[block][k][key] * query[row][k].
@@ -41,12 +46,13 @@ struct KeyDots {
   static void of_bits(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query, std::int64_t stride,
                       std::int32_t* sums) {
     std::fill(sums, sums + kRows * kKeysTogether, 0);
-    for (std::int64_t group = 0; group < groups; ++group, codes += 8) {
+    for (std::int64_t group = 0; group < groups; ++group, codes += kGroupBytes) {
       for (int row = 0; row < kRows; ++row) {
-        const std::int8_t* of_row = query + row * stride + group * 4;
+        const std::int8_t* of_row = query + row * stride + group * 32;
         for (std::int64_t key = 0; key < kKeysTogether; ++key) {
-          const int bits = codes[key / 2] >> (key % 2 * 4);
-          for (int k = 0; k < 4; ++k) sums[row * kKeysTogether + key] += 2 * (bits >> k & 1) * of_row[k];
+          for (int k = 0; k < 32; ++k) {
+            sums[row * kKeysTogether + key] += 2 * (codes[key * 4 + k % 4] >> (k / 4) & 1) * of_row[k];
+          }
         }
       }
     }

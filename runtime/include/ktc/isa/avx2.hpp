@@ -104,9 +104,13 @@ class Lanes {
     };
     return {of_bits(a.low_, b.low_), of_bits(a.high_, b.high_)};
   }
-  // `x` where it is greater than `held`; a NaN is not.
-  friend Lanes raised(Lanes held, Lanes x) {
-    return {_mm256_max_ps(x.low_, held.low_), _mm256_max_ps(x.high_, held.high_)};
+  // The numbers whose bits are `x` as integers, from 2^-126 to 2^100. MINPS returns its second operand when one is NaN.
+  friend Lanes of_bits(Lanes x) {
+    const auto of_half = [](__m256 half) {
+      const __m256 bounded = _mm256_max_ps(_mm256_min_ps(half, _mm256_set1_ps(kMostBits)), _mm256_set1_ps(kLeastBits));
+      return _mm256_castsi256_ps(_mm256_cvttps_epi32(bounded));
+    };
+    return {of_half(x.low_), of_half(x.high_)};
   }
   // In two steps: 2^n itself may be outside the range of fp32 where x * 2^n is not, and the reverse.
   friend Lanes times_power_of_two(Lanes x, Lanes n) {

@@ -13,6 +13,7 @@ namespace ktc::avx2 {
 struct KeyProducts {
   static constexpr int kMostRows = 4;
   static constexpr int kMostBlocks = 1;
+  static constexpr bool kTables = false;
 
   template <int kRows, int kBlocks>
   [[gnu::noinline]] static void of_nibbles(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
@@ -33,18 +34,17 @@ struct KeyProducts {
   template <int kRows, int kBlocks>
   [[gnu::noinline]] static void of_bits(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
                                         std::int64_t stride, std::int32_t* sums) {
-    const __m256i byte_of = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
-                                             2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
-    const __m256i bit_of = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
+    const __m256i two = _mm256_set1_epi8(2);
     Sums<kRows> sum;
-    for (std::int64_t group = 0; group < groups; ++group, codes += 8, query += 4) {
+    for (std::int64_t group = 0; group < groups; ++group, codes += kGroupBytes, query += 32) {
 #pragma GCC unroll 2
       for (int side = 0; side < 2; ++side) {
-        std::int32_t bits;
-        __builtin_memcpy(&bits, codes + 4 * side, sizeof bits);
-        const __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte_of), bit_of);
-        const __m256i set = _mm256_and_si256(_mm256_cmpeq_epi8(spread, bit_of), _mm256_set1_epi8(2));
-        sum.add(side, set, query, stride);
+        const __m256i eight = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes) + side);
+        sum.add(side, _mm256_and_si256(_mm256_add_epi8(eight, eight), two), query, stride);
+#pragma GCC unroll 7
+        for (int bit = 1; bit < 8; ++bit) {
+          sum.add(side, _mm256_and_si256(_mm256_srli_epi16(eight, bit - 1), two), query + 4 * bit, stride);
+        }
       }
     }
     sum.store(sums);

@@ -1,7 +1,10 @@
-// Products of keys' codes with VNNI, which every CPU with AVX512-BF16 has.
+// Products of keys' codes with VNNI, which every CPU with AVX512-BF16 has, and sums from tables with VBMI, which all
+// but the first one have.
 #pragma once
 
 #include <immintrin.h>
+
+#include <cstdint>
 
 #include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/isa/avx512_key_products.hpp"
@@ -16,12 +19,86 @@ struct AddBytes {
   }
 };
 
+// Half of a byte has one bit of four neighbours of a key. Instead of four products, their sum comes from a table of 16;
+// VPERMB reads 64 numbers, of a table for each of a key's four bytes. 2.9 times as fast as VPDPBUSD, on Zen 5 with 16
+// rows of 576.
+struct KeyProducts : avx512::KeyProducts<AddBytes> {
+  static constexpr bool kTables = true;
+  static constexpr std::int64_t kTableBytes = 128;  // of a group: four tables of low halves, and four of high ones
+
+  static bool have_tables() { return __builtin_cpu_supports("avx512vbmi") != 0; }
+
+  // The tables of one query.
+  static void fill_tables(const std::int8_t* query, std::int64_t groups, std::uint8_t* tables) {
+    for (std::int64_t table = 0; table < groups * 8; ++table, tables += 16) {
+      const std::int8_t* four = query + table / 4 * 16 + table % 4;
+      for (int bits = 0; bits < 16; ++bits) {
+        int sum = kBias;
+        for (int bit = 0; bit < 4; ++bit) sum += (bits >> bit & 1) * four[4 * bit];
+        tables[bits] = static_cast<std::uint8_t>(sum);
+      }
+    }
+  }
+
+  // The same as `of_bits`.
+  template <int kRows, int kBlocks>
+  [[gnu::noinline, gnu::target("avx512vbmi")]] static void of_tables(const std::uint8_t* codes, std::int64_t groups,
+                                                                     const std::uint8_t* tables, std::int64_t stride,
+                                                                     std::int32_t* sums) {
+    const __m512i low_half = _mm512_set1_epi8(15), ones = _mm512_set1_epi8(1);
+    const __m512i table_of_byte = _mm512_set1_epi32(0x30201000);
+    const std::int64_t of_block = groups * kGroupBytes;
+    const std::uint8_t* ahead = codes + kAhead;
+    __m512i sum[kRows][kBlocks];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 2
+      for (int block = 0; block < kBlocks; ++block) {
+        sum[row][block] = _mm512_set1_epi32(static_cast<int>(-8 * kBias * groups));
+      }
+    }
+    for (std::int64_t group = 0; group < groups; ++group, codes += 64, ahead += kBlocks * 64, tables += kTableBytes) {
+      __m512i low[kBlocks], high[kBlocks];
+#pragma GCC unroll 2
+      for (int block = 0; block < kBlocks; ++block) {
+        __builtin_prefetch(ahead + block * 64, 0, 0);
+        constexpr int kFirstAndSecondOrThird = 0xEA;
+        const __m512i bits = _mm512_loadu_si512(codes + block * of_block);
+        low[block] = _mm512_ternarylogic_epi32(bits, low_half, table_of_byte, kFirstAndSecondOrThird);
+        high[block] =
+            _mm512_ternarylogic_epi32(_mm512_srli_epi16(bits, 4), low_half, table_of_byte, kFirstAndSecondOrThird);
+      }
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const __m512i of_low = _mm512_loadu_si512(tables + row * stride);
+        const __m512i of_high = _mm512_loadu_si512(tables + row * stride + 64);
+#pragma GCC unroll 2
+        for (int block = 0; block < kBlocks; ++block) {
+          const __m512i both = _mm512_add_epi8(_mm512_permutexvar_epi8(low[block], of_low),
+                                               _mm512_permutexvar_epi8(high[block], of_high));
+          sum[row][block] = _mm512_dpbusd_epi32(sum[row][block], both, ones);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row, sums += kKeysTogether) {
+        _mm512_storeu_si512(sums, _mm512_add_epi32(sum[row][block], sum[row][block]));
+      }
+    }
+  }
+
+ private:
+  static constexpr int kBias = 4 * kLargestBesideBits;
+};
+
 }  // namespace ktc::avx512_bf16
 
 namespace ktc {
 
 template <>
-struct KeyDots<avx512_bf16::Isa> : avx512::KeyProducts<avx512_bf16::AddBytes> {};
+struct KeyDots<avx512_bf16::Isa> : avx512_bf16::KeyProducts {};
 
 template <>
 struct ScoreLanes<avx512_bf16::Isa> : avx512::ScoreLanes {};

@@ -37,13 +37,14 @@ template <class Add>
 struct KeyProducts {
   static constexpr int kMostRows = 8;
   static constexpr int kMostBlocks = 2;  // each number of a query is loaded once for both
+  static constexpr bool kTables = false;
   static constexpr std::int64_t kAhead = 8192;
 
   template <int kRows, int kBlocks>
   [[gnu::noinline]] static void of_nibbles(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
                                            std::int64_t stride, std::int32_t* sums) {
     const __m512i low_half = _mm512_set1_epi8(15);
-    const std::int64_t of_block = groups * 64;
+    const std::int64_t of_block = groups * kGroupBytes;
     const std::uint8_t* ahead = codes + kAhead;  // blocks are neighbours, and fetched in their order
     Sums<kRows, kBlocks> sum;
     for (std::int64_t group = 0; group < groups; ++group, codes += 64, ahead += kBlocks * 64, query += 8) {
@@ -68,19 +69,26 @@ struct KeyProducts {
   [[gnu::noinline]] static void of_bits(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
                                         std::int64_t stride, std::int32_t* sums) {
     const __m512i two = _mm512_set1_epi8(2);
-    const std::int64_t of_block = groups * 8;
+    const std::int64_t of_block = groups * kGroupBytes;
     const std::uint8_t* ahead = codes + kAhead;
     Sums<kRows, kBlocks> sum;
-    for (std::int64_t group = 0; group < groups; ++group, codes += 8, query += 4) {
-      if (group * kBlocks % 8 == 0) __builtin_prefetch(ahead + group * kBlocks * 8, 0, 0);
-      __m512i set[kBlocks];
+    for (std::int64_t group = 0; group < groups; ++group, codes += 64, ahead += kBlocks * 64, query += 32) {
+      __m512i eight[kBlocks], part[kBlocks];
 #pragma GCC unroll 2
       for (int block = 0; block < kBlocks; ++block) {
-        std::uint64_t bits;
-        __builtin_memcpy(&bits, codes + block * of_block, sizeof bits);
-        set[block] = _mm512_maskz_mov_epi8(bits, two);
+        __builtin_prefetch(ahead + block * 64, 0, 0);
+        eight[block] = _mm512_loadu_si512(codes + block * of_block);
+        part[block] = _mm512_and_si512(_mm512_add_epi8(eight[block], eight[block]), two);
       }
-      sum.add(0, set, query, stride);
+      sum.add(0, part, query, stride);
+#pragma GCC unroll 7
+      for (int bit = 1; bit < 8; ++bit) {
+#pragma GCC unroll 2
+        for (int block = 0; block < kBlocks; ++block) {
+          part[block] = _mm512_and_si512(_mm512_srli_epi16(eight[block], bit - 1), two);
+        }
+        sum.add(bit, part, query + 4 * bit, stride);
+      }
     }
     sum.store(sums);
   }

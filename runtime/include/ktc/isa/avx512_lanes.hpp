@@ -67,8 +67,11 @@ class Lanes {
   friend Lanes greater(Lanes a, Lanes b) {
     return Lanes(_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.v_), _mm512_castps_si512(b.v_))));
   }
-  // `x` where it is greater than `held`; a NaN is not.
-  friend Lanes raised(Lanes held, Lanes x) { return Lanes(_mm512_max_ps(x.v_, held.v_)); }
+  // The numbers whose bits are `x` as integers, from 2^-126 to 2^100. MINPS returns its second operand when one is NaN.
+  friend Lanes of_bits(Lanes x) {
+    const __m512 bounded = _mm512_max_ps(_mm512_min_ps(x.v_, _mm512_set1_ps(kMostBits)), _mm512_set1_ps(kLeastBits));
+    return Lanes(_mm512_castsi512_ps(_mm512_cvttps_epi32(bounded)));
+  }
   friend Lanes times_power_of_two(Lanes x, Lanes n) { return Lanes(_mm512_scalef_ps(x.v_, n.v_)); }
   friend Lanes clamped(Lanes x, float low, float high) {
     // MAXPS and MINPS return their second operand when one is NaN, so x comes second.

@@ -8,11 +8,13 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <utility>
 
 #include "ktc/element.hpp"
+#include "ktc/math.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/panel.hpp"
 
@@ -81,9 +83,13 @@ class Lanes {
   friend Lanes greater(const Lanes& a, const Lanes& b) {
     return make([&](int lane) { return greater(a.values_[lane], b.values_[lane]); });
   }
-  // `x` where it is greater than `held`; a NaN is not.
-  friend Lanes raised(const Lanes& held, const Lanes& x) {
-    return make([&](int lane) { return x.values_[lane] > held.values_[lane] ? x.values_[lane] : held.values_[lane]; });
+  // The numbers whose bits are `x` as integers, from 2^-126 to 2^100; a NaN gives the greatest.
+  friend Lanes of_bits(const Lanes& x) {
+    return make([&](int lane) {
+      const Scalar value = x.values_[lane];
+      const auto low = Scalar(kLeastBits), high = Scalar(kMostBits);
+      return std::bit_cast<float>(static_cast<std::int32_t>(value < low ? low : value <= high ? value : high));
+    });
   }
   // NaN passes.
   friend Lanes clamped(const Lanes& x, double low, double high) {

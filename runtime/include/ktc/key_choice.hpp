@@ -1,0 +1,378 @@
+// The positions that an index estimates to have the greatest scores: of each query head, or of the query heads of a key
+// head together. Every step rounds as in `ktc/attention/key_codes.py` and `selection.py`, so the choice is equal on
+// every machine, for any number of threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "ktc/engine.hpp"
+#include "ktc/index_view.hpp"
+#include "ktc/key_codes.hpp"
+#include "ktc/key_dots.hpp"
+#include "ktc/linear.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/shared_scores.hpp"
+#include "ktc/top_positions.hpp"
+#include "ktc/weight_format/half_precision.hpp"
+
+namespace ktc {
+
+template <class Isa, class Element>
+class KeyChoice {
+  using Lanes = typename Isa::Lanes;
+  using Codes = KeyCodes<Isa>;
+  using Dots = KeyDots<Isa>;
+  using Top = TopPositions<Isa>;
+  using Shared = SharedScores<Isa>;
+
+ public:
+  static void choose(Engine& engine, const SelectArguments& a) {
+    engine.exclusively([&](const Team& team, Workspace& workspace) {
+      const Sizes sizes(a, team.threads());
+      const std::int64_t width = round_up(a.index.layout.width, kHalfPanel);
+      Region<std::int8_t> codes(sizes.all_rows * a.index.layout.padded());
+      Region<std::uint8_t> tables(sizes.all_rows * sizes.of_tables);
+      Region<Row> rows(sizes.all_rows);
+      Region<Bounds> bounds(a.batch * a.tokens);
+      Region<float> numbers(team.threads() * width);
+      Region<float> samples(a.shared ? sizes.together * sizes.rows * sizes.sampled.blocks() * kKeysTogether : 0);
+      Region<bf16> weights(a.shared ? sizes.together * sizes.padded * sizes.rows : 0);
+      Region<float> sums(a.shared ? sizes.together * sizes.rows * sizes.stretches * kKeysTogether : 0);
+      Region<std::int32_t> scores(sizes.together * sizes.lists * sizes.stride);
+      Region<std::int32_t> scratch(team.threads() * Top::scratch(a.length));
+      workspace.lay_out(codes, tables, rows, bounds, numbers, samples, weights, sums, scores, scratch);
+      const Call call{a,           sizes,         codes.data(),   tables.data(),
+                      rows.data(), bounds.data(), samples.data(), weights.data(),
+                      sums.data(), scores.data()};
+      team.run([&](const Worker& worker) {
+        call.prepare(worker, numbers.data() + worker.index * width);
+        worker.barrier.arrive_and_wait();
+        std::int32_t* own = scratch.data() + worker.index * Top::scratch(a.length);
+        for (std::int64_t head = 0; head < sizes.heads; head += sizes.together) {
+          call.choose_for(head, std::min(sizes.together, sizes.heads - head), worker, own);
+          worker.barrier.arrive_and_wait();
+        }
+      });
+    });
+  }
+
+ private:
+  static constexpr std::int64_t kStretch = 64;  // blocks that one worker estimates
+  static constexpr float kUnseen = -std::numeric_limits<float>::infinity();
+
+  // Of one query: the factor of its scores, and 16 times the part of its products that comes from codes being unsigned.
+  // Where query heads choose together, `shift` makes scores the bits of weights, and `inverse` is one over their sum.
+  struct Row {
+    std::int32_t offsets[kKeysTogether];
+    float factor;
+    float shift;
+    float inverse;
+    std::int64_t batch;
+    std::int64_t token;
+  };
+
+  // What a token sees: positions before `sinks` end the first ones, those from `local` on are the last ones.
+  struct Bounds {
+    std::int64_t sinks;
+    std::int64_t local;
+    std::int64_t end;
+  };
+
+  struct Sizes {
+    Sizes(const SelectArguments& a, int threads)
+        : heads(a.batch * a.key_heads),
+          rows(a.group * a.tokens),
+          all_rows(heads * rows),
+          lists(a.shared ? a.tokens : rows),
+          blocks((a.length + kKeysTogether - 1) / kKeysTogether),
+          stretches((blocks + kStretch - 1) / kStretch),
+          padded(blocks * kKeysTogether),
+          stride(padded + 5 * kKeysTogether),
+          together(std::min<std::int64_t>(heads, threads)),
+          of_tables(table_bytes(a.index.layout)),
+          sampled(blocks) {}
+
+    // Of one query; 0 where products are not read from tables.
+    static std::int64_t table_bytes(const KeyLayout& layout) {
+      if constexpr (Dots::kTables) {
+        if (layout.format == KeyFormat::kSign && Dots::have_tables()) return layout.groups() * Dots::kTableBytes;
+      }
+      return 0;
+    }
+
+    std::int64_t heads;  // of all sequences
+    std::int64_t rows;   // of a key head
+    std::int64_t all_rows;
+    std::int64_t lists;  // of a key head
+    std::int64_t blocks;
+    std::int64_t stretches;
+    std::int64_t padded;    // positions
+    std::int64_t stride;    // of rows; as a power of two it would map all rows to one set of a cache
+    std::int64_t together;  // key heads whose scores are in memory at a time
+    std::int64_t of_tables;
+    typename Shared::Sample sampled;
+  };
+
+  template <int kCount>
+  struct Rows {};
+
+  // Calls `body` for runs of rows, of the largest number that has sums in registers and is left.
+  template <class Body>
+  static void by_rows(std::int64_t count, const Body& body) {
+    std::int64_t each = 0;
+    if constexpr (Dots::kMostRows >= 8) {
+      for (; each + 8 <= count; each += 8) body(each, Rows<8>{});
+    }
+    for (; each + 4 <= count; each += 4) body(each, Rows<4>{});
+    for (; each < count; ++each) body(each, Rows<1>{});
+  }
+
+  struct Call {
+    const SelectArguments& a;
+    const Sizes& sizes;
+    std::int8_t* codes;
+    std::uint8_t* tables;
+    Row* rows;
+    Bounds* bounds;
+    float* samples;  // (key heads together, rows, sampled blocks, 16)
+    bf16* weights;   // (key heads together, blocks, rows, 16): written in order
+    float* sums;     // (key heads together, stretches, rows, 16): of weights
+    std::int32_t* scores;
+
+    // Codes of the queries, and what each token sees.
+    void prepare(const Worker& worker, float* numbers) const {
+      const KeyLayout& layout = a.index.layout;
+      for (std::int64_t row = worker.index; row < sizes.all_rows; row += worker.count) {
+        const auto* query = static_cast<const Element*>(a.query) + row * layout.width;
+        for (std::int64_t k = 0; k < layout.width; ++k) numbers[k] = static_cast<float>(query[k]);
+        Codes::rotate(numbers, layout.width, a.index.signs);
+        std::int8_t* of_row = codes + row * layout.padded();
+        const float scale = Codes::encode_query(numbers, layout, of_row);
+        if constexpr (Dots::kTables) {
+          if (sizes.of_tables > 0) Dots::fill_tables(of_row, layout.groups(), tables + row * sizes.of_tables);
+        }
+        std::int32_t sum = 0;
+        for (std::int64_t k = 0; k < layout.width; ++k) sum += of_row[k];
+        const std::int32_t offset = layout.format == KeyFormat::kInt4 ? 8 * sum : sum;
+        std::fill(rows[row].offsets, rows[row].offsets + kKeysTogether, offset);
+        rows[row].factor = scale * a.scale;
+        rows[row].batch = row / (a.key_heads * sizes.rows);
+        rows[row].token = row % a.tokens;
+      }
+      for (std::int64_t each = worker.index; each < a.batch * a.tokens; each += worker.count) {
+        bounds[each] = bounds_of(each / a.tokens, each % a.tokens);
+      }
+    }
+
+    bool sees(std::int64_t batch, std::int64_t token, std::int64_t position) const {
+      if (a.mask == nullptr) return position <= a.length - a.tokens + token;
+      return a.mask[batch * a.mask_batch + token * a.mask_token + position] != 0;
+    }
+
+    Bounds bounds_of(std::int64_t batch, std::int64_t token) const {
+      std::int64_t end = a.length, sinks = 0;
+      while (end > 0 && !sees(batch, token, end - 1)) --end;
+      for (std::int64_t seen = 0; sinks < end && seen < a.sink; ++sinks) seen += sees(batch, token, sinks);
+      return {sinks, std::max(sinks, end - a.local), end};
+    }
+
+    void choose_for(std::int64_t head, std::int64_t count, const Worker& worker, std::int32_t* scratch) const {
+      const auto each_of = [&](std::int64_t items, const auto& body) {
+        for (std::int64_t item = worker.index; item < count * items; item += worker.count) {
+          body(item / items, item % items);
+        }
+        worker.barrier.arrive_and_wait();
+      };
+      if (a.shared) {
+        each_of(sizes.sampled.blocks(), [&](std::int64_t place, std::int64_t each) { sample(head, place, each); });
+        each_of(sizes.rows, [&](std::int64_t place, std::int64_t row) {
+          const std::int64_t of_row = sizes.sampled.blocks() * kKeysTogether;
+          Row& found = rows[(head + place) * sizes.rows + row];
+          found.shift = Shared::shift(samples + (place * sizes.rows + row) * of_row, of_row);
+        });
+        each_of(sizes.stretches, [&](std::int64_t place, std::int64_t stretch) { weigh(head, place, stretch); });
+        each_of(sizes.rows, [&](std::int64_t place, std::int64_t row) {
+          Row& found = rows[(head + place) * sizes.rows + row];
+          found.inverse = Shared::inverse(sums_of(place, row, 0), sizes.stretches, sizes.rows * kKeysTogether);
+        });
+        each_of(a.tokens * sizes.stretches, [&](std::int64_t place, std::int64_t each) {
+          add_heads(head, place, each / sizes.stretches, each % sizes.stretches);
+        });
+      } else {
+        each_of(sizes.stretches, [&](std::int64_t place, std::int64_t stretch) { estimate(head, place, stretch); });
+      }
+      for (std::int64_t item = worker.index; item < count * sizes.lists; item += worker.count) {
+        write(head + item / sizes.lists, item % sizes.lists, scores + item * sizes.stride, scratch);
+      }
+    }
+
+    template <int kBlocks>
+    struct Blocks {};
+
+    // Calls `body` for the blocks of one stretch, for those together that are multiplied together.
+    template <class Body>
+    void by_blocks(std::int64_t stretch, const Body& body) const {
+      const std::int64_t end = std::min((stretch + 1) * kStretch, sizes.blocks);
+      std::int64_t block = stretch * kStretch;
+      for (; block + Dots::kMostBlocks <= end; block += Dots::kMostBlocks) body(block, Blocks<Dots::kMostBlocks>{});
+      for (; block < end; ++block) body(block, Blocks<1>{});
+    }
+
+    // Scores of one stretch of positions, of the `place`-th key head from `head` on, for all of its rows.
+    void estimate(std::int64_t head, std::int64_t place, std::int64_t stretch) const {
+      by_blocks(stretch, [&]<int kBlocks>(std::int64_t first, Blocks<kBlocks>) {
+        products<kBlocks>(head + place, first, [&](std::int64_t row, const Row& of_row, int block, Lanes found) {
+          const std::int64_t position = (first + block) * kKeysTogether;
+          std::int32_t* to = scores + (place * sizes.rows + row) * sizes.stride + position;
+          order(found, to);
+          if (!seen_by_all(position)) hide(of_row.batch, of_row.token, position, to, kHidden);
+        });
+      });
+    }
+
+    float* sums_of(std::int64_t place, std::int64_t row, std::int64_t stretch) const {
+      return sums + ((place * sizes.stretches + stretch) * sizes.rows + row) * kKeysTogether;
+    }
+
+    bf16* weights_of(std::int64_t place, std::int64_t block, std::int64_t row) const {
+      return weights + ((place * sizes.blocks + block) * sizes.rows + row) * kKeysTogether;
+    }
+
+    // The scores of the `each`-th sampled block.
+    void sample(std::int64_t head, std::int64_t place, std::int64_t each) const {
+      const std::int64_t first = sizes.sampled.at(each), position = first * kKeysTogether;
+      products<1>(head + place, first, [&](std::int64_t row, const Row& of_row, int, Lanes found) {
+        float* to = samples + ((place * sizes.rows + row) * sizes.sampled.blocks() + each) * kKeysTogether;
+        (found * Lanes(Shared::kPartsOfE)).store(to);
+        if (!seen_by_all(position)) hide(of_row.batch, of_row.token, position, to, kUnseen);
+      });
+    }
+
+    // The weights of one stretch for all rows of a key head, and their sums.
+    void weigh(std::int64_t head, std::int64_t place, std::int64_t stretch) const {
+      for (std::int64_t row = 0; row < sizes.rows; ++row) Lanes(0.0f).store(sums_of(place, row, stretch));
+      by_blocks(stretch, [&]<int kBlocks>(std::int64_t first, Blocks<kBlocks>) {
+        products<kBlocks>(head + place, first, [&](std::int64_t row, const Row& of_row, int block, Lanes found) {
+          const std::int64_t position = (first + block) * kKeysTogether;
+          Lanes weight = of_bits(found * Lanes(Shared::kPartsOfE) + Lanes(of_row.shift));
+          if (!seen_by_all(position)) {
+            float numbers[kKeysTogether];
+            weight.store(numbers);
+            hide(of_row.batch, of_row.token, position, numbers, 0.0f);
+            weight = Lanes::load(numbers);
+          }
+          float* sum = sums_of(place, row, stretch);
+          (Lanes::load(sum) + weight).store(sum);
+          Shared::narrow(weight, weights_of(place, first + block, row));
+        });
+      });
+    }
+
+    // Scores of one stretch that the query heads of a key head share: the sum of their softmax.
+    void add_heads(std::int64_t head, std::int64_t place, std::int64_t token, std::int64_t stretch) const {
+      const Row* of_head = rows + (head + place) * sizes.rows;
+      const std::int64_t end = std::min((stretch + 1) * kStretch, sizes.blocks);
+      for (std::int64_t block = stretch * kStretch; block < end; ++block) {
+        const bf16* of_block = weights_of(place, block, 0);
+        Lanes total(0.0f);
+        for (std::int64_t row = token; row < sizes.rows; row += a.tokens) {
+          total = total + widened<Lanes>(of_block + row * kKeysTogether) * Lanes(of_head[row].inverse);
+        }
+        const std::int64_t position = block * kKeysTogether;
+        std::int32_t* to = scores + (place * a.tokens + token) * sizes.stride + position;
+        order(total, to);
+        if (!seen_by_all(position)) hide((head + place) / a.key_heads, token, position, to, kHidden);
+      }
+    }
+
+    // Calls `use` with the estimates of 16 positions for every row of a key head and every block.
+    template <int kBlocks, class Use>
+    [[gnu::always_inline]] void products(std::int64_t head, std::int64_t first, const Use& use) const {
+      const KeyLayout& layout = a.index.layout;
+      const std::int64_t at = head * a.index.capacity + first;
+      const std::uint8_t* keys = a.index.blocks + at * layout.block_bytes();
+      const weight_format::fp16* scales = a.index.scales + at * kKeysTogether;
+      by_rows(sizes.rows, [&]<int kCount>(std::int64_t row, Rows<kCount>) {
+        alignas(64) std::int32_t of_codes[kBlocks * kCount * kKeysTogether];
+        multiply<kCount, kBlocks>(keys, head * sizes.rows + row, of_codes);
+        const Row* of_tile = rows + head * sizes.rows + row;
+        for (int block = 0; block < kBlocks; ++block) {
+          const Lanes scale = widened<Lanes>(scales + block * kKeysTogether);
+#pragma GCC unroll 8
+          for (int each = 0; each < kCount; ++each) {
+            const Row& of_row = of_tile[each];
+            const std::int32_t* of_keys = of_codes + (block * kCount + each) * kKeysTogether;
+            const Lanes found = Lanes::from_integers(of_keys, of_row.offsets) * scale * Lanes(of_row.factor);
+            use(row + each, of_row, block, found);
+          }
+        }
+      });
+    }
+
+    template <int kRows, int kBlocks>
+    [[gnu::always_inline]] void multiply(const std::uint8_t* keys, std::int64_t row, std::int32_t* sums) const {
+      const KeyLayout& layout = a.index.layout;
+      const std::int8_t* query = codes + row * layout.padded();
+      if constexpr (Dots::kTables) {
+        if (sizes.of_tables > 0) {
+          const std::uint8_t* of_rows = tables + row * sizes.of_tables;
+          Dots::template of_tables<kRows, kBlocks>(keys, layout.groups(), of_rows, sizes.of_tables, sums);
+          return;
+        }
+      }
+      if (layout.format == KeyFormat::kInt4) {
+        Dots::template of_nibbles<kRows, kBlocks>(keys, layout.groups(), query, layout.padded(), sums);
+      } else {
+        Dots::template of_bits<kRows, kBlocks>(keys, layout.groups(), query, layout.padded(), sums);
+      }
+    }
+
+    [[gnu::always_inline]] static void order(Lanes from, std::int32_t* to) {
+      float numbers[kKeysTogether];
+      from.store(numbers);
+      ScoreLanes<Isa>::order(numbers, to);
+    }
+
+    // Whether every token sees the 16 positions from `position` on.
+    [[gnu::always_inline]] bool seen_by_all(std::int64_t position) const {
+      return a.mask == nullptr && position + kKeysTogether <= a.length - a.tokens + 1;
+    }
+
+    template <class Value>
+    void hide(std::int64_t batch, std::int64_t token, std::int64_t position, Value* values, Value hidden) const {
+      const std::int64_t end = bounds[batch * a.tokens + token].end;
+      if (a.mask != nullptr) {
+        const std::uint8_t* seen = a.mask + batch * a.mask_batch + token * a.mask_token + position;
+        const std::int64_t count = std::min(kKeysTogether, end - position);
+        for (std::int64_t key = 0; key < count; ++key) values[key] = seen[key] != 0 ? values[key] : hidden;
+      }
+      for (std::int64_t key = std::max<std::int64_t>(0, end - position); key < kKeysTogether; ++key) {
+        values[key] = hidden;
+      }
+    }
+
+    // The positions of one list: the first ones, those with the greatest scores, the last ones.
+    void write(std::int64_t head, std::int64_t list, const std::int32_t* of_list, std::int32_t* scratch) const {
+      const std::int64_t batch = head / a.key_heads, token = list % a.tokens;
+      const std::int64_t choosing = a.shared ? a.key_heads : a.key_heads * a.group;
+      const std::int64_t chooser = a.shared ? head % a.key_heads : head % a.key_heads * a.group + list / a.tokens;
+      const std::int64_t place = (batch * a.tokens + token) * choosing + chooser;
+      const Bounds& bound = bounds[batch * a.tokens + token];
+      std::int32_t* to = a.positions + place * a.most;
+      std::int64_t count = 0;
+      const auto all = [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t at = begin; at < end; ++at) {
+          if (of_list[at] != kHidden) to[count++] = static_cast<std::int32_t>(at);
+        }
+      };
+      all(0, bound.sinks);
+      count += Top::choose(of_list, bound.sinks, bound.local, a.k, scratch, to + count);
+      all(bound.local, bound.end);
+      a.counts[place] = static_cast<std::int32_t>(count);
+    }
+  };
+};
+
+}  // namespace ktc
