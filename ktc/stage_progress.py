@@ -1,4 +1,4 @@
-"""The steps of a stage that takes seconds, told to whoever listens while it runs.
+"""The steps of a stage that takes seconds, reported to a listener while it runs.
 
 In: the steps. Out: a call of the context's listener before each step and after the last one, with the steps done and
 those in all. Without a listener nothing happens, and a stage stays a function of its values.
@@ -19,7 +19,7 @@ _LISTENER: Final[ContextVar[Listener | None]] = ContextVar("listener", default=N
 
 @contextmanager
 def listening(listener: Listener) -> Generator[None]:
-    """Tell the listener of all steps inside the block."""
+    """Report all steps inside the block to the listener."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -28,13 +28,13 @@ def listening(listener: Listener) -> Generator[None]:
 
 
 def tell(done: int, total: int) -> None:
-    """Tell the listener how many steps are done, of how many."""
+    """Report to the listener how many steps are done, of how many."""
     if (listener := _LISTENER.get()) is not None:
         listener(done, total)
 
 
 def counted(steps: Iterable[Step], total: int) -> Iterator[Step]:
-    """Yield the steps of a stage, and tell the listener how many are done."""
+    """Yield the steps of a stage, and report to the listener how many are done."""
     tell(0, total)
     for done, step in enumerate(steps, 1):
         yield step
