@@ -99,6 +99,12 @@ class ByteSums {
   Vector second_[2];
 };
 
+template <std::int64_t kLines>
+[[gnu::always_inline]] inline void fetch_lines(const std::byte* from) {
+#pragma GCC unroll 5
+  for (std::int64_t line = 0; line < kLines; ++line) __builtin_prefetch(from + line * kCacheLine, 0, 0);
+}
+
 // `kAlone`: there is no other row, so that places are constants and all steps are written out. Its words are split
 // where codes are multiplied as bytes (`to_row_words`).
 template <class Words, class Panel, int kRows, bool kAlone>
@@ -113,6 +119,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
   constexpr int kStrips = static_cast<int>(kHalfPanel / Words::kOutputs);
   constexpr int kTogether = kRows <= 2 ? kStrips : 1;  // of strips whose sums fit the registers: a value is read once
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / Lines::kVectors / Codes::kScales;  // of a scale
+  constexpr std::int64_t kStepLines = Panel::kBlockBytes / kCacheLine / (kSteps * Codes::kScales);
   constexpr std::int64_t kPairs = kPanelWidth / 2;
   Floats total[kStrips][2][kRows];
 #pragma GCC unroll 2
@@ -128,6 +135,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
   for (std::int64_t first_block = 0; first_block < blocks; first_block += Codes::kSpanBlocks) {
     // Codes follow one another, and the processor fetches them: with a prefetch of each line beside that, one row of
     // q8_0 on a Zen 4 read 0.70 of what a sum reads instead of 0.96. But scales of later blocks would be waited for.
+    // Cores with AMX have not been measured without it, and keep it (`kFetchesLines`).
     if constexpr (Panel::kScaleBytes > kCacheLine) {
       const std::byte* head = panel + Panel::scales_at(first_block);
       for (std::int64_t at = kCacheLine; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 3);
@@ -153,6 +161,9 @@ template <class Words, class Panel, int kRows, bool kAlone>
             for (Sums& strip : sum) strip.start(row, start);
           }
           const auto add_step = [&](std::int64_t step) __attribute__((always_inline)) {
+            if constexpr (requires { Words::kFetchesLines; }) {
+              if (first == 0) fetch_lines<kStepLines>(codes + kCodesAhead + step * kStepLines * kCacheLine);
+            }
             const WordPair* at = pairs + step * (Lines::kVectors / 2) * stride;
 #pragma GCC unroll 2
             for (int strip = 0; strip < kTogether; ++strip)
