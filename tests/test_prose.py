@@ -55,6 +55,7 @@ HELD = (
     "docs/learning/results.py",
     "docs/limits.md",
     "docs/llama_factory.md",
+    "docs/reliability.md",
     "docs/rules.md",
     "docs/training.md",
     "docs/using.md",
