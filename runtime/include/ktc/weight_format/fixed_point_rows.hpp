@@ -86,8 +86,9 @@ inline bool to_fixed_point(int rows, std::int64_t padded_k, const bf16* a, std::
   bool finite = true;
   for (std::int64_t k = 0; k < padded_k; k += kPanelWidth, a += rows * kPanelWidth, words += rows * kPanelWidth) {
     for (int row = 0; row < rows; ++row, ++blocks) {
-      std::uint16_t bits[kPanelWidth];
-      std::int16_t row_words[kPanelWidth];
+      // Aligned, since GCC 12 stores them as whole vectors but gives them less where the address sanitizer moves them.
+      alignas(64) std::uint16_t bits[kPanelWidth];
+      alignas(64) std::int16_t row_words[kPanelWidth];
       if (rows == 1) {
         std::memcpy(bits, a, sizeof(bits));
         finite &= to_fixed_point(bits, row_words, *blocks);
