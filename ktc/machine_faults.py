@@ -70,8 +70,13 @@ def fault_in(error: BaseException) -> MachineFault | None:
         if found is not None:
             return found
         if isinstance(each, RuntimeError | OSError) and _CUT_SHORT.search(str(each)):
-            return MachineFault("U111", "a file could not be written whole", None)
+            return not_written_whole()
     return None
+
+
+def not_written_whole() -> MachineFault:
+    """Return the fault of a library or compiler that reports an unfinished file without the error of the system."""
+    return MachineFault("U111", "a file could not be written whole", None)
 
 
 def is_machine_fault(error: BaseException, *, vanished: bool = True) -> bool:

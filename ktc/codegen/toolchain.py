@@ -20,7 +20,7 @@ from ktc import resources
 from ktc.diagnostics import Diagnostic, HostLacks, KtcError
 from ktc.host import Compiler, Host
 from ktc.isa import INSTRUCTION_SETS, Isa
-from ktc.machine_faults import fault_in_text
+from ktc.machine_faults import fault_in_text, not_written_whole
 
 # The code is computed as written: no fast math, and a * b + c is one operation only where the source requests it. By
 # default GCC contracts it in C++, also across statements, and the bits would depend on its inlining.
@@ -33,6 +33,7 @@ _BASE_FLAGS: Final = (
 # at every level of optimisation. So GCC does not search for such callees.
 _GCC_FLAGS: Final = ("-fno-gnu-unique", "-fno-ipa-pure-const")
 _MAX_REPORTED_LINES: Final = 20
+_UNWRITTEN: Final = re.compile(r"error (?:writing|closing) ")  # of GCC, which may name another error than the system's
 _ENDED: Final = re.compile(r"signal terminated program|out of memory allocating")  # of a process that the driver starts
 
 
@@ -130,7 +131,8 @@ def run(command: tuple[str, ...]) -> None:
         ) from error
     if done.returncode == 0:
         return
-    if fault := fault_in_text(done.stderr):
+    fault = fault_in_text(done.stderr) or (not_written_whole() if _UNWRITTEN.search(done.stderr) else None)
+    if fault is not None:
         message = f"the C++ compiler could not write to the kernel cache or the temporary folder: {fault.words}"
         hint = f"{fault.remedy}, or name other folders: `KTC_CACHE_DIR`, `TMPDIR`"
         raise HostLacks(Diagnostic("H226", message, hint=hint))

@@ -295,6 +295,15 @@ def test_a_compiler_that_the_system_ends_is_no_bug(lines: str, tmp_path: Path) -
     assert left_in(tmp_path / "cache") == []
 
 
+def test_an_assembly_file_that_gcc_could_not_write_is_no_bug(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho 'fatal error: error writing to /tmp/a.s: Invalid argument' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    failing = replace(host.detect(), compiler=Compiler(str(compiler), "1"))
+    with pytest.raises(HostLacks, match=r"H226: the C\+\+ compiler could not write .*could not be written whole"):
+        build(render([spec_of("scalar")], {}), failing, tmp_path / "cache")
+
+
 @pytest.mark.parametrize(("number", "expected"), [(errno.ENOMEM, HostLacks), (errno.EIO, OSError)])
 def test_an_error_of_the_machine_keeps_its_own_words(
     quick_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]

@@ -143,7 +143,7 @@ def points(calls: int, most: int | None) -> list[int]:
     """Return the numbers of the calls to try: all, or `most` of them, evenly spread and the same each time."""
     if most is None or calls <= most:
         return list(range(1, calls + 1))
-    return sorted({1 + round(index * (calls - 1) / (most - 1)) for index in range(most)})
+    return sorted({1 + round(index * (calls - 1) / max(1, most - 1)) for index in range(most)})
 
 
 def drawn(calls: int, number: int, chance: Random) -> list[int]:
@@ -200,6 +200,9 @@ def main() -> None:
             sweep.count([KILL] if asked.kills else asked.kinds)
             tries = sweep.tries(choose)
             tell(f"{len(tries):,} runs of {len(chosen)} commands")
+            for row in sweep.rows.values():
+                for broken in row.broken:
+                    tell(f"BROKEN {row.command.name}: {broken}")
             for number, run in enumerate(sweep.run(tries), 1):
                 for broken in run.broken:
                     tell(f"BROKEN {run.what.command}: {run.what.kind} at {run.what.at} ({run.where}): {broken}")
