@@ -19,6 +19,7 @@ from ktc.checkpoint import CheckpointIndex, Span, WeightSource
 from ktc.checkpoint.reader import TensorReader
 from ktc.checkpoint.values import read_weight
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.experts.anonymous_memory import collapse
 from ktc.experts.module import FusedMoe
 from ktc.experts.stock_layout import StockTensor
 from ktc.linears.stored_linear import StoredLinear
@@ -207,7 +208,9 @@ def _materialised(module: nn.Module, leaf: str, device: torch.device) -> Tensor:
 
 
 def assign(module: nn.Module, leaf: str, tensor: Tensor) -> None:
-    """Put `tensor` in the place of a module's parameter or buffer."""
+    """Put `tensor` in the place of a module's parameter or buffer. On a CPU its memory moves to huge pages."""
+    if tensor.device.type == "cpu":
+        collapse(tensor.data_ptr(), tensor.nbytes)
     old = getattr(module, leaf)
     if isinstance(old, nn.Parameter):
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=old.requires_grad))

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -122,6 +121,9 @@ class Linear final : public LinearKernel {
   static constexpr int kRowsTogether = 4;       // of x, for which a row of W is loaded once
   // Sums of an output, side by side: a single chain of additions would wait for its own latency, not for memory.
   static constexpr int kChains = Isa::kMaxRows >= 12 ? 4 : 2;
+  // Rows of W follow one another, and the processor fetches them. With a prefetch of each line, one row of x on a Zen 4
+  // read 15 GB/s of W on pages of 4 KB and 26 on huge ones; without it, 25 and 31. Cores with AMX keep the prefetch.
+  using Fetched = std::conditional_t<Isa::kBlocked, FetchedLines<3>, FetchedPages>;
 
   // As fp32, each row followed by zeros up to whole lanes.
   static void widen_rows(const LinearArguments& arguments, float* x, std::int64_t padded) {
@@ -179,7 +181,7 @@ class Linear final : public LinearKernel {
       };
       std::int64_t column = 0;
       for (; column + kStep <= whole; column += kStep) {
-        fetch_after(weight + column);
+        Fetched::template fetch<kStep* static_cast<std::int64_t>(sizeof(Element))>(weight + column);
 #pragma GCC unroll 4
         for (int chain = 0; chain < kChains; ++chain) {
           const std::int64_t at = column + chain * kHalfPanel;
@@ -197,20 +199,6 @@ class Linear final : public LinearKernel {
           sums[each][0].lanes = sums[each][0].lanes + sums[each][chain].lanes;
         }
         put(row + each, output, sums[each][0].lanes.sum());
-      }
-    }
-
-    // Rows of W follow one another, and the processor fetches their lines. With a prefetch of each line instead, 4 KB
-    // ahead, one row of x on a Zen 4 read 15 GB/s of W on pages of 4 KB and 26 on huge ones, and 28 and 31 so.
-    // Cores with AMX have not been measured so, and keep the prefetch.
-    static void fetch_after(const Element* at) {
-      constexpr std::int64_t kBytes = kChains * kHalfPanel * static_cast<std::int64_t>(sizeof(Element));
-      constexpr std::int64_t kAhead = 4096;
-      const auto* bytes = reinterpret_cast<const std::byte*>(at);
-      if constexpr (Isa::kBlocked) {
-        for (std::int64_t line = 0; line < kBytes; line += kCacheLine) __builtin_prefetch(bytes + kAhead + line);
-      } else {
-        translate_next_page(bytes, kBytes);
       }
     }
 

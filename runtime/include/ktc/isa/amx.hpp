@@ -14,6 +14,7 @@
 #include "ktc/isa/amx_transpose.hpp"
 #include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/moe_sweep.hpp"
+#include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc::amx {
@@ -129,7 +130,9 @@ class Isa {
   // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
   template <class Ahead>
   void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
-    if (!multiplies_tiles(rows)) return avx512_bf16::Isa::multiply<kStreamLocality>(rows, steps, a, panel, tile, ahead);
+    if (!multiplies_tiles(rows)) {
+      return avx512_bf16::Isa::multiply<FetchedLines<kStreamLocality>>(rows, steps, a, panel, tile, ahead);
+    }
     by_tiles<false>(rows, steps, a, panel, tile, ahead);
   }
 

@@ -10,6 +10,7 @@
 #include "ktc/isa/avx512_bf16_int8.hpp"
 #include "ktc/isa/integer.hpp"
 #include "ktc/moe_sweep.hpp"
+#include "ktc/prefetch.hpp"
 
 namespace ktc::amx {
 
@@ -49,7 +50,9 @@ class IntegerIsa {
   template <class Ahead>
   void multiply(int rows, std::int64_t steps, const std::uint8_t* a, const std::int8_t* panel, std::int32_t* tile,
                 Ahead& ahead) {
-    if (!multiplies_tiles(rows)) return Few::multiply<Isa::kStreamLocality>(rows, steps, a, panel, tile, ahead);
+    if (!multiplies_tiles(rows)) {
+      return Few::multiply<FetchedLines<Isa::kStreamLocality>>(rows, steps, a, panel, tile, ahead);
+    }
     by_tiles<false>(rows, steps, a, panel, tile, ahead);
   }
 

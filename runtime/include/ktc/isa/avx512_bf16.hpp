@@ -13,6 +13,7 @@
 #include "ktc/isa/avx512_bf16_pairs.hpp"
 #include "ktc/isa/avx512_lanes.hpp"
 #include "ktc/isa/avx512_transpose.hpp"
+#include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc::avx512_bf16 {
@@ -26,22 +27,18 @@ using Lanes = avx512::Lanes<Rounding>;
 // 32 registers free, and each load of the panel feeds 12 instructions.
 inline constexpr int kMaxRows = 12;
 
-// Up to this many rows memory limits the speed of an expert, not the products. Then a prefetch into L1, 4 KB ahead, is
-// faster than one of the next panel into L2: 31 instead of 21 GB/s at one token.
+// Up to this many rows memory limits the speed of an expert, not the products. Then the panel is fetched where it is
+// read, and not the next one into L2: 31 instead of 21 GB/s at one token.
 inline constexpr int kStreamRows = 4;
-
-// `kLocality` of that prefetch as of `__builtin_prefetch`: 0 is past L2.
-inline constexpr int kStreamLocality = 0;
 
 inline constexpr int kUnroll = 4;
 
 // Two bf16 read as one integer, without a violation of the aliasing rules.
 using Pair [[gnu::may_alias]] = std::int32_t;
 
-template <int kRows, int kLocality, class Ahead>
+template <int kRows, class Fetched, class Ahead>
 [[gnu::noinline]] void multiply_rows(std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& next) {
   constexpr int kStepBytes = 2 * 64;
-  constexpr int kStreamAhead = 4096;
   Ahead ahead = next;  // by value: the stores to `tile` must not force it back to memory
   __m512 left[kRows];
   __m512 right[kRows];
@@ -51,12 +48,7 @@ template <int kRows, int kLocality, class Ahead>
   const auto* b = reinterpret_cast<const char*>(panel);
   const auto* pairs = reinterpret_cast<const Pair*>(a);  // one row's two neighbours, broadcast to all lanes
   for (std::int64_t step = 0; step < steps; step += kUnroll) {
-    if constexpr (kRows <= kStreamRows) {
-#pragma GCC unroll 8
-      for (int line = 0; line < kUnroll * kStepBytes; line += 64) {
-        __builtin_prefetch(b + kStreamAhead + line, 0, kLocality);
-      }
-    }
+    if constexpr (kRows <= kStreamRows) Fetched::template fetch<kUnroll * kStepBytes>(b);
     ahead.step();
 #pragma GCC unroll 4
     for (int k = 0; k < kUnroll; ++k) {
@@ -97,11 +89,11 @@ struct Isa {
   static void require() {}
 
   // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
-  template <int kLocality = kStreamLocality, class Ahead>
+  template <class Fetched = FetchedPages, class Ahead>
   static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
     using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, Ahead&);
     static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
-      return std::array<Multiply, sizeof...(row)>{&multiply_rows<static_cast<int>(row) + 1, kLocality, Ahead>...};
+      return std::array<Multiply, sizeof...(row)>{&multiply_rows<static_cast<int>(row) + 1, Fetched, Ahead>...};
     }(std::make_index_sequence<kMaxRows>{});
     kByRows[static_cast<std::size_t>(rows - 1)](steps, a, panel, tile, ahead);
   }

@@ -9,16 +9,15 @@
 #include <utility>
 
 #include "ktc/isa/integer.hpp"
+#include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc::avx512 {
 
-// `kLocality` of the prefetch of few rows as of `__builtin_prefetch`: 0 is past L2.
-template <class Products, int kUnroll, int kStreamRows, int kLocality, int kRows, class Ahead>
+template <class Products, int kUnroll, int kStreamRows, int kRows, class Fetched, class Ahead>
 [[gnu::noinline]] void multiply_code_rows(std::int64_t steps, const std::uint8_t* a, const std::int8_t* panel,
                                           std::int32_t* tile, Ahead& next) {
   constexpr int kStepBytes = 2 * 64;
-  constexpr int kStreamAhead = 4096;
   using Weights = typename Products::Weights;
   Ahead ahead = next;  // by value: the stores to `tile` must not force it back to memory
   __m512i left[kRows];
@@ -28,12 +27,7 @@ template <class Products, int kUnroll, int kStreamRows, int kLocality, int kRows
 
   const auto* quads = reinterpret_cast<const Quad*>(a);  // one row's four neighbours, broadcast to all lanes
   for (std::int64_t step = 0; step < steps; step += kUnroll) {
-    if constexpr (kRows <= kStreamRows) {
-#pragma GCC unroll 8
-      for (int line = 0; line < kUnroll * kStepBytes; line += 64) {
-        __builtin_prefetch(panel + kStreamAhead + line, 0, kLocality);
-      }
-    }
+    if constexpr (kRows <= kStreamRows) Fetched::template fetch<kUnroll * kStepBytes>(panel);
     ahead.step();
 #pragma GCC unroll 4
     for (int k = 0; k < kUnroll; ++k) {
@@ -71,13 +65,13 @@ class CodesIsa {
 
   // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` times four of k, a multiple of 16; tile and panel
   // aligned.
-  template <int kLocality = 0, class Ahead>
+  template <class Fetched = FetchedPages, class Ahead>
   static void multiply(int rows, std::int64_t steps, const std::uint8_t* a, const std::int8_t* panel,
                        std::int32_t* tile, Ahead& ahead) {
     using Multiply = void (*)(std::int64_t, const std::uint8_t*, const std::int8_t*, std::int32_t*, Ahead&);
     static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
       return std::array<Multiply, sizeof...(row)>{
-          &multiply_code_rows<Products, kUnroll, kStreamRows, kLocality, static_cast<int>(row) + 1, Ahead>...};
+          &multiply_code_rows<Products, kUnroll, kStreamRows, static_cast<int>(row) + 1, Fetched, Ahead>...};
     }(std::make_index_sequence<kMaxRows>{});
     kByRows[static_cast<std::size_t>(rows - 1)](steps, a, panel, tile, ahead);
   }
