@@ -323,6 +323,25 @@ def _index_select(to: Builder, outs: Outs, x: Tensor, dim: int, index: Tensor) -
     return True
 
 
+def _index(to: Builder, outs: Outs, x: Tensor, indices: Sequence[Tensor | None]) -> bool:
+    """Select a column for each pair of a row and a place of the last dimension: how masks read which are padding."""
+    found = [each for each in indices if each is not None and each.dtype == torch.int64]
+    out = outs[0]
+    if not len(found) == len(indices) == x.dim() == 2 or not out.is_contiguous():
+        return False
+    (rows, columns), sizes = found, (out.shape[0], out.shape[-1])
+    if out.numel() != sizes[0] * sizes[1] or rows.shape != (sizes[0], *[1] * (out.dim() - 1)):
+        return False
+    if columns.numel() != sizes[1] or columns.shape[-1] != sizes[1]:
+        return False
+    matrix = out.view(sizes)
+    to.constants.append(x.new_empty(sizes[0], x.shape[1]))
+    of_rows = to.constants[-1]
+    to.program.indexed_rows(view(x), view(rows[(slice(None), *[0] * (out.dim() - 1))]), view(of_rows), 0, False)
+    to.program.gather(view(matrix), view(of_rows), view(columns.reshape(-1).expand(sizes)), 1)
+    return True
+
+
 def _embedding(to: Builder, outs: Outs, weight: Tensor, indices: Tensor, *_: Any) -> bool:
     if not indices.is_contiguous() or not outs[0].is_contiguous() or indices.dtype != torch.int64:
         return False
@@ -375,7 +394,7 @@ _SPECIAL: Final[dict[str, Lower]] = {
     "ones": _filled(1), "ones_like": _filled(1), "new_ones": _filled(1),
     "mean": _reduced("mean"), "sum": _reduced("sum"), "amax": _reduced("maximum"), "_softmax": _softmax,
     "topk": _top_k, "gather": _gather, "scatter": _scatter, "index_copy_": _index_copy, "index_select": _index_select,
-    "embedding": _embedding, "cat": _concatenated, "stack": _stacked,
+    "index": _index, "embedding": _embedding, "cat": _concatenated, "stack": _stacked,
     "mm": _product, "bmm": _product, "addmm": _product_and_sum,
 }  # fmt: skip
 _IN_PLACE: Final = ("add", "sub", "mul", "div", "clamp", "masked_fill", "scatter", "pow", "neg", "exp", "sigmoid")

@@ -155,6 +155,21 @@ def test_what_a_native_form_does_not_take_is_pytorchs(kernel: Kernel, compute: C
     assert close(result, compute(x))
 
 
+def test_columns_are_selected_for_pairs_of_rows_and_places(kernel: Kernel) -> None:
+    present, rows = torch.tensor([[1, 0, 1], [0, 1, 1]]), torch.arange(2)[:, None, None, None]
+    columns, flags = torch.tensor([2, 0])[None, None, None], torch.tensor([[True, False, False], [False, True, True]])
+
+    def compute() -> tuple[Tensor, ...]:
+        return present[rows, columns], flags[rows, columns], flags[rows[:1], columns]
+
+    program, results = programmed(kernel, compute, present, rows, columns, flags)
+    assert program.foreign == ()
+    present.copy_(torch.tensor([[5, 6, 7], [8, 9, 10]]))
+    columns.copy_(torch.tensor([1, 2]))
+    program.run()
+    assert all(torch.equal(found, expected) for found, expected in zip(results, compute(), strict=True))
+
+
 def test_an_index_out_of_range_is_an_error(kernel: Kernel) -> None:
     table, ids = torch.randn(4, 3), torch.tensor([1, 3])
     program, _ = programmed(kernel, lambda: (functional.embedding(ids, table),), ids)
