@@ -25,8 +25,10 @@ def anonymous(size: int, what: str) -> mmap.mmap:
 
 
 def collapse(address: int, size: int) -> None:
-    """Move `size` bytes of private memory at `address` to huge pages, as far as these lie within and the system has
-    some. It is faster to read then; nothing else changes."""
+    """Move `size` bytes of private memory at `address` to huge pages, as far as these lie within.
+
+    The content stays. Memory is read faster then; where the system has no huge page, nothing changes.
+    """
     begin, end = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + size) // HUGE_PAGE * HUGE_PAGE
     if begin >= end or not hasattr(mmap, "MADV_HUGEPAGE"):
         return

@@ -208,8 +208,8 @@ def _materialised(module: nn.Module, leaf: str, device: torch.device) -> Tensor:
 
 
 def assign(module: nn.Module, leaf: str, tensor: Tensor) -> None:
-    """Put `tensor` in the place of a module's parameter or buffer. On a CPU its memory moves to huge pages."""
-    if tensor.device.type == "cpu":
+    """Put `tensor` in the place of a module's parameter or buffer. A matrix on a CPU moves to huge pages."""
+    if tensor.dim() == 2 and tensor.device.type == "cpu":
         collapse(tensor.data_ptr(), tensor.nbytes)
     old = getattr(module, leaf)
     if isinstance(old, nn.Parameter):
