@@ -25,7 +25,7 @@ def anonymous(size: int, what: str) -> mmap.mmap:
 
 
 def collapse(address: int, size: int) -> None:
-    """Move `size` bytes of private memory at `address` to huge pages, as far as these lie within.
+    """Move the whole huge pages within `size` bytes of private memory at `address` to such pages.
 
     The content stays. Memory is read faster then; where the system has no huge page, nothing changes.
     """

@@ -73,13 +73,13 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def test_only_what_reads_whole_masks_is_left_to_pytorch(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_operation_of_a_layer_is_left_to_pytorch(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="ktc.model.native_step")
     model.decode_graphs = copy.deepcopy(model.decode_graphs)
     generated(model, tokens=3)
-    (line,) = {record.getMessage() for record in caplog.records if record.name == "ktc.model.native_step"}
-    left = set(line.partition(": ")[2].split(", "))
-    assert left <= {"aten.index.Tensor", "aten.polar.default", "aten.max.dim"}  # once per step, not per layer
+    lines = {record.getMessage() for record in caplog.records if record.name == "ktc.model.native_step"}
+    left = {name for line in lines for name in line.partition(": ")[2].split(", ")}
+    assert left <= {"aten.polar.default", "aten.max.dim"}  # once per step
 
 
 def test_a_cache_that_outgrows_its_capacity_goes_on(
