@@ -87,7 +87,10 @@ def _start(examine: Callable[[str], Family], family: str) -> _Running:
     context.set_forkserver_preload(["ktc.census.run"])
     rows, theirs = cast("tuple[Connection, Connection]", context.Pipe(duplex=False))
     process = context.Process(target=_report, args=(examine, family, theirs), daemon=True)
-    process.start()
+    try:
+        process.start()
+    except (EOFError, ConnectionError):  # the system ended the server of forks: this starts another one
+        process.start()
     theirs.close()  # so that the death of the process is the end of its rows
     return _Running(family, process, rows, time.monotonic())
 

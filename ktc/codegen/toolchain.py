@@ -34,7 +34,8 @@ _BASE_FLAGS: Final = (
 _GCC_FLAGS: Final = ("-fno-gnu-unique", "-fno-ipa-pure-const")
 _MAX_REPORTED_LINES: Final = 20
 _UNWRITTEN: Final = re.compile(r"error (?:writing|closing) ")  # of GCC, which may name another error than the system's
-_ENDED: Final = re.compile(r"signal terminated program|out of memory allocating")  # of a process that the driver starts
+# Of a process that the driver starts.
+_ENDED: Final = re.compile(r"signal terminated program|terminated with signal|out of memory allocating")
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,7 +283,12 @@ def test_a_compiler_that_vanished_is_named_and_not_the_cache(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "lines", ["kill -9 $$", "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1"]
+    "lines",
+    [
+        "kill -9 $$",
+        "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1",
+        "echo 'collect2: fatal error: ld terminated with signal 9 [Killed]' >&2; exit 1",
+    ],
 )
 def test_a_compiler_that_the_system_ends_is_no_bug(lines: str, tmp_path: Path) -> None:
     compiler = tmp_path / "g++"
