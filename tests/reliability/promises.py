@@ -2,7 +2,8 @@
 
 In: the files of a command's place before, after a whole run, and after the run with the fault. Out: the broken ones:
 
-* an error of the machine ends in one message and exit code 3, without a trace and without U099, or has no effect;
+* an error of the machine, also a process of the command's own that is killed, ends in one message and exit code 3,
+  without a trace and without U099, or has no effect;
 * each name has its whole content or what was there before, never a part;
 * an error leaves nothing unfinished, and after a kill the same command succeeds and sweeps what the killed one left;
 * SIGINT and SIGTERM end it with 130, and leave nothing unfinished.
@@ -70,6 +71,14 @@ def sizes_of_checkpoints(expected: Sizes) -> Sizes:
 
 def broken_by_an_error(kind: str, outcome: Outcome, place: Path) -> Iterator[str]:
     """Yield what is wrong with the end of a run that met an error or an interrupt."""
+    yield from broken_by_its_end(kind, outcome)
+    left = unfinished(place)
+    if left and not outcome.where.startswith(("unlink", "rmdir")) and kind not in MAY_STAY:
+        yield f"left unfinished: {left}"
+
+
+def broken_by_its_end(kind: str, outcome: Outcome) -> Iterator[str]:
+    """Yield what is wrong with how a run ended by itself; a process of its own may have been killed."""
     said = outcome.err
     if outcome.code not in (0, 130 if kind in ENDING else 3):
         yield f"exit code {outcome.code}: {said.strip()[-400:]}"
@@ -77,9 +86,6 @@ def broken_by_an_error(kind: str, outcome: Outcome, place: Path) -> Iterator[str
         yield f"a trace or a bug: {said.strip()[-400:]}"
     if outcome.code not in (0, 130) and len(re.findall(r"^error\[\w+\]", said, re.MULTILINE)) != 1:
         yield f"not one message: {said.strip()[-400:]}"
-    left = unfinished(place)
-    if left and not outcome.where.startswith(("unlink", "rmdir")) and kind not in MAY_STAY:
-        yield f"left unfinished: {left}"
 
 
 def ending(kind: str, outcome: Outcome) -> str:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from reliability.commands import Command, prepare
 from reliability.faults import KILL, Fault, Forked, Outcome
-from reliability.promises import Expected, broken_by_an_error, sizes, unfinished, whole
+from reliability.promises import Expected, broken_by_an_error, broken_by_its_end, sizes, unfinished, whole
 
 # A full disk stays full; a read or a descriptor may succeed next time.
 LASTING = frozenset({"ENOSPC", "EDQUOT", "EROFS"})
@@ -87,6 +87,8 @@ class Worker(AbstractContextManager["Worker"]):
         names = (*command.made, "run/checkpoint-*")
         if torn := whole(sizes(self.place, names), expected, names, self.place):
             yield torn
+        if kind == KILL and not outcome.killed:
+            yield from broken_by_its_end(kind, outcome)
         if kind == KILL:
             yield from self._after_a_kill(command, expected)
 
