@@ -1,9 +1,10 @@
 """Experts of the CPU as host nodes of a CUDA graph: the GPU's stream waits for a C function that runs their kernel.
 
 In: while `HostNodes.recorded` is entered, the calls of experts by a model on a GPU, in a stream that may be captured.
-Out: the same results on the GPU. Each call is copies to pinned memory, a host function, and a copy back. The layers of
-a step share the pinned memory, since each of them needs the one before. `check` raises the errors of host functions. A
-replayed graph runs no Python.
+Out: the same results on the GPU. Each call is copies to pinned memory, a host function, and a copy back. The last two
+run beside what the model does until it needs the result (`Beside`), such as shared experts. The layers of a step share
+the pinned memory, since each of them waits for the one before. `check` raises the errors of host functions. A replayed
+graph runs no Python.
 Refused: a process without CUDA's runtime library, a stream that takes no host function (`RuntimeError`).
 """
 
@@ -20,6 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ktc.experts.beside import Beside, Lane, SideStream
 from ktc.experts.kernel_calls import HostCall
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.packed import PackedExperts
@@ -31,8 +33,9 @@ _CURRENT: Final[ContextVar[HostNodes | None]] = ContextVar("host_nodes", default
 class HostNodes:
     """The calls of experts in one step of a model, and the memory that they share with the GPU."""
 
-    def __init__(self, launch: Launch | None = None) -> None:
+    def __init__(self, launch: Launch | None = None, lane: Lane | None = None) -> None:
         self._launch = launch or on_current_stream
+        self._beside = Beside(lane or SideStream())
         self._calls: list[tuple[PackedExperts, HostCall]] = []
         self._buffers: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
 
@@ -42,7 +45,8 @@ class HostNodes:
         self._calls.clear()
         token = _CURRENT.set(self)
         try:
-            yield
+            with self._beside.entered():
+                yield
         finally:
             _CURRENT.reset(token)
 
@@ -54,12 +58,18 @@ class HostNodes:
 
         Dtypes are the kernel's, and factors of LoRA are in host memory.
         """
+        self._beside.join()  # host functions before this one read the same memory
         x, index, weights = self._on_host("x", x_TH), self._on_host("i", index_TK), self._on_host("w", weights_TK)
-        out = self._buffer("out", x)
-        call = packed.host_call(x, index, weights, out, lora, interleaved=interleaved)
+        on_host, out = self._buffer("out", x), torch.empty(x.shape, dtype=x.dtype, device=x_TH.device)
+        call = packed.host_call(x, index, weights, on_host, lora, interleaved=interleaved)
         self._calls.append((packed, call))
-        self._launch(call.function, call.address)
-        return out.to(x_TH.device, non_blocking=True)
+
+        def compute() -> None:
+            self._launch(call.function, call.address)
+            out.copy_(on_host, non_blocking=True)
+
+        self._beside.start(out, compute)
+        return out
 
     def check(self, name_of: Callable[[PackedExperts], str]) -> None:
         """Raise the first error of the calls since the last check, with notes that name the layers of all errors.

@@ -27,6 +27,7 @@ from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import Cache
 
 from ktc.diagnostics import Diagnostic, render
+from ktc.experts.beside import Lane, SideStream
 from ktc.experts.host_node import HostNodes, Launch, on_current_stream
 from ktc.experts.module import FusedMoe
 from ktc.experts.packed import PackedExperts
@@ -85,14 +86,15 @@ class Means:
     """How steps are captured.
 
     `record` computes an output on a device of type `device` and returns it with a function that computes it again, at
-    the same address; the tensors that it is given change between runs. `launch` puts the experts of the CPU into the
-    stream of a GPU. Batches are filled up to a power of two where they are `rounded`. `code` is that of the warning
-    about other steps.
+    the same address; the tensors that it is given change between runs. `launch` puts the experts of the CPU into a
+    stream of a GPU, in the order of a new `lane`. Batches are filled up to a power of two where they are `rounded`.
+    `code` is that of the warning about other steps.
     """
 
     record: Record = record_graph
     device: str = "cuda"
     launch: Launch | None = on_current_stream
+    lane: Callable[[], Lane] = SideStream
     rounded: bool = True
     code: str = "L451"
     form: str = "a CUDA graph"
@@ -320,7 +322,7 @@ def record_step(
     """
     with torch.inference_mode(mode=False):  # later steps write to them, perhaps outside of it
         held = {name: value.clone() for name, value in found.items()}
-    nodes = None if means.launch is None else HostNodes(means.launch)
+    nodes = None if means.launch is None else HostNodes(means.launch, means.lane())
 
     def compute() -> Any:
         given = held | {"attention_mask": masks_of(model, memory, held)}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from decoding_models import absorbed, difference, stock_model
-from recorded_steps import call_at_once, eager_graphs, record_eagerly
+from recorded_steps import LastMoment, call_at_once, eager_graphs, record_eagerly
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -458,6 +458,28 @@ def test_generate_takes_its_steps_from_the_graphs(compiled_model: Any, monkeypat
     assert compiled_model.eval() is compiled_model and graphs._memories
     assert compiled_model.train() is compiled_model and compiled_model.training and not graphs._memories
     compiled_model.eval()
+
+
+def test_shared_experts_run_beside_routed_ones(compiled_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, lanes, waiting = generated(compiled_model), list[LastMoment](), list[int]()
+    moes = [layer.mlp for layer in compiled_model.model.layers if hasattr(layer.mlp, "shared_experts")]
+    shared = type(moes[0].shared_experts)
+    stock = shared.forward
+
+    def lane() -> LastMoment:
+        lanes.append(LastMoment())
+        return lanes[-1]
+
+    monkeypatch.setattr(compiled_model, "decode_graphs", eager_graphs(lane))
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        waiting.append(sum(each.waiting for each in lanes))
+        return stock(self, x)
+
+    monkeypatch.setattr(shared, "forward", forward)
+    assert torch.equal(generated(compiled_model), wanted)
+    assert moes and lanes[0].joined >= 23 * len(moes)
+    assert waiting[-len(moes) :] == [1] * len(moes)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 8])

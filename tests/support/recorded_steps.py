@@ -35,5 +35,26 @@ def call_at_once(function: int, argument: int) -> None:
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
 
 
-def eager_graphs() -> DecodeGraphs:
-    return DecodeGraphs(Means(record_eagerly, "cpu", call_at_once))
+class LastMoment:
+    """A stream beside the model's that does its work when the model waits for it: results are there no earlier."""
+
+    def __init__(self) -> None:
+        self._work: list[Callable[[], object]] = []
+        self.joined = 0
+
+    @property
+    def waiting(self) -> int:
+        """Number of works that were started and not joined."""
+        return len(self._work)
+
+    def start(self, device: torch.device, work: Callable[[], object]) -> None:
+        self._work.append(work)
+
+    def join(self, device: torch.device) -> None:
+        self.joined += 1
+        self._work.pop()()
+        assert not self._work
+
+
+def eager_graphs(lane: Callable[[], Any] = LastMoment) -> DecodeGraphs:
+    return DecodeGraphs(Means(record_eagerly, "cpu", call_at_once, lane))

@@ -1,0 +1,117 @@
+"""Work beside the stream of a model: what the model does next runs at the same time, until it needs the result.
+
+In: work whose result is one tensor. Out: the tensor at once, and the model's stream waits for the work before the first
+operation that reads or writes it. A view of it waits for nothing. So a block that adds shared experts to routed ones
+computes both at the same time, whatever its code is.
+A module waits for each of its inputs, since a kernel that it launches itself is no operation of PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+Work = Callable[[], object]
+_VIEWS: Final = frozenset({
+    "alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
+    "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
+})  # fmt: skip
+"""Operations that read no values. `reshape` is none of them: it may copy."""
+
+
+class Lane(Protocol):
+    """A second order of work on a device."""
+
+    def start(self, device: torch.device, work: Work) -> None:
+        """Begin `work` after everything that the model has asked for on `device`."""
+        ...
+
+    def join(self, device: torch.device) -> None:
+        """Let what the model asks for next on `device` wait for all work that was started."""
+        ...
+
+
+class SideStream:
+    """A stream of each GPU beside the current one, which may be captured: the graph then has two branches.
+
+    On another device work is done when it starts.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def start(self, device: torch.device, work: Work) -> None:
+        """See `Lane.start`."""
+        if device.type != "cuda":
+            work()
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        side = self._streams[device]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            work()
+
+    def join(self, device: torch.device) -> None:
+        """See `Lane.join`."""
+        if device in self._streams:
+            torch.cuda.current_stream(device).wait_stream(self._streams[device])
+
+
+class Beside(TorchDispatchMode):
+    """Work that was started within the context `entered`, at most one at a time."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__()
+        self._lane = lane
+        self._pending: Tensor | None = None  # held, so that no other tensor takes its memory
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """Watch the operations in the context. At its end all work is joined."""
+        hook = register_module_forward_pre_hook(self._before_module)
+        try:
+            with self:
+                yield
+            self.join()
+        finally:
+            self._pending = None
+            hook.remove()
+
+    def start(self, out: Tensor, work: Work) -> None:
+        """Start `work`, which writes `out`. Work that was started before is joined."""
+        self.join()
+        self._lane.start(out.device, work)
+        self._pending = out
+
+    def join(self) -> None:
+        """Let the model's stream wait for what was started."""
+        if (pending := self._pending) is not None:
+            self._pending = None
+            self._lane.join(pending.device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__.partition(".")[0] not in _VIEWS:
+            self._join_for((args, kwargs))
+        return func(*args, **kwargs)
+
+    def _before_module(self, module: nn.Module, args: Any) -> None:
+        self._join_for(args)
+
+    def _join_for(self, values: Any) -> None:
+        if self._pending is not None and any(_share(self._pending, leaf) for leaf in tree_iter(values)):
+            self.join()
+
+
+def _share(pending: Tensor, value: object) -> bool:
+    if not isinstance(value, Tensor) or value.device != pending.device:
+        return False
+    return value.untyped_storage().data_ptr() == pending.untyped_storage().data_ptr()
