@@ -31,6 +31,7 @@ from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model import assumptions, peft_glue, process_gpu, weight_store, weights_stage
 from ktc.model.buffers import compute_buffers
 from ktc.model.cuda_graph import DecodeGraphs
+from ktc.model.gpu_norms import fuse_norms
 from ktc.model.manifest import Manifest, Versions, check_sealed, read_manifest
 from ktc.model.memory import check_bytes
 from ktc.model.native_step import native_steps
@@ -116,6 +117,7 @@ def load_as(
         _tell_of_spinning(threads)
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
     if manifest.cuda_graph and not reference:
+        fuse_norms(model)
         cast("Any", model).decode_graphs = DecodeGraphs()
     entry = next((each.entry for each in manifest.kernels if each.spec["op"] == "step"), None)
     if entry is not None and library is not None and not reference:
