@@ -34,18 +34,20 @@ def attend(
     q_rope = query[..., up.nope :]
     q_latent = up.into_latent(query[..., : up.nope])
     if elide:
-        of_latents = _products(q_latent.reshape(B, H * T, -1), latent)
-        scores = _wide(of_latents) + _products(q_rope.reshape(B, H * T, -1), k_rope)
+        scores = _elided(q_latent.reshape(B, H * T, -1), latent, q_rope.reshape(B, H * T, -1), k_rope, scale)
     else:
         joined = torch.cat([q_latent, q_rope], dim=-1).reshape(B, H * T, -1)
-        scores = _wide(_products(joined, torch.cat([latent, k_rope], dim=-1)))
-    weights = F.dropout(probabilities(scores.view(B, H, T, -1) * scale, mask, sinks), dropout)
+        scores = _wide(_products(joined, torch.cat([latent, k_rope], dim=-1))) * scale
+    weights = F.dropout(probabilities(scores.view(B, H, T, -1), mask, sinks), dropout)
     summed = torch.bmm(weights.to(latent.dtype).reshape(B, H * T, -1), latent)
     return up.out_of_latent(summed.view(B, H, T, -1)).transpose(1, 2), weights
 
 
 def probabilities(scores: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of scores (B, H, T, L) over the visible positions; 0 for a token that sees none."""
+    """Return the softmax of scores (B, H, T, L) over the visible positions; 0 for a token that sees none.
+
+    The scores may be overwritten. Of 16-bit scores the softmax is fp32.
+    """
     T, L = scores.shape[-2:]
     visible: Tensor | None = None
     if mask is None or mask.dim() == 2:
@@ -57,25 +59,38 @@ def probabilities(scores: Tensor, mask: Tensor | None, sinks: Tensor | None) -> 
     elif mask.dtype == torch.bool:
         visible = mask[..., :L]
     else:
-        scores = scores + mask[..., :L]
+        scores = _wide(scores) + mask[..., :L]
     if visible is not None:
-        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)  # in place, or it is copied first
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        return _seen(torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1], visible)
-    return _seen(torch.softmax(scores, dim=-1), visible)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=_wide_dtype(scores))[..., :L]
+    return weights if visible is None else weights * visible
 
 
-def _seen(weights: Tensor, visible: Tensor | None) -> Tensor:
-    return weights if visible is None else weights * visible.any(-1, keepdim=True)
+def _wide_dtype(scores: Tensor) -> torch.dtype:
+    return torch.promote_types(scores.dtype, torch.float32)
 
 
 def _wide(scores: Tensor) -> Tensor:
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.to(_wide_dtype(scores))
+
+
+def _elided(q_latent: Tensor, latent: Tensor, q_rope: Tensor, k_rope: Tensor, scale: float) -> Tensor:
+    """The scaled sum of two products, (B, M, c) with (B, L, c) and (B, M, r) with (B, L, r) -> (B, M, L)."""
+    of_rope = _products(q_rope, k_rope)
+    if _batched(q_latent):  # one kernel for product, sum and scale, which also rounds twice
+        return torch.baddbmm(of_rope, q_latent, latent.transpose(1, 2), beta=scale, alpha=scale)
+    return (_wide(_products(q_latent, latent)) + of_rope) * scale
 
 
 def _products(rows: Tensor, keys: Tensor) -> Tensor:
     """`rows @ keys^T`: (B, M, K), (B, L, K) -> (B, M, L). On the CPU a batched product in bf16 is slow."""
-    if rows.is_cuda or rows.shape[0] > 8:
+    if _batched(rows):
         return torch.bmm(rows, keys.transpose(1, 2))
     return torch.stack([F.linear(row, key) for row, key in zip(rows, keys, strict=True)])
+
+
+def _batched(rows: Tensor) -> bool:
+    return rows.is_cuda or rows.shape[0] > 8

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from ktc.attention.absorbed import AbsorbedAttention, Absorption, absorb
 from ktc.attention.latent import attend
 from ktc.attention.latent_sizes import LatentSizes
+from ktc.attention.up_projection import UpProjection
 from ktc.diagnostics import InputRefused
 from ktc.prove.compare import InDouble
 
@@ -202,3 +203,25 @@ def test_another_module_is_refused(deepseek: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="instead of"):
         absorb(module, Absorption(replace(sizes, latent=48), "kv_b_proj", "always", True))
     assert not isinstance(module, AbsorbedAttention)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_many_sequences_are_computed_as_each_alone(sinks: bool) -> None:
+    B, H, T, L, n, r, c, v = 9, 3, 2, 7, 4, 2, 5, 4
+    generator = torch.Generator().manual_seed(1)
+    query, latent, k_rope, weight = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((B, H, T, n + r), (B, L, c), (B, L, r), (H, n + v, c))
+    )
+    mask = torch.rand(B, 1, T, L, generator=generator) < 0.5
+    mask[2] = False  # tokens that see nothing
+    options: dict[str, Any] = {"scale": 0.7, "sinks": torch.ones(H, dtype=torch.float64) if sinks else None}
+    up = UpProjection(weight, n)
+    together, _ = attend(query, latent, k_rope, up, mask=mask, **options)
+    rows = [slice(each, each + 1) for each in range(B)]
+    alone = torch.cat([attend(query[row], latent[row], k_rope[row], up, mask=mask[row], **options)[0] for row in rows])
+    assert difference(together.detach(), alone.detach()) <= 1e-12
+    assert not together[2].any()
+    inputs = query, latent, k_rope, weight
+    gradients = [torch.autograd.grad(out.square().sum(), inputs, retain_graph=True) for out in (together, alone)]
+    assert all(difference(*pair) <= 1e-12 for pair in zip(*gradients, strict=True))
