@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import cast
+from typing import Final, cast
 
 import torch
 
@@ -26,6 +26,7 @@ from ktc.census.types import Family
 from ktc.host import available_memory, usable_threads
 
 TIMEOUT = 900.0  # seconds; the slowest family takes a tenth of it on a core of its own
+_PAUSES: Final = (0.1, 1.0)  # seconds before a process is started again
 BYTES = 3 << 29  # of memory for a family; the largest measured takes half of it
 
 
@@ -58,7 +59,14 @@ def examine_all(
         while waiting or running:
             while waiting and len(running) < jobs:
                 family = waiting.popleft()
-                running[family] = _start(examine, family)
+                try:
+                    running[family] = _start(examine, family)
+                except (EOFError, ConnectionError) as error:
+                    yield Family(
+                        family, reasons=(f"its process could not be started: {error or type(error).__name__}",)
+                    )
+            if not running:
+                continue
             soonest = min(each.deadline for each in running.values())
             ready = wait([each.rows for each in running.values()], _until(soonest))
             for each in list(running.values()):
@@ -87,9 +95,13 @@ def _start(examine: Callable[[str], Family], family: str) -> _Running:
     context.set_forkserver_preload(["ktc.census.run"])
     rows, theirs = cast("tuple[Connection, Connection]", context.Pipe(duplex=False))
     process = context.Process(target=_report, args=(examine, family, theirs), daemon=True)
-    try:
-        process.start()
-    except (EOFError, ConnectionError):  # the system ended the server of forks: this starts another one
+    for pause in _PAUSES:
+        try:
+            process.start()
+            break
+        except (EOFError, ConnectionError):  # the system ended the server of forks: once it is gone, another one starts
+            time.sleep(pause)
+    else:
         process.start()
     theirs.close()  # so that the death of the process is the end of its rows
     return _Running(family, process, rows, time.monotonic())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 
 import pytest
 from odd_families import examine
 
-from ktc.census import default_jobs, examine_all
+from ktc.census import default_jobs, examine_all, processes
 from ktc.host import available_memory, usable_threads
 
 
@@ -26,6 +30,25 @@ def test_the_processes_end_with_the_iterator() -> None:
     assert multiprocessing.active_children()
     rows.close()
     assert not multiprocessing.active_children()
+
+
+def test_a_server_of_forks_that_was_killed_is_started_again() -> None:
+    assert [row.reasons for row in examine_all(["runs"], 1, 600.0, examine)] == [()]
+    server: int = forkserver._forkserver._forkserver_pid
+    os.kill(server, signal.SIGKILL)  # and not waited for: it may be dying when the next process is asked of it
+    assert [row.reasons for row in examine_all(["runs"], 1, 600.0, examine)] == [()]
+    assert forkserver._forkserver._forkserver_pid != server
+
+
+def test_a_process_that_cannot_be_started_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: ForkServerProcess) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(ForkServerProcess, "start", refuse)
+    monkeypatch.setattr(processes, "_PAUSES", (0.0, 0.0))
+    rows = list(examine_all(["runs", "hangs"], 2, 600.0, examine))
+    assert [row.family for row in rows] == ["runs", "hangs"]
+    assert all("could not be started" in row.reasons[0] for row in rows)
 
 
 def test_no_more_families_run_at_once_than_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
