@@ -44,12 +44,27 @@ _MEMORIES: Final = 6  # at most, of all sizes
 _WARM: Final = 2  # steps before the capture, in which libraries and allocators set themselves up
 Inputs = dict[str, Any]
 Compute = Callable[[], Any]  # to the output of a causal LM
-Record = Callable[[Compute, torch.device, Sequence[Tensor]], tuple[Any, Callable[[], None]]]
+Work = Callable[[], None]
+
+
+def nothing() -> None:
+    """No work."""
+
+
+class Replay(Protocol):
+    """What computes a recorded step again. It returns when the step is done."""
+
+    def __call__(self, meanwhile: Work = nothing) -> None:
+        """Compute the step, and call `meanwhile` while a device does, or afterwards."""
+        ...
+
+
+Record = Callable[[Compute, torch.device, Sequence[Tensor]], tuple[Any, Replay]]
 
 
 def record_graph(
     compute: Compute, device: torch.device, changing: Sequence[Tensor] = ()
-) -> tuple[Any, Callable[[], None]]:  # fmt: skip
+) -> tuple[Any, Replay]:  # fmt: skip
     """Return the output of `compute`, and a function that replays it as a CUDA graph and waits for it.
 
     Raises RuntimeError for an operation that cannot be captured, as one that waits for the GPU.
@@ -72,11 +87,14 @@ def record_graph(
         torch.set_autocast_cache_enabled(cached)
     done = torch.cuda.Event(blocking=True)  # the thread sleeps: the cores belong to the experts
 
-    def replay() -> None:
+    def replay(meanwhile: Work = nothing) -> None:
         with torch.cuda.device(device):
             graph.replay()
             done.record(torch.cuda.current_stream(device))
-        done.synchronize()
+        try:
+            meanwhile()
+        finally:
+            done.synchronize()
 
     return output, replay
 
@@ -286,7 +304,7 @@ class CapturedStep:
     memory: StepMemory
     inputs: Inputs
     output: Any
-    replay: Callable[[], None]
+    replay: Replay
     nodes: HostNodes | None
 
     def run(self, model: PreTrainedModel, inputs: Inputs) -> Any:
@@ -296,10 +314,13 @@ class CapturedStep:
         self.memory.position.fill_(length)
         for name, value in step_inputs(self.memory, inputs).items():
             self.inputs[name].copy_(value)
-        self.replay()
-        if self.nodes is not None:
-            self.nodes.check(lambda packed: _name_of(model, packed))
-        self.memory.show(cache, length + 1)
+        try:
+            self.replay(lambda: self.memory.show(cache, length + 1))
+            if self.nodes is not None:
+                self.nodes.check(lambda packed: _name_of(model, packed))
+        except BaseException:
+            self.memory.show(cache, length)
+            raise
         return type(self.output)(logits=self.output.logits[:batch].clone(), past_key_values=cache)
 
 
@@ -314,7 +335,7 @@ def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, means: M
 
 def record_step(
     model: PreTrainedModel, memory: StepPlaces, found: Inputs, means: Means
-) -> tuple[Inputs, Any, Callable[[], None], HostNodes | None]:  # fmt: skip
+) -> tuple[Inputs, Any, Replay, HostNodes | None]:  # fmt: skip
     """Record a step of `model` that reads ids, positions and present columns such as `found` of all rows of `memory`.
 
     Return the inputs that the step reads, the output that it writes, a function that repeats it, and its host nodes.

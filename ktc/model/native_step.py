@@ -7,14 +7,14 @@ states. Instead of a CUDA graph, a native program computes them (`ktc.steps`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ktc.experts.kernel_library import Kernel, permitted_threads
-from ktc.model.cuda_graph import Compute, DecodeGraphs, Means
+from ktc.model.cuda_graph import Compute, DecodeGraphs, Means, Replay, Work, nothing
 from ktc.steps.program import StepProgram, record_program
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def native_steps(kernel: Kernel, threads: int) -> DecodeGraphs:
 
     def record(
         compute: Compute, device: torch.device, changing: Sequence[Tensor]
-    ) -> tuple[Any, Callable[[], None]]:  # fmt: skip
+    ) -> tuple[Any, Replay]:  # fmt: skip
         try:
             output, program, (logits,) = record_program(compute, changing, kernel, threads, lambda out: (out.logits,))
             _require_same(compute, program, logits, changing[0])
@@ -40,7 +40,12 @@ def native_steps(kernel: Kernel, threads: int) -> DecodeGraphs:
         if program.foreign:
             names = ", ".join(dict.fromkeys(program.foreign))
             log.info("%d operations of a decoding step are PyTorch's: %s", len(program.foreign), names)
-        return output, program.run
+
+        def replay(meanwhile: Work = nothing) -> None:
+            program.run()
+            meanwhile()
+
+        return output, replay
 
     return DecodeGraphs(Means(record, "cpu", None, rounded=False, code="L453", form="a program of its own"))
 

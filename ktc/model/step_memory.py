@@ -24,6 +24,7 @@ from ktc.model.growing_cache import GrowingLayer
 _WHOLE: Final = (DynamicLayer, GrowingLayer)
 _SHORTEST: Final = 256  # positions
 Shape = tuple[int, ...]
+_View = tuple[weakref.ref[Tensor], int]  # a tensor and the address of its first value
 
 
 def unfit(cache: object) -> str:
@@ -92,6 +93,7 @@ class StepMemory:
         ])  # fmt: skip
         self._user: weakref.ref[DynamicCache] | None = None
         self._shown: tuple[weakref.ref[torch.UntypedStorage], ...] = ()  # alive while a view of the last `take` is
+        self._views: tuple[_View, ...] = ()  # keys and values of each layer since the last `show`
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +131,9 @@ class StepMemory:
         found, length = _layers(cache), length_of(cache)
         if len(found) != len(self.held) or length >= self.capacity:
             return False
+        kept_views = [kept for layer in found for kept in (layer.keys, layer.values)]
+        if len(self._views) == len(kept_views) and all(map(_is_same, self._views, kept_views)):
+            return all(_length(layer) == length for layer in found)
         return all(
             _is_view(kept, memory, length) and _length(layer) == length
             for layer, pair in zip(found, self.held, strict=True)
@@ -156,6 +161,7 @@ class StepMemory:
 
     def show(self, cache: DynamicCache, length: int) -> None:
         """Make `cache`, a view of this memory, one of the first `length` positions, as it would hold them."""
+        views = list[_View]()
         for layer, pair in zip(_layers(cache), self.held, strict=True):
             first = 0
             if type(layer) is DynamicSlidingWindowLayer:
@@ -165,6 +171,8 @@ class StepMemory:
                 _positions(cast("Tensor", kept), memory, first, length)
                 for kept, memory in zip((layer.keys, layer.values), pair, strict=True)
             )
+            views += [(weakref.ref(kept), kept.data_ptr()) for kept in (layer.keys, layer.values)]
+        self._views = tuple(views)
 
 
 def shapes_of(cache: DynamicCache) -> tuple[tuple[Shape, Shape, torch.dtype, torch.device], ...]:
@@ -196,6 +204,11 @@ def _positions(kept: Tensor, memory: Tensor, first: int, end: int) -> Tensor:
     """Return some positions of the rows of which `kept` is a view."""
     (_, heads, _, width), strides = memory.shape, memory.stride()
     return kept.as_strided((kept.shape[0], heads, end - first, width), strides, first * strides[2])
+
+
+def _is_same(view: _View, kept: Tensor) -> bool:
+    """Return whether `kept` is a tensor that `show` made, with its memory: then it needs no comparison of strides."""
+    return view[0]() is kept and view[1] == kept.data_ptr()
 
 
 def _is_view(kept: Tensor, memory: Tensor, length: int) -> bool:

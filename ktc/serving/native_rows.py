@@ -10,7 +10,6 @@ Refused with a warning (L453): a model that cannot be recorded, and layers with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ktc.model.cuda_graph import DecodeGraphs, record_step
+from ktc.model.cuda_graph import DecodeGraphs, Replay, record_step
 from ktc.model.model_state import foreign_hook
 from ktc.model.step_memory import StepLayer
 from ktc.serving.band import Band
@@ -51,7 +50,7 @@ class _Step:
     places: _Places
     inputs: dict[str, Tensor]
     output: Any
-    replay: Callable[[], None]
+    replay: Replay
 
 
 class NativeRows:

@@ -446,7 +446,7 @@ def test_generate_takes_its_steps_from_the_graphs(compiled_model: Any, monkeypat
 
     def counting(compute: Any, device: torch.device, _: Any) -> Any:
         output, replay = record_eagerly(compute, device)
-        return output, lambda: (replayed.append(1), replay())
+        return output, lambda meanwhile: (replayed.append(1), replay(meanwhile))
 
     monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(counting, "cpu", call_at_once)))
     assert torch.equal(generated(compiled_model), wanted)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ktc.model.cuda_graph import Compute, DecodeGraphs, Means
+from ktc.model.cuda_graph import Compute, DecodeGraphs, Means, Replay, Work, nothing
 
 
 def record_eagerly(
     compute: Compute, device: torch.device, changing: Sequence[torch.Tensor] = ()
-) -> tuple[Any, Callable[[], None]]:  # fmt: skip
+) -> tuple[Any, Replay]:  # fmt: skip
     def computed() -> Any:
         found = compute()
         if device.type == "cuda":
@@ -24,8 +24,9 @@ def record_eagerly(
     with torch.inference_mode(mode=False):  # a graph's replay writes in any mode
         output.logits = output.logits.clone()
 
-    def replay() -> None:
+    def replay(meanwhile: Work = nothing) -> None:
         output.logits.copy_(computed().logits)
+        meanwhile()
 
     return output, replay
 
