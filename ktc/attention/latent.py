@@ -79,18 +79,16 @@ def _wide(scores: Tensor) -> Tensor:
 
 def _elided(q_latent: Tensor, latent: Tensor, q_rope: Tensor, k_rope: Tensor, scale: float) -> Tensor:
     """The scaled sum of two products, (B, M, c) with (B, L, c) and (B, M, r) with (B, L, r) -> (B, M, L)."""
-    of_rope = _products(q_rope, k_rope)
-    if _batched(q_latent):  # one kernel for product, sum and scale, which also rounds twice
-        return torch.baddbmm(of_rope, q_latent, latent.transpose(1, 2), beta=scale, alpha=scale)
-    return (_wide(_products(q_latent, latent)) + of_rope) * scale
+    learns = torch.is_grad_enabled() and any(each.requires_grad for each in (q_latent, latent, q_rope, k_rope))
+    if q_latent.is_cuda and q_latent.dtype in (torch.bfloat16, torch.float16) and not learns:
+        wide = torch.float32  # two kernels, and no product is rounded before the sum
+        of_rope = torch.bmm(q_rope, k_rope.transpose(1, 2), out_dtype=wide)
+        return torch.baddbmm(of_rope, q_latent, latent.transpose(1, 2), out_dtype=wide, beta=scale, alpha=scale)
+    return (_wide(_products(q_latent, latent)) + _products(q_rope, k_rope)) * scale
 
 
 def _products(rows: Tensor, keys: Tensor) -> Tensor:
     """`rows @ keys^T`: (B, M, K), (B, L, K) -> (B, M, L). On the CPU a batched product in bf16 is slow."""
-    if _batched(rows):
+    if rows.is_cuda or rows.shape[0] > 8:
         return torch.bmm(rows, keys.transpose(1, 2))
     return torch.stack([F.linear(row, key) for row, key in zip(rows, keys, strict=True)])
-
-
-def _batched(rows: Tensor) -> bool:
-    return rows.is_cuda or rows.shape[0] > 8

@@ -225,3 +225,19 @@ def test_many_sequences_are_computed_as_each_alone(sinks: bool) -> None:
     inputs = query, latent, k_rope, weight
     gradients = [torch.autograd.grad(out.square().sum(), inputs, retain_graph=True) for out in (together, alone)]
     assert all(difference(*pair) <= 1e-12 for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_on_a_gpu_are_not_rounded_before_their_sum(dtype: torch.dtype) -> None:
+    B, H, T, L, n, r, c, v = 3, 4, 1, 300, 128, 64, 512, 128
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, H, T, n + r), (B, L, c), (B, L, r), (H, n + v, c)
+    query, latent, k_rope, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
+    query, weight = 3 * query, weight / 16
+    with torch.no_grad():
+        exact, _ = attend(query.double(), latent.double(), k_rope.double(), UpProjection(weight.double(), n), scale=0.07)
+        rounded, _ = attend(query, latent, k_rope, UpProjection(weight, n), scale=0.07)
+        on_gpu = (each.cuda() for each in (query, latent, k_rope))
+        found, _ = attend(*on_gpu, UpProjection(weight.cuda(), n), scale=0.07)
+    assert difference(found.cpu(), exact) <= difference(rounded, exact)

@@ -89,15 +89,11 @@ class Linear final : public LinearKernel {
       Region<float> x(arguments.rows * padded);
       workspace.lay_out(x);
       widen_rows(arguments, x.data(), padded);
-      const Product product{arguments, x.data(), padded};
-      std::atomic<std::int64_t> next{0};
-      team.run([&](const Worker&) {
-        for (;;) {
-          const std::int64_t begin = next.fetch_add(kAtATime, std::memory_order_relaxed);
-          if (begin >= arguments.outputs) return;
-          product.compute({begin, std::min(begin + kAtATime, arguments.outputs)});
-        }
-      });
+      if (fetches_by_lines()) {
+        run(team, Product<FetchedLines<2>>{arguments, x.data(), padded});
+      } else {
+        run(team, Product<FetchedPages>{arguments, x.data(), padded});
+      }
     });
   }
 
@@ -121,9 +117,22 @@ class Linear final : public LinearKernel {
   static constexpr int kRowsTogether = 4;       // of x, for which a row of W is loaded once
   // Sums of an output, side by side: a single chain of additions would wait for its own latency, not for memory.
   static constexpr int kChains = Isa::kMaxRows >= 12 ? 4 : 2;
-  // Rows of W follow one another, and the processor fetches them. With a prefetch of each line, one row of x on a Zen 4
-  // read 15 GB/s of W on pages of 4 KB and 26 on huge ones; without it, 25 and 31. Cores with AMX keep the prefetch.
-  using Fetched = std::conditional_t<Isa::kBlocked, FetchedLines<3>, FetchedPages>;
+
+  template <class Fetched>
+  struct Product;
+
+  template <class Fetched>
+  static void run(const Team& team, const Product<Fetched>& product) {
+    const std::int64_t outputs = product.arguments.outputs;
+    std::atomic<std::int64_t> next{0};
+    team.run([&](const Worker&) {
+      for (;;) {
+        const std::int64_t begin = next.fetch_add(kAtATime, std::memory_order_relaxed);
+        if (begin >= outputs) return;
+        product.compute({begin, std::min(begin + kAtATime, outputs)});
+      }
+    });
+  }
 
   // As fp32, each row followed by zeros up to whole lanes.
   static void widen_rows(const LinearArguments& arguments, float* x, std::int64_t padded) {
@@ -138,6 +147,7 @@ class Linear final : public LinearKernel {
     Lanes lanes{0.0f};
   };
 
+  template <class Fetched>
   struct Product {
     const LinearArguments& arguments;
     const float* x;

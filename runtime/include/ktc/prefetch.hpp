@@ -46,6 +46,15 @@ struct FetchedLines {
   }
 };
 
+// Whether rows that follow one another are better fetched by lines into L2 than by the processor itself. One row of a
+// linear layer: a Zen 4 read 15 GB/s of weights on pages of 4 KB by lines, and 25 without; 16 threads of a Xeon with
+// AMX read 115 to 129 by lines into L2, 110 to 122 into L1, and 87 without. Kernels of other instruction sets run on it
+// too, so the processor is asked.
+inline bool fetches_by_lines() {
+  static const bool has_amx = __builtin_cpu_supports("amx-tile") != 0;
+  return has_amx;
+}
+
 // Prefetches the rows that an epilogue will read or add to, while the product before it is computed. Rows of different
 // tokens are far apart, so no hardware prefetcher predicts them.
 template <class T>
