@@ -2,8 +2,8 @@
 
 In: work whose result is one tensor. Out: the tensor at once, and the model's stream waits for the work before the first
 operation that reads or writes it. A view of it waits for nothing. So a block that adds shared experts to routed ones
-computes both at the same time, whatever its code is.
-A module waits for each of its inputs, since a kernel that it launches itself is no operation of PyTorch.
+computes both at the same time.
+A module waits for each of its inputs, since a kernel that it launches itself is not an operation of PyTorch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Lane(Protocol):
     """A second order of work on a device."""
 
     def start(self, device: torch.device, work: Work) -> None:
-        """Begin `work` after everything that the model has asked for on `device`."""
+        """Begin `work` after everything that the model has enqueued on `device`."""
         ...
 
     def join(self, device: torch.device) -> None:
-        """Let what the model asks for next on `device` wait for all work that was started."""
+        """Let what the model enqueues next on `device` wait for all work that was started."""
         ...
 
 

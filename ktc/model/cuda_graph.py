@@ -48,11 +48,11 @@ Work = Callable[[], None]
 
 
 def nothing() -> None:
-    """No work."""
+    """Do no work."""
 
 
 class Replay(Protocol):
-    """What computes a recorded step again. It returns when the step is done."""
+    """A function that computes a recorded step again, and returns when the step is done."""
 
     def __call__(self, meanwhile: Work = nothing) -> None:
         """Compute the step, and call `meanwhile` while a device does, or afterwards."""

@@ -1,10 +1,10 @@
 """RMS norms on a GPU as two kernels instead of eight.
 
-In: a model whose decoding steps become CUDA graphs. Out: the same model, in which each module that computes
+In: a model whose decoding steps become CUDA graphs. Out: the same model, in which each module that computes only
 
     weight * (x / sqrt(mean(x^2) + eps))
 
-(RMSNorm, arXiv 1910.07467) and nothing else is of a class that has PyTorch's kernel for the fraction. It rounds as the
+(RMSNorm, arXiv 1910.07467) is of a class that has PyTorch's kernel for the fraction. It rounds as the
 stock code does: once after the fraction, once after the product. Sums may be added in another order.
 A module is recognised by its graph, and the first of its kind is compared with its stock code. Others stay as they are.
 """
@@ -32,7 +32,7 @@ _STEPS: Final = ("pow", "mean", "add", "rsqrt", "mul")
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What two norms have in common of which one recording says all."""
+    """The properties of a norm that decide its class."""
 
     stock: type[nn.Module]
     size: int

@@ -236,7 +236,8 @@ def test_scores_on_a_gpu_are_not_rounded_before_their_sum(dtype: torch.dtype) ->
     query, latent, k_rope, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
     query, weight = 3 * query, weight / 16
     with torch.no_grad():
-        exact, _ = attend(query.double(), latent.double(), k_rope.double(), UpProjection(weight.double(), n), scale=0.07)
+        wide = (each.double() for each in (query, latent, k_rope))
+        exact, _ = attend(*wide, UpProjection(weight.double(), n), scale=0.07)
         rounded, _ = attend(query, latent, k_rope, UpProjection(weight, n), scale=0.07)
         on_gpu = (each.cuda() for each in (query, latent, k_rope))
         found, _ = attend(*on_gpu, UpProjection(weight.cuda(), n), scale=0.07)
