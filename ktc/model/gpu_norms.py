@@ -11,6 +11,7 @@ A module is recognised by its graph, and the first of its kind is compared with 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -50,6 +51,21 @@ class FusedNorm:
         """Normalise the last dimension: (..., H) -> (..., H)."""
         normal = functional.rms_norm(hidden_states, hidden_states.shape[-1:], eps=getattr(self, self.epsilon_name))
         return self.weight * normal
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle the module by the stock class, since no module has the fused one by its name."""
+        return _empty, (type(self).__bases__[1], self.epsilon_name), vars(self)
+
+
+@functools.cache
+def fused_class(stock: type[nn.Module], epsilon_name: str) -> type[nn.Module]:
+    """Return the class of a fused norm."""
+    return type(f"Fused{stock.__name__}", (FusedNorm, stock), {"epsilon_name": epsilon_name})
+
+
+def _empty(stock: type[nn.Module], epsilon_name: str) -> nn.Module:
+    made = fused_class(stock, epsilon_name)
+    return made.__new__(made)
 
 
 def fuse_norms(model: nn.Module, device: str = "cuda") -> tuple[str, ...]:
@@ -93,8 +109,7 @@ def _fused_class(norm: nn.Module) -> type[nn.Module] | None:
         if epsilon is None or name is None:
             return None
         found = weight * functional.rms_norm(x, x.shape[-1:], eps=epsilon)
-    members = {"epsilon_name": name}
-    return type(f"Fused{type(norm).__name__}", (FusedNorm, type(norm)), members) if _same(found, expected) else None
+    return fused_class(type(norm), name) if _same(found, expected) else None
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -74,6 +75,16 @@ def test_a_fused_norm_rounds_as_the_stock_one(dtype: torch.dtype) -> None:
     fused[0].eps = stock[0].eps = 0.5  # what a user sets later counts
     torch.testing.assert_close(fused[0](x), stock[0](x))
     assert fused[0](x.double()).dtype == stock[0](x.double()).dtype
+
+
+def test_a_fused_norm_is_copied_and_pickled() -> None:
+    model = nn.Sequential(Norm())
+    fuse_norms(model, "cpu")
+    x = torch.randn(2, SIZE).to(torch.bfloat16)
+    for other in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(other[0], FusedNorm)
+        assert torch.equal(other(x), model(x))
+        assert type(other[0]) is type(model[0])
 
 
 @pytest.mark.parametrize("kind", [RoundedOnce, AroundOne, Centred, OverTokens, HiddenEpsilon])
