@@ -11,6 +11,8 @@ B sequences, T new tokens, L positions, and those of `LatentSizes`.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -46,7 +48,7 @@ def attend(
 def probabilities(scores: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
     """Return the softmax of scores (B, H, T, L) over the visible positions; 0 for a token that sees none.
 
-    The scores may be overwritten. Of 16-bit scores the softmax is fp32.
+    The scores may be overwritten.
     """
     T, L = scores.shape[-2:]
     visible: Tensor | None = None
@@ -59,32 +61,45 @@ def probabilities(scores: Tensor, mask: Tensor | None, sinks: Tensor | None) -> 
     elif mask.dtype == torch.bool:
         visible = mask[..., :L]
     else:
-        scores = _wide(scores) + mask[..., :L]
+        scores = scores + mask[..., :L]
     if visible is not None:
         scores = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)  # in place, or it is copied first
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=_wide_dtype(scores))[..., :L]
+    weights = torch.softmax(scores, dim=-1)[..., :L]
     return weights if visible is None else weights * visible
 
 
-def _wide_dtype(scores: Tensor) -> torch.dtype:
-    return torch.promote_types(scores.dtype, torch.float32)
-
-
 def _wide(scores: Tensor) -> Tensor:
-    return scores.to(_wide_dtype(scores))
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 def _elided(q_latent: Tensor, latent: Tensor, q_rope: Tensor, k_rope: Tensor, scale: float) -> Tensor:
     """The scaled sum of two products, (B, M, c) with (B, L, c) and (B, M, r) with (B, L, r) -> (B, M, L)."""
-    learns = torch.is_grad_enabled() and any(each.requires_grad for each in (q_latent, latent, q_rope, k_rope))
-    if q_latent.is_cuda and q_latent.dtype in (torch.bfloat16, torch.float16) and not learns:
-        wide = torch.float32  # two kernels, and no product is rounded before the sum
+    tensors = q_latent, latent, q_rope, k_rope
+    alike = q_latent.is_cuda and {each.dtype for each in tensors} in ({torch.bfloat16}, {torch.float16})
+    if alike and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cuda"):
+        return cast("Tensor", _WideScores.apply(*tensors, scale))
+    return (_wide(_products(q_latent, latent)) + _products(q_rope, k_rope)) * scale
+
+
+class _WideScores(torch.autograd.Function):
+    """The same of 16-bit tensors on a GPU in two kernels, with fp32 results: no product is rounded before the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, q_latent: Tensor, latent: Tensor, q_rope: Tensor, k_rope: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(q_latent, latent, q_rope, k_rope)
+        ctx.scale, wide = scale, torch.float32
         of_rope = torch.bmm(q_rope, k_rope.transpose(1, 2), out_dtype=wide)
         return torch.baddbmm(of_rope, q_latent, latent.transpose(1, 2), out_dtype=wide, beta=scale, alpha=scale)
-    return (_wide(_products(q_latent, latent)) + _products(q_rope, k_rope)) * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q_latent, latent, q_rope, k_rope = ctx.saved_tensors
+        grad = (grad * ctx.scale).to(q_latent.dtype)
+        columns = grad.transpose(1, 2)
+        return grad @ latent, columns @ q_latent, grad @ k_rope, columns @ q_rope, None
 
 
 def _products(rows: Tensor, keys: Tensor) -> Tensor:

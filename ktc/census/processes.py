@@ -57,13 +57,13 @@ def examine_all(
     waiting, running = deque(families), dict[str, _Running]()
     try:
         while waiting or running:
-            while waiting and len(running) < jobs:
+            while waiting and len(running) < max(1, jobs):
                 family = waiting.popleft()
                 try:
                     running[family] = _start(examine, family)
                 except (EOFError, ConnectionError) as error:
                     yield Family(
-                        family, reasons=(f"its process could not be started: {error or type(error).__name__}",)
+                        family, reasons=(f"its process could not be started: {str(error) or type(error).__name__}",)
                     )
             if not running:
                 continue

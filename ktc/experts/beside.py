@@ -3,13 +3,14 @@
 In: work whose result is one tensor. Out: the tensor at once, and the model's stream waits for the work before the first
 operation that reads or writes it. A view of it waits for nothing. So a block that adds shared experts to routed ones
 computes both at the same time.
-A module waits for each of its inputs, since a kernel that it launches itself is not an operation of PyTorch.
+A module waits for each of its positional inputs, since a kernel that it launches itself is not an operation of PyTorch.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol
 
 import torch
@@ -72,24 +73,34 @@ class Beside(TorchDispatchMode):
         super().__init__()
         self._lane = lane
         self._pending: Tensor | None = None  # held, so that no other tensor takes its memory
+        self._thread = 0  # that entered
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that `torch.compile` has made run as they are; otherwise it would leave them out for good."""
+        return True
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        """Watch the operations in the context. At its end all work is joined."""
+        """Watch the operations of this thread in the context. At its end all work is joined, after an error too."""
+        self._thread = threading.get_ident()
         hook = register_module_forward_pre_hook(self._before_module)
         try:
             with self:
                 yield
             self.join()
+        except BaseException:
+            with suppress(RuntimeError):  # of a capture that the error has ended: the error itself is reported
+                self.join()
+            raise
         finally:
-            self._pending = None
             hook.remove()
 
     def start(self, out: Tensor, work: Work) -> None:
         """Start `work`, which writes `out`. Work that was started before is joined."""
         self.join()
+        self._pending = out  # before the work, which may be under way when the rest of it fails
         self._lane.start(out.device, work)
-        self._pending = out
 
     def join(self) -> None:
         """Let the model's stream wait for what was started."""
@@ -104,14 +115,19 @@ class Beside(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
-        self._join_for(args)
+        if threading.get_ident() == self._thread:  # the hook is one of all modules of the process
+            self._join_for(args)
 
     def _join_for(self, values: Any) -> None:
-        if self._pending is not None and any(_share(self._pending, leaf) for leaf in tree_iter(values)):
+        pending = self._pending
+        if pending is not None and any(_share(pending, leaf) for leaf in tree_iter(values)):
             self.join()
 
 
 def _share(pending: Tensor, value: object) -> bool:
     if not isinstance(value, Tensor) or value.device != pending.device:
         return False
-    return value.untyped_storage().data_ptr() == pending.untyped_storage().data_ptr()
+    try:
+        return value.untyped_storage().data_ptr() == pending.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # of a tensor that wraps others
+        return True

@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
@@ -38,7 +39,7 @@ class _Kind:
     stock: type[nn.Module]
     size: int
     dtype: torch.dtype
-    plain: str
+    attributes: tuple[tuple[str, object], ...]
 
 
 class FusedNorm:
@@ -48,7 +49,9 @@ class FusedNorm:
     epsilon_name: str
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise the last dimension: (..., H) -> (..., H)."""
+        """Normalise the last dimension: (..., H) -> (..., H). Other dtypes than the weight's, and autocast, are stock."""
+        if hidden_states.dtype != self.weight.dtype or torch.is_autocast_enabled(hidden_states.device.type):
+            return cast("Tensor", cast("Any", super()).forward(hidden_states))
         normal = functional.rms_norm(hidden_states, hidden_states.shape[-1:], eps=getattr(self, self.epsilon_name))
         return self.weight * normal
 
@@ -73,14 +76,20 @@ def fuse_norms(model: nn.Module, device: str = "cuda") -> tuple[str, ...]:
     classes, fused = dict[_Kind, type[nn.Module] | None](), list[str]()
     for name, norm in _candidates(model, device):
         weight = cast("Tensor", norm.weight)
-        plain = {key: value for key, value in vars(norm).items() if isinstance(value, int | float)}
-        kind = _Kind(type(norm), weight.shape[0], weight.dtype, repr(plain))
+        kind = _Kind(type(norm), weight.shape[0], weight.dtype, _attributes(norm))
         if kind not in classes:
             classes[kind] = _fused_class(norm)
         if (made := classes[kind]) is not None:
             norm.__class__ = made
             fused.append(name)
     return tuple(fused)
+
+
+def _attributes(norm: nn.Module) -> tuple[tuple[str, object], ...]:
+    """Return the attributes of a module by value, and those that are not plain values by identity."""
+    held = {name: value for name, value in vars(norm).items() if not name.startswith("_")}
+    plain = str | int | float | bool | None
+    return tuple((name, value if isinstance(value, plain) else id(value)) for name, value in held.items())
 
 
 def _candidates(model: nn.Module, device: str) -> Iterator[tuple[str, nn.Module]]:
@@ -102,13 +111,14 @@ def _fused_class(norm: nn.Module) -> type[nn.Module] | None:
     with torch.inference_mode(mode=False), torch.no_grad():
         try:
             epsilon = _epsilon(make_fx(norm)(x))
-            expected = norm(x)
+            random = torch.randn(x.shape[-1], generator=generator).to(x)  # the module's may be of ones
+            expected = functional_call(norm, {"weight": random}, (x,))
         except Exception:  # noqa: BLE001 - code of any kind on an input that it may not take
             return None
         name = next((key for key, value in vars(norm).items() if type(value) is float and value == epsilon), None)
         if epsilon is None or name is None:
             return None
-        found = weight * functional.rms_norm(x, x.shape[-1:], eps=epsilon)
+        found = random * functional.rms_norm(x, x.shape[-1:], eps=epsilon)
     return fused_class(type(norm), name) if _same(found, expected) else None
 
 

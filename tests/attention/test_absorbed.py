@@ -242,3 +242,19 @@ def test_scores_on_a_gpu_are_not_rounded_before_their_sum(dtype: torch.dtype) ->
         on_gpu = (each.cuda() for each in (query, latent, k_rope))
         found, _ = attend(*on_gpu, UpProjection(weight.cuda(), n), scale=0.07)
     assert difference(found.cpu(), exact) <= difference(rounded, exact)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_scores_on_a_gpu_have_the_gradients_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 3, 4, 8 + 4), (2, 9, 16), (2, 9, 4), (3, 8 + 8, 16)
+    inputs = [torch.randn(*shape, generator=generator).bfloat16() for shape in shapes]
+    found = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        leaves = [each.to(device, dtype).requires_grad_() for each in inputs]
+        out, _ = attend(*leaves[:3], UpProjection(leaves[3], 8), scale=0.3)
+        with torch.no_grad():
+            same, _ = attend(*leaves[:3], UpProjection(leaves[3], 8), scale=0.3)
+        assert torch.equal(out, same)
+        found.append([out, *torch.autograd.grad(out.double().square().sum(), leaves)])
+    assert all(difference(b.detach().cpu(), a.detach()) <= 0.02 for a, b in zip(*found, strict=True))

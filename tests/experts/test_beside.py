@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -73,12 +74,25 @@ def test_work_is_joined_by_more_work_and_at_the_end() -> None:
     assert lane.joined == 2 and out.tolist() == [1, 1] and other.tolist() == [2, 2]
 
 
-def test_an_error_leaves_no_work_behind() -> None:
+def test_an_error_waits_for_the_work() -> None:
     lane, out = LastMoment(), torch.zeros(2)
     beside = Beside(lane)
     with pytest.raises(ZeroDivisionError), beside.entered():
-        beside.start(out, lambda: None)
+        beside.start(out, lambda: out.fill_(1))
         raise ZeroDivisionError
+    assert lane.joined == 1 and out.tolist() == [1, 1]
     with beside.entered():
-        assert (out + 1).tolist() == [1, 1]
-    assert lane.joined == 0
+        assert (out + 1).tolist() == [2, 2]
+    assert lane.joined == 1
+
+
+def test_modules_of_other_threads_and_compiled_functions_do_not_wait() -> None:
+    lane, out = LastMoment(), torch.zeros(2)
+    beside, layer = Beside(lane), nn.Identity()
+    with beside.entered():
+        beside.start(out, lambda: None)
+        other = threading.Thread(target=layer, args=(out,))
+        other.start()
+        other.join()
+        assert lane.joined == 0
+    assert Beside.ignore_compile_internals()

@@ -75,6 +75,8 @@ def test_a_fused_norm_rounds_as_the_stock_one(dtype: torch.dtype) -> None:
     fused[0].eps = stock[0].eps = 0.5  # what a user sets later counts
     torch.testing.assert_close(fused[0](x), stock[0](x))
     assert fused[0](x.double()).dtype == stock[0](x.double()).dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fused[0](x), stock[0](x))
 
 
 def test_a_fused_norm_is_copied_and_pickled() -> None:
@@ -92,6 +94,15 @@ def test_other_modules_keep_their_code(kind: type[Norm]) -> None:
     model = nn.Sequential(kind())
     assert fuse_norms(model, "cpu") == ()
     assert type(model[0]) is kind
+
+
+def test_fp32_weights_beside_16_bit_states_keep_the_code_of_the_module() -> None:
+    stock = nn.Sequential(RoundedOnce(torch.float32))
+    stock[0].weight.data.fill_(0.3)
+    fused = copy.deepcopy(stock)
+    assert fuse_norms(fused, "cpu") == ("0",)  # in fp32 it rounds as others
+    x = torch.randn(3, SIZE).half()
+    assert torch.equal(fused(x), stock(x))
 
 
 def test_modules_with_hooks_and_those_elsewhere_keep_their_code() -> None:

@@ -2,6 +2,8 @@
 // cache.
 #pragma once
 
+#include <cpuid.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -51,7 +53,11 @@ struct FetchedLines {
 // AMX read 115 to 129 by lines into L2, 110 to 122 into L1, and 87 without. Kernels of other instruction sets run on it
 // too, so the processor is asked.
 inline bool fetches_by_lines() {
-  static const bool has_amx = __builtin_cpu_supports("amx-tile") != 0;
+  static const bool has_amx = [] {
+    constexpr unsigned kAmxTile = 1u << 24;  // of EDX in leaf 7
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAmxTile) != 0;
+  }();
   return has_amx;
 }
 
