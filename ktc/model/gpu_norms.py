@@ -49,7 +49,7 @@ class FusedNorm:
     epsilon_name: str
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise the last dimension: (..., H) -> (..., H). Other dtypes than the weight's, and autocast, are stock."""
+        """Normalise the last dimension: (..., H) -> (..., H). Stock code computes other dtypes, and under autocast."""
         if hidden_states.dtype != self.weight.dtype or torch.is_autocast_enabled(hidden_states.device.type):
             return cast("Tensor", cast("Any", super()).forward(hidden_states))
         normal = functional.rms_norm(hidden_states, hidden_states.shape[-1:], eps=getattr(self, self.epsilon_name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+from ktc.attention import latent
 from ktc.attention.absorbed import AbsorbedAttention, Absorption, absorb
 from ktc.attention.latent import attend
 from ktc.attention.latent_sizes import LatentSizes
@@ -242,6 +244,19 @@ def test_scores_on_a_gpu_are_not_rounded_before_their_sum(dtype: torch.dtype) ->
         on_gpu = (each.cuda() for each in (query, latent, k_rope))
         found, _ = attend(*on_gpu, UpProjection(weight.cuda(), n), scale=0.07)
     assert difference(found.cpu(), exact) <= difference(rounded, exact)
+
+
+def test_the_gradients_of_wide_scores_are_those_of_their_formula() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 6, 5), (2, 9, 5), (2, 6, 3), (2, 9, 3)
+    leaves = [torch.randn(*s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+    q_latent, keys, q_rope, k_rope = leaves
+    scores = 0.3 * (q_latent @ keys.transpose(1, 2) + q_rope @ k_rope.transpose(1, 2))
+    grad = torch.randn(*scores.shape, generator=generator, dtype=torch.float64)
+    wanted = torch.autograd.grad(scores, leaves, grad)
+    found = latent._WideScores.backward(SimpleNamespace(saved_tensors=leaves, scale=0.3), grad)
+    assert found[4] is None
+    assert all(difference(a.detach(), b) <= 1e-12 for a, b in zip(found[:4], wanted, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
