@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_an_error_waits_for_the_work() -> None:
     assert lane.joined == 1
 
 
-def test_modules_of_other_threads_and_compiled_functions_do_not_wait() -> None:
+def test_modules_of_other_threads_do_not_wait() -> None:
     lane, out = LastMoment(), torch.zeros(2)
     beside, layer = Beside(lane), nn.Identity()
     with beside.entered():
@@ -95,4 +96,16 @@ def test_modules_of_other_threads_and_compiled_functions_do_not_wait() -> None:
         other.start()
         other.join()
         assert lane.joined == 0
-    assert Beside.ignore_compile_internals()
+
+
+def test_functions_are_compiled_as_elsewhere() -> None:
+    compiled: list[object] = []
+
+    def backend(graph: Any, inputs: object) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    with Beside(LastMoment()).entered():
+        assert double(torch.ones(2)).tolist() == [2, 2]
+    assert compiled
