@@ -99,8 +99,10 @@ class Beside(TorchDispatchMode):
     def start(self, out: Tensor, work: Work) -> None:
         """Start `work`, which writes `out`. Work that was started before is joined."""
         self.join()
-        self._pending = out  # before the work, which may be under way when the rest of it fails
-        self._lane.start(out.device, work)
+        try:
+            self._lane.start(out.device, work)
+        finally:
+            self._pending = out  # not before: the work itself writes it. After an error too: a part may be under way
 
     def join(self) -> None:
         """Let the model's stream wait for what was started."""
