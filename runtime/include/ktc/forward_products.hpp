@@ -47,8 +47,8 @@ class ElementProducts {
                           word_bytes<DownPanels>(routing.num_slots(), layer.format.down_contraction()))) {}
 
   // The panels of both products, for as many workers as there are threads.
-  PanelQueues<Isa> first_queues() const { return {routing_, layer_.first_set(), threads_, layer_.nodes}; }
-  PanelQueues<Isa> down_queues() const { return {routing_, layer_.down_set(), threads_, layer_.nodes}; }
+  PanelQueues<Isa> first_queues() const { return queues(layer_.first_set(), run_rows<FirstPanels>()); }
+  PanelQueues<Isa> down_queues() const { return queues(layer_.down_set(), run_rows<DownPanels>()); }
 
   template <class Visit>
   void regions(const Visit& visit) {
@@ -74,6 +74,10 @@ class ElementProducts {
   }
 
  private:
+  PanelQueues<Isa> queues(PanelSet set, std::int64_t run_rows) const {
+    set.run_rows = run_rows;
+    return {routing_, set, threads_, layer_.nodes};
+  }
   template <class Panels, class Epilogue>
   void multiply(PanelQueue& queue, Panels panels, const Element* rows_S, Scratch scratch,
                 const Epilogue& epilogue) const {

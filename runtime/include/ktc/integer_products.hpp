@@ -163,6 +163,7 @@ class IntegerProducts {
   // Codes have half the size of elements and another padding, so the choice of experts multiplied in blocks differs.
   PanelQueues<Isa> queues(PanelSet set, const Panels& panels) const {
     set.contraction = panels.contraction();
+    set.run_rows = run_rows<Panels>();
     return {routing_, set, threads_, layer_.nodes};
   }
 

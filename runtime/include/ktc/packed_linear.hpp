@@ -105,7 +105,8 @@ class PackedLinear final : public PackedLinearKernel {
       Region<Accumulator> sums(sums_at_hand<Isa>() * team.threads());
       Region<std::byte> words(word_bytes<Panels>(arguments.rows, padded));
       workspace.lay_out(rows, scratch, sums, words);
-      const PanelQueues<Isa> queues(routing, {panels, padded, PanelTurns::kNone}, team.threads());
+      const PanelSet set{panels, padded, PanelTurns::kNone, 1, run_rows<Panels>()};
+      const PanelQueues<Isa> queues(routing, set, team.threads());
       team.run([&](const Worker& worker) {
         const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
         const Range groups = Range::share(num_groups, worker.index, worker.count);
