@@ -78,8 +78,8 @@ constexpr std::int64_t run_rows() {
 //
 // Blocks need many panels at a time, because their rows come from L3 once for all of these. But every worker should
 // take dozens of times, so that they end at nearly the same time; half as often where it takes runs. Of panels with
-// turns, an expert should have enough for the current and the next takes of every worker, so that a fast worker does not
-// wait for a slow one.
+// turns, an expert should have enough for the current and the next takes of every worker, so that a fast worker does
+// not wait for a slow one.
 template <class Isa>
 class PanelQueues {
  public:
