@@ -1,10 +1,10 @@
 """Experts of the CPU as host nodes of a CUDA graph: the GPU's stream waits for a C function that runs their kernel.
 
 In: while `HostNodes.recorded` is entered, the calls of experts by a model on a GPU, in a stream that may be captured.
-Out: the same results on the GPU. Each call is copies to pinned memory, a host function, and a copy back. The last two
-run beside what the model does until it needs the result (`Beside`), such as shared experts. The layers of a step share
-the pinned memory, since each of them waits for the one before. `check` raises the errors of host functions. A replayed
-graph runs no Python.
+Out: the same results on the GPU. Each call is a kernel that writes pinned memory (`CallMemory`), a host function, and
+a kernel that reads its result. The last two run beside what the model does until it needs the result (`Beside`), such
+as shared experts. The layers of a step share the pinned memory, since each of them waits for the one before. `check`
+raises the errors of host functions. A replayed graph runs no Python.
 Refused: a process without CUDA's runtime library, a stream that takes no host function (`RuntimeError`).
 """
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ktc.experts.beside import Beside, Lane, SideStream
+from ktc.experts.call_memory import CallMemory
 from ktc.experts.kernel_calls import HostCall
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.packed import PackedExperts
@@ -37,7 +38,7 @@ class HostNodes:
         self._launch = launch or on_current_stream
         self._beside = Beside(lane or SideStream())
         self._calls: list[tuple[PackedExperts, HostCall]] = []
-        self._buffers: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+        self._memories: dict[tuple[object, ...], CallMemory] = {}
 
     @contextmanager
     def recorded(self) -> Generator[None]:
@@ -59,14 +60,15 @@ class HostNodes:
         Dtypes are the kernel's, and factors of LoRA are in host memory.
         """
         self._beside.join()  # host functions before this one read the same memory
-        x, index, weights = self._on_host("x", x_TH), self._on_host("i", index_TK), self._on_host("w", weights_TK)
-        on_host, out = self._buffer("out", x), torch.empty(x.shape, dtype=x.dtype, device=x_TH.device)
-        call = packed.host_call(x, index, weights, on_host, lora, interleaved=interleaved)
+        memory = self._memory(x_TH, index_TK, weights_TK)
+        memory.put(x_TH, index_TK, weights_TK)
+        out = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
+        call = packed.host_call(memory.x, memory.index, memory.weights, memory.out, lora, interleaved=interleaved)
         self._calls.append((packed, call))
 
         def compute() -> None:
             self._launch(call.function, call.address)
-            out.copy_(on_host, non_blocking=True)
+            memory.get(out)
 
         self._beside.start(out, compute)
         return out
@@ -90,16 +92,12 @@ class HostNodes:
             first.add_note(f"and in those of `{name}`: {error}")
         raise first
 
-    def _on_host(self, name: str, tensor: Tensor) -> Tensor:
-        return self._buffer(name, tensor).copy_(tensor, non_blocking=True)
-
-    def _buffer(self, name: str, like: Tensor) -> Tensor:
-        """Return pinned memory in the shape of a tensor. None is made in a capture: the steps before it have."""
-        key = name, like.shape, like.dtype
-        if key not in self._buffers:
-            pinned = torch.cuda.is_available()
-            self._buffers[key] = torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
-        return self._buffers[key]
+    def _memory(self, *inputs: Tensor) -> CallMemory:
+        """Return the memory of calls with such inputs. None is made in a capture: the steps before it have."""
+        key = tuple((each.shape, each.dtype, each.device) for each in inputs)
+        if key not in self._memories:
+            self._memories[key] = CallMemory(*inputs)
+        return self._memories[key]
 
 
 def current() -> HostNodes | None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StoppingCriteriaList
 
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.experts.load_state import LoadState
@@ -28,6 +28,7 @@ from ktc.model.cuda_graph import CACHE, DecodeGraphs
 from ktc.model.growing_cache import growing
 from ktc.model.int8_cache import as_int8, int8_kernels
 from ktc.model.load_as import load_as
+from ktc.model.step_ahead import StepAhead, waited_for_by
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +200,20 @@ class CompiledModel:
             return cast("Any", super())._prefill(*args, **kwargs)
         finally:
             _READS_PROMPT.reset(token)
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Choose tokens as stock code does; a GPU computes a step while stock code prepares the choice after it.
+
+        A streamer reads each token itself, and so each step is waited for.
+        """
+        sample: Any = cast("Any", super())._sample
+        goes_on = self.decode_graphs is not None and self.decode_graphs.means.ahead
+        if not goes_on or kwargs.get("streamer") is not None or "stopping_criteria" not in kwargs:
+            return sample(*args, **kwargs)
+        ahead = StepAhead()
+        kwargs["stopping_criteria"] = StoppingCriteriaList([ahead, *kwargs["stopping_criteria"]])
+        with waited_for_by(ahead):
+            return sample(*args, **kwargs)
 
     def get_compiled_call(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Return the function for decoding steps: captured ones where the plan has them."""

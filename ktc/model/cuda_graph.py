@@ -31,7 +31,9 @@ from ktc.experts.beside import Lane, SideStream
 from ktc.experts.host_node import HostNodes, Launch, on_current_stream
 from ktc.experts.module import FusedMoe
 from ktc.experts.packed import PackedExperts
+from ktc.model import step_ahead
 from ktc.model.model_state import ModelState, foreign_hook
+from ktc.model.step_ahead import UnderWay
 from ktc.model.step_memory import StepMemory, batch_of, capacity_for, length_of, rounded, unfit
 
 log = logging.getLogger(__name__)
@@ -44,28 +46,15 @@ _MEMORIES: Final = 6  # at most, of all sizes
 _WARM: Final = 2  # steps before the capture, in which libraries and allocators set themselves up
 Inputs = dict[str, Any]
 Compute = Callable[[], Any]  # to the output of a causal LM
-Work = Callable[[], None]
-
-
-def nothing() -> None:
-    """Do no work."""
-
-
-class Replay(Protocol):
-    """A function that computes a recorded step again, and returns when the step is done."""
-
-    def __call__(self, meanwhile: Work = nothing) -> None:
-        """Compute the step, and call `meanwhile` while a device does, or afterwards."""
-        ...
-
-
+Wait = Callable[[], None]
+Replay = Callable[[], Wait]  # begins a recorded step; the function that it returns waits until the step is done
 Record = Callable[[Compute, torch.device, Sequence[Tensor]], tuple[Any, Replay]]
 
 
 def record_graph(
     compute: Compute, device: torch.device, changing: Sequence[Tensor] = ()
 ) -> tuple[Any, Replay]:  # fmt: skip
-    """Return the output of `compute`, and a function that replays it as a CUDA graph and waits for it.
+    """Return the output of `compute`, and a function that replays it as a CUDA graph.
 
     Raises RuntimeError for an operation that cannot be captured, as one that waits for the GPU.
     """
@@ -87,14 +76,11 @@ def record_graph(
         torch.set_autocast_cache_enabled(cached)
     done = torch.cuda.Event(blocking=True)  # the thread sleeps: the cores belong to the experts
 
-    def replay(meanwhile: Work = nothing) -> None:
+    def replay() -> Wait:
         with torch.cuda.device(device):
             graph.replay()
             done.record(torch.cuda.current_stream(device))
-        try:
-            meanwhile()
-        finally:
-            done.synchronize()
+        return done.synchronize
 
     return output, replay
 
@@ -106,7 +92,7 @@ class Means:
     `record` computes an output on a device of type `device` and returns it with a function that computes it again, at
     the same address; the tensors that it is given change between runs. `launch` puts the experts of the CPU into a
     stream of a GPU, in the order of a new `lane`. Batches are filled up to a power of two where they are `rounded`.
-    `code` is that of the warning about other steps.
+    `ahead` says that `generate` goes on while a step is computed. `code` is that of the warning about other steps.
     """
 
     record: Record = record_graph
@@ -114,6 +100,7 @@ class Means:
     launch: Launch | None = on_current_stream
     lane: Callable[[], Lane] = SideStream
     rounded: bool = True
+    ahead: bool = True
     code: str = "L451"
     form: str = "a CUDA graph"
 
@@ -151,6 +138,7 @@ class DecodeGraphs:
         self._state: ModelState | None = None
         self._told: set[str] = set()
         self._refusal: _Refusal | None = None  # of `_state`
+        self._last: UnderWay | None = None  # step of a `generate` that goes on meanwhile
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraphs:
         return DecodeGraphs(self._means)
@@ -159,12 +147,22 @@ class DecodeGraphs:
         return DecodeGraphs, ()
 
     def step(self, model: PreTrainedModel, **inputs: Any) -> Any:
-        """Return the output of `model(**inputs)`. A captured step computes it, where one can."""
+        """Return the output of `model(**inputs)`. A captured step computes it, where one can.
+
+        Where a `StepAhead` is current, it waits for the step.
+        """
         with self._busy:
+            self._settle()
             reason = self._unserved(model, inputs)
             captured = reason or self._captured(model, inputs)
             if isinstance(captured, CapturedStep):
-                return captured.run(model, inputs)
+                output, step = captured.begin(model, inputs)
+                if (ahead := step_ahead.current()) is None:
+                    step.finish()
+                else:
+                    self._last = step
+                    ahead.begin(step)
+                return output
         self.tell(captured)
         return model(**inputs)
 
@@ -174,10 +172,17 @@ class DecodeGraphs:
         Caches keep their content; the next step is captured again.
         """
         with self._busy:
+            self._settle()
             self._memories.clear()
             self._steps.clear()
             self._told.clear()
             self._state = self._refusal = None
+
+    def _settle(self) -> None:
+        """Wait for a step that another `generate` has begun: it uses memory and graphs of this model."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.settle()
 
     @property
     def means(self) -> Means:
@@ -307,21 +312,33 @@ class CapturedStep:
     replay: Replay
     nodes: HostNodes | None
 
-    def run(self, model: PreTrainedModel, inputs: Inputs) -> Any:
-        """Return the output for `inputs`, whose cache the memory holds."""
+    def begin(self, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, UnderWay]:
+        """Begin the step for `inputs`, whose cache the memory holds. The output is there when the step is done."""
         cache: DynamicCache = inputs[CACHE]
         length, batch = length_of(cache), inputs["input_ids"].shape[0]
         self.memory.position.fill_(length)
         for name, value in step_inputs(self.memory, inputs).items():
             self.inputs[name].copy_(value)
+        wait = self.replay()
+
+        def end() -> None:
+            try:
+                wait()
+                if self.nodes is not None:
+                    self.nodes.check(lambda packed: _name_of(model, packed))
+            except BaseException:
+                self.memory.show(cache, length)
+                raise
+
+        step = UnderWay(end)
         try:
-            self.replay(lambda: self.memory.show(cache, length + 1))
-            if self.nodes is not None:
-                self.nodes.check(lambda packed: _name_of(model, packed))
+            self.memory.show(cache, length + 1)
+            logits = self.output.logits[:batch].clone()
         except BaseException:
+            step.settle()
             self.memory.show(cache, length)
             raise
-        return type(self.output)(logits=self.output.logits[:batch].clone(), past_key_values=cache)
+        return type(self.output)(logits=logits, past_key_values=cache), step
 
 
 def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, means: Means) -> CapturedStep:

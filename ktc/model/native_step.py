@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktc.experts.kernel_library import Kernel, permitted_threads
-from ktc.model.cuda_graph import Compute, DecodeGraphs, Means, Replay, Work, nothing
+from ktc.model.cuda_graph import Compute, DecodeGraphs, Means, Replay, Wait
 from ktc.steps.program import StepProgram, record_program
 
 log = logging.getLogger(__name__)
@@ -41,13 +41,19 @@ def native_steps(kernel: Kernel, threads: int) -> DecodeGraphs:
             names = ", ".join(dict.fromkeys(program.foreign))
             log.info("%d operations of a decoding step are PyTorch's: %s", len(program.foreign), names)
 
-        def replay(meanwhile: Work = nothing) -> None:
+        def replay() -> Wait:
             program.run()
-            meanwhile()
+            return _done
 
         return output, replay
 
-    return DecodeGraphs(Means(record, "cpu", None, rounded=False, code="L453", form="a program of its own"))
+    return DecodeGraphs(
+        Means(record, "cpu", None, rounded=False, ahead=False, code="L453", form="a program of its own")
+    )
+
+
+def _done() -> None:
+    """Return at once: a step on the CPU is done when it has begun."""
 
 
 def _require_same(compute: Compute, program: StepProgram, logits: Tensor, ids: Tensor) -> None:

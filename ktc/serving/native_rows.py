@@ -88,7 +88,7 @@ class NativeRows:
         step.places.position.fill_(bands[0][0].end)
         for name, value in found.items():
             step.inputs[name].copy_(value)
-        step.replay()
+        step.replay()()
         rows.written()
         return cast("Tensor", step.output.logits)[:, -1].float()
 

@@ -75,6 +75,24 @@ def test_work_is_joined_by_more_work_and_at_the_end() -> None:
     assert lane.joined == 2 and out.tolist() == [1, 1] and other.tolist() == [2, 2]
 
 
+class AtOnce(LastMoment):
+    """A stream that takes its work when it starts, as one of a GPU does, where it may still be running afterwards."""
+
+    def start(self, device: torch.device, work: Callable[[], object]) -> None:
+        work()
+        super().start(device, lambda: None)
+
+
+def test_work_does_not_wait_for_itself() -> None:
+    lane, out = AtOnce(), torch.zeros(2)
+    beside = Beside(lane)
+    with beside.entered():
+        beside.start(out, lambda: out.copy_(torch.ones(2)))
+        assert lane.joined == 0
+        assert (out + 1).tolist() == [2, 2]
+        assert lane.joined == 1
+
+
 def test_an_error_waits_for_the_work() -> None:
     lane, out = LastMoment(), torch.zeros(2)
     beside = Beside(lane)

@@ -42,13 +42,13 @@ def test_a_recorded_call_reads_what_its_memory_holds_when_it_runs(load: Load) ->
     nodes = HostNodes(lambda *call: called.append(call))
     with nodes.recorded():
         module(x, layer.index, weights)
-    memory = {name: buffer for (name, *_), buffer in nodes._buffers.items()}
-    memory["x"].copy_(2 * x)
+    (memory,) = nodes._memories.values()
+    memory.x.copy_(2 * x)
     for call in called:  # of a thread that Python does not know, as CUDA's is
         thread = threading.Thread(target=call_at_once, args=call)
         thread.start()
         thread.join()
-    assert torch.equal(memory["out"], module(2 * x, layer.index, weights))
+    assert torch.equal(memory.out, module(2 * x, layer.index, weights))
 
 
 def test_an_expert_that_does_not_exist_is_told_with_its_layer(load: Load) -> None:

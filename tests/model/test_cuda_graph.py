@@ -8,19 +8,22 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from decoding_models import absorbed, difference, stock_model
 from recorded_steps import LastMoment, call_at_once, eager_graphs, record_eagerly
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.streamers import BaseStreamer
 
 import ktc
 from ktc.model.cuda_graph import DecodeGraphs, Means
 from ktc.model.growing_cache import GrowingLayer, growing
 from ktc.model.model_state import ModelState
+from ktc.model.step_ahead import StepAhead, UnderWay
 from ktc.model.step_memory import StepMemory, length_of, unfit
 
 PROMPT, STEPS = 7, 6
@@ -446,7 +449,7 @@ def test_generate_takes_its_steps_from_the_graphs(compiled_model: Any, monkeypat
 
     def counting(compute: Any, device: torch.device, _: Any) -> Any:
         output, replay = record_eagerly(compute, device)
-        return output, lambda meanwhile: (replayed.append(1), replay(meanwhile))
+        return output, lambda: (replayed.append(1), replay())[1]
 
     monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(counting, "cpu", call_at_once)))
     assert torch.equal(generated(compiled_model), wanted)
@@ -513,3 +516,78 @@ def test_an_adapter_is_part_of_the_state(compiled_model: Any, monkeypatch: pytes
         found[-1].append(generated(tuned))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     assert not torch.equal(found[0][0], found[0][1])
+
+
+class _Steps:
+    """Records steps that are computed when they are waited for, as a slow GPU would, and logs what happens."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.fails = 0  # the number of the wait that raises
+
+    def record(self, compute: Any, device: torch.device, changing: Any) -> Any:
+        output, replay = record_eagerly(compute, device)
+
+        def begin() -> Any:
+            self.log.append("begin")
+            replay()
+
+            def wait() -> None:
+                self.log.append("wait")
+                if self.log.count("wait") == self.fails:
+                    raise RuntimeError("experts failed")
+
+            return wait
+
+        return output, begin
+
+
+class _Choice(LogitsProcessor):
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        self.log.append("choice")
+        return scores
+
+
+def test_generate_prepares_a_choice_while_a_step_is_computed(
+    compiled_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, steps = generated(compiled_model), _Steps()
+    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(steps.record, "cpu", call_at_once)))
+    assert torch.equal(generated(compiled_model, logits_processor=LogitsProcessorList([_Choice(steps.log)])), wanted)
+    assert steps.log == ["choice"] + 23 * ["begin", "choice", "wait"]
+    steps.log.clear()
+    streamer, row = Mock(BaseStreamer), 1
+    generated(compiled_model, row, logits_processor=LogitsProcessorList([_Choice(steps.log)]), streamer=streamer)
+    assert steps.log == ["choice"] + 23 * ["begin", "wait", "choice"]
+
+
+def test_an_error_of_a_step_ends_generate_and_leaves_the_cache_before_it(
+    compiled_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = _Steps()
+    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(steps.record, "cpu", call_at_once)))
+    for fails in (3, 23):
+        cache, steps.fails = DynamicCache(config=compiled_model.config), fails
+        steps.log.clear()
+        with pytest.raises(RuntimeError, match="experts failed"):
+            generated(compiled_model, past_key_values=cache)
+        assert steps.log.count("begin") == fails and length_of(cache) == 9 + fails - 1
+
+
+def test_another_thread_waits_for_a_step_and_its_error_stays_with_the_first() -> None:
+    ended: list[int] = []
+
+    def end() -> None:
+        ended.append(1)
+        raise RuntimeError("experts failed")
+
+    ahead, step = StepAhead(), UnderWay(end)
+    ahead.begin(step)
+    step.settle()
+    with pytest.raises(RuntimeError, match="experts failed"):
+        ahead(torch.ones(2, 3), None)
+    assert not bool(ahead(torch.ones(2, 3), None).any())
+    assert ended == [1]

@@ -43,7 +43,7 @@ def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def record(*given: Any) -> Any:
         output, run = means.record(*given)
-        return output, lambda meanwhile: (steps.append(1), run(meanwhile))
+        return output, lambda: (steps.append(1), run())[1]
 
     from dataclasses import replace
 

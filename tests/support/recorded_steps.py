@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ktc.model.cuda_graph import Compute, DecodeGraphs, Means, Replay, Work, nothing
+from ktc.model.cuda_graph import Compute, DecodeGraphs, Means, Replay, Wait
 
 
 def record_eagerly(
@@ -24,9 +24,9 @@ def record_eagerly(
     with torch.inference_mode(mode=False):  # a graph's replay writes in any mode
         output.logits = output.logits.clone()
 
-    def replay(meanwhile: Work = nothing) -> None:
+    def replay() -> Wait:
         output.logits.copy_(computed().logits)
-        meanwhile()
+        return lambda: None
 
     return output, replay
 

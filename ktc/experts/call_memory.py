@@ -1,0 +1,75 @@
+"""Memory that the host and a GPU share for calls of experts: pinned, and written and read by kernels of the GPU.
+
+In: the inputs of a call on the GPU. Out: the same in pinned memory, after one kernel, where a copy of each would be
+three; and the result on the GPU, after one more. A kernel begins sooner after another kernel than a copy does.
+A GPU that the memory was not pinned for takes copies instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+_WORD: Final = torch.int16  # what the kernel takes all inputs for: every dtype of them is a multiple of it
+_INTERFACE: Final = 3  # version of `__cuda_array_interface__`
+
+
+class CallMemory:
+    """Inputs and result of calls with the shapes and dtypes of `x`, `index` and `weights`, which are on one device.
+
+    `x`, `index`, `weights` and `out`, shaped like `x`, are on the host.
+    """
+
+    def __init__(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
+        given = {"x": x, "index": index, "weights": weights}
+        self._order = sorted(given, key=lambda name: -given[name].itemsize)  # each begins at a multiple of its dtype
+        sizes = [given[name].nbytes for name in self._order]
+        with torch.inference_mode(mode=False):
+            memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=x.is_cuda)
+            self.out = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        pieces: tuple[Tensor, ...] = memory.split(sizes)
+        parts = dict(zip(self._order, pieces, strict=True))
+        self.x, self.index, self.weights = (
+            parts[name].view(like.dtype).view(like.shape) for name, like in given.items()
+        )
+        self._seen_inputs, self._seen_out = _seen_by(memory.view(_WORD), x.device), _seen_by(self.out, x.device)
+
+    def put(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
+        """Enqueue the transfer of a call's inputs to the host."""
+        given = {"x": x, "index": index, "weights": weights}
+        if self._seen_inputs is None:
+            for name, value in given.items():
+                getattr(self, name).copy_(value, non_blocking=True)
+        else:
+            words = [given[name].contiguous().view(-1).view(_WORD) for name in self._order]
+            torch.cat(words, out=self._seen_inputs)
+
+    def get(self, out: Tensor) -> None:
+        """Enqueue the transfer of the result to `out`, on the device."""
+        if self._seen_out is None:
+            out.copy_(self.out, non_blocking=True)
+        else:
+            torch.mul(self._seen_out, 1, out=out)  # `copy_` would be a copy of the driver's
+
+
+class _Array:
+    """Memory as PyTorch takes an array of a GPU from another library."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (memory.nbytes,), "typestr": "|u1", "data": (memory.data_ptr(), False), "version": _INTERFACE,
+        }  # fmt: skip
+        self.kept = memory
+
+
+def _seen_by(memory: Tensor, device: torch.device) -> Tensor | None:
+    """Return pinned memory as a tensor of a GPU, None where it is another device's."""
+    if device.type != "cuda":
+        return None
+    with torch.inference_mode(mode=False):
+        seen = torch.as_tensor(_Array(memory), device=device)
+    if seen.data_ptr() != memory.data_ptr():
+        return None
+    return seen.view(memory.dtype).view(memory.shape)
