@@ -7,7 +7,7 @@ A GPU that the memory was not pinned for takes copies instead.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class CallMemory:
         with torch.inference_mode(mode=False):
             memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=x.is_cuda)
             self.out = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-        pieces: tuple[Tensor, ...] = memory.split(sizes)
+        pieces = cast("tuple[Tensor, ...]", cast("Any", memory).split(sizes))
         parts = dict(zip(self._order, pieces, strict=True))
         self.x, self.index, self.weights = (
             parts[name].view(like.dtype).view(like.shape) for name, like in given.items()
