@@ -31,7 +31,7 @@ KNOWN = {
     "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_make_wrapper_subclass",
     "_non_persistent_buffers_set", "_normalize_input", "_normalize_tools", "_prefill",
     "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module", "_resolve_model",
-    "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request", "_version",
+    "_sample", "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request", "_version",
 }  # fmt: skip
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
 
@@ -159,6 +159,18 @@ def test_generation_reads_a_prompt_in_a_method_of_its_own(
     monkeypatch.setattr(type(model), "_prefill", lambda *given, **named: (read.append(1), stock(*given, **named))[1])
     model.generate(torch.ones(1, 5, dtype=torch.int64), max_new_tokens=3, prefill_chunk_size=2, pad_token_id=0)
     assert len(read) == 1
+
+
+def test_generation_chooses_tokens_in_a_method_with_named_criteria(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`CompiledModel` adds what waits for a step to them."""
+    named: list[dict[str, object]] = []
+    stock = type(model)._sample
+    monkeypatch.setattr(type(model), "_sample", lambda *given, **more: (named.append(more), stock(*given, **more))[1])
+    model.generate(torch.ones(1, 5, dtype=torch.int64), max_new_tokens=3, do_sample=True, pad_token_id=0)
+    (found,) = named
+    assert {"stopping_criteria", "logits_processor", "generation_config"} <= set(found)
 
 
 def test_generation_leaves_its_cache_in_the_arguments_of_the_model(model: PreTrainedModel) -> None:

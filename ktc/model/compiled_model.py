@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedConfig, PreTrainedModel, StoppingCriteriaList
 
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.experts.load_state import LoadState
@@ -28,7 +28,7 @@ from ktc.model.cuda_graph import CACHE, DecodeGraphs
 from ktc.model.growing_cache import growing
 from ktc.model.int8_cache import as_int8, int8_kernels
 from ktc.model.load_as import load_as
-from ktc.model.step_ahead import StepAhead, waited_for_by
+from ktc.model.step_ahead import BeforeReading, BeforeSampling, StepAhead, waited_for_by
 
 log = logging.getLogger(__name__)
 
@@ -207,11 +207,14 @@ class CompiledModel:
         A streamer reads each token itself, and so each step is waited for.
         """
         sample: Any = cast("Any", super())._sample
-        goes_on = self.decode_graphs is not None and self.decode_graphs.means.ahead
-        if not goes_on or kwargs.get("streamer") is not None or "stopping_criteria" not in kwargs:
-            return sample(*args, **kwargs)
-        ahead = StepAhead()
-        kwargs["stopping_criteria"] = StoppingCriteriaList([ahead, *kwargs["stopping_criteria"]])
+        graphs, criteria, config = self.decode_graphs, kwargs.get("stopping_criteria"), kwargs.get("generation_config")
+        ahead: StepAhead | None = None
+        if graphs is not None and graphs.means.ahead and criteria is not None and kwargs.get("streamer") is None:
+            ahead = StepAhead(graphs)
+            kwargs["stopping_criteria"] = StoppingCriteriaList([BeforeReading(ahead), *criteria])
+            if config is None or config.do_sample:
+                processors = kwargs.get("logits_processor") or ()
+                kwargs["logits_processor"] = LogitsProcessorList([*processors, BeforeSampling(ahead)])
         with waited_for_by(ahead):
             return sample(*args, **kwargs)
 

@@ -92,7 +92,7 @@ class Means:
     `record` computes an output on a device of type `device` and returns it with a function that computes it again, at
     the same address; the tensors that it is given change between runs. `launch` puts the experts of the CPU into a
     stream of a GPU, in the order of a new `lane`. Batches are filled up to a power of two where they are `rounded`.
-    `ahead` says that `generate` goes on while a step is computed. `code` is that of the warning about other steps.
+    `ahead` says that `generate` continues while a step is computed. `code` is that of the warning about other steps.
     """
 
     record: Record = record_graph
@@ -121,6 +121,7 @@ def _renew_locks() -> None:
     """Give a child of a fork locks without a holder: a thread that it does not have may hold the old ones."""
     for each in _ALL:
         each._busy = threading.RLock()  # pyright: ignore[reportPrivateUsage]
+        each._last = None  # pyright: ignore[reportPrivateUsage] - a thread of the parent waits for it
 
 
 os.register_at_fork(after_in_child=_renew_locks)
@@ -138,7 +139,7 @@ class DecodeGraphs:
         self._state: ModelState | None = None
         self._told: set[str] = set()
         self._refusal: _Refusal | None = None  # of `_state`
-        self._last: UnderWay | None = None  # step of a `generate` that goes on meanwhile
+        self._last: UnderWay | None = None  # step of a `generate` that continues meanwhile
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraphs:
         return DecodeGraphs(self._means)
@@ -152,12 +153,13 @@ class DecodeGraphs:
         Where a `StepAhead` is current, it waits for the step.
         """
         with self._busy:
+            ahead = step_ahead.current(self)
             self._settle()
             reason = self._unserved(model, inputs)
             captured = reason or self._captured(model, inputs)
             if isinstance(captured, CapturedStep):
                 output, step = captured.begin(model, inputs)
-                if (ahead := step_ahead.current()) is None:
+                if ahead is None:
                     step.finish()
                 else:
                     self._last = step
@@ -323,9 +325,11 @@ class CapturedStep:
 
         def end() -> None:
             try:
-                wait()
-                if self.nodes is not None:
-                    self.nodes.check(lambda packed: _name_of(model, packed))
+                try:
+                    wait()
+                finally:  # an error of the GPU may be a consequence of theirs
+                    if self.nodes is not None:
+                        self.nodes.check(lambda packed: _name_of(model, packed))
             except BaseException:
                 self.memory.show(cache, length)
                 raise
@@ -334,9 +338,11 @@ class CapturedStep:
         try:
             self.memory.show(cache, length + 1)
             logits = self.output.logits[:batch].clone()
-        except BaseException:
-            step.settle()
+        except BaseException as error:
+            first = step.error_before(error)
             self.memory.show(cache, length)
+            if first is not error:
+                raise first  # noqa: B904 - its cause is set
             raise
         return type(self.output)(logits=logits, past_key_values=cache), step
 

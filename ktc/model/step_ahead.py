@@ -1,8 +1,9 @@
-"""Steps that a GPU computes while `generate` goes on: Python's work between two steps costs no time of its own then.
+"""Steps that a GPU computes while `generate` continues: Python's work between two steps costs no time of its own then.
 
 In: a step that a device has begun. Out: the step is done, and its errors are raised, where `generate` asks its stopping
-criteria whether to go on, before it reads a token. The thread sleeps until then: the cores belong to the experts.
-What `generate` does before that is enqueued behind the step: the scores, the choice of a token, longer ids.
+criteria whether to continue, before it reads a token. The thread sleeps until then: the cores belong to the experts.
+The scores, the choice of a token and longer ids are enqueued behind the step. A token that is drawn at random is chosen
+when the step is done.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
 Work = Callable[[], None]
 
@@ -25,7 +26,7 @@ class UnderWay:
 
     def __init__(self, end: Work) -> None:
         self._end: Work | None = end
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._ending = threading.Lock()
 
     def settle(self) -> None:
@@ -35,7 +36,7 @@ class UnderWay:
             if end is not None:
                 try:
                     end()
-                except BaseException as error:  # noqa: BLE001 - raised by `finish`
+                except Exception as error:  # noqa: BLE001 - raised by `finish`
                     self._error = error
 
     def finish(self) -> None:
@@ -45,16 +46,25 @@ class UnderWay:
         if error is not None:
             raise error
 
+    def error_before(self, error: BaseException) -> BaseException:
+        """Wait for the step, and return its error or else `error`, which may be one of its consequences."""
+        try:
+            self.finish()
+        except Exception as of_step:  # noqa: BLE001 - the caller raises it
+            of_step.__cause__ = error
+            return of_step
+        return error
 
-class StepAhead(StoppingCriteria):
-    """The last step of one `generate`. As a stopping criterion it waits for the step, and stops nothing."""
 
-    def __init__(self) -> None:
+class StepAhead:
+    """The last step of one `generate`, and the `owner` of the steps that it waits for."""
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
         self._last: UnderWay | None = None
-        self._on: Tensor | None = None
 
     def begin(self, step: UnderWay) -> None:
-        """Let the step be waited for later."""
+        """Let the step be waited for later. The one before is done: see `finish`."""
         self._last = step
 
     def finish(self) -> None:
@@ -63,15 +73,34 @@ class StepAhead(StoppingCriteria):
         if last is not None:
             last.finish()
 
-    def settle(self) -> None:
-        """Wait for the last step."""
+    def error_before(self, error: BaseException) -> BaseException:
+        """See `UnderWay.error_before`."""
         last, self._last = self._last, None
-        if last is not None:
-            last.settle()
+        return error if last is None else last.error_before(error)
+
+
+class BeforeSampling(LogitsProcessor):
+    """Wait for a step when its scores are ready: PyTorch's sampling must not see those of a failed one on a GPU."""
+
+    def __init__(self, ahead: StepAhead) -> None:
+        self._ahead = ahead
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        """Return the scores as they are."""
+        self._ahead.finish()
+        return scores
+
+
+class BeforeReading(StoppingCriteria):
+    """Wait for a step when its token is chosen, and stop nothing."""
+
+    def __init__(self, ahead: StepAhead) -> None:
+        self._ahead = ahead
+        self._on: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Return for each sequence that it goes on, when the last step is done."""
-        self.finish()
+        """Return False for each sequence."""
+        self._ahead.finish()
         if self._on is None or self._on.shape[0] != input_ids.shape[0]:
             self._on = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         return self._on
@@ -80,18 +109,29 @@ class StepAhead(StoppingCriteria):
 _CURRENT: Final[ContextVar[StepAhead | None]] = ContextVar("step_ahead", default=None)
 
 
-def current() -> StepAhead | None:
-    """Return what waits for the steps of the `generate` that is under way, None where each step is waited for."""
-    return _CURRENT.get()
+def current(owner: object) -> StepAhead | None:
+    """Return what waits for the next step of `owner`, when the one before is done. None: the caller waits."""
+    ahead = _CURRENT.get()
+    if ahead is None or ahead.owner is not owner:
+        return None
+    ahead.finish()
+    return ahead
 
 
 @contextmanager
-def waited_for_by(ahead: StepAhead) -> Generator[None]:
-    """Let steps in the context be waited for by `ahead`. The last one is done at the end, after an error too."""
+def waited_for_by(ahead: StepAhead | None) -> Generator[None]:
+    """Let steps in the context be waited for by `ahead`, or by callers. The last one is done at the end.
+
+    Its error comes before one that the context raises.
+    """
     token = _CURRENT.set(ahead)
     try:
         yield
-        ahead.finish()
+        if ahead is not None:
+            ahead.finish()
+    except BaseException as error:
+        if ahead is not None and (first := ahead.error_before(error)) is not error:
+            raise first  # noqa: B904 - its cause is set
+        raise
     finally:
-        ahead.settle()
         _CURRENT.reset(token)

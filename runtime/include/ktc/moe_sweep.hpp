@@ -48,9 +48,9 @@ bool multiplied_in_blocks([[maybe_unused]] const Routing& routing, [[maybe_unuse
   return false;
 }
 
-// Panels of few rows are multiplied in runs, and their results used after a run. What happens between two panels reads
-// lines that the panels have evicted from L1, and the processor's prefetches then fall behind for some pages: gate and
-// up of one token in q4_k read 19 GB/s of codes from memory on one thread, 24 in runs of 16, and 28 without anything
+// Panels of few rows are multiplied in runs, and their results used after a run. Between two panels, lines are read
+// that the panels have evicted from L1, and the processor's prefetches then fall behind for some pages: gate and
+// up of one token in q4_k read 19 GB/s of codes from memory on one thread, 23 in runs of 16, and 28 without anything
 // between the panels. Short runs are no better than none where a panel leaves room in L1.
 inline constexpr std::int64_t kLeastOfRun = 8;
 inline constexpr std::int64_t kMostOfRun = 16;
