@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ktc.attention.chosen import Chosen
 from ktc.attention.int8_tensor import Int8Tensor
+from ktc.attention.paged_tensor import PagedTensor, PageTable, memory_of
 from ktc.experts.kernel_calls import HostCall, announce
 from ktc.experts.kernel_library import (
     TURNS,
@@ -51,11 +52,12 @@ class DecodeAttention:
         """Return whether the kernel takes this call: few tokens, under `no_grad`, plain CPU tensors of its dtype."""
         if not self._is_few(query) or not is_seen_mask(mask):
             return False
-        tensors = [query, *(each for each in heads if each is not None)]
+        held = [each for each in heads if each is not None]
+        tensors = [query, *map(memory_of, held)]
         dtype = DTYPES[self.kernel.dtype]
         if not all(t.dtype == dtype and t.device.type == "cpu" and is_plain(t) for t in tensors):
             return False
-        return all(each.stride(-1) == 1 for each in tensors[1:])
+        return len(set(map(table_of, held))) == 1 and all(each.stride(-1) == 1 for each in tensors[1:])
 
     def __call__(
         self, query: Tensor, heads: Heads, *, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None
@@ -101,23 +103,28 @@ class DecodeAttention:
     ) -> None:  # fmt: skip
         sink = None if sinks is None else sinks.detach().float().contiguous()
         native, engine = self._opened(nbytes)
-        with TURNS:
-            native.forward(
-                engine, query.data_ptr(), view(heads.keys), view(heads.more_keys), view(heads.values), *mask_view(seen),
-                address(sink), out.data_ptr(), sizes, scale, chosen,
+        table = table_of(heads.keys)
+        pages, lengths = (None, None) if table is None else (table.pages, table.lengths)
+        held = [None if each is None else memory_of(each) for each in (heads.keys, heads.more_keys, heads.values)]
+        element = 1 if isinstance(heads.keys, Int8Tensor) else query.element_size()
+
+        def given(reads: tuple[Tensor | None, ...], out: Tensor) -> Any:
+            query, keys, more_keys, values, seen, sink, pages, lengths = reads
+            return (
+                engine, element, _pages_view(pages, lengths, keys), address(query), view(keys), view(more_keys),
+                view(values), *mask_view(seen), address(sink), out.data_ptr(), sizes, scale, chosen,
             )  # fmt: skip
+
+        reads = (query, *held, seen, sink, pages, lengths)
+        with TURNS:
+            native.forward(*given(reads, out))
         if chosen != _ALL:
             return
 
         def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
-            query, keys, more_keys, values, seen, sink = reads
-            call = native.call(
-                engine, out.element_size(), address(query), view(keys), view(more_keys), view(values), *mask_view(seen),
-                address(sink), out.data_ptr(), sizes, scale, chosen,
-            )  # fmt: skip
-            return HostCall(call, (*reads, out))
+            return HostCall(native.call(*given(reads, out)), (*reads, out))
 
-        announce(bind, (query, heads.keys, heads.more_keys, heads.values, seen, sink), out)
+        announce(bind, reads, out)
 
 
 def threads_for(nbytes: int, threads: int) -> int:
@@ -140,14 +147,28 @@ def view(tensor: Tensor | None) -> NativeCacheView:
     """Return the address, the strides and the width of keys or values (B, K, L, k), those of scales, or zeros."""
     if tensor is None:
         return _NOTHING
-    held, scales = (tensor.codes, tensor.scales) if isinstance(tensor, Int8Tensor) else (tensor, None)
-    if scales is None:
-        return held.data_ptr(), *_strides(held), held.shape[-1], 0, 0, 0, 0
+    if not isinstance(tensor, Int8Tensor):
+        return tensor.data_ptr(), *_strides(tensor), tensor.shape[-1], 0, 0, 0, 0
+    held, scales = memory_of(tensor.codes), memory_of(tensor.scales)
     return held.data_ptr(), *_strides(held), held.shape[-1], scales.data_ptr(), *_strides(scales)
 
 
 def _strides(held: Tensor) -> tuple[int, int, int]:
     return held.stride(0), held.stride(1), held.stride(2)
+
+
+def table_of(tensor: Tensor) -> PageTable | None:
+    """Return where the sequences of keys or values in pages are; None where they are not in pages."""
+    held = tensor.codes if isinstance(tensor, Int8Tensor) else tensor
+    return held.table if isinstance(held, PagedTensor) else None
+
+
+def _pages_view(pages: Tensor | None, lengths: Tensor | None, keys: Tensor | None) -> tuple[int, int, int, int]:
+    """Return the address and the stride of a table of pages, the address of lengths, and the number of pages."""
+    if pages is None or lengths is None or keys is None:
+        return 0, 0, 0, 0
+    held = memory_of(keys.codes) if isinstance(keys, Int8Tensor) else keys
+    return pages.data_ptr(), pages.stride(0), lengths.data_ptr(), held.shape[0]
 
 
 def mask_view(seen: Tensor | None) -> tuple[int, int, int]:

@@ -12,8 +12,9 @@ import functools
 import torch
 from torch import Tensor
 
-from ktc.attention.decode import DecodeAttention, Heads, is_seen_mask, threads_for, view
+from ktc.attention.decode import DecodeAttention, Heads, is_seen_mask, table_of, threads_for, view
 from ktc.attention.int8_tensor import Int8Tensor
+from ktc.attention.paged_tensor import memory_of
 from ktc.experts.kernel_library import Engine, Kernel, NativeInt8Attention, permitted_threads
 from ktc.linears.gemv import DTYPES, is_plain, is_traced
 
@@ -26,11 +27,12 @@ class Int8DecodeAttention(DecodeAttention):
         if not self._is_few(query) or not is_seen_mask(mask):
             return False
         dtype = DTYPES[self.kernel.dtype]
-        fits = query.dtype == dtype and query.device.type == "cpu" and is_plain(query)
-        return fits and all(
-            isinstance(each, Int8Tensor) and each.device.type == "cpu" and each.codes.stride(-1) == 1
-            for each in heads
-            if each is not None
+        held = [each for each in heads if each is not None]
+        if not (query.dtype == dtype and query.device.type == "cpu" and is_plain(query)):
+            return False
+        return len(set(map(table_of, held))) == 1 and all(
+            isinstance(each, Int8Tensor) and each.device.type == "cpu" and memory_of(each.codes).stride(-1) == 1
+            for each in held
         )
 
     def _opened(self, nbytes: int) -> tuple[NativeInt8Attention, Engine]:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ktc.attention.paged_tensor import PagedTensor
+
 GREATEST: Final = 127  # code
 _LEAST: Final = 2.0**-100  # a row below has no finite inverse scale for certain, and counts as zero
 
@@ -123,5 +125,5 @@ def _is_all(args: Sequence[Any], size: int) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor, decoded where it holds codes."""
-    return tensor.decoded() if isinstance(tensor, Int8Tensor) else tensor
+    """Return the numbers of a tensor, decoded where it holds codes, and copied where it is in pages."""
+    return tensor.decoded() if isinstance(tensor, Int8Tensor | PagedTensor) else tensor

@@ -173,6 +173,10 @@ class NativePackedLinear(Protocol):
 # The address of keys or values, three strides and a width; of codes the address and three strides of their scales too.
 NativeCacheView = tuple[int, int, int, int, int, int, int, int, int]
 
+# Of a cache in pages the address of the pages of every sequence, their stride, the address of the lengths, and the
+# number of pages; zeros of others.
+NativePages = tuple[int, int, int, int]
+
 
 class NativeAttention(Protocol):
     """`ktc::AttentionKernel`; see `attention_plan.hpp`."""
@@ -180,6 +184,8 @@ class NativeAttention(Protocol):
     def forward(
         self,
         engine: Engine,
+        element: int,
+        pages: NativePages,
         query: int,
         keys: NativeCacheView,
         more_keys: NativeCacheView,
@@ -198,6 +204,7 @@ class NativeAttention(Protocol):
         self,
         engine: Engine,
         element: int,
+        pages: NativePages,
         query: int,
         keys: NativeCacheView,
         more_keys: NativeCacheView,

@@ -21,6 +21,8 @@ namespace ktc {
 // query heads and their tokens; out (batch, tokens, query heads, values.width) is too. Without a mask, the new tokens
 // are the last positions and see those up to their own. mask (batch, tokens, positions) has a byte for each, 0 where it
 // is not seen, and strides of its first two dimensions; sinks (query heads) are further scores without a value.
+//
+// Sequences of other lengths than the longest are aligned at their last position, where a mask has them too.
 struct AttentionArguments {
   const void* query = nullptr;
   CacheView keys;
@@ -37,6 +39,13 @@ struct AttentionArguments {
   std::int64_t tokens = 0;
   std::int64_t positions = 0;
   float scale = 1.0f;
+  // The last positions of each sequence that are its own, (batch), from `tokens` to `positions`: others are not read.
+  // Null for all.
+  const std::int64_t* lengths = nullptr;
+  // Of a cache in pages, the pages of every sequence, (batch, longest): its position 0 is the first of its first page.
+  // Then `lengths` is not null.
+  const std::int32_t* pages = nullptr;
+  std::int64_t pages_of_sequence = 0;  // from one sequence to the next
   // Lists (batch, key heads, positions), of which the first counts (batch, key heads) are attended to; null for all
   // positions of the cache. Then there is one token and no mask, `sequences` neighbours of the batch share a sequence
   // of the cache, and `choosers` neighbours of the key heads share a key head of it.
@@ -44,6 +53,9 @@ struct AttentionArguments {
   const std::int32_t* counts = nullptr;
   std::int64_t sequences = 1;
   std::int64_t choosers = 1;
+
+  // The number of positions of a sequence that are read.
+  std::int64_t length_of(std::int64_t sequence) const { return lengths == nullptr ? positions : lengths[sequence]; }
 };
 
 class AttentionKernel {
@@ -70,6 +82,7 @@ struct AttentionPlan {
   // Positions whose scores are computed before their values are added: long runs of one and the other, and joint rows
   // of 576 bf16 stay in L2 between them.
   static constexpr std::int64_t kBlock = 128;
+  static_assert(kBlock == kPagePositions);
   static constexpr std::int64_t kMostRows = 64;  // that one worker computes together
   static constexpr std::int64_t kMostStretches = 64;
   static constexpr float kUnseen = -1e30f;
@@ -104,19 +117,22 @@ struct AttentionPlan {
 
   // One stretch of positions for up to kMostRows rows of a key head.
   struct Item {
-    Item(std::int64_t item, const AttentionPlan& plan, std::int64_t positions)
+    Item(std::int64_t item, const AttentionPlan& plan, const AttentionArguments& a)
         : stretch(item / plan.row_groups % plan.stretches),
           head(item / (plan.row_groups * plan.stretches)),
           first(item % plan.row_groups * kMostRows),
           count(std::min(kMostRows, plan.rows - first)),
           begin(stretch * plan.length),
-          end(std::min(begin + plan.length, positions)) {}
+          end(std::min(begin + plan.length, a.length_of(head / a.key_heads))) {}
+
+    // Whether the sequence ends before.
+    bool is_empty() const { return begin >= end; }
 
     std::int64_t stretch;
     std::int64_t head;   // of all sequences
     std::int64_t first;  // row of the key head
     std::int64_t count;
-    std::int64_t begin;
+    std::int64_t begin;  // among the positions of the sequence
     std::int64_t end;
   };
 
@@ -126,15 +142,18 @@ struct AttentionPlan {
   // The keys and values of one of all sequences' heads, of numbers of this type.
   template <class Stored>
   static HeadViews head_views(const AttentionArguments& a, std::int64_t head) {
+    const std::int64_t own = head % a.key_heads, number = head / a.key_heads;
+    const std::int64_t sequence = a.pages == nullptr ? number : 0;
+    const std::int64_t first = a.pages == nullptr ? a.positions - a.length_of(number) : 0;
     const auto of_head = [&](CacheView view) {
       if (view.data != nullptr) {
-        const std::int64_t sequence = head / a.key_heads, own = head % a.key_heads;
         view.data = static_cast<const Stored*>(view.data) + sequence * view.batch + own * view.head;
         if (view.scales != nullptr) view.scales += sequence * view.scale_batch + own * view.scale_head;
       }
-      return view;
+      return view.template from<Stored>(nullptr, first);
     };
-    return {of_head(a.keys), of_head(a.more_keys), of_head(a.values)};
+    return {of_head(a.keys), of_head(a.more_keys), of_head(a.values),
+            a.pages == nullptr ? nullptr : a.pages + number * a.pages_of_sequence};
   }
 
   // Calls `body` with stretches until `take` has none left, whose keys and values `ahead` gets before: the next one
@@ -142,16 +161,17 @@ struct AttentionPlan {
   template <class Stored, class Take, class Ahead, class Body>
   void for_each_stretch(const AttentionArguments& a, const Take& take, Ahead& ahead, const Body& body) const {
     const auto taken = [&] {
-      const std::int64_t found = take();
+      std::int64_t found = take();
+      while (found < items && Item(found, *this, a).is_empty()) found = take();
       if (found < items) {
-        const Item item(found, *this, a.positions);
+        const Item item(found, *this, a);
         ahead.follow(head_views<Stored>(a, item.head), item.begin, item.end);
       }
       return found;
     };
     for (std::int64_t item = taken(); item < items;) {
       const std::int64_t following = taken();
-      body(Item(item, *this, a.positions));
+      body(Item(item, *this, a));
       item = following;
     }
   }
@@ -161,17 +181,18 @@ struct AttentionPlan {
     std::fill(scores + length, scores + round_up(length, kHalfPanel), kUnseen);
   }
 
-  // Marks the positions that a row does not see, and those beyond the block.
+  // Marks the positions of a block that a row does not see, and those beyond it.
   static void hide(const AttentionArguments& a, std::int64_t head, std::int64_t row, std::int64_t block,
                    std::int64_t length, float* scores) {
-    const std::int64_t token = row % a.tokens;
+    const std::int64_t token = row % a.tokens, sequence = head / a.key_heads, whole = a.length_of(sequence);
     fill_up(length, scores);
     if (a.mask != nullptr) {
-      const std::uint8_t* seen = a.mask + head / a.key_heads * a.mask_batch + token * a.mask_token + block;
+      const std::uint8_t* seen =
+          a.mask + sequence * a.mask_batch + token * a.mask_token + (a.positions - whole + block);
       for (std::int64_t each = 0; each < length; ++each) scores[each] = seen[each] != 0 ? scores[each] : kUnseen;
       return;
     }
-    const std::int64_t last = a.positions - a.tokens + token;
+    const std::int64_t last = whole - a.tokens + token;
     for (std::int64_t each = std::max<std::int64_t>(0, last + 1 - block); each < length; ++each) {
       scores[each] = kUnseen;
     }
@@ -250,13 +271,14 @@ struct AttentionPlan {
                         const Place& place) const {
     const std::int64_t head = row / rows, of_head = row % rows;
     const std::int64_t query_head = head % a.key_heads * a.group + of_head / a.tokens;
+    const std::int64_t own = (a.length_of(head / a.key_heads) + length - 1) / length;  // stretches of the sequence
     float greatest = a.sinks == nullptr ? kUnseen : a.sinks[query_head];
-    for (std::int64_t each = 0; each < stretches; ++each) {
+    for (std::int64_t each = 0; each < own; ++each) {
       greatest = std::max(greatest, sums[each * all_rows + row].greatest);
     }
     float total = a.sinks == nullptr ? 0.0f : std::exp(a.sinks[query_head] - greatest);
     float* whole = values + row * value_width;  // of the first stretch
-    for (std::int64_t each = 0; each < stretches; ++each) {
+    for (std::int64_t each = 0; each < own; ++each) {
       const Sums& sum = sums[each * all_rows + row];
       const float factor = std::exp(sum.greatest - greatest);
       const Lanes scale(factor);

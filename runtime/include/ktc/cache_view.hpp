@@ -8,8 +8,12 @@
 
 namespace ktc {
 
+// Positions of a page of a cache: those of a block of scores, so a block is in one page.
+inline constexpr std::int64_t kPagePositions = 128;
+
 // (batch, key heads, positions, width); the elements of a position are neighbours. Strides count elements. Of codes,
-// `scales` (batch, key heads, positions) has a factor for each position, with strides of its own.
+// `scales` (batch, key heads, positions) has a factor for each position, with strides of its own. Of a cache in pages,
+// the first dimension is pages instead of sequences, each of kPagePositions.
 struct CacheView {
   const void* data = nullptr;
   std::int64_t batch = 0;
@@ -20,16 +24,36 @@ struct CacheView {
   std::int64_t scale_batch = 0;
   std::int64_t scale_head = 0;
   std::int64_t scale_position = 0;
+
+  // The view whose position 0 is `position` of this one, of numbers of this type. `pages` are those of its sequence;
+  // null where positions follow each other.
+  template <class Stored>
+  CacheView from(const std::int32_t* pages, std::int64_t position) const {
+    CacheView moved = *this;
+    if (data == nullptr) return moved;
+    const std::int64_t page = pages == nullptr ? 0 : pages[position / kPagePositions];
+    const std::int64_t within = pages == nullptr ? position : position % kPagePositions;
+    moved.data = static_cast<const Stored*>(data) + page * batch + within * this->position;
+    if (scales != nullptr) moved.scales = scales + page * scale_batch + within * scale_position;
+    return moved;
+  }
 };
 
-// The keys and values of one key head: `data` of each view is its position 0.
+// The keys and values of one key head: `data` of each view is its position 0, or that of page 0.
 struct HeadViews {
   CacheView keys;
   CacheView more_keys;
   CacheView values;
+  const std::int32_t* pages = nullptr;
 
   // Whether values are elements of the keys.
   bool is_joint() const { return values.data == keys.data; }
+
+  // The views whose position 0 is the first one of a block, for positions of that block.
+  template <class Stored>
+  HeadViews of_block(std::int64_t block) const {
+    return {keys.from<Stored>(pages, block), more_keys.from<Stored>(pages, block), values.from<Stored>(pages, block)};
+  }
 };
 
 // Fetches rows of keys and values into L1 in the order in which attention reads them, block by block: keys, then
@@ -82,9 +106,9 @@ class CacheAhead {
 
   // Rows that follow each other, and how many bytes of each are read.
   struct Rows {
-    [[gnu::always_inline]] void start(const CacheView& view, std::int64_t position) {
+    [[gnu::always_inline]] void start(const CacheView& view, const std::int32_t* pages, std::int64_t position) {
       constexpr std::int64_t kSize = sizeof(Element);
-      next = static_cast<const char*>(view.data) + position * view.position * kSize;
+      next = static_cast<const char*>(view.from<Element>(pages, position).data);
       stride = view.position * kSize;
       bytes = view.width * kSize;
     }
@@ -119,14 +143,14 @@ class CacheAhead {
 
   [[gnu::always_inline]] void start_keys() {
     in_values_ = false;
-    first_.start(now_.head.keys, now_.block);
-    second_.start(now_.head.more_keys, now_.block);
+    first_.start(now_.head.keys, now_.head.pages, now_.block);
+    second_.start(now_.head.more_keys, now_.head.pages, now_.block);
     rows_ = std::min(kBlock, now_.end - now_.block);
   }
 
   [[gnu::always_inline]] void start_values() {
     in_values_ = true;
-    first_.start(now_.head.values, now_.block);
+    first_.start(now_.head.values, now_.head.pages, now_.block);
     second_.bytes = 0;
     rows_ = std::min(kBlock, now_.end - now_.block);
   }

@@ -138,13 +138,14 @@ class DecodeAttention final : public AttentionKernel {
       const Rows rows = started(item);
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
+        const HeadViews own = views.of_block<Element>(block);
         ahead.start_block(length, block_work(item.count, length));
-        score(views, rows, block, length, scores, ahead);
+        score(own, rows, length, scores, ahead);
         for (std::int64_t each = 0; each < item.count; ++each) {
           Plan::hide(a, item.head, item.first + each, block, length, scores + each * kBlock);
           exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, ahead);
         }
-        add_values(views, rows, block, length, scores, ahead);
+        add_values(own, rows, length, scores, ahead);
       }
     }
 
@@ -168,7 +169,7 @@ class DecodeAttention final : public AttentionKernel {
     }
 
     Item chosen_item(std::int64_t number) const {
-      Item item(number, plan, a.positions);
+      Item item(number, plan, a);
       item.end = std::min<std::int64_t>(item.end, a.counts[item.head]);
       return item;
     }
@@ -193,12 +194,12 @@ class DecodeAttention final : public AttentionKernel {
         const std::int64_t length = std::min(kBlock, item.end - block);
         ahead.start_block(length, length * copy_work(cache) + block_work(item.count, length));
         const HeadViews views = gather(cache, list_of(item.head) + block, length, gathered, ahead);
-        score(views, rows, 0, length, scores, ahead);
+        score(views, rows, length, scores, ahead);
         for (std::int64_t each = 0; each < item.count; ++each) {
           Plan::fill_up(length, scores + each * kBlock);
           exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, ahead);
         }
-        add_values(views, rows, 0, length, scores, ahead);
+        add_values(views, rows, length, scores, ahead);
       }
     }
 
@@ -264,22 +265,21 @@ class DecodeAttention final : public AttentionKernel {
     }
 
     template <class AnyAhead>
-    void score(const HeadViews& views, const Rows& rows, std::int64_t block, std::int64_t length, float* scores,
-               AnyAhead& ahead) const {
+    void score(const HeadViews& views, const Rows& rows, std::int64_t length, float* scores, AnyAhead& ahead) const {
       by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
-        row_tile<kCount>(views, rows.queries + each * plan.query_width, block, length, scores + each * kBlock, ahead);
+        row_tile<kCount>(views, rows.queries + each * plan.query_width, length, scores + each * kBlock, ahead);
       });
     }
 
     template <int kCount, class AnyAhead>
-    void row_tile(const HeadViews& views, const Query* query, std::int64_t block, std::int64_t length, float* scores,
+    void row_tile(const HeadViews& views, const Query* query, std::int64_t length, float* scores,
                   AnyAhead& ahead) const {
       std::int64_t position = 0;
       for (; position + kSides <= length; position += kSides) {
         ahead.step(tile_work(kCount, kSides));
-        tile<kCount, kSides>(views, query, block + position, scores + position);
+        tile<kCount, kSides>(views, query, position, scores + position);
       }
-      for (; position < length; ++position) tile<kCount, 1>(views, query, block + position, scores + position);
+      for (; position < length; ++position) tile<kCount, 1>(views, query, position, scores + position);
     }
 
     // sum[position][row] += query[row] . key[position], over one part of the keys.
@@ -344,24 +344,23 @@ class DecodeAttention final : public AttentionKernel {
     }
 
     template <class AnyAhead>
-    void add_values(const HeadViews& views, const Rows& rows, std::int64_t block, std::int64_t length,
-                    const float* weights, AnyAhead& ahead) const {
+    void add_values(const HeadViews& views, const Rows& rows, std::int64_t length, const float* weights,
+                    AnyAhead& ahead) const {
       by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
-        value_rows<kCount>(views.values, block, length, weights + each * kBlock, rows.added + each * plan.value_width,
-                           ahead);
+        value_rows<kCount>(views.values, length, weights + each * kBlock, rows.added + each * plan.value_width, ahead);
       });
     }
 
     template <int kCount, class AnyAhead>
-    void value_rows(const CacheView& view, std::int64_t block, std::int64_t length, const float* weights, float* added,
+    void value_rows(const CacheView& view, std::int64_t length, const float* weights, float* added,
                     AnyAhead& ahead) const {
       std::int64_t column = 0;
       const auto columns = [&]<int kWide>(WideTile<kWide>) {
         for (; column + kWide * kUnit <= plan.value_width; column += kWide * kUnit) {
           if constexpr (kPaired) {
-            value_pairs<kCount, kWide>(view, block, length, column, weights_of(weights), added + column, ahead);
+            value_pairs<kCount, kWide>(view, length, column, weights_of(weights), added + column, ahead);
           } else {
-            value_tile<kCount, kWide>(view, block, length, column, weights, added + column, ahead);
+            value_tile<kCount, kWide>(view, length, column, weights, added + column, ahead);
           }
         }
       };
@@ -370,20 +369,20 @@ class DecodeAttention final : public AttentionKernel {
     }
 
     template <int kCount, int kUnits, class AnyAhead>
-    [[gnu::noinline]] void value_pairs(const CacheView& view, std::int64_t block, std::int64_t length,
-                                       std::int64_t column, const bf16* weights, float* added, AnyAhead& ahead) const {
+    [[gnu::noinline]] void value_pairs(const CacheView& view, std::int64_t length, std::int64_t column,
+                                       const bf16* weights, float* added, AnyAhead& ahead) const {
       constexpr std::int64_t kWeightStride = kBlock * sizeof(float) / sizeof(bf16);
       typename Isa::template WeightedSums<kCount, kUnits> sum(added, plan.value_width);
       AnyAhead own = ahead;  // by value: the address of a caller's object would keep its numbers in memory
-      sum.add(weights, kWeightStride, at(view, block) + column, view.position, length, view.width - column,
+      sum.add(weights, kWeightStride, at(view, 0) + column, view.position, length, view.width - column,
               [&] { own.step(2 * value_work(kCount, kUnits)); });
       ahead = own;
       sum.store(added, plan.value_width);
     }
 
     template <int kCount, int kUnits, class AnyAhead>
-    [[gnu::noinline]] void value_tile(const CacheView& view, std::int64_t block, std::int64_t length,
-                                      std::int64_t column, const float* weights, float* added, AnyAhead& ahead) const {
+    [[gnu::noinline]] void value_tile(const CacheView& view, std::int64_t length, std::int64_t column,
+                                      const float* weights, float* added, AnyAhead& ahead) const {
       Lane sum[kUnits][kCount];
 #pragma GCC unroll 3
       for (int unit = 0; unit < kUnits; ++unit) {
@@ -392,7 +391,7 @@ class DecodeAttention final : public AttentionKernel {
           sum[unit][each].value = Lanes::load(added + each * plan.value_width + unit * kHalfPanel);
         }
       }
-      const Element* value = at(view, block) + column;
+      const Element* value = at(view, 0) + column;
       const std::int64_t stride = view.position, left = view.width - column;
       const auto add = [&](int unit, const Element* from, std::int64_t position) {
         const Lanes values_of = widened<Lanes>(from);

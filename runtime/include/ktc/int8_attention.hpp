@@ -217,18 +217,19 @@ class Int8Attention final : public Int8AttentionKernel {
       std::fill(added, added + item.count * plan.value_width, 0.0f);
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
+        const HeadViews here = views.of_block<std::int8_t>(block);
         ahead.start_block(length, block_work(item.count, length));
-        score(views.keys, first, 0, item.count, block, length, own.scores, own.key_scales, ahead);
+        score(here.keys, first, 0, item.count, length, own.scores, own.key_scales, ahead);
         if (views.more_keys.width > 0) {
-          score(views.more_keys, first, 1, item.count, block, length, own.more_scores, own.more_scales, ahead);
+          score(here.more_keys, first, 1, item.count, length, own.more_scores, own.more_scales, ahead);
         }
-        load_scales(views.values, block, length, own.value_scales);
+        load_scales(here.values, length, own.value_scales);
         for (std::int64_t each = 0; each < item.count; ++each) {
           scale(first + each, length, own, each);
           Plan::hide(a, item.head, item.first + each, block, length, own.scores[each]);
           weigh(length, own, each, of_rows[each], added + each * plan.value_width, ahead);
         }
-        add_values(views.values, item.count, block, length, own, added, ahead);
+        add_values(here.values, item.count, length, own, added, ahead);
       }
     }
 
@@ -251,23 +252,21 @@ class Int8Attention final : public Int8AttentionKernel {
     }
 
     // The scales of a block, zeros after them.
-    static void load_scales(const CacheView& view, std::int64_t block, std::int64_t length, float* scales) {
-      const float* from = view.scales + block * view.scale_position;
-      for (std::int64_t each = 0; each < length; ++each) scales[each] = from[each * view.scale_position];
+    static void load_scales(const CacheView& view, std::int64_t length, float* scales) {
+      for (std::int64_t each = 0; each < length; ++each) scales[each] = view.scales[each * view.scale_position];
       std::fill(scales + length, scales + round_up(length, kHalfPanel), 0.0f);
     }
 
     // Products of one part of the queries with the codes of a block.
-    void score(const CacheView& view, std::int64_t row, int part, std::int64_t count, std::int64_t block,
-               std::int64_t length, float (*scores)[kBlock], float* scales, Ahead& ahead) const {
-      load_scales(view, block, length, scales);
+    void score(const CacheView& view, std::int64_t row, int part, std::int64_t count, std::int64_t length,
+               float (*scores)[kBlock], float* scales, Ahead& ahead) const {
+      load_scales(view, length, scales);
       const std::int16_t* query = queries + row * plan.query_width + part * plan.first_width;
       by_rows(count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
         constexpr int kSides = Products::kSides;
         const auto tile = [&]<int kWide>(std::int64_t position, RowTile<kWide>) {
-          Products::template dots<kCount, kWide>(query + each * plan.query_width, plan.query_width,
-                                                 at(view, block + position), view.position, view.width,
-                                                 &scores[each][position], kBlock);
+          Products::template dots<kCount, kWide>(query + each * plan.query_width, plan.query_width, at(view, position),
+                                                 view.position, view.width, &scores[each][position], kBlock);
         };
         std::int64_t position = 0;
         for (; position + kSides <= length; position += kSides) {
@@ -319,14 +318,14 @@ class Int8Attention final : public Int8AttentionKernel {
       Products::to_codes(scores, kWeightCode / largest, round_up(length, kHalfPanel), weights);
     }
 
-    void add_values(const CacheView& view, std::int64_t count, std::int64_t block, std::int64_t length,
-                    const Scratch& own, float* added, Ahead& ahead) const {
+    void add_values(const CacheView& view, std::int64_t count, std::int64_t length, const Scratch& own, float* added,
+                    Ahead& ahead) const {
       by_rows(count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
         std::int64_t column = 0;
         const auto units = [&]<int kUnits>(WideTile<kUnits>) {
           for (; column + kUnits * Products::kUnit <= plan.value_width; column += kUnits * Products::kUnit) {
-            Products::template add_rows<kCount, kUnits>(own.weights[each], kBlock, at(view, block) + column,
-                                                        view.position, length, view.width - column, own.factors + each,
+            Products::template add_rows<kCount, kUnits>(own.weights[each], kBlock, at(view, 0) + column, view.position,
+                                                        length, view.width - column, own.factors + each,
                                                         added + each * plan.value_width + column, plan.value_width,
                                                         ahead, value_work(kCount, kUnits));
           }

@@ -7,9 +7,10 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "ktc/attention_plan.hpp"
-#include "ktc/step/seen_positions.hpp"
+#include "ktc/seen_positions.hpp"
 #include "ktc_python/address.hpp"
 #include "ktc_python/host_call.hpp"
 
@@ -37,11 +38,16 @@ inline ktc::CacheView view_of(const View& view) {
 // likewise.
 using Chosen = std::array<std::int64_t, 4>;
 
+// Of a cache in pages: the address of every sequence's pages, how far apart those of two sequences are, the address of
+// their lengths, and the number of pages; otherwise zeros.
+using Pages = std::array<std::int64_t, 4>;
+
 // `sizes`: batch, key heads, query heads of each, tokens, positions.
-inline ktc::AttentionArguments arguments_of(Address query, const View& keys, const View& more_keys, const View& values,
-                                            Address mask, std::int64_t mask_batch, std::int64_t mask_token,
-                                            Address sinks, Address out, const std::array<std::int64_t, 5>& sizes,
-                                            float scale, const Chosen& chosen) {
+inline ktc::AttentionArguments arguments_of(const Pages& pages, Address query, const View& keys, const View& more_keys,
+                                            const View& values, Address mask, std::int64_t mask_batch,
+                                            std::int64_t mask_token, Address sinks, Address out,
+                                            const std::array<std::int64_t, 5>& sizes, float scale,
+                                            const Chosen& chosen) {
   return {.query = at<const void>(query),
           .keys = view_of(keys),
           .more_keys = view_of(more_keys),
@@ -57,30 +63,46 @@ inline ktc::AttentionArguments arguments_of(Address query, const View& keys, con
           .tokens = sizes[3],
           .positions = sizes[4],
           .scale = scale,
+          .lengths = at<const std::int64_t>(static_cast<Address>(pages[2])),
+          .pages = at<const std::int32_t>(static_cast<Address>(pages[0])),
+          .pages_of_sequence = pages[1],
           .chosen = at<const std::int32_t>(static_cast<Address>(chosen[0])),
           .counts = at<const std::int32_t>(static_cast<Address>(chosen[1])),
           .sequences = chosen[2],
           .choosers = chosen[3]};
 }
 
+// A call of a kernel over what its mask leaves visible. `element`: bytes of a value of the cache.
+struct Visible {
+  const ktc::AttentionKernel& kernel;
+  ktc::Engine& engine;
+  std::int64_t element;
+  std::int64_t page_count;
+  ktc::AttentionArguments arguments;
+
+  void operator()() const {
+    ktc::require_pages(arguments, page_count);
+    std::vector<std::int64_t> lengths;
+    kernel.forward(engine, ktc::seen_alone(arguments, element, lengths));
+  }
+};
+
 template <class... Arguments>
-void forward(const ktc::AttentionKernel& kernel, ktc::Engine& engine, Arguments... arguments) {
-  const ktc::AttentionArguments read = arguments_of(arguments...);
+void forward(const ktc::AttentionKernel& kernel, ktc::Engine& engine, std::int64_t element, const Pages& pages,
+             Arguments... arguments) {
+  const Visible visible{kernel, engine, element, pages[3], arguments_of(pages, arguments...)};
   const py::gil_scoped_release release;
-  kernel.forward(engine, read);
+  visible();
 }
 
-// A call for a cache with room behind its last position: it reads the mask first. `element`: bytes of a value.
 template <class... Arguments>
 std::unique_ptr<ktc::HostCall> call(const ktc::AttentionKernel& kernel, ktc::Engine& engine, std::int64_t element,
-                                    Arguments... arguments) {
-  return host_call([&kernel, &engine, element, read = arguments_of(arguments...)] {
-    kernel.forward(engine, ktc::step::seen_alone(read, element));
-  });
+                                    const Pages& pages, Arguments... arguments) {
+  return host_call(Visible{kernel, engine, element, pages[3], arguments_of(pages, arguments...)});
 }
 
 template <class... Arguments>
-void add_methods(py::module_& library, ktc::AttentionArguments (*)(Arguments...)) {
+void add_methods(py::module_& library, ktc::AttentionArguments (*)(const Pages&, Arguments...)) {
   py::class_<ktc::AttentionKernel>(library, "AttentionKernel", py::module_local())
       .def("forward", &forward<Arguments...>)
       .def("call", &call<Arguments...>, py::keep_alive<0, 1>(), py::keep_alive<0, 2>());

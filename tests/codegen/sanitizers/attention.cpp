@@ -129,6 +129,47 @@ Call dense_call(std::shared_ptr<const AttentionKernel> kernel, const Case& which
           }};
 }
 
+// Sequences of unequal lengths: where pages of each are, the last ones first, and as many as they need.
+struct Table {
+  explicit Table(const Case& which) : most((which.positions + kPagePositions - 1) / kPagePositions) {
+    pages.resize(static_cast<std::size_t>(which.batch * most));
+    for (std::int64_t sequence = which.batch - 1; sequence >= 0; --sequence) {
+      const std::int64_t length = std::max(which.tokens, which.positions / (sequence + 1));
+      lengths.insert(lengths.begin(), length);
+      for (std::int64_t at = (length - 1) / kPagePositions; at >= 0; --at) {
+        pages[static_cast<std::size_t>(sequence * most + at)] = static_cast<std::int32_t>(count++);
+      }
+    }
+  }
+
+  std::int64_t most;
+  std::int64_t count = 0;
+  std::vector<std::int32_t> pages;
+  std::vector<std::int64_t> lengths;
+};
+
+template <class Element>
+Call paged_call(std::shared_ptr<const AttentionKernel> kernel, const Case& which) {
+  const auto attention = std::make_shared<Attention<Element>>(which);
+  const Table table(which);
+  Case in_pages = which;
+  in_pages.batch = table.count, in_pages.positions = kPagePositions;
+  const auto memory = std::make_shared<Attention<Element>>(in_pages);
+  return {.name = name_of("paged", which), .run = [=](Engine& engine, int) {
+            std::vector<Element> out = attention->output();
+            AttentionArguments arguments = attention->arguments(out);
+            arguments.keys = memory->cache.keys.view;
+            arguments.more_keys = memory->cache.more.view;
+            arguments.values = memory->cache.values;
+            arguments.lengths = table.lengths.data();
+            arguments.pages = table.pages.data(), arguments.pages_of_sequence = table.most;
+            kernel->forward(engine, arguments);
+            Written written;
+            append(written, out);
+            return written;
+          }};
+}
+
 // Lists of positions, of every length from none to all. Two rows of the batch read one sequence, and two lists are of
 // one key head.
 template <class Element>
@@ -193,18 +234,26 @@ struct Coded {
 };
 
 template <class Element>
-Call int8_call(std::shared_ptr<const Int8AttentionKernel> kernel, Case which) {
+Call int8_call(std::shared_ptr<const Int8AttentionKernel> kernel, Case which, bool in_pages) {
   which.is.joint = false;
   const auto attention = std::make_shared<Attention<Element>>(which);
-  return {.name = name_of("int8", which), .run = [=](Engine& engine, int) {
-            const Cache<Element>& cache = attention->cache;
-            Coded keys(which, cache.keys.view), more(which, cache.more.view), values(which, cache.values);
-            keys.write(*kernel, which, cache.keys.view);
-            more.write(*kernel, which, cache.more.view);
-            values.write(*kernel, which, cache.values);
+  const Table table(which);
+  Case held = which;
+  if (in_pages) held.batch = table.count, held.positions = kPagePositions;
+  const auto memory = std::make_shared<Attention<Element>>(held);
+  return {.name = name_of(in_pages ? "int8 paged" : "int8", which), .run = [=](Engine& engine, int) {
+            const Cache<Element>& cache = memory->cache;
+            Coded keys(held, cache.keys.view), more(held, cache.more.view), values(held, cache.values);
+            keys.write(*kernel, held, cache.keys.view);
+            more.write(*kernel, held, cache.more.view);
+            values.write(*kernel, held, cache.values);
             std::vector<Element> out = attention->output();
             AttentionArguments arguments = attention->arguments(out);
             arguments.keys = keys.view, arguments.more_keys = more.view, arguments.values = values.view;
+            if (in_pages) {
+              arguments.lengths = table.lengths.data();
+              arguments.pages = table.pages.data(), arguments.pages_of_sequence = table.most;
+            }
             kernel->forward(engine, arguments);
             Written written;
             append(written, out), append(written, keys.codes), append(written, values.scales);
@@ -285,6 +334,7 @@ std::vector<Call> of_cases(const Entry& entry, const Facts& facts, const Add& ad
 constexpr auto kDense = [](std::vector<Call>& calls, const auto& kernel, const Case& which, auto element) {
   using Element = decltype(element);
   calls.push_back(dense_call<Element>(kernel, which));
+  calls.push_back(paged_call<Element>(kernel, which));
   if (which.tokens == 1) calls.push_back(chosen_call<Element>(kernel, which));
 };
 
@@ -296,7 +346,9 @@ std::vector<Call> calls_of(const AttentionEntry& entry, const Facts& facts) {
 
 std::vector<Call> calls_of(const Int8AttentionEntry& entry, const Facts& facts) {
   return of_cases(entry, facts, [](std::vector<Call>& calls, const auto& kernel, const Case& which, auto element) {
-    calls.push_back(int8_call<decltype(element)>(kernel, which));
+    for (const bool in_pages : {false, true}) {
+      calls.push_back(int8_call<decltype(element)>(kernel, which, in_pages));
+    }
   });
 }
 

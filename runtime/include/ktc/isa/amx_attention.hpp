@@ -186,10 +186,11 @@ class Attention final : public AttentionKernel {
       std::fill(added, added + tiles * kTileRows * plan.value_width, 0.0f);
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
+        const HeadViews own = views.of_block<bf16>(block);
         ahead.start_block(length, block_work(tiles, item.count, length));
-        score(views, packed, tiles, block, length, ahead);
+        score(own, packed, tiles, length, ahead);
         weigh(item, block, length, of_rows, ahead);
-        add_values(views.values, tiles, block, length, ahead);
+        add_values(own.values, tiles, length, ahead);
       }
       std::copy_n(added, item.count * plan.value_width, values + of_stretch * plan.value_width);
     }
@@ -217,12 +218,12 @@ class Attention final : public AttentionKernel {
       return {.data = target, .position = keys.width, .width = keys.width};
     }
 
-    void score(const HeadViews& views, const bf16* packed, std::int64_t tiles, std::int64_t block, std::int64_t length,
+    void score(const HeadViews& views, const bf16* packed, std::int64_t tiles, std::int64_t length,
                Ahead& ahead) const {
       for (std::int64_t first = 0; first < length; first += kGroup) {
         const std::int64_t count = std::min(kGroup, length - first);
-        const CacheView keys = group_of(views.keys, block + first, count, rest);
-        const CacheView more = group_of(views.more_keys, block + first, count, rest + kGroup * views.keys.width);
+        const CacheView keys = group_of(views.keys, first, count, rest);
+        const CacheView more = group_of(views.more_keys, first, count, rest + kGroup * views.keys.width);
         for (std::int64_t tile = 0; tile < tiles; ++tile) {
           score_group(keys, more, packed + tile * kTileRows * plan.query_width, ahead);
           float* const of_tile = scratch.scores + tile * kTileRows * kBlock + first;
@@ -301,9 +302,8 @@ class Attention final : public AttentionKernel {
       }
     }
 
-    void add_values(const CacheView& view, std::int64_t tiles, std::int64_t block, std::int64_t length,
-                    Ahead& ahead) const {
-      const auto* from = static_cast<const bf16*>(view.data) + block * view.position;
+    void add_values(const CacheView& view, std::int64_t tiles, std::int64_t length, Ahead& ahead) const {
+      const auto* from = static_cast<const bf16*>(view.data);
       const std::int64_t steps = (length + kDepth - 1) / kDepth;
       for (std::int64_t column = 0; column < plan.value_width; column += kGroup) {
         interleave(from + column, view.position, length, steps, ahead);
