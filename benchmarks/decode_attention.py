@@ -6,11 +6,13 @@
 
 Rows: grouped-query attention with 32 query and 8 key heads of 128 (scaled_dot_product_attention), and latent attention
 of DeepSeek-V2-Lite (16 heads, V3 has 128; latents of 512, rotary keys of 64; expanded keys as stock code, and absorbed
-by PyTorch). "int8" reads the same cache as codes of 8 bits and their scales. Milliseconds of processor time (of several
-threads: of wall time), medians of rounds in which the candidates take turns; the cache's bytes over them, and its
-share of the read bandwidth that the same number of threads has in the same rounds. Keys and values come from memory in
-every call. "cold" is a call whose code, Python's and the kernel's, comes from memory too; before the others a call
-over 16 positions has run, as other layers have in a decode step.
+by PyTorch). "int8" reads the same cache as codes of 8 bits and their scales, "in pages" from pages in a random order.
+"unequal" is a padded batch of 8 sequences, of which 7 have a sixteenth of the positions.
+
+Milliseconds of processor time (of several threads: of wall time), medians of rounds in which the candidates take turns;
+the cache's bytes over them, and its share of the read bandwidth that the same number of threads has in the same rounds.
+Keys and values come from memory in every call. "cold" is a call whose code, Python's and the kernel's, comes from
+memory too; before the others a call over 16 positions has run, as other layers have in a decode step.
 
 With `--sparse`, ktc's dense kernel beside `sparse_attention`, each step with the codes of the new key: the bytes that
 it reads, and how many times as fast as dense it is (the median of the rounds' ratios).
@@ -36,6 +38,7 @@ from ktc.attention.int8_decode import Int8DecodeAttention, quantised
 from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.key_index import KeyIndex
 from ktc.attention.latent import attend
+from ktc.attention.paged_tensor import PAGE, PagedTensor, PageTable
 from ktc.attention.sparsity import FORMATS, Sparsity, Traffic
 from ktc.attention.up_projection import UpProjection
 from ktc.codegen.build import build
@@ -70,6 +73,25 @@ def coded(heads: Heads, decode: DecodeAttention) -> Heads:
     return Heads(keys, keys if heads.values is heads.keys else of(heads.values), more)
 
 
+def in_pages(heads: Heads) -> Heads:
+    """Return a cache of one sequence in pages, whose order is random."""
+    positions = heads.keys.shape[2]
+    count = -(-positions // PAGE)
+    order = torch.randperm(count)
+    table = PageTable(order[None].int(), torch.tensor([positions]))
+
+    def of(numbers: Tensor) -> Tensor:
+        memory = zeros_on_huge_pages((count, numbers.shape[1], PAGE, numbers.shape[3]), numbers)
+        for at, page in enumerate(order.tolist()):
+            part = numbers[0, :, at * PAGE : (at + 1) * PAGE]
+            memory[page, :, : part.shape[1]] = part
+        return PagedTensor(memory, table, positions)
+
+    keys = of(heads.keys)
+    more = None if heads.more_keys is None else of(heads.more_keys)
+    return Heads(keys, keys if heads.values is heads.keys else of(heads.values), more)
+
+
 def size(heads: Heads) -> int:
     """Return the bytes of a cache."""
     values = 0 if heads.values is heads.keys else heads.values.nbytes
@@ -81,9 +103,16 @@ def grouped(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) 
     query = torch.randn(1, HEADS, 1, WIDTH).bfloat16()
     keys, values = (random(1, KEY_HEADS, positions, WIDTH) for _ in range(2))
     nbytes = keys.nbytes + values.nbytes
-    codes = coded(Heads(keys, values), by_codes)
+    codes, pages = coded(Heads(keys, values), by_codes), in_pages(Heads(keys, values))
+    rows, shorter = 8, max(positions // 16, 1)
+    queries, batch = query.expand(rows, -1, -1, -1), Heads(*(random(rows, KEY_HEADS, positions, WIDTH) for _ in "kv"))
+    lengths = torch.tensor([positions, *[shorter] * (rows - 1)])
+    mask = (torch.arange(positions) >= positions - lengths[:, None])[:, None, None]
+    of_rows = nbytes * int(lengths.sum()) // positions
     return {
         "GQA, ktc": (lambda: decode(query, Heads(keys, values), scale=0.1), nbytes),
+        "GQA, ktc, in pages": (lambda: decode(query, pages, scale=0.1), nbytes),
+        "GQA, ktc, unequal": (lambda: decode(queries, batch, scale=0.1, mask=mask), of_rows),
         "GQA, ktc, int8": (lambda: by_codes(query, codes, scale=0.1), size(codes)),
         "GQA, torch": (
             lambda: functional.scaled_dot_product_attention(query, keys, values, scale=0.1, enable_gqa=True), nbytes,
@@ -98,7 +127,7 @@ def latent(positions: int, count: int, decode: DecodeAttention, by_codes: Decode
     up = UpProjection(torch.randn(count, NOPE + VALUE, LATENT).bfloat16(), NOPE)
     weight, nbytes = up.weight.reshape(-1, LATENT), latents.nbytes + ropes.nbytes
 
-    codes = coded(Heads(latents, latents, ropes), by_codes)
+    codes, pages = coded(Heads(latents, latents, ropes), by_codes), in_pages(Heads(latents, latents, ropes))
 
     def by_kernel(decode: DecodeAttention, heads: Heads) -> Tensor:
         absorbed = torch.cat([up.into_latent(query[..., :NOPE]), query[..., NOPE:]], dim=-1)
@@ -111,6 +140,7 @@ def latent(positions: int, count: int, decode: DecodeAttention, by_codes: Decode
 
     return {
         "MLA, ktc": (lambda: by_kernel(decode, Heads(latents, latents, ropes)), nbytes),
+        "MLA, ktc, in pages": (lambda: by_kernel(decode, pages), nbytes),
         "MLA, ktc, int8": (lambda: by_kernel(by_codes, codes), size(codes)),
         "MLA, torch, absorbed": (lambda: attend(query, latents[:, 0], ropes[:, 0], up, scale=0.1), nbytes),
         "MLA, torch, expanded": (expanded, nbytes),

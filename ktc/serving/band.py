@@ -1,8 +1,7 @@
 """`Band`: keys or values of several sequences in one block of memory, aligned at their last token.
 
 In: rows (heads, length, width), then (rows, heads, T, width) for all of them. Out: views of the memory. Sequences join
-and leave without a copy of the others. Columns that no row has are zeros or older values, always finite. A steady band
-keeps its memory where a few rows fit, since native steps have its address.
+and leave without a copy of the others. Columns that no row has are zeros or older values, always finite.
 """
 
 from __future__ import annotations
@@ -19,22 +18,14 @@ ROOM: Final = 256  # columns: the steps between two copies of all rows
 class Band:
     """Memory (slots, heads, columns, width). Rows are the first slots, and their last token is in column `end` - 1."""
 
-    def __init__(self, like: Tensor, room: int = ROOM, steady: int = 0) -> None:
-        """Make an empty band for rows such as `like` (heads, any length, width), with `room` for further columns.
-
-        With at most `steady` rows it has this many slots, and a power of two of columns.
-        """
-        self._room, self._steady, self.rows, self.left, self.end = room, steady, 0, 0, 0
+    def __init__(self, like: Tensor, room: int = ROOM) -> None:
+        """Make an empty band for rows such as `like` (heads, any length, width), with `room` for further columns."""
+        self._room, self.rows, self.left, self.end = room, 0, 0, 0
         self._memory = like.new_zeros((0, like.shape[0], 0, like.shape[2]))
 
     @property
     def nbytes(self) -> int:
         return self._memory.nbytes
-
-    @property
-    def memory(self) -> Tensor:
-        """All slots and columns, (slots, heads, columns, width of a key)."""
-        return self._memory
 
     @property
     def width(self) -> int:
@@ -77,30 +68,19 @@ class Band:
         """Remove all rows."""
         self.rows = self.left = self.end = 0
 
-    def make_room(self, tokens: int) -> None:
-        """Move the rows now if `append` of this many tokens would."""
-        if self.end + tokens > self._memory.shape[2]:
-            slots = self._memory.shape[0]
-            self._relocate(min(slots, self._steady) if 0 < self.rows <= self._steady else slots, self.width)
-
     def append(self, new: Tensor) -> Tensor:
         """Append (rows, heads, T, width) and return all columns."""
         tokens = new.shape[2]
-        self.make_room(tokens)
+        if self.end + tokens > self._memory.shape[2]:
+            self._relocate(self._memory.shape[0], self.width)
         self._memory[: self.rows, :, self.end : self.end + tokens] = new
         self.end += tokens
         return self.view()
 
     def _relocate(self, slots: int, width: int) -> None:
-        """Copy the rows to memory with `width` columns at its left and room behind them, new or steady."""
-        _, heads, columns, size = self._memory.shape
-        rows, held, wanted = self.view(), self.width, width + self._room
-        steady = 0 < slots <= self._steady
-        if steady:
-            slots, wanted = self._steady, 1 << (wanted - 1).bit_length()
-        if steady and slots <= self._memory.shape[0] and wanted <= columns:
-            rows = rows.clone()
-        else:
-            self._memory = zeros_on_huge_pages((slots, heads, wanted, size), self._memory)
+        """Copy the rows to memory with `width` columns at its left and room behind them."""
+        _, heads, _, size = self._memory.shape
+        rows, held = self.view(), self.width
+        self._memory = zeros_on_huge_pages((slots, heads, width + self._room, size), self._memory)
         self._memory[: self.rows, :, width - held : width] = rows
         self.left, self.end = width - held, width

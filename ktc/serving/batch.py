@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ktc.serving.decoder import Decoder
 from ktc.serving.generation import Generation
-from ktc.serving.native_rows import MOST_ROWS
+from ktc.serving.pages import PagePool
 from ktc.serving.row_cache import CachedRow, RowCache
 
 
@@ -22,16 +22,25 @@ class RowBatch:
     def __init__(self, decoder: Decoder) -> None:
         self.running: list[Generation] = []
         self._decoder, self._native = decoder, decoder.native_rows()
-        self._rows = RowCache(steady=0 if self._native is None else MOST_ROWS)
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether native steps know its memory, so that an empty batch is worth keeping."""
-        return self._native is not None
+        self._rows = RowCache(decoder.paged)
 
     @property
     def nbytes(self) -> int:
+        """The memory of the running sequences."""
         return self._rows.nbytes
+
+    @property
+    def pool(self) -> PagePool | None:
+        """The pages of running sequences and of those that are kept, which make an empty batch worth keeping."""
+        return self._rows.pool
+
+    def compact(self) -> None:
+        """Release memory that no page needs."""
+        self._rows.compact()
+
+    def hold(self, row: CachedRow, beginning: CachedRow | None) -> CachedRow:
+        """Return a row to be kept, and to join once: see `RowCache.hold`."""
+        return self._rows.hold(row, beginning)
 
     def join(self, generation: Generation, row: CachedRow) -> None:
         """Add a sequence, whose cache lacks its last token."""
@@ -45,23 +54,27 @@ class RowBatch:
         self.running.pop()
 
     def row(self, at: int) -> CachedRow:
-        """Return a copy of a sequence's keys and values."""
+        """Return a sequence's keys and values, for later requests."""
         return self._rows.row(at)
 
     def step(self) -> Tensor:
         """Read the last token of every sequence; return the scores of the next, (rows, V)."""
         device = self._decoder.device
         ids = torch.tensor([[each.tokens[-1]] for each in self.running], device=device)
-        if self._native is not None and (found := self._native.scores(self._rows, ids)) is not None:
-            return found
+        self._rows.begin_step()
+        found = None if self._native is None else self._native.scores(self._rows, ids)
+        scores = self._eager(ids) if found is None else found
+        self._rows.appended()
+        return scores
+
+    def _eager(self, ids: Tensor) -> Tensor:
+        device = self._decoder.device
         lengths = torch.tensor(self._rows.lengths, device=device)[:, None]
         columns = self._rows.columns
         mask: Tensor | None = None
         if min(self._rows.lengths) < columns:
             mask = (torch.arange(columns + 1, device=device) >= columns - lengths).long()
-        scores = self._decoder.scores(ids, self._rows.cache, mask, lengths)
-        self._rows.appended()
-        return scores
+        return self._decoder.scores(ids, self._rows.cache, mask, lengths)
 
 
 class LoneBatch:

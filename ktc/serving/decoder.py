@@ -7,7 +7,7 @@ every layer of the cache holds keys and values by position; others run each with
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ktc.attention.paged_layers import paged_layers
 from ktc.model.growing_cache import GrowingLayer
 from ktc.model.int8_cache import Int8Layer
 from ktc.serving.generation import Generation
@@ -63,13 +64,20 @@ class Decoder:
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._arguments = frozenset(inspect.signature(self._base.forward).parameters)
         self.device = cast("torch.device", model.get_input_embeddings().weight.device)
+        self.paged: Final = paged_layers(self._base) if self.device.type == "cpu" else {}
+        """The layers whose attention reads pages, by their numbers."""
         asked = Request("probe", (0, 1), 1, model.generation_config)
         probe = Generation(asked, model)
         self.alone = self._reason(probe.cache)
-        self.size = CacheSize(())
+        self.size, self.is_all_paged = CacheSize(()), False
         if probe.cache is not None and not self.alone:
             self.scores(torch.tensor([asked.tokens], device=self.device), probe.cache, None, None)
-            self.size = _size(cached_row(probe.cache, 0, None, len(asked.tokens)))
+            row = cached_row(probe.cache, 0, None, len(asked.tokens))
+            self.size = _size(row)
+            layers = enumerate(zip(row.layers, row.windows, strict=True))
+            self.is_all_paged = all(
+                index in self.paged or layer is None or window is not None for index, (layer, window) in layers
+            )
 
     def scores(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Read ids (rows, T) after a cache; return the scores of the token after each row, fp32.
@@ -83,6 +91,12 @@ class Decoder:
             given["logits_to_keep"] = 1
         with torch.no_grad():
             return self._base(input_ids=ids, **given).logits[:, -1].float()
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        """Return the bytes of sequences of these lengths in one batch: in bands, all are as long as the longest."""
+        if self.is_all_paged:
+            return sum(map(self.size.of, lengths))
+        return len(lengths) * self.size.of(max(lengths))
 
     def native_rows(self) -> NativeRows | None:
         """Return what computes steps of a few rows natively, None for a model without native steps."""

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[Event]], None]
 Result = TypeVar("Result")
-_KEPT = 1 << 30  # bytes of an empty batch, most of which no row has touched
+_KEPT = 1 << 30  # bytes of pages that no sequence uses, most of which none has touched
 _PADDED = 1.5  # prompts are read side by side with at most this many times their tokens
 
 
@@ -82,7 +82,7 @@ class Engine:
         self._begun: dict[str, Generation] = {}  # waiting requests, whose tokens so far are read again
         self._most_rows = limits.batch  # fewer where memory was missing for a step; one more after each that ends
         self._batches: dict[str, RowBatch | LoneBatch] = {}
-        self._empty: dict[str, RowBatch] = {}  # whose memory native steps know
+        self._empty: dict[str, RowBatch] = {}  # that have pages
         self._prefixes = PrefixCache(0 if decoder.alone else limits.prefix_bytes)
         self.cached_tokens = 0  # of prompts, which were not read again
 
@@ -147,6 +147,9 @@ class Engine:
         """Drop keys and values of earlier prompts, and native steps: for a change of weights, on this thread."""
         self._prefixes.clear()
         self._empty.clear()
+        for batch in self._batches.values():
+            if isinstance(batch, RowBatch):
+                batch.compact()
 
     def refuse(self) -> None:
         """Refuse new requests from now on."""
@@ -333,21 +336,24 @@ class Engine:
                 self._join(reading)
         except Exception as error:
             done = True
+            batch = self._batches.get(reading.adapter)
+            joined = set[int]() if batch is None else set(map(id, batch.running))
+            left = [each for each in reading.generations if id(each) not in joined]
             if is_out_of_memory(error):
-                self._read_apart(reading, error)
+                self._read_apart(left, error)
             else:
                 log.exception("prompts could not be read")
-                self._fail(reading.generations, error)
+                self._fail(left, error)
         if done and reading is self._reading:
             self._reading = None
         return read
 
-    def _read_apart(self, reading: Reading, error: Exception) -> None:
+    def _read_apart(self, generations: Sequence[Generation], error: Exception) -> None:
         """Free what is kept for later, and read each prompt again, alone; one that was alone is refused."""
-        log.error("memory was missing for %d prompts: %s", len(reading.generations), _words(error))
+        log.error("memory was missing for %d prompts: %s", len(generations), _words(error))
         self.forget()
-        again = [each for each in reading.generations if each.request.name not in self._apart]
-        self._fail([each for each in reading.generations if each.request.name in self._apart], error)
+        again = [each for each in generations if each.request.name not in self._apart]
+        self._fail([each for each in generations if each.request.name in self._apart], error)
         self._apart.update(each.request.name for each in again)
         self._wait_again(again)
 
@@ -429,7 +435,7 @@ class Engine:
         running = {name: [each.request.longest for each in batch.running] for name, batch in self._batches.items()}
         for each in asked:
             running.setdefault(each.adapter, []).append(each.longest)
-        return sum(len(rows) * self._decoder.size.of(max(rows)) for rows in running.values()) <= self.limits.cache_bytes
+        return sum(map(self._decoder.bytes_of, running.values())) <= self.limits.cache_bytes
 
     def _join(self, reading: Reading) -> None:
         """Choose the first tokens of prompts that are read; the others join the batch."""
@@ -437,22 +443,37 @@ class Engine:
         read = [tuple(each.tokens) for each in reading.generations]
         tokens = choose(reading.generations, reading.scores)
         ends = self._add(reading.generations, tokens)
-        batch = self._batches.get(reading.adapter)
-        for at, (generation, end) in enumerate(zip(reading.generations, ends, strict=True)):
-            if self.limits.prefix_bytes and not self._decoder.alone:
-                self._prefixes.add(reading.adapter, read[at], reading.row(at).clone())
-            if end is None and generation.request.name in self._active:
-                if batch is None:
-                    batch = self._batches[reading.adapter] = self._new_batch(reading.adapter)
-                if isinstance(batch, RowBatch):
-                    batch.join(generation, reading.row(at))
-                else:
-                    batch.join(generation, reading.cache)
+        batch = self._batches.pop(reading.adapter, None) or self._new_batch(reading.adapter)
+        try:
+            for at, (generation, end) in enumerate(zip(reading.generations, ends, strict=True)):
+                continues = end is None and generation.request.name in self._active
+                if isinstance(batch, LoneBatch):
+                    if continues:
+                        batch.join(generation, reading.cache)
+                    continue
+                row = reading.row(at)
+                if self.limits.prefix_bytes:
+                    row = batch.hold(row, reading.beginning(at))
+                    self._prefixes.add(reading.adapter, read[at], row)
+                if continues:
+                    batch.join(generation, row)
+        finally:
+            if batch.running:
+                self._batches[reading.adapter] = batch
+            else:
+                self._keep(reading.adapter, batch)
 
     def _new_batch(self, adapter: str) -> RowBatch | LoneBatch:
         if self._decoder.alone:
             return LoneBatch(self._decoder)
         return self._empty.pop(adapter, None) or RowBatch(self._decoder)
+
+    def _keep(self, adapter: str, batch: RowBatch | LoneBatch) -> None:
+        """Keep an empty batch that has pages: kept prompts may be in them, and native steps know them."""
+        if isinstance(batch, RowBatch) and batch.pool is not None:
+            if batch.pool.nbytes > _KEPT:
+                batch.compact()
+            self._empty[adapter] = batch
 
     # Steps ------------------------------------------------------------------------------------------------------------
     def _step(self, adapter: str) -> None:
@@ -501,8 +522,7 @@ class Engine:
         self._most_rows = min(self.limits.batch, self._most_rows + 1)
         if not batch.running:
             del self._batches[adapter]
-            if isinstance(batch, RowBatch) and batch.is_steady and batch.nbytes <= _KEPT:
-                self._empty[adapter] = batch
+            self._keep(adapter, batch)
 
     def _add(self, generations: Sequence[Generation], tokens: Sequence[int | Exception]) -> list[End | None]:
         """Add one token to each sequence, and emit them. A fault in the choice of a token ends its sequence alone."""

@@ -1,10 +1,10 @@
-"""`NativeRows`: steps of a few sequences of a running batch as native programs, on the batch's own memory.
+"""`NativeRows`: steps of a few sequences of a running batch as native programs, on the batch's own pages.
 
 In: the rows of a batch. Out: the scores of every row's next token, or None for a step that the model computes itself.
 A program is recorded per number of rows and memory (`ktc.model.native_step`), when that number has taken some steps:
-a recording takes the time of about ten. Rows that join and leave change its inputs only: every row ends in the same
-column, which the step writes, and a mask hides the columns before the row.
-Refused with a warning (L453): a model that cannot be recorded, and layers with windows or without keys of their own.
+a recording takes the time of about ten. Rows that join and leave change its inputs only: every row ends in the last
+column, a mask hides the columns before the row, and the batch's table says where its pages are.
+Refused with a warning (L453): a model that cannot be recorded, and layers that are not in pages.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from transformers.cache_utils import Cache
 
 from ktc.model.cuda_graph import DecodeGraphs, Replay, record_step
 from ktc.model.model_state import foreign_hook
-from ktc.model.step_memory import StepLayer
-from ktc.serving.band import Band
 from ktc.serving.row_cache import RowCache
+from ktc.serving.row_layers import PagedStepLayer
 
 MOST_ROWS: Final = 8  # with more, products take the time of a step, and not the calls between them
 RECORDED_AFTER: Final = 8  # steps of one number of rows
-Bands = tuple[tuple[Band, Band], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The memory of a batch as a step sees it: `position` (1,) int64 is the column that the step writes."""
+    """The memory of a batch as a step sees it: `position` (1,) int64 is the last column, which the step writes."""
 
     position: Tensor
     cache: Cache
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, bands: Bands, rows: int) -> _Places:
-        position = torch.zeros(1, dtype=torch.int64)
-        held = [tuple(band.memory[:rows] for band in pair) for pair in bands]
-        cache = Cache(layers=[StepLayer(keys, values, position, is_sliding=False) for keys, values in held])
-        return cls(position, cache, (position, *(each for pair in held for each in pair)))
+    def of(cls, rows: RowCache) -> _Places:
+        assert rows.pool is not None
+        columns = rows.table.columns
+        position = torch.tensor([columns - 1])
+        layers = [PagedStepLayer(each, rows.table, position, columns) for each in rows.pool.layers.values()]
+        return cls(position, Cache(layers=layers), (position, *rows.memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,37 +69,31 @@ class NativeRows:
         return cls(model, graphs) if graphs is not None and graphs.means.device == "cpu" else None
 
     def scores(self, rows: RowCache, ids: Tensor) -> Tensor | None:
-        """Read ids (rows, 1); return the scores (rows, V) in fp32 of the next tokens, which the rows then count."""
+        """Read ids (rows, 1) in a step that `rows` has begun; return the scores (rows, V) in fp32 of what follows."""
         number = len(rows.lengths)
         if self._is_refused or number > MOST_ROWS:
             return None
-        bands = rows.bands()
-        if bands is None:
-            self._refuse("a layer has a window, or no keys and values of its own")
+        if not rows.is_in_pages:
+            self._refuse("a layer has a window, no keys and values of its own, or attention that reads no pages")
             return None
-        for band in (each for pair in bands for each in pair):
-            band.make_room(1)
-        self._follow(bands)
-        found = _inputs(bands[0][0], rows.lengths, ids)
-        step = self._steps.get(number) or self._recorded(bands, number, found)
+        self._follow(rows.memory)
+        found = _inputs(rows.table.columns, rows.lengths, ids)
+        step = self._steps.get(number) or self._recorded(rows, number, found)
         if step is None:
             return None
-        step.places.position.fill_(bands[0][0].end)
         for name, value in found.items():
             step.inputs[name].copy_(value)
         step.replay()()
-        rows.written()
         return cast("Tensor", step.output.logits)[:, -1].float()
 
-    def _follow(self, bands: Bands) -> None:
+    def _follow(self, memory: tuple[Tensor, ...]) -> None:
         """Forget the programs of memory that the rows have left."""
-        memory = tuple(band.memory for pair in bands for band in pair)
         if len(memory) != len(self._memory) or any(a is not b for a, b in zip(memory, self._memory, strict=True)):
             self._memory = memory
             self._steps.clear()
             self._taken.clear()
 
-    def _recorded(self, bands: Bands, number: int, found: dict[str, Tensor]) -> _Step | None:
+    def _recorded(self, rows: RowCache, number: int, found: dict[str, Tensor]) -> _Step | None:
         """Return a new program, or None before its number of rows is frequent, and where there is none."""
         self._taken[number] += 1
         if self._taken[number] <= RECORDED_AFTER:
@@ -108,8 +101,7 @@ class NativeRows:
         if hooked := foreign_hook(self._model):
             self._refuse(f"`{hooked}` has a forward hook")
             return None
-        places = _Places.of(bands, number)
-        places.position.fill_(bands[0][0].end)
+        places = _Places.of(rows)
         try:
             inputs, output, replay, _ = record_step(self._model, places, found, self._graphs.means)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code not made for programs
@@ -123,8 +115,8 @@ class NativeRows:
         self._graphs.tell(f"{reason} (in running batches)")
 
 
-def _inputs(band: Band, lengths: list[int], ids: Tensor) -> dict[str, Tensor]:
-    """Return ids, positions and present columns of all rows, which end in the same column."""
+def _inputs(columns: int, lengths: list[int], ids: Tensor) -> dict[str, Tensor]:
+    """Return ids, positions and present columns of all rows, which end in the last column."""
     of_rows = torch.tensor(lengths)[:, None]
-    present = torch.arange(band.memory.shape[2]) >= band.end - of_rows
+    present = torch.arange(columns) >= columns - 1 - of_rows
     return {"input_ids": ids, "position_ids": of_rows, "attention_mask": present.long()}

@@ -1,11 +1,12 @@
 """`PrefixCache`: keys and values of earlier sequences, for prompts that begin as they do.
 
 In: sequences with their keys and values. Out: the longest beginning of a prompt that is held, of the same adapter. The
-least recently used ones are dropped beyond a number of bytes.
+least recently used ones are dropped beyond a number of bytes, in which a page of several sequences counts once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ktc.serving.pages import Page
 from ktc.serving.row_cache import CachedRow
 
 _LEAST: Final = 16  # tokens: shorter beginnings are read again
@@ -24,7 +26,6 @@ class _Entry:
     beginning: _Beginning
     tokens: Tensor
     row: CachedRow
-    nbytes: int
 
 
 class PrefixCache:
@@ -38,6 +39,7 @@ class PrefixCache:
         self._limit, self.nbytes = limit, 0
         self._entries: dict[_Entry, None] = {}  # the last one was used last
         self._alike: dict[_Beginning, list[_Entry]] = {}
+        self._pages = Counter[Page]()  # how many sequences each belongs to
 
     def length(self, adapter: str, tokens: Sequence[int]) -> int:
         """Return the number of tokens of a prompt that `find` would return."""
@@ -53,9 +55,9 @@ class PrefixCache:
 
     def add(self, adapter: str, tokens: Sequence[int], row: CachedRow) -> None:
         """Hold a sequence, whose tensors must be its own. It replaces those that it begins with."""
-        if not len(tokens) >= _LEAST or row.nbytes > self._limit:
+        if not len(tokens) >= _LEAST or row.tensor_bytes + len(row.pages) * row.page_bytes > self._limit:
             return
-        new = _Entry(_beginning(adapter, tokens), torch.tensor(tokens), row, row.nbytes)
+        new = _Entry(_beginning(adapter, tokens), torch.tensor(tokens), row)
         for entry in self._alike.get(new.beginning, [])[:]:
             common = _common(entry.tokens, new.tokens)
             if common == len(new.tokens) and (entry.row.is_whole or common == len(entry.tokens)):
@@ -65,7 +67,9 @@ class PrefixCache:
                 self._drop(entry)
         self._entries[new] = None
         self._alike.setdefault(new.beginning, []).append(new)
-        self.nbytes += new.nbytes
+        added = [page for page in row.pages if page not in self._pages]
+        self._pages.update(row.pages)
+        self.nbytes += row.tensor_bytes + len(added) * row.page_bytes
         while self.nbytes > self._limit:
             self._drop(next(iter(self._entries)))
 
@@ -80,7 +84,12 @@ class PrefixCache:
 
     def _drop(self, entry: _Entry) -> None:
         del self._entries[entry]
-        self.nbytes -= entry.nbytes
+        row = entry.row
+        self._pages.subtract(row.pages)
+        dropped = [page for page in row.pages if not self._pages[page]]
+        for page in dropped:
+            del self._pages[page]
+        self.nbytes -= row.tensor_bytes + len(dropped) * row.page_bytes
         alike = self._alike[entry.beginning]
         alike.remove(entry)
         if not alike:

@@ -73,6 +73,10 @@ class Reading:
         """The cache of transformers that holds the only row."""
         return self._cache
 
+    def beginning(self, at: int) -> CachedRow | None:
+        """Return the beginning of a prompt that was cached already."""
+        return self._known[at]
+
     def row(self, at: int) -> CachedRow:
         """Return one prompt in the cache, as views where its tokens are not apart."""
         known, length = self._known[at], self._lengths[at]
@@ -84,7 +88,7 @@ class Reading:
         """Put the cached beginnings in the cache, aligned at their last token."""
         windows = next(row.windows for row in self._known if row is not None)
         for index, window in enumerate(windows):
-            parts = [None if row is None else row.layers[index] for row in self._known]
+            parts = [None if row is None else row.layer(index) for row in self._known]
             like = next((part for part in parts if part is not None), None)
             if like is None:
                 continue

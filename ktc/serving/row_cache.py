@@ -1,57 +1,83 @@
 """`RowCache`: the cache of a running batch, which sequences join and leave.
 
 In: a sequence's keys and values, as a cache of transformers made them, one tensor per layer. Out: a `DynamicCache` of
-all of them, aligned at the last token, so masks and windows are those of a batch that is padded on the left.
+all of them, aligned at the last token, so masks and windows are those of a batch that is padded on the left. Layers
+whose attention reads pages have a pool of them, of which sequences with the same beginning share those that are full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from ktc.attention.row_indices import RowIndices
-from ktc.serving.band import ROOM, Band
-from ktc.serving.int8_band import Int8Band, band_for
+from ktc.attention.decode import DecodeAttention
+from ktc.attention.paged_tensor import PAGE
+from ktc.serving.band import ROOM
+from ktc.serving.pages import LayerRow, Page, PagePool
+from ktc.serving.row_layers import PagedLayer, RowLayer, SlidingRowLayer
+from ktc.serving.row_table import RowTable
 
 
-class LayerRow(NamedTuple):
-    """Keys and values (heads, length, width) of one sequence in one layer; a window keeps its last tokens only."""
+@dataclass(frozen=True, slots=True)
+class HeldPages:
+    """The pages of a sequence in a pool."""
 
-    keys: Tensor
-    values: Tensor
+    pool: PagePool
+    pages: tuple[Page, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CachedRow:
-    """One sequence of `length` tokens in all layers; None for a layer that shares another's keys."""
+    """One sequence of `length` tokens in all layers; None for a layer that shares another's keys, or is in `held`."""
 
     length: int
     layers: tuple[LayerRow | None, ...]
     windows: tuple[int | None, ...]  # of each layer; None keeps every token
+    held: HeldPages | None = None
 
     @property
-    def nbytes(self) -> int:
+    def tensor_bytes(self) -> int:
+        """The bytes of what is not in pages."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer is not None)
+
+    @property
+    def pages(self) -> tuple[Page, ...]:
+        """The pages that hold the row, if any."""
+        return () if self.held is None else self.held.pages
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of one of its pages."""
+        return 0 if self.held is None else self.held.pool.page_bytes
 
     @property
     def is_whole(self) -> bool:
         """Whether every layer holds every token, so that the row can be shortened."""
         return all(layer is None or layer.keys.shape[1] == self.length for layer in self.layers)
 
+    def layer(self, index: int) -> LayerRow | None:
+        """Return the keys and values of a layer; those in pages are copied."""
+        if self.held is not None and index in self.held.pool.layers:
+            return self.held.pool.read(index, self.held.pages, self.length)
+        return self.layers[index]
+
     def first(self, length: int) -> CachedRow:
         """Return the first `length` tokens, as views. The row must be whole, or the length its own."""
+        if length == self.length:
+            return self
         layers = tuple(layer and LayerRow(*(each[:, :length] for each in layer)) for layer in self.layers)
-        return self if length == self.length else CachedRow(length, layers, self.windows)
+        held = self.held and replace(self.held, pages=self.held.pages[: -(-length // PAGE)])
+        return CachedRow(length, layers, self.windows, held)
 
     def clone(self) -> CachedRow:
-        """Return a copy that holds no other sequence's memory."""
+        """Return a copy that holds no other sequence's memory; pages stay the same ones."""
         layers = tuple(layer and LayerRow(*(each.clone() for each in layer)) for layer in self.layers)
-        return CachedRow(self.length, layers, self.windows)
+        return CachedRow(self.length, layers, self.windows, self.held)
 
 
 def window_of(layer: Any) -> int | None:
@@ -78,35 +104,77 @@ def _layer_row(layer: Any, at: int, kept: Tensor | None, length: int) -> LayerRo
 class RowCache:
     """The rows of a batch in one `cache`; each is as long as its sequence, and `columns` as the longest.
 
-    A `steady` one keeps its memory when the last row leaves (`Band`).
+    `paged` are the layers whose attention reads pages. Their pool stays when the last row leaves.
     """
 
-    def __init__(self, room: int = ROOM, steady: int = 0) -> None:
+    def __init__(self, paged: Mapping[int, DecodeAttention] | None = None, room: int = ROOM) -> None:
         self.cache = DynamicCache()
         self.lengths: list[int] = []
-        self._room, self._steady = room, steady
+        self.pool: PagePool | None = None
+        self.table = RowTable(())
+        self._paged, self._room = paged or {}, room
 
     @property
     def columns(self) -> int:
+        """The number of tokens of the longest row."""
         return max(self.lengths, default=0)
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self._layers)
+        """The memory of the rows, with the room that bands have."""
+        pages = {page for row in self.table.rows for page in row}
+        in_pages = 0 if self.pool is None else len(pages) * self.pool.page_bytes
+        return in_pages + sum(layer.nbytes for layer in self._layers)
 
     @property
-    def _layers(self) -> Sequence[RowLayer | SlidingRowLayer]:
+    def _layers(self) -> Sequence[PagedLayer | RowLayer | SlidingRowLayer]:
         return cast("Any", self.cache.layers)
+
+    @property
+    def is_in_pages(self) -> bool:
+        """Whether all layers with rows are in pages."""
+        return self.pool is not None and all(isinstance(layer, PagedLayer) for layer in self._layers)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """The tensors whose addresses a recorded step of rows in pages has."""
+        return self.table.tensors if self.pool is None else (*self.table.tensors, *self.pool.tensors)
+
+    def hold(self, row: CachedRow, beginning: CachedRow | None = None) -> CachedRow:
+        """Return a row for `join` and for later requests; it may join once.
+
+        Where it is in pages, it shares those that `beginning`, its first tokens, fills. Other layers are copied.
+        """
+        layers = enumerate(zip(row.layers, row.windows, strict=True))
+        in_pages = {
+            index: layer
+            for index, (layer, window) in layers
+            if layer is not None and window is None and index in self._paged
+        }
+        if not in_pages:
+            return row.clone()
+        if self.pool is None:
+            self.pool = PagePool(in_pages, self._paged)
+            self.table = RowTable([each.shape[0] for layer in in_pages.values() for each in layer])
+        shared: tuple[Page, ...] = ()
+        if beginning is not None and beginning.held is not None and beginning.held.pool is self.pool:
+            shared = beginning.pages[: beginning.length // PAGE]
+        pages = self.pool.store(in_pages, row.length, shared)
+        others = tuple(None if index in in_pages else layer for index, layer in enumerate(row.layers))
+        return replace(CachedRow(row.length, others, row.windows).clone(), held=HeldPages(self.pool, pages))
 
     def join(self, row: CachedRow) -> None:
         """Add a sequence after the others."""
+        if row.held is None and self._paged:
+            row = self.hold(row)
         if not self._layers:
-            made = [RowLayer(self._room, self._steady) if window is None else SlidingRowLayer(window, self._room)
-                    for window in row.windows]  # fmt: skip
-            cast("Any", self.cache).layers = made
+            cast("Any", self.cache).layers = [self._layer(row, index) for index in range(len(row.layers))]
         self.lengths.append(row.length)
+        if row.held is not None:
+            self.table.join(row.held.pages)
         for layer, content in zip(self._layers, row.layers, strict=True):
             if content is not None:
+                assert not isinstance(layer, PagedLayer)
                 layer.join(content)
             layer.set_columns(self.columns)
 
@@ -114,141 +182,46 @@ class RowCache:
         """Remove a sequence; the last one takes its place."""
         self.lengths[at] = self.lengths[-1]
         self.lengths.pop()
-        if not self.lengths and not self._steady:
+        if self.pool is not None:
+            self.table.leave(at)
+        if not self.lengths:
             self.cache = DynamicCache()
         for layer in self._layers:
-            layer.leave(at)
+            if not isinstance(layer, PagedLayer):
+                layer.leave(at)
             layer.set_columns(self.columns)
 
-    def bands(self) -> tuple[tuple[Band, Band], ...] | None:
-        """Return the keys and values of all layers, None where a layer has none of its own, a window, or codes."""
-        layers = [layer.bands if isinstance(layer, RowLayer) else () for layer in self._layers]
-        found = [[band for band in bands if isinstance(band, Band)] for bands in layers]
-        return tuple((each[0], each[1]) for each in found if len(each) == 2) if all(map(len, found)) else None
-
     def row(self, at: int) -> CachedRow:
-        """Return a copy of a sequence."""
+        """Return a sequence: a copy, or its pages, into which no other row may write."""
         length = self.lengths[at]
-        layers = self._layers
-        return CachedRow(length, tuple(each.row(at, length) for each in layers), tuple(map(window_of, layers))).clone()
+        rows = tuple(None if isinstance(each, PagedLayer) else each.row(at, length) for each in self._layers)
+        held = None if self.pool is None else HeldPages(self.pool, tuple(self.table.rows[at]))
+        return CachedRow(length, rows, tuple(map(window_of, self._layers)), held).clone()
+
+    def begin_step(self) -> None:
+        """Make room in pages for the next token of every sequence."""
+        if self.pool is None:
+            return
+        full = [at for at, length in enumerate(self.lengths) if length == len(self.table.rows[at]) * PAGE]
+        for at, page in zip(full, self.pool.take(len(full)), strict=True):
+            self.table.grow(at, page)
+        self.table.step(self.lengths)
 
     def appended(self) -> None:
-        """Count the token that a forward pass has appended to every sequence."""
+        """Count the token that a step has appended to every sequence."""
         self.lengths = [length + 1 for length in self.lengths]
-
-    def written(self) -> None:
-        """Count the token that a native step has written behind every sequence, into all `bands`."""
         for layer in self._layers:
-            if isinstance(layer, RowLayer):
-                layer.written()
-        self.appended()
+            if isinstance(layer, PagedLayer):
+                layer.set_columns(self.columns)
 
+    def compact(self) -> None:
+        """Release memory that no page needs."""
+        if self.pool is not None:
+            self.pool.compact()
+            self.table.renew()
 
-class _Rows:
-    """The bands of a layer; empty until a row with content joins."""
-
-    _keys: Band | Int8Band | None
-    _values: Band | Int8Band | None
-    _room: int
-    _steady = 0
-    is_initialized: bool
-
-    @property
-    def nbytes(self) -> int:
-        return sum(band.nbytes for band in self.bands)
-
-    @property
-    def bands(self) -> tuple[Band | Int8Band, ...]:
-        """Keys and values, nothing before a row with content."""
-        return () if self._keys is None or self._values is None else (self._keys, self._values)
-
-    def join(self, row: LayerRow) -> None:
-        if self._keys is None or self._values is None:
-            self._keys, self._values = (band_for(each, self._room, self._steady) for each in row)
-            self.is_initialized = True
-        self._keys.join(row.keys)
-        self._values.join(row.values)
-
-    def leave(self, at: int) -> None:
-        for band in self.bands:
-            band.leave(at)
-
-    def row(self, at: int, length: int) -> LayerRow | None:
-        if self._keys is None or self._values is None:
-            return None
-        kept = min(length, self._keys.width)
-        return LayerRow(self._keys.row(at, kept), self._values.row(at, kept))
-
-
-class RowLayer(_Rows, DynamicLayer):
-    """A layer that keeps every token. Sparse attention keeps the index of every row in `row_indices`."""
-
-    def __init__(self, room: int, steady: int = 0) -> None:
-        DynamicLayer.__init__(self)
-        self._keys = self._values = None
-        self._room, self._steady = room, steady
-        self._columns = 0
-        self.row_indices = RowIndices()
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self.row_indices.nbytes
-
-    def join(self, row: LayerRow) -> None:
-        super().join(row)
-        self.row_indices.join()
-
-    def leave(self, at: int) -> None:
-        super().leave(at)
-        if self.is_initialized:
-            self.row_indices.leave(at)
-
-    def set_columns(self, columns: int) -> None:
-        """Keep the columns that a row still has."""
-        self._columns = columns
-        self.keys = self.values = None  # they would keep memory that the bands have left
-        for band in self.bands:
-            band.trim(columns)
-            if not band.rows:
-                band.clear()
-
-    def written(self) -> None:
-        """Take a column that was written behind the last one."""
-        self._columns += 1
-        for band in self.bands:
-            assert isinstance(band, Band), "native steps write no codes"
-            band.end += 1
-
-    def get_seq_length(self) -> int:
-        return self._columns
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append (rows, heads, T, width), and return all keys and values."""
-        assert self._keys is not None and self._values is not None
-        self._columns += key_states.shape[2]
-        self.keys, self.values = self._keys.append(key_states), self._values.append(value_states)
-        return self.keys, self.values
-
-
-class SlidingRowLayer(_Rows, DynamicSlidingWindowLayer):
-    """A layer that keeps the last `window` - 1 tokens."""
-
-    def __init__(self, window: int, room: int) -> None:
-        DynamicSlidingWindowLayer.__init__(self, sliding_window=window)
-        self._keys = self._values = None
-        self._room = room
-
-    def set_columns(self, columns: int) -> None:
-        """Keep the columns that a row still has."""
-        self.cumulative_length = columns
-        for band in self.bands:
-            band.trim(min(columns, self.sliding_window - 1))
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append (rows, heads, T, width), and return the keys and values before and in it."""
-        assert self._keys is not None and self._values is not None
-        self.cumulative_length += key_states.shape[2]
-        found = self._keys.append(key_states), self._values.append(value_states)
-        for band in self.bands:
-            band.trim(self.sliding_window - 1)
-        return found
+    def _layer(self, row: CachedRow, index: int) -> PagedLayer | RowLayer | SlidingRowLayer:
+        if self.pool is not None and index in self.pool.layers:
+            return PagedLayer(self.pool.layers[index], self.table)
+        window = row.windows[index]
+        return RowLayer(self._room) if window is None else SlidingRowLayer(window, self._room)

@@ -20,9 +20,10 @@ from ktc.serving.decoder import Decoder
 from ktc.serving.engine import Engine
 from ktc.serving.generation import Generation
 from ktc.serving.native_rows import MOST_ROWS, NativeRows
+from ktc.serving.pages import LayerRow
 from ktc.serving.reading import Reading
 from ktc.serving.request import Limits, Request
-from ktc.serving.row_cache import CachedRow, LayerRow, RowCache
+from ktc.serving.row_cache import CachedRow, RowCache
 from ktc.steps.program import StepProgram
 
 pytestmark = [
@@ -105,7 +106,8 @@ def test_rows_join_and_leave_a_program_of_their_number(model: Any, programs: lis
     half = len(pair.batches[0].running)
     for native, eager in zip(pair.rows()[:half], pair.rows()[half:], strict=True):
         assert native.length == eager.length
-        for one, other in zip(native.layers, eager.layers, strict=True):
+        for index in range(len(native.layers)):
+            one, other = native.layer(index), eager.layer(index)
             assert one is not None and other is not None
             for a, b in zip(one, other, strict=True):
                 assert float((a - b).norm()) <= 0.02 * float(b.norm())
@@ -161,7 +163,7 @@ def test_windows_and_faults_are_told(
 ) -> None:
     native = NativeRows.of(model)
     assert native is not None
-    rows, ids = RowCache(steady=MOST_ROWS), torch.zeros(1, 1, dtype=torch.int64)
+    rows, ids = RowCache(), torch.zeros(1, 1, dtype=torch.int64)
     row: Tensor = torch.zeros(2, 5, 4)
     rows.join(CachedRow(9, (LayerRow(row, row),), (6,)))
     monkeypatch.setattr(native._graphs, "_told", set())

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from ktc.serving import prefix_cache
 from ktc.serving.decoder import Decoder
 from ktc.serving.engine import Engine
+from ktc.serving.pages import LayerRow
 from ktc.serving.prefix_cache import PrefixCache
 from ktc.serving.request import Limits, Request
-from ktc.serving.row_cache import CachedRow, LayerRow
+from ktc.serving.row_cache import CachedRow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHARED = tuple(range(20, 44))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktc.attention.int8_tensor import Int8Tensor
 from ktc.serving.band import Band
-from ktc.serving.row_cache import CachedRow, LayerRow, RowCache
+from ktc.serving.pages import LayerRow
+from ktc.serving.row_cache import CachedRow, RowCache
 
 WINDOW = 6
 
@@ -18,8 +18,8 @@ WINDOW = 6
 class Rows:
     """A cache beside the same rows as plain tensors: one layer of all tokens, a window, and a layer without content."""
 
-    def __init__(self, room: int, steady: int = 0) -> None:
-        self.cache, self.rows, self._count = RowCache(room, steady), list[Tensor](), 0
+    def __init__(self, room: int) -> None:
+        self.cache, self.rows, self._count = RowCache(room=room), list[Tensor](), 0
 
     def tokens(self, num: int) -> Tensor:
         self._count += num
@@ -51,10 +51,9 @@ class Rows:
         self.cache.appended()
 
 
-@pytest.mark.parametrize("steady", [0, 4])
 @pytest.mark.parametrize("room", [1, 3, 64])
-def test_rows_keep_their_tokens_through_joins_steps_and_leaves(room: int, steady: int) -> None:
-    chance, rows = random.Random(room), Rows(room, steady)
+def test_rows_keep_their_tokens_through_joins_steps_and_leaves(room: int) -> None:
+    chance, rows = random.Random(room), Rows(room)
     for _ in range(120):
         if len(rows.rows) < 2 or (len(rows.rows) < 7 and chance.random() < 0.3):
             rows.join(chance.choice((1, 3, WINDOW, 9, 20)))
@@ -66,29 +65,6 @@ def test_rows_keep_their_tokens_through_joins_steps_and_leaves(room: int, steady
         assert whole is not None and window is not None and nothing is None
         assert torch.equal(whole.keys, rows.rows[at]) and torch.equal(whole.values, -rows.rows[at])
         assert torch.equal(window.keys, rows.rows[at][:, -WINDOW + 1 :])
-
-
-def test_rows_of_codes_keep_them_beside_others() -> None:
-    draw, cache, rows = torch.Generator().manual_seed(4), RowCache(2), list[Tensor]()
-    for length in (5, 9, 3):
-        rows.append(torch.randn(2, length, 8, generator=draw))
-        held = Int8Tensor.of(rows[-1])
-        cache.join(CachedRow(length, (LayerRow(held, held),), (None,)))
-    for at in (None, 0, None, 0):
-        if at is not None:
-            cache.leave(at)
-            rows[at] = rows[-1]
-            rows.pop()
-        new = torch.randn(len(rows), 2, 1, 8, generator=draw)
-        keys, _ = cache.cache.update(new, new, 0)
-        cache.appended()
-        rows = [torch.cat(pair, dim=1) for pair in zip(rows, new, strict=True)]
-        for number, row in enumerate(rows):
-            wanted, found = Int8Tensor.of(row), cache.row(number).layers[0]
-            assert found is not None and isinstance(found.keys, Int8Tensor) and isinstance(keys, Int8Tensor)
-            assert torch.equal(found.keys.codes, wanted.codes)
-            assert torch.equal(keys.scales[number, :, -row.shape[1] :], wanted.scales)
-    assert cache.bands() is None
 
 
 def test_an_empty_cache_holds_no_memory() -> None:
