@@ -41,7 +41,7 @@ class _Places:
         columns = rows.table.columns
         position = torch.tensor([columns - 1])
         layers = [PagedStepLayer(each, rows.table, position, columns) for each in rows.pool.layers.values()]
-        return cls(position, Cache(layers=layers), (position, *rows.memory))
+        return cls(position, Cache(layers=cast("Any", layers)), (position, *rows.memory))
 
 
 @dataclass(frozen=True, slots=True)
