@@ -1,17 +1,18 @@
 """Where the engine of `ktc serve` spends processor time: clients in a closed loop, without HTTP.
 
-OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/serving_engine.py build/olmoe4_served 64 50
+OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/serving_engine.py build/olmoe4_served 64 50 [--system 2048]
 
 In: OUT, the number of clients, and seconds of processor time. Requests are those of `ktc bench serve --new-tokens
-64-192`. On one CPU all kernels run on one thread, so the parts are the whole.
+64-192`; with `--system` all prompts begin with the same tokens, so many, which the first request reads before the
+others come. On one CPU all kernels run on one thread, so the parts are the whole.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import queue
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,11 +44,13 @@ def timed(spent: Counter[str], part: str, call: Callable[..., Any]) -> Callable[
     return counted
 
 
-def run(out: Path, clients: int, seconds: float) -> None:
+def run(out: Path, clients: int, seconds: float, system: int) -> None:
     spent, ended, tokens, chance = Counter[str](), queue.Queue[str](), [0], random.Random(7)
     for part, owner, name in _PARTS:
         setattr(owner, name, timed(spent, part, getattr(owner, name)))
     model = open_language_model(out).model
+    beginning = tuple(chance.randrange(model.config.vocab_size) for _ in range(system))
+    most = Counter[str]()
 
     def emit(events: Any) -> None:
         tokens[0] += sum(len(event.tokens) for event in events)
@@ -60,10 +63,15 @@ def run(out: Path, clients: int, seconds: float) -> None:
         if number % 2:
             config.update(do_sample=True, temperature=0.8, top_k=0)
         prompt = tuple(chance.randrange(model.config.vocab_size) for _ in range(chance.randint(16, 128)))
-        return Request(f"{number}", prompt, chance.randint(64, 192), config, number)
+        return Request(f"{number}", beginning + prompt, chance.randint(64, 192), config, number)
 
     serving = engine.Engine(Decoder(model), Limits(clients, cache_bytes=6 << 30, prefix_bytes=2 << 30), emit)
     serving.start()
+    if beginning:
+        serving.submit(Request("first", beginning, 1, model.generation_config))
+        ended.get()
+        tokens[0] = 0
+        spent.clear()
     sent, begun, before = clients, time.process_time(), (0.0, 0)
     for number in range(clients):
         serving.submit(request(number))
@@ -71,6 +79,8 @@ def run(out: Path, clients: int, seconds: float) -> None:
         if now - before[0] >= _EACH:
             print(f"{now:6.1f} s  {(tokens[0] - before[1]) / (now - before[0]):6.1f} tokens per CPU second", flush=True)
             before = now, tokens[0]
+        held = {"running requests": serving.cache_bytes, "kept prompts": serving.prefix_bytes}
+        most |= Counter(held | {"both": sum(held.values())})
         try:
             ended.get(timeout=0.2)
         except queue.Empty:
@@ -80,8 +90,15 @@ def run(out: Path, clients: int, seconds: float) -> None:
     print(f"{clients} clients, {sent} requests: {tokens[0] / now:.1f} tokens per CPU second")
     for part, of in spent.most_common():
         print(f"  {part:20} {of:6.2f} s  {of / now:6.1%}")
+    print("most memory of " + ", ".join(f"{name}: {of / 1e6:,.0f} MB" for name, of in most.items()))
     serving.stop()
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("clients", type=int)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--system", type=int, default=0, help="tokens that all prompts begin with")
+    given = parser.parse_args()
+    run(given.out, given.clients, given.seconds, given.system)

@@ -28,6 +28,7 @@ from ktc.files import file_digest
 from ktc.host import NumaNode
 
 MAX_NODES: Final = 16  # `kMaxNodes`
+INTERFACE: Final = 2  # `kInterface`, the arguments of the functions of a library
 Strides = tuple[int, int, int]  # of expert, output and rank
 # A, B and their gradients (addresses, or 0), rank (0: no LoRA), scale, whether the outputs are interleaved, where B and
 # its gradient have their values.
@@ -453,14 +454,13 @@ def _opened(path: Path, digest: str) -> _Module:
         raise InputRefused(
             Diagnostic("L412", f"the kernel library `{path}` cannot be loaded: {error}", hint="compile the model again")
         ) from error
+    if getattr(module, "interface", 1) != INTERFACE:
+        message = f"the kernel library `{path}` was built by another version of ktc: its functions have other arguments"
+        raise InputRefused(Diagnostic("L412", message, hint="compile the model again"))
     return cast("_Module", module)
 
 
 @functools.cache
 def _engine(path: Path, digest: str, threads: int, nodes: tuple[NumaNode, ...], own: bool) -> Engine:
     functions = openmp.NONE if own else openmp.functions()
-    try:
-        return _opened(path, digest).Engine(threads, [node.cpus for node in nodes], functions)
-    except TypeError as error:  # of pybind11: it was built when engines had other arguments
-        message = f"the kernel library `{path}` was built by another version of ktc: its engine has other arguments"
-        raise InputRefused(Diagnostic("L412", message, hint="compile the model again")) from error
+    return _opened(path, digest).Engine(threads, [node.cpus for node in nodes], functions)

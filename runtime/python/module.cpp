@@ -43,6 +43,9 @@ void ktc_python::expose(py::module_& library, const sparse_attention::Entry& ent
   library.def(entry.name, entry.make);
 }
 
+// Of the functions of this module, `INTERFACE` of `ktc/experts/kernel_library.py`: it changes with their arguments.
+static constexpr int kInterface = 2;
+
 // A library's classes, threads and workspace belong to a process, and its calls release one interpreter's lock.
 static constexpr const char* kMainAlone =
     "ktc's kernels run in the main interpreter of a process alone, not in a subinterpreter";
@@ -54,6 +57,7 @@ static bool in_main_interpreter() {
 PYBIND11_MODULE(ktc_kernels_of_main, library) {
   if (!in_main_interpreter())
     throw py::import_error(kMainAlone);  // where Python ran the function below in the main one
+  library.attr("interface") = kInterface;
   ktc_python::add_engine(library);
   ktc_python::add_host_call(library);
   ktc_python::fused_moe::add_classes(library);

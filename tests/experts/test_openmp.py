@@ -13,8 +13,7 @@ import torch
 from kernel_layers import ISAS, random_layer, spec_of
 
 from ktc import host
-from ktc.diagnostics import InputRefused
-from ktc.experts import kernel_library, openmp
+from ktc.experts import openmp
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
 from ktc.experts.stock_layout import canonical_parts
@@ -79,15 +78,3 @@ def test_a_call_runs_on_the_threads_of_pytorch(kernels: KernelLibrary) -> None:
 
 if __name__ == "__main__":
     observations(KernelLibrary(Path(sys.argv[1]), sys.argv[2], ((SPEC.entry, sys.argv[3]),)))
-
-
-def test_a_library_from_before_these_threads_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Built:
-        def Engine(self, threads: int, nodes: list[tuple[int, ...]], /) -> None: ...
-
-    monkeypatch.setattr(kernel_library, "_opened", lambda *_: Built())
-    library = KernelLibrary(tmp_path / "old.so", "0" * 64, (("experts", "bf16"),))
-    with pytest.raises(InputRefused, match="L412") as refused:
-        library.kernel("experts").engine(1)
-    (found,) = refused.value.diagnostics
-    assert "old.so" in found.message and found.hint == "compile the model again"
