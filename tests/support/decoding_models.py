@@ -1,4 +1,4 @@
-"""Small models that decode chunk by chunk, stock and with absorbed attention."""
+"""Small models that decode chunk by chunk or by `generate`, stock and with absorbed attention."""
 
 from __future__ import annotations
 
@@ -61,6 +61,16 @@ def decoded(model: PreTrainedModel, cache: Any = None) -> Tensor:
             out.append(model(input_ids=ids[:, at : at + chunk], **given).logits)
             at += chunk
     return torch.cat(out, 1)[mask.bool()]
+
+
+def generated(model: Any, rows: int = 2, **options: Any) -> Tensor:
+    """Prompts of 9 tokens, all but the first padded on the left, with 24 greedy ones unless `options` say otherwise."""
+    ids = torch.randint(3, model.config.vocab_size, (rows, 9), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[1:, :2] = 0
+    return model.generate(
+        ids, attention_mask=mask, pad_token_id=0, **{"max_new_tokens": 24, "do_sample": False} | options
+    )
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
