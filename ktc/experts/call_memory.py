@@ -2,15 +2,21 @@
 
 In: the inputs of a call on the GPU. Out: the same in pinned memory, after one kernel, where a copy of each would be
 three; and the result on the GPU, after one more. A kernel begins sooner after another kernel than a copy does.
-A GPU that the memory was not pinned for takes copies instead.
+A GPU that the memory was not pinned for takes copies instead, and the log says so, once (L455).
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
+
+from ktc.diagnostics import Diagnostic, render
+
+log = logging.getLogger(__name__)
 
 _WORD: Final = torch.int16  # what the kernel takes all inputs for: every dtype of them is a multiple of it
 _INTERFACE: Final = 3  # version of `__cuda_array_interface__`
@@ -65,11 +71,20 @@ class _Array:
 
 
 def _seen_by(memory: Tensor, device: torch.device) -> Tensor | None:
-    """Return pinned memory as a tensor of a GPU, None where it is another device's."""
+    """Return pinned memory as a tensor of a GPU. None on the host, and with a warning where it is another GPU's."""
     if device.type != "cuda":
         return None
     with torch.inference_mode(mode=False):
         seen = torch.as_tensor(_Array(memory), device=device)
     if seen.data_ptr() != memory.data_ptr():
+        _tell_of_copies(device)
         return None
     return seen.view(memory.dtype).view(memory.shape)
+
+
+@functools.cache
+def _tell_of_copies(device: torch.device) -> None:
+    """Warn (L455) that calls of experts take copies to and from `device`. Once per process and device."""
+    message = f"inputs and results of experts are copied to and from `{device}`: another GPU pinned their memory"
+    hint = "let the process see one GPU (`CUDA_VISIBLE_DEVICES`); see `ktc explain L455`"
+    log.warning("%s", render([Diagnostic("L455", message, hint=hint, severity="warning")]))
