@@ -27,6 +27,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="build kernels with the flags of the product, not at -O1")
 
 
+def pytest_configure() -> None:
+    """Garbage in circles is searched for a hundredth as often: graphs make many objects, and nearly all of them stay.
+
+    A test that counts on it calls `gc.collect` itself.
+    """
+    gc.set_threshold(7000, 10, 100)
+
+
 def pytest_collection_finish() -> None:
     """Torch and transformers, which live as long as the process, are not searched for garbage again and again."""
     gc.collect()
