@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from parsed_sources import trees
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
-from places import ROOT
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -33,7 +33,6 @@ KNOWN = {
     "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module", "_resolve_model",
     "_sample", "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request", "_version",
 }  # fmt: skip
-FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "ktc").rglob("*.py"))}
 
 
 def is_private(name: str) -> bool:
@@ -42,7 +41,7 @@ def is_private(name: str) -> bool:
 
 def own_names() -> set[str]:
     """Private names that ktc itself defines."""
-    nodes = [node for tree in FILES.values() for node in ast.walk(tree)]
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     stored = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     own = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
@@ -69,7 +68,7 @@ def foreign(tree: ast.Module, own: set[str]) -> Iterator[str]:
 
 def test_training_uses_private_names_in_one_file() -> None:
     own = own_names()
-    rooms = {path.relative_to(ROOT / "ktc"): set(foreign(tree, own)) for path, tree in FILES.items()}
+    rooms = {Path(file).relative_to("ktc"): set(foreign(tree, own)) for file, tree in trees().items()}
     training = {path.name: names for path, names in rooms.items() if path.parts[0] == "training" and names}
     assert training.keys() == {"private_api.py"}
     others = {name for path, names in rooms.items() if path.parts[0] != "training" for name in names}

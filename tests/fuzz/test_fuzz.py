@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from places import ROOT
+from parsed_sources import trees
 
 from fuzz.fuzzing import Kind, outcome, run
 from fuzz.kinds import KINDS
@@ -152,16 +152,10 @@ PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "mar
 COMPILED = {"ktc/model/graph_block.py"}  # the code of a block, which its manifest seals
 
 
-TREES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted((ROOT / "ktc").rglob("*.py"))
-}
-
-
 def test_nothing_that_is_read_is_run() -> None:
     faults = [
         f"{file}:{node.lineno} {ast.unparse(node.func)}"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and file not in COMPILED and runs_code(node)
     ]
@@ -183,7 +177,7 @@ def runs_code(call: ast.Call) -> bool:
 
 
 def test_no_file_of_ktc_imports_a_reader_of_pickles() -> None:
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
