@@ -23,8 +23,9 @@ from ktc.plan.linear_spec import LinearSpec
 SPECS, QUICK = LINEARS, QUICK_LINEARS
 EACH = [quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in SPECS]
 BOUNDS = {"bf16": 3e-3, "fp16": 1e-3, "fp32": 1e-6}
-# Outputs and inputs: whole lanes, one number short and beyond, less than lanes, more than a worker takes at once.
-SHAPES = ((64, 96), (37, 70), (1, 1), (5, 15), (17, 16), (16, 17), (130, 33), (3, 1000))
+# Outputs and inputs: whole lanes, one number short and beyond, less than lanes, more than a worker takes at once,
+# several stretches of inputs for three rows, and for one.
+SHAPES = ((64, 96), (37, 70), (1, 1), (5, 15), (17, 16), (16, 17), (130, 33), (3, 1000), (19, 2099), (3, 8300))
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +69,20 @@ def test_neither_threads_nor_other_rows_change_a_bit(
 ) -> None:
     monkeypatch.setattr(host, "usable_threads", lambda: 8)
     monkeypatch.setattr("ktc.linears.gemv._BYTES_PER_THREAD", 1)
-    x, weight, bias = layer(spec, 8, 131, 203)
-    alone = gemv(library, spec)(x, weight, bias)
-    for threads in (2, 3, 5):
-        assert torch.equal(gemv(library, spec, threads)(x, weight, bias), alone), threads
-    for row in range(8):
-        assert torch.equal(gemv(library, spec)(x[row : row + 1], weight, bias)[0], alone[row]), row
+    for shape in ((131, 203), (37, 4200)):  # 4,200 inputs are two stretches for one row and five for four
+        x, weight, bias = layer(spec, 8, *shape)
+        alone = gemv(library, spec)(x, weight, bias)
+        for threads in (2, 3, 5):
+            assert torch.equal(gemv(library, spec, threads)(x, weight, bias), alone), threads
+        for row in range(8):
+            assert torch.equal(gemv(library, spec)(x[row : row + 1], weight, bias)[0], alone[row]), row
+
+
+@pytest.mark.parametrize("spec", EACH[:3])
+def test_an_output_of_no_inputs_is_its_bias(library: KernelLibrary, spec: LinearSpec) -> None:
+    for rows in range(1, 9):
+        x, weight, bias = layer(spec, rows, 37, 0)
+        assert torch.equal(gemv(library, spec)(x, weight, bias), bias.expand(rows, 37))
 
 
 @pytest.mark.slow

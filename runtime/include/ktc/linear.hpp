@@ -2,8 +2,9 @@
 // PyTorch stores it. So there is one copy of it, and training and merged adapters see the same bytes.
 //
 // An output is one dot product along a row of W, summed in fp32 in an order that only the number of inputs decides:
-// neither the threads nor the other rows of x change a bit. Memory is the limit, and a row of W is loaded once for up
-// to four rows of x; the others find it in a cache.
+// neither the threads nor the other rows of x change a bit. Memory is the limit, and W is loaded once for up to four
+// rows of x; the others find it in a cache. Where these rows of x would fill L1, 16 outputs are summed stretch by
+// stretch of the inputs, so that x stays in L1 beside the lines of W that are fetched ahead.
 #pragma once
 
 #include <algorithm>
@@ -114,9 +115,14 @@ class Linear final : public LinearKernel {
 
  private:
   static constexpr std::int64_t kAtATime = 16;  // outputs that a worker takes together
-  static constexpr int kRowsTogether = 4;       // of x, for which a row of W is loaded once
   // Sums of an output, side by side: a single chain of additions would wait for its own latency, not for memory.
   static constexpr int kChains = Isa::kMaxRows >= 12 ? 4 : 2;
+  static constexpr std::int64_t kStep = kChains * kHalfPanel;
+  // Rows of x, for which a row of W is loaded once. Sums of four fill all registers of AVX2 and would be spilled.
+  static constexpr int kRowsTogether = kChains == 4 ? 4 : 3;
+  // Of x, at most, for a stretch. An L1 of 32 KB has space beside it for the lines that are fetched meanwhile.
+  static constexpr std::int64_t kStretchBytes = 16384;
+  static constexpr std::int64_t kBytesAhead = 8192;  // of W in L1; with 4 KB, four rows read 23 GB/s instead of 28
 
   template <class Fetched>
   struct Product;
@@ -168,19 +174,63 @@ class Linear final : public LinearKernel {
       }
     }
 
-    // One output after the other: a row of W is then one stream of memory, which processors prefetch best.
     template <int kRows>
     void rows(std::int64_t row, Range outputs) const {
-      for (std::int64_t output = outputs.begin; output < outputs.end; ++output) dot<kRows>(row, output);
+      constexpr std::int64_t kMostInputs = kStretchBytes / static_cast<std::int64_t>(kRows * sizeof(float));
+      const std::int64_t inputs = arguments.inputs;
+      if (kRows >= 3 || inputs > kMostInputs) {
+        const std::int64_t stretches = std::max<std::int64_t>((inputs + kMostInputs - 1) / kMostInputs, 1);
+        const std::int64_t steps = std::max<std::int64_t>((inputs + kStep - 1) / kStep, 1);
+        return by_stretches<kRows>(row, outputs, (steps + stretches - 1) / stretches * kStep);
+      }
+      // One output after the other: a row of W is then one stream of memory, which processors prefetch best.
+      for (std::int64_t output = outputs.begin; output < outputs.end; ++output) {
+        dot<kRows, Fetched>(row, output, {0, inputs}, nullptr, weights_of(output));
+      }
     }
 
+    // All outputs for a stretch of the inputs, then for the next one. Where stretches end, the processor loses the
+    // stream of memory, so each line of W is prefetched.
     template <int kRows>
-    [[gnu::noinline]] void dot(std::int64_t row, std::int64_t output) const {
-      constexpr std::int64_t kStep = kChains * kHalfPanel;
-      const std::int64_t inputs = arguments.inputs, whole = inputs / kHalfPanel * kHalfPanel;
-      const Element* weight = static_cast<const Element*>(arguments.weight) + output * inputs;
+    void by_stretches(std::int64_t row, Range outputs, std::int64_t stretch) const {
+      const std::int64_t inputs = arguments.inputs;
+      const std::int64_t ahead =
+          std::max<std::int64_t>(kBytesAhead / (stretch * static_cast<std::int64_t>(sizeof(Element))), 1);
+      alignas(kCacheLine) float sums[kAtATime * kRows * kStep];
+      std::int64_t begin = 0;
+      do {  // also without inputs, where an output is its bias
+        const Range columns{begin, std::min(begin + stretch, inputs)};
+        for (std::int64_t output = outputs.begin; output < outputs.end; ++output) {
+          // The same columns of a later output, or else the next stretch, or else outputs that follow these.
+          const Element* fetched = weights_of(output + ahead);
+          if (output + ahead >= outputs.end) {
+            fetched += columns.end < inputs ? stretch - outputs.size() * inputs : -begin;
+          }
+          float* unfinished = sums + (output - outputs.begin) * kRows * kStep;
+          dot<kRows, FetchedLines<3, 0>>(row, output, columns, unfinished, fetched);
+        }
+        begin += stretch;
+      } while (begin < inputs);
+    }
+
+    // Sums begin as zeros in the first stretch, and as `unfinished` (rows, chains, lanes) in the others; all but the
+    // last stretch leave them there. So the order of a sum does not depend on the stretches.
+    template <int kRows, class FetchedHere>
+    [[gnu::noinline]] void dot(std::int64_t row, std::int64_t output, Range columns, float* unfinished,
+                               const Element* fetched) const {
+      const std::int64_t inputs = arguments.inputs, whole = columns.end / kHalfPanel * kHalfPanel;
+      const Element* weight = weights_of(output);
       const float* values = x + row * padded;
       Sum sums[kRows][kChains];
+      const auto for_each_sum = [&](auto&& body) {
+#pragma GCC unroll 4
+        for (int each = 0; each < kRows; ++each) {
+#pragma GCC unroll 4
+          for (int chain = 0; chain < kChains; ++chain) {
+            body(sums[each][chain].lanes, unfinished + each * kStep + chain * kHalfPanel);
+          }
+        }
+      };
       const auto add = [&](int chain, const Element* at, std::int64_t column) {
         const Lanes weights = widened<Lanes>(at);
 #pragma GCC unroll 4
@@ -189,27 +239,35 @@ class Linear final : public LinearKernel {
           sum = fused_multiply_add(weights, Lanes::load(values + each * padded + column), sum);
         }
       };
-      std::int64_t column = 0;
+      if (columns.begin > 0) for_each_sum([](Lanes& sum, const float* at) { sum = Lanes::load(at); });
+      std::int64_t column = columns.begin;
       for (; column + kStep <= whole; column += kStep) {
-        Fetched::template fetch<kStep* static_cast<std::int64_t>(sizeof(Element))>(weight + column);
+        FetchedHere::template fetch<kStep* static_cast<std::int64_t>(sizeof(Element))>(fetched + column);
 #pragma GCC unroll 4
         for (int chain = 0; chain < kChains; ++chain) {
           const std::int64_t at = column + chain * kHalfPanel;
           add(chain, weight + at, at);
         }
       }
+      if (columns.end < inputs) return for_each_sum([](const Lanes& sum, float* at) { sum.store(at); });
       for (; column < whole; column += kHalfPanel) add(0, weight + column, column);
       if (whole < inputs) {
         Element rest[kHalfPanel] = {};
         std::copy(weight + whole, weight + inputs, rest);
         add(0, rest, whole);
       }
+#pragma GCC unroll 4
       for (int each = 0; each < kRows; ++each) {
+#pragma GCC unroll 4
         for (int chain = 1; chain < kChains; ++chain) {
           sums[each][0].lanes = sums[each][0].lanes + sums[each][chain].lanes;
         }
         put(row + each, output, sums[each][0].lanes.sum());
       }
+    }
+
+    const Element* weights_of(std::int64_t output) const {
+      return static_cast<const Element*>(arguments.weight) + output * arguments.inputs;
     }
 
     void put(std::int64_t row, std::int64_t output, float sum) const {

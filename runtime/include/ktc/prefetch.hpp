@@ -36,12 +36,11 @@ struct FetchedPages {
   }
 };
 
-// The same line by line, 4 KB ahead, into the cache of `kLocality`.
-template <int kLocality>
+// The same line by line, `kAhead` bytes ahead, into the cache of `kLocality`.
+template <int kLocality, std::int64_t kAhead = 4096>
 struct FetchedLines {
   template <std::int64_t kBytes>
   [[gnu::always_inline]] static void fetch(const void* at) {
-    constexpr std::int64_t kAhead = 4096;
     const auto* ahead = static_cast<const std::byte*>(at) + kAhead;
 #pragma GCC unroll 8
     for (std::int64_t line = 0; line < kBytes; line += kCacheLine) __builtin_prefetch(ahead + line, 0, kLocality);
