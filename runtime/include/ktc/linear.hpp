@@ -201,7 +201,7 @@ class Linear final : public LinearKernel {
       do {  // also without inputs, where an output is its bias
         const Range columns{begin, std::min(begin + stretch, inputs)};
         for (std::int64_t output = outputs.begin; output < outputs.end; ++output) {
-          // The same columns of a later output, or else the next stretch, or else outputs that follow these.
+          // The same columns of a later output; after the last output the next stretch, then the outputs that follow.
           const Element* fetched = weights_of(output + ahead);
           if (output + ahead >= outputs.end) {
             fetched += columns.end < inputs ? stretch - outputs.size() * inputs : -begin;
