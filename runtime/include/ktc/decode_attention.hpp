@@ -72,9 +72,20 @@ class DecodeAttention final : public AttentionKernel {
   }
 
  private:
-  static constexpr int kRows = kPaired ? 6 : Isa::kMaxRows >= 12 ? 8 : 2;  // of a tile of sums in registers
-  static constexpr int kSides = kPaired ? 4 : Isa::kMaxRows >= 12 ? 3 : 2;
-  static constexpr int kWide = kPaired ? 2 : kSides;  // times kUnit columns of values
+  // Of a tile of sums in registers: its rows, and beside so many rows its positions, or vectors of kUnit values. Fewer
+  // than 12 rows in a product of experts are 16 registers, of which Lanes takes two.
+  static constexpr bool kManyRegisters = Isa::kMaxRows >= 12;
+  static constexpr int kRows = kPaired ? 6 : kManyRegisters ? 8 : 4;
+  template <int kCount>
+  static constexpr int kSides = kPaired          ? 4
+                                : kManyRegisters ? 3
+                                : kCount > 2     ? 1
+                                                 : 2;
+  template <int kCount>
+  static constexpr int kWide = kPaired          ? 2
+                               : kManyRegisters ? 3
+                               : kCount > 2     ? 1
+                                                : 2;
 
   template <int kCount>
   struct RowTile {};
@@ -274,10 +285,11 @@ class DecodeAttention final : public AttentionKernel {
     template <int kCount, class AnyAhead>
     void row_tile(const HeadViews& views, const Query* query, std::int64_t length, float* scores,
                   AnyAhead& ahead) const {
+      constexpr int kTogether = kSides<kCount>;
       std::int64_t position = 0;
-      for (; position + kSides <= length; position += kSides) {
-        ahead.step(tile_work(kCount, kSides));
-        tile<kCount, kSides>(views, query, position, scores + position);
+      for (; position + kTogether <= length; position += kTogether) {
+        ahead.step(tile_work(kCount, kTogether));
+        tile<kCount, kTogether>(views, query, position, scores + position);
       }
       for (; position < length; ++position) tile<kCount, 1>(views, query, position, scores + position);
     }
@@ -355,16 +367,19 @@ class DecodeAttention final : public AttentionKernel {
     void value_rows(const CacheView& view, std::int64_t length, const float* weights, float* added,
                     AnyAhead& ahead) const {
       std::int64_t column = 0;
-      const auto columns = [&]<int kWide>(WideTile<kWide>) {
-        for (; column + kWide * kUnit <= plan.value_width; column += kWide * kUnit) {
+      const auto columns = [&]<int kUnits>(WideTile<kUnits>) {
+        for (; column + kUnits * kUnit <= plan.value_width; column += kUnits * kUnit) {
           if constexpr (kPaired) {
-            value_pairs<kCount, kWide>(view, length, column, weights_of(weights), added + column, ahead);
+            value_pairs<kCount, kUnits>(view, length, column, weights_of(weights), added + column, ahead);
+          } else if (column + kUnits * kUnit <= view.width) {
+            value_tile<kCount, kUnits, true>(view, length, column, weights, added + column, ahead);
           } else {
-            value_tile<kCount, kWide>(view, length, column, weights, added + column, ahead);
+            value_tile<kCount, kUnits, false>(view, length, column, weights, added + column, ahead);
           }
         }
       };
-      columns(WideTile<kWide>{});
+      columns(WideTile<kWide<kCount>>{});
+      if constexpr (kWide<kCount> > 2) columns(WideTile<2>{});
       columns(WideTile<1>{});
     }
 
@@ -380,7 +395,16 @@ class DecodeAttention final : public AttentionKernel {
       sum.store(added, plan.value_width);
     }
 
-    template <int kCount, int kUnits, class AnyAhead>
+    // One of the vectors of a row of which `width` values are left, with zeros behind them.
+    static Lanes cut(const Element* row, std::int64_t unit, std::int64_t width) {
+      Element rest[kHalfPanel] = {};
+      const std::int64_t begin = std::min(unit * kHalfPanel, width);
+      std::copy(row + begin, row + std::min(begin + kHalfPanel, width), rest);
+      return widened<Lanes>(rest);
+    }
+
+    // `kWhole`: all of the columns are values. Apart, since its loop would compare for each vector.
+    template <int kCount, int kUnits, bool kWhole, class AnyAhead>
     [[gnu::noinline]] void value_tile(const CacheView& view, std::int64_t length, std::int64_t column,
                                       const float* weights, float* added, AnyAhead& ahead) const {
       Lane sum[kUnits][kCount];
@@ -393,25 +417,16 @@ class DecodeAttention final : public AttentionKernel {
       }
       const Element* value = at(view, 0) + column;
       const std::int64_t stride = view.position, left = view.width - column;
-      const auto add = [&](int unit, const Element* from, std::int64_t position) {
-        const Lanes values_of = widened<Lanes>(from);
-#pragma GCC unroll 8
-        for (int each = 0; each < kCount; ++each) {
-          Lanes& total = sum[unit][each].value;
-          total = fused_multiply_add(values_of, Lanes(weights[each * kBlock + position]), total);
-        }
-      };
       AnyAhead own = ahead;
       for (std::int64_t position = 0; position < length; ++position, value += stride) {
         own.step(value_work(kCount, kUnits));
 #pragma GCC unroll 3
         for (int unit = 0; unit < kUnits; ++unit) {
-          if (left >= (unit + 1) * kHalfPanel) {
-            add(unit, value + unit * kHalfPanel, position);
-          } else {
-            Element rest[kHalfPanel] = {};
-            std::copy(value + unit * kHalfPanel, value + left, rest);
-            add(unit, rest, position);
+          const Lanes values_of = kWhole ? widened<Lanes>(value + unit * kHalfPanel) : cut(value, unit, left);
+#pragma GCC unroll 8
+          for (int each = 0; each < kCount; ++each) {
+            Lanes& total = sum[unit][each].value;
+            total = fused_multiply_add(values_of, Lanes(weights[each * kBlock + position]), total);
           }
         }
       }
