@@ -53,7 +53,7 @@ class PageMemory:
         return (self.memory,)
 
     def resize(self, pages: int) -> None:
-        """Move the pages to memory for so many."""
+        """Move the pages to memory for this many."""
         held, heads, _, width = self.memory.shape
         if pages != held:
             memory = zeros_on_huge_pages((pages, heads, PAGE, width), self.memory)
@@ -99,7 +99,7 @@ class CodeMemory:
         return *self._codes.tensors, *self._scales.tensors
 
     def resize(self, pages: int) -> None:
-        """Move the pages to memory for so many."""
+        """Move the pages to memory for this many."""
         self._codes.resize(pages)
         self._scales.resize(pages)
 
@@ -211,7 +211,7 @@ class PagePool:
             memory.resize(self._capacity)
 
     def _reserve(self, pages: int) -> None:
-        """Make room for so many pages."""
+        """Make room for this many pages."""
         capacity = _capacity_for(pages)
         for memory in self._memories:
             memory.resize(max(capacity, self._capacity))
