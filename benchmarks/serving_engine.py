@@ -3,7 +3,7 @@
 OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/serving_engine.py build/olmoe4_served 64 50 [--system 2048]
 
 In: OUT, the number of clients, and seconds of processor time. Requests are those of `ktc bench serve --new-tokens
-64-192`; with `--system` all prompts begin with the same tokens, so many, which the first request reads before the
+64-192`; with `--system` all prompts begin with the same tokens, this many, which the first request reads before the
 others come. On one CPU all kernels run on one thread, so the parts are the whole.
 """
 

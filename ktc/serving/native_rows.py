@@ -69,7 +69,7 @@ class NativeRows:
         return cls(model, graphs) if graphs is not None and graphs.means.device == "cpu" else None
 
     def scores(self, rows: RowCache, ids: Tensor) -> Tensor | None:
-        """Read ids (rows, 1) in a step that `rows` has begun; return the scores (rows, V) in fp32 of the next tokens."""
+        """Read ids (rows, 1) in a step that `rows` has begun; return the next scores (rows, V) in fp32."""
         number = len(rows.lengths)
         if self._is_refused or number > MOST_ROWS:
             return None
