@@ -5,15 +5,19 @@ In: generations whose prompts are read. Out: the scores of every sequence's next
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ktc.memory_faults import memory_fault
 from ktc.serving.decoder import Decoder
 from ktc.serving.generation import Generation
 from ktc.serving.pages import PagePool
 from ktc.serving.row_cache import CachedRow, RowCache
+
+log = logging.getLogger(__name__)
 
 
 class RowBatch:
@@ -35,8 +39,15 @@ class RowBatch:
         return self._rows.pool
 
     def compact(self) -> None:
-        """Release memory that no page needs."""
-        self._rows.compact()
+        """Release memory that no page needs. Where memory is missing for that, the rows stay as they are."""
+        if self._native is not None:
+            self._native.forget()
+        try:
+            self._rows.compact()
+        except (MemoryError, RuntimeError) as error:
+            if memory_fault(error) is None:
+                raise
+            log.warning("memory was missing to make a cache smaller: %s", error)
 
     def hold(self, row: CachedRow, beginning: CachedRow | None) -> CachedRow:
         """Return a row to be kept, and to join once: see `RowCache.hold`."""

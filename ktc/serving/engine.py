@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[Event]], None]
 Result = TypeVar("Result")
-_KEPT = 1 << 30  # bytes of pages that no sequence uses, most of which none has touched
+_KEPT = 1 << 30  # bytes of pages that no sequence uses
 _PADDED = 1.5  # prompts are read side by side with at most this many times their tokens
 
 
@@ -471,7 +471,8 @@ class Engine:
     def _keep(self, adapter: str, batch: RowBatch | LoneBatch) -> None:
         """Keep an empty batch that has pages: kept prompts may be in them, and native steps know them."""
         if isinstance(batch, RowBatch) and batch.pool is not None:
-            if batch.pool.nbytes > _KEPT:
+            unused = batch.pool.nbytes - batch.pool.used * batch.pool.page_bytes
+            if unused > max(_KEPT, 3 * batch.pool.nbytes // 4):  # or the next request would make it larger again
                 batch.compact()
             self._empty[adapter] = batch
 
@@ -483,7 +484,7 @@ class Engine:
             self._adapters.use(adapter)
             scores = batch.step()
         except Exception as error:
-            del self._batches[adapter]
+            self._batches.pop(adapter, None)
             if is_out_of_memory(error):
                 self._go_on_with_fewer(batch.running, error)
             else:
@@ -500,7 +501,7 @@ class Engine:
                     self._leave(adapter, at)
         except Exception as error:
             log.exception("a step of decoding failed")
-            del self._batches[adapter]
+            self._batches.pop(adapter, None)
             self._fail(batch.running, error)
 
     def _go_on_with_fewer(self, generations: Sequence[Generation], error: Exception) -> None:

@@ -70,13 +70,13 @@ class NativeRows:
 
     def scores(self, rows: RowCache, ids: Tensor) -> Tensor | None:
         """Read ids (rows, 1) in a step that `rows` has begun; return the next scores (rows, V) in fp32."""
+        self._follow(rows.memory)
         number = len(rows.lengths)
         if self._is_refused or number > MOST_ROWS:
             return None
         if not rows.is_in_pages:
             self._refuse("a layer has a window, no keys and values of its own, or attention that reads no pages")
             return None
-        self._follow(rows.memory)
         found = _inputs(rows.table.columns, rows.lengths, ids)
         step = self._steps.get(number) or self._recorded(rows, number, found)
         if step is None:
@@ -85,6 +85,12 @@ class NativeRows:
             step.inputs[name].copy_(value)
         step.replay()()
         return cast("Tensor", step.output.logits)[:, -1].float()
+
+    def forget(self) -> None:
+        """Forget all programs, which keep the memory that they know."""
+        self._memory = ()
+        self._steps.clear()
+        self._taken.clear()
 
     def _follow(self, memory: tuple[Tensor, ...]) -> None:
         """Forget the programs of memory that the rows have left."""

@@ -217,8 +217,10 @@ class RowCache:
     def compact(self) -> None:
         """Release memory that no page needs."""
         if self.pool is not None:
-            self.pool.compact()
-            self.table.renew()
+            try:
+                self.pool.compact()
+            finally:  # pages have other numbers, also where memory was missing for a smaller pool
+                self.table.renew()
 
     def _layer(self, row: CachedRow, index: int) -> PagedLayer | RowLayer | SlidingRowLayer:
         if self.pool is not None and index in self.pool.layers:
