@@ -7,7 +7,7 @@ every layer of the cache holds keys and values by position; others run each with
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -69,14 +69,14 @@ class Decoder:
         asked = Request("probe", (0, 1), 1, model.generation_config)
         probe = Generation(asked, model)
         self.alone = self._reason(probe.cache)
-        self.size, self.is_all_paged = CacheSize(()), False
+        self.size = self._in_pages = self._in_bands = CacheSize(())
         if probe.cache is not None and not self.alone:
             self.scores(torch.tensor([asked.tokens], device=self.device), probe.cache, None, None)
             row = cached_row(probe.cache, 0, None, len(asked.tokens))
-            self.size = _size(row)
-            layers = enumerate(zip(row.layers, row.windows, strict=True))
-            self.is_all_paged = all(
-                index in self.paged or layer is None or window is not None for index, (layer, window) in layers
+            numbers = range(len(row.layers))
+            paged = {number for number in self.paged if number in numbers and row.windows[number] is None}
+            self.size, self._in_pages, self._in_bands = (
+                _size(row, layers) for layers in (numbers, paged, set(numbers) - paged)
             )
 
     def scores(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor:
@@ -94,9 +94,7 @@ class Decoder:
 
     def bytes_of(self, lengths: Sequence[int]) -> int:
         """Return the bytes of sequences of these lengths in one batch: in bands, all are as long as the longest."""
-        if self.is_all_paged:
-            return sum(map(self.size.of, lengths))
-        return len(lengths) * self.size.of(max(lengths))
+        return sum(map(self._in_pages.of, lengths)) + len(lengths) * self._in_bands.of(max(lengths))
 
     def native_rows(self) -> NativeRows | None:
         """Return what computes steps of a few rows natively, None for a model without native steps."""
@@ -134,12 +132,12 @@ def _chosen(generation: Generation, scores: Tensor) -> int | Exception:
         return error
 
 
-def _size(row: CachedRow) -> CacheSize:
-    layers = zip(row.layers, row.windows, strict=True)
+def _size(row: CachedRow, numbers: Collection[int]) -> CacheSize:
+    layers = enumerate(zip(row.layers, row.windows, strict=True))
     return CacheSize(tuple(
         ((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[1], None if window is None else window - 1)
-        for layer, window in layers
-        if layer is not None
+        for number, (layer, window) in layers
+        if layer is not None and number in numbers
     ))  # fmt: skip
 
 
