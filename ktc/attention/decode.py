@@ -7,6 +7,7 @@ differentiable, and takes the calls that `serves` accepts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +24,7 @@ from ktc.experts.kernel_library import (
     Kernel,
     NativeAttention,
     NativeCacheView,
+    NativePages,
     permitted_threads,
 )
 from ktc.linears.gemv import DTYPES, address, is_plain, is_traced
@@ -111,8 +113,8 @@ class DecodeAttention:
         def given(reads: tuple[Tensor | None, ...], out: Tensor) -> Any:
             query, keys, more_keys, values, seen, sink, pages, lengths = reads
             return (
-                engine, element, _pages_view(pages, lengths, keys), address(query), view(keys), view(more_keys),
-                view(values), *mask_view(seen), address(sink), out.data_ptr(), sizes, scale, chosen,
+                engine, element, _pages_view(pages, lengths, (keys, more_keys, values)), address(query), view(keys),
+                view(more_keys), view(values), *mask_view(seen), address(sink), out.data_ptr(), sizes, scale, chosen,
             )  # fmt: skip
 
         reads = (query, *held, seen, sink, pages, lengths)
@@ -163,12 +165,17 @@ def table_of(tensor: Tensor) -> PageTable | None:
     return held.table if isinstance(held, PagedTensor) else None
 
 
-def _pages_view(pages: Tensor | None, lengths: Tensor | None, keys: Tensor | None) -> tuple[int, int, int, int]:
-    """Return the address and the stride of a table of pages, the address of lengths, and the number of pages."""
-    if pages is None or lengths is None or keys is None:
-        return 0, 0, 0, 0
-    held = memory_of(keys.codes) if isinstance(keys, Int8Tensor) else keys
-    return pages.data_ptr(), pages.stride(0), lengths.data_ptr(), held.shape[0]
+def _pages_view(pages: Tensor | None, lengths: Tensor | None, held: Sequence[Tensor | None]) -> NativePages:
+    """Return the address and the stride of a table of pages, the address of lengths, and how many pages there are."""
+    if pages is None or lengths is None:
+        return 0, 0, 0, 0, 0
+    parts = [part for each in held if each is not None for part in _parts(each)]
+    return pages.data_ptr(), pages.stride(0), lengths.data_ptr(), pages.shape[1], min(each.shape[0] for each in parts)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    coded = isinstance(tensor, Int8Tensor)
+    return (memory_of(tensor.codes), memory_of(tensor.scales)) if coded else (memory_of(tensor),)
 
 
 def mask_view(seen: Tensor | None) -> tuple[int, int, int]:

@@ -28,7 +28,7 @@ from ktc.files import file_digest
 from ktc.host import NumaNode
 
 MAX_NODES: Final = 16  # `kMaxNodes`
-INTERFACE: Final = 2  # `kInterface`, the arguments of the functions of a library
+INTERFACE: Final = 3  # `kInterface`, the arguments of the functions of a library
 Strides = tuple[int, int, int]  # of expert, output and rank
 # A, B and their gradients (addresses, or 0), rank (0: no LoRA), scale, whether the outputs are interleaved, where B and
 # its gradient have their values.
@@ -174,9 +174,9 @@ class NativePackedLinear(Protocol):
 # The address of keys or values, three strides and a width; of codes the address and three strides of their scales too.
 NativeCacheView = tuple[int, int, int, int, int, int, int, int, int]
 
-# Of a cache in pages the address of the pages of every sequence, their stride, the address of the lengths, and the
-# number of pages; zeros of others.
-NativePages = tuple[int, int, int, int]
+# Of a cache in pages the address of the pages of every sequence, their stride, the address of the lengths, the pages
+# that the table has room for, and those of the smallest memory; zeros of others.
+NativePages = tuple[int, int, int, int, int]
 
 
 class NativeAttention(Protocol):

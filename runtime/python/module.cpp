@@ -44,7 +44,7 @@ void ktc_python::expose(py::module_& library, const sparse_attention::Entry& ent
 }
 
 // Of the functions of this module, `INTERFACE` of `ktc/experts/kernel_library.py`: it changes with their arguments.
-static constexpr int kInterface = 2;
+static constexpr int kInterface = 3;
 
 // A library's classes, threads and workspace belong to a process, and its calls release one interpreter's lock.
 static constexpr const char* kMainAlone =

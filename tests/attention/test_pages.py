@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from kernel_layers import ISAS, built, quick_or_slow
 from paged_caches import padding_mask, paged_heads
 from torch import Tensor
 
-from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.decode import DecodeAttention, Heads, table_of
 from ktc.attention.int8_decode import decoder
 from ktc.attention.int8_tensor import Int8Tensor
-from ktc.attention.paged_tensor import PAGE
+from ktc.attention.paged_tensor import PAGE, PagedTensor, PageTable, memory_of
 from ktc.linears.gemv import DTYPES
 from ktc.plan.attention_spec import ISAS as ATTENTION_ISAS
 from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec
@@ -89,20 +90,51 @@ def test_windows_within_sequences_are_masks(decode: DecodeAttention) -> None:
     assert error(found, reference(query, numbers, 0.2, mask)) <= 1e-2
 
 
-def test_pages_that_do_not_exist_are_refused(decode: DecodeAttention) -> None:
+@pytest.mark.parametrize("fault", ["-1", "100", "more than the values have", "0 tokens", "701 tokens", "more pages"])
+def test_pages_and_lengths_that_do_not_exist_are_refused(decode: DecodeAttention, fault: str) -> None:
     query, heads = drawn(decode, SHAPES[0])
-    for page in (-1, 100):
-        in_pages = paged_heads(heads, LENGTHS)
-        table = (in_pages.keys.codes if isinstance(in_pages.keys, Int8Tensor) else in_pages.keys).table
-        table.pages[1, 2] = page
-        with pytest.raises(IndexError, match="page"):
-            decode(query, in_pages, scale=0.2)
-    for length in (0, max(LENGTHS) + 1):
-        in_pages = paged_heads(heads, LENGTHS)
-        table = (in_pages.keys.codes if isinstance(in_pages.keys, Int8Tensor) else in_pages.keys).table
-        table.lengths[3] = length
-        with pytest.raises(IndexError, match="length"):
-            decode(query, in_pages, scale=0.2)
+    in_pages = paged_heads(heads, LENGTHS)
+    table = table_of(in_pages.keys)
+    assert table is not None
+    if fault == "more pages":  # than a table of fewer columns has
+        table = PageTable(table.pages[:, :4].contiguous(), table.lengths)
+        in_pages = in_pages._replace(**{
+            name: of_pages(getattr(in_pages, name), lambda part: PagedTensor(part.memory, table, max(LENGTHS)))
+            for name in ("keys", "values")
+        })  # fmt: skip
+    elif fault == "more than the values have":
+        table.pages[1, 2] = count = memory_of(of_codes(in_pages.keys)).shape[0] - 1
+        fewer = of_pages(in_pages.values, lambda part: PagedTensor(part.memory[:count], table, max(LENGTHS)))
+        in_pages = in_pages._replace(values=fewer)
+    elif fault.endswith("tokens"):
+        table.lengths[3] = int(fault.split()[0])
+    else:
+        table.pages[1, 2] = int(fault)
+    with pytest.raises(IndexError, match="length" if "tokens" in fault or fault == "more pages" else "page"):
+        decode(query, in_pages, scale=0.2)
+
+
+def of_codes(tensor: Tensor) -> Tensor:
+    return tensor.codes if isinstance(tensor, Int8Tensor) else tensor
+
+
+def of_pages(tensor: Tensor, change: Callable[[Any], Tensor]) -> Tensor:
+    if isinstance(tensor, Int8Tensor):
+        return Int8Tensor(change(tensor.codes), change(tensor.scales), tensor.dtype)
+    return change(tensor)
+
+
+def test_a_sequence_has_its_bits_beside_one_of_any_length() -> None:
+    """A long one is cut into longer stretches: 64 at most."""
+    spec = AttentionSpec("attention", "fp32", "scalar")
+    decode = DecodeAttention(built((spec,)).kernel(spec.entry), 1)
+    lengths, draw = [9000, 700], torch.Generator().manual_seed(1)
+    query, keys, values = (torch.randn(2, 1, size, 8, generator=draw) for size in (1, 9000, 9000))
+    heads = Heads(keys, values)
+    found = decode(query, heads, scale=0.3, mask=padding_mask(lengths, 9000))
+    assert torch.equal(decode(query, paged_heads(heads, lengths), scale=0.3), found)
+    for row, length in enumerate(lengths):
+        assert torch.equal(decode(query[row : row + 1], only(heads, row, length), scale=0.3), found[row : row + 1])
 
 
 def test_other_operations_read_sequences_aligned_at_their_last_position() -> None:

@@ -39,8 +39,8 @@ struct AttentionArguments {
   std::int64_t tokens = 0;
   std::int64_t positions = 0;
   float scale = 1.0f;
-  // The last positions of each sequence that are its own, (batch), from `tokens` to `positions`: others are not read.
-  // Null for all.
+  // How many of the last positions are each sequence's own, (batch), from 1 to `positions`: others are not read.
+  // Without a mask at least `tokens`. Null for all.
   const std::int64_t* lengths = nullptr;
   // Of a cache in pages, the pages of every sequence, (batch, longest): its position 0 is the first of its first page.
   // Then `lengths` is not null.
@@ -100,9 +100,8 @@ struct AttentionPlan {
         rows(a.group * a.tokens),
         all_rows(a.batch * a.key_heads * rows),
         row_groups((rows + kMostRows - 1) / kMostRows),
-        length(std::max(kBlock * std::clamp<std::int64_t>(a.key_heads / 2, 1, 4),
-                        round_up((a.positions + kMostStretches - 1) / kMostStretches, kBlock))),
-        stretches((a.positions + length - 1) / length),
+        shortest(kBlock * std::clamp<std::int64_t>(a.key_heads / 2, 1, 4)),
+        stretches(std::min(kMostStretches, (a.positions + shortest - 1) / shortest)),
         items(a.batch * a.key_heads * stretches * row_groups) {}
 
   std::int64_t first_width;  // of a query, its parts filled up
@@ -111,9 +110,14 @@ struct AttentionPlan {
   std::int64_t rows;  // of a key head
   std::int64_t all_rows;
   std::int64_t row_groups;
-  std::int64_t length;  // positions of a stretch
-  std::int64_t stretches;
+  std::int64_t shortest;   // positions of a stretch
+  std::int64_t stretches;  // at most, of a sequence
   std::int64_t items;
+
+  // The positions of a stretch of a sequence of this length: other sequences change no bit.
+  std::int64_t stretch_of(std::int64_t length) const {
+    return std::max(shortest, round_up((length + kMostStretches - 1) / kMostStretches, kBlock));
+  }
 
   // One stretch of positions for up to kMostRows rows of a key head.
   struct Item {
@@ -121,9 +125,11 @@ struct AttentionPlan {
         : stretch(item / plan.row_groups % plan.stretches),
           head(item / (plan.row_groups * plan.stretches)),
           first(item % plan.row_groups * kMostRows),
-          count(std::min(kMostRows, plan.rows - first)),
-          begin(stretch * plan.length),
-          end(std::min(begin + plan.length, a.length_of(head / a.key_heads))) {}
+          count(std::min(kMostRows, plan.rows - first)) {
+      const std::int64_t whole = a.length_of(head / a.key_heads), length = plan.stretch_of(whole);
+      begin = stretch * length;
+      end = std::min(begin + length, whole);
+    }
 
     // Whether the sequence ends before.
     bool is_empty() const { return begin >= end; }
@@ -271,7 +277,8 @@ struct AttentionPlan {
                         const Place& place) const {
     const std::int64_t head = row / rows, of_head = row % rows;
     const std::int64_t query_head = head % a.key_heads * a.group + of_head / a.tokens;
-    const std::int64_t own = (a.length_of(head / a.key_heads) + length - 1) / length;  // stretches of the sequence
+    const std::int64_t whole_length = a.length_of(head / a.key_heads), length = stretch_of(whole_length);
+    const std::int64_t own = (whole_length + length - 1) / length;  // stretches of the sequence
     float greatest = a.sinks == nullptr ? kUnseen : a.sinks[query_head];
     for (std::int64_t each = 0; each < own; ++each) {
       greatest = std::max(greatest, sums[each * all_rows + row].greatest);

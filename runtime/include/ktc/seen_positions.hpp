@@ -14,11 +14,17 @@
 namespace ktc {
 
 // The same attention, of each sequence over the positions from the first that a row sees to the last that any row of
-// the batch sees, `element` bytes each value; those that are lengths already stay. `lengths` is their memory. Without a
-// mask where all rows of one token see all of these.
+// the batch sees, `element` bytes each value; lengths that are given stay. `lengths` is their memory. No longer than
+// the longest sequence, and without a mask where all rows of one token see all of their positions.
 inline AttentionArguments seen_alone(AttentionArguments arguments, std::int64_t element,
                                      std::vector<std::int64_t>& lengths) {
-  if (arguments.mask == nullptr || arguments.chosen != nullptr) return arguments;
+  if (arguments.chosen != nullptr) return arguments;
+  if (arguments.lengths != nullptr) {
+    const std::int64_t longest = *std::max_element(arguments.lengths, arguments.lengths + arguments.batch);
+    if (arguments.mask != nullptr) arguments.mask += arguments.positions - longest;
+    arguments.positions = longest;
+  }
+  if (arguments.mask == nullptr) return arguments;
   const std::int64_t positions = arguments.positions;
   const auto row_of = [&](std::int64_t batch, std::int64_t token) {
     return arguments.mask + batch * arguments.mask_batch + token * arguments.mask_token;
@@ -66,15 +72,18 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::int64_t 
   return arguments;
 }
 
-// Throws std::out_of_range where a cache in pages has a sequence of no length, or of a page that does not exist:
-// `page_count` are the pages of the views.
-inline void require_pages(const AttentionArguments& arguments, std::int64_t page_count) {
+// Throws std::out_of_range where a cache in pages has a sequence that is shorter than the tokens or longer than its
+// `most` pages, or a page of which no view has one: the smallest has `page_count`. Lists of positions know no pages.
+inline void require_pages(const AttentionArguments& arguments, std::int64_t most, std::int64_t page_count) {
   if (arguments.pages == nullptr) return;
+  if (arguments.chosen != nullptr) throw std::invalid_argument("lists of positions in pages");
   for (std::int64_t batch = 0; batch < arguments.batch; ++batch) {
     const std::int64_t length = arguments.length_of(batch);
     const std::int32_t* pages = arguments.pages + batch * arguments.pages_of_sequence;
     const std::int64_t count = (length + kPagePositions - 1) / kPagePositions;
-    if (length < arguments.tokens || length > arguments.positions) throw std::out_of_range("a sequence of no length");
+    if (length < arguments.tokens || length > arguments.positions || count > most) {
+      throw std::out_of_range("a length that a sequence in pages cannot have");
+    }
     for (std::int64_t each = 0; each < count; ++each) {
       if (pages[each] < 0 || pages[each] >= page_count) throw std::out_of_range("a page that the cache does not have");
     }

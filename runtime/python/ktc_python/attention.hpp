@@ -39,8 +39,8 @@ inline ktc::CacheView view_of(const View& view) {
 using Chosen = std::array<std::int64_t, 4>;
 
 // Of a cache in pages: the address of every sequence's pages, how far apart those of two sequences are, the address of
-// their lengths, and the number of pages; otherwise zeros.
-using Pages = std::array<std::int64_t, 4>;
+// their lengths, how many pages the table has room for, and how many the smallest memory has; otherwise zeros.
+using Pages = std::array<std::int64_t, 5>;
 
 // `sizes`: batch, key heads, query heads of each, tokens, positions.
 inline ktc::AttentionArguments arguments_of(const Pages& pages, Address query, const View& keys, const View& more_keys,
@@ -77,11 +77,11 @@ struct Visible {
   const ktc::AttentionKernel& kernel;
   ktc::Engine& engine;
   std::int64_t element;
-  std::int64_t page_count;
+  Pages pages;
   ktc::AttentionArguments arguments;
 
   void operator()() const {
-    ktc::require_pages(arguments, page_count);
+    ktc::require_pages(arguments, pages[3], pages[4]);
     std::vector<std::int64_t> lengths;
     kernel.forward(engine, ktc::seen_alone(arguments, element, lengths));
   }
@@ -90,7 +90,7 @@ struct Visible {
 template <class... Arguments>
 void forward(const ktc::AttentionKernel& kernel, ktc::Engine& engine, std::int64_t element, const Pages& pages,
              Arguments... arguments) {
-  const Visible visible{kernel, engine, element, pages[3], arguments_of(pages, arguments...)};
+  const Visible visible{kernel, engine, element, pages, arguments_of(pages, arguments...)};
   const py::gil_scoped_release release;
   visible();
 }
@@ -98,7 +98,7 @@ void forward(const ktc::AttentionKernel& kernel, ktc::Engine& engine, std::int64
 template <class... Arguments>
 std::unique_ptr<ktc::HostCall> call(const ktc::AttentionKernel& kernel, ktc::Engine& engine, std::int64_t element,
                                     const Pages& pages, Arguments... arguments) {
-  return host_call(Visible{kernel, engine, element, pages[3], arguments_of(pages, arguments...)});
+  return host_call(Visible{kernel, engine, element, pages, arguments_of(pages, arguments...)});
 }
 
 template <class... Arguments>
