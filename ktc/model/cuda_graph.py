@@ -357,19 +357,20 @@ def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, means: M
 
 
 def record_step(
-    model: PreTrainedModel, memory: StepPlaces, found: Inputs, means: Means
+    model: PreTrainedModel, memory: StepPlaces, found: Inputs, means: Means, constant: Inputs | None = None
 ) -> tuple[Inputs, Any, Replay, HostNodes | None]:  # fmt: skip
     """Record a step of `model` that reads ids, positions and present columns such as `found` of all rows of `memory`.
 
-    Return the inputs that the step reads, the output that it writes, a function that repeats it, and its host nodes.
-    Raises as `capture`.
+    Inputs that are `constant` are the same in all steps. Return the inputs that the step reads, the output that it
+    writes, a function that repeats it, and its host nodes. Raises as `capture`.
     """
     with torch.inference_mode(mode=False):  # later steps write to them, perhaps outside of it
         held = {name: value.clone() for name, value in found.items()}
     nodes = None if means.launch is None else HostNodes(means.launch, means.lane())
 
     def compute() -> Any:
-        given = held | {"attention_mask": masks_of(model, memory, held)}
+        read = held | (constant or {})
+        given = read | {"attention_mask": masks_of(model, memory, read)}
         with nullcontext() if nodes is None else nodes.recorded():
             return model(**given, past_key_values=memory.cache, use_cache=True, return_dict=True)
 

@@ -2,8 +2,9 @@
 
 In: the rows of a batch. Out: the scores of every row's next token, or None for a step that the model computes itself.
 A program is recorded per number of rows and memory (`ktc.model.native_step`), when that number has taken some steps:
-a recording takes the time of about ten. Rows that join and leave change its inputs only: every row ends in the last
-column, a mask hides the columns before the row, and the batch's table says where its pages are.
+a recording takes the time of about ten. Rows that join and leave change its inputs only: ids, positions, and the
+batch's table, which says where the pages of a row are and how long it is. The mask is constant and hides nothing, since
+a kernel reads the positions of a row alone.
 Refused with a warning (L453): a model that cannot be recorded, and layers that are not in pages.
 """
 
@@ -29,7 +30,10 @@ RECORDED_AFTER: Final = 8  # steps of one number of rows
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The memory of a batch as a step sees it: `position` (1,) int64 is the last column, which the step writes."""
+    """The memory of a batch as a step sees it: `position` (1,) int64 is the last column, which the step writes.
+
+    It is the same in all steps, and not among the `tensors` that change.
+    """
 
     position: Tensor
     cache: Cache
@@ -41,7 +45,7 @@ class _Places:
         columns = rows.table.columns
         position = torch.tensor([columns - 1])
         layers = [PagedStepLayer(each, rows.table, position, columns) for each in rows.pool.layers.values()]
-        return cls(position, Cache(layers=cast("Any", layers)), (position, *rows.memory))
+        return cls(position, Cache(layers=cast("Any", layers)), rows.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class NativeRows:
         if not rows.is_in_pages:
             self._refuse("a layer has a window, no keys and values of its own, or attention that reads no pages")
             return None
-        found = _inputs(rows.table.columns, rows.lengths, ids)
+        found = {"input_ids": ids, "position_ids": torch.tensor(rows.lengths)[:, None]}
         step = self._steps.get(number) or self._recorded(rows, number, found)
         if step is None:
             return None
@@ -109,7 +113,8 @@ class NativeRows:
             return None
         places = _Places.of(rows)
         try:
-            inputs, output, replay, _ = record_step(self._model, places, found, self._graphs.means)
+            all_seen = {"attention_mask": torch.ones((number, rows.table.columns), dtype=torch.int64)}
+            inputs, output, replay, _ = record_step(self._model, places, found, self._graphs.means, all_seen)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code not made for programs
             self._refuse(str(error).strip().partition("\n")[0] or type(error).__name__)
             return None
@@ -119,10 +124,3 @@ class NativeRows:
     def _refuse(self, reason: str) -> None:
         self._is_refused = True
         self._graphs.tell(f"{reason} (in running batches)")
-
-
-def _inputs(columns: int, lengths: list[int], ids: Tensor) -> dict[str, Tensor]:
-    """Return ids, positions and present columns of all rows, which end in the last column."""
-    of_rows = torch.tensor(lengths)[:, None]
-    present = torch.arange(columns) >= columns - 1 - of_rows
-    return {"input_ids": ids, "position_ids": of_rows, "attention_mask": present.long()}

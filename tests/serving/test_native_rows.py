@@ -132,6 +132,20 @@ def test_a_batch_that_outgrows_its_memory_is_recorded_again(model: Any, programs
     assert len(programs) > second
 
 
+def test_room_for_longer_rows_is_neither_read_nor_computed(model: Any, programs: list[StepProgram]) -> None:
+    pair = Pair(model)
+    pair.join(20)
+    for _ in range(4):
+        pair.step()
+    first, table = programs[-1], pair.batches[0]._rows.table
+    table.pages = torch.zeros((table.pages.shape[0], 1024), dtype=torch.int32)
+    table.renew()
+    for _ in range(4):
+        pair.step()
+    assert programs[-1] is not first
+    assert programs[-1].nbytes == first.nbytes
+
+
 def test_more_rows_are_eager(model: Any, programs: list[StepProgram]) -> None:
     pair = Pair(model)
     for _ in range(MOST_ROWS + 1):
