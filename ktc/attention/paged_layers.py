@@ -22,9 +22,13 @@ def paged_layers(model: nn.Module) -> dict[int, DecodeAttention]:
     found = dict[int, DecodeAttention]()
     for module in cast("Iterator[Any]", model.modules()):
         decode = getattr(module, "decode", None)
-        if isinstance(decode, DecodeAttention) and _reads_pages(module, decode):
+        if isinstance(decode, DecodeAttention) and _is_on_cpu(module) and _reads_pages(module, decode):
             found[int(module.layer_idx)] = decode
     return found
+
+
+def _is_on_cpu(module: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
 def _reads_pages(module: Any, decode: DecodeAttention) -> bool:

@@ -64,6 +64,12 @@ class RowBatch:
         self.running[at] = self.running[-1]
         self.running.pop()
 
+    def clear(self) -> list[Generation]:
+        """Remove all sequences, as after a failed step, and return them."""
+        self._rows.clear()
+        running, self.running = self.running, []
+        return running
+
     def row(self, at: int) -> CachedRow:
         """Return a sequence's keys and values, for later requests."""
         return self._rows.row(at)
@@ -107,6 +113,12 @@ class LoneBatch:
         for each in (self.running, self._caches):
             each[at] = each[-1]
             each.pop()
+
+    def clear(self) -> list[Generation]:
+        """Remove all sequences, and return them."""
+        self._caches.clear()
+        running, self.running = self.running, []
+        return running
 
     def step(self) -> Tensor:
         """Read the last token of every sequence; return the scores of the next, (rows, V)."""

@@ -64,7 +64,7 @@ class Decoder:
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._arguments = frozenset(inspect.signature(self._base.forward).parameters)
         self.device = cast("torch.device", model.get_input_embeddings().weight.device)
-        self.paged: Final = paged_layers(self._base) if self.device.type == "cpu" else {}
+        self.paged: Final = paged_layers(self._base)
         """The layers whose attention reads pages, by their numbers."""
         asked = Request("probe", (0, 1), 1, model.generation_config)
         probe = Generation(asked, model)

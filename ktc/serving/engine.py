@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[Event]], None]
 Result = TypeVar("Result")
-_KEPT = 1 << 30  # bytes of pages that no sequence uses
+_KEPT = 1 << 30  # bytes of pages of empty batches that no sequence uses
 _PADDED = 1.5  # prompts are read side by side with at most this many times their tokens
 
 
@@ -469,12 +469,22 @@ class Engine:
         return self._empty.pop(adapter, None) or RowBatch(self._decoder)
 
     def _keep(self, adapter: str, batch: RowBatch | LoneBatch) -> None:
-        """Keep an empty batch that has pages: kept prompts may be in them, and native steps know them."""
-        if isinstance(batch, RowBatch) and batch.pool is not None:
-            unused = batch.pool.nbytes - batch.pool.used * batch.pool.page_bytes
-            if unused > max(_KEPT, 3 * batch.pool.nbytes // 4):  # or the next request would make it larger again
-                batch.compact()
-            self._empty[adapter] = batch
+        """Keep an empty batch that has pages: kept prompts may be in them, and native steps know them.
+
+        Their unused pages are bounded; the batch that was used first gives its own back first.
+        """
+        if not isinstance(batch, RowBatch) or batch.pool is None:
+            return
+        self._empty[adapter] = batch
+        for name, each in list(self._empty.items()):
+            pools = [each.pool for each in self._empty.values() if each.pool is not None]
+            if sum(pool.unused_bytes for pool in pools) <= _KEPT:
+                return
+            assert each.pool is not None
+            if not each.pool.used:
+                del self._empty[name]
+            elif each.pool.is_mostly_unused:
+                each.compact()
 
     # Steps ------------------------------------------------------------------------------------------------------------
     def _step(self, adapter: str) -> None:
@@ -484,12 +494,12 @@ class Engine:
             self._adapters.use(adapter)
             scores = batch.step()
         except Exception as error:
-            self._batches.pop(adapter, None)
+            running = self._dropped(adapter)
             if is_out_of_memory(error):
-                self._go_on_with_fewer(batch.running, error)
+                self._go_on_with_fewer(running, error)
             else:
                 log.exception("a step of decoding failed")
-                self._fail(batch.running, error)
+                self._fail(running, error)
             return
         try:
             tokens = choose(batch.running, scores)
@@ -501,8 +511,16 @@ class Engine:
                     self._leave(adapter, at)
         except Exception as error:
             log.exception("a step of decoding failed")
-            self._batches.pop(adapter, None)
-            self._fail(batch.running, error)
+            self._fail(self._dropped(adapter), error)
+
+    def _dropped(self, adapter: str) -> list[Generation]:
+        """Remove the sequences of a batch, and return them. Its pages stay, since kept sequences may be in them."""
+        batch = self._batches.pop(adapter, None)
+        if batch is None:
+            return []
+        running = batch.clear()
+        self._keep(adapter, batch)
+        return running
 
     def _go_on_with_fewer(self, generations: Sequence[Generation], error: Exception) -> None:
         """Read the sequences of a failed step again, half of them at a time: some layers have its token, some not.

@@ -160,6 +160,16 @@ class PagePool:
         return len(self._pages)
 
     @property
+    def unused_bytes(self) -> int:
+        """The bytes of pages that nothing refers to."""
+        return (self._capacity - self.used) * self.page_bytes
+
+    @property
+    def is_mostly_unused(self) -> bool:
+        """Whether `compact` leaves a quarter or less: smaller steps would be undone by the next sequences."""
+        return self._capacity >= 4 * _capacity_for(self.used)
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The memory of all layers."""
         return tuple(tensor for memory in self._memories for tensor in memory.tensors)
@@ -171,9 +181,10 @@ class PagePool:
     def take(self, count: int) -> list[Page]:
         """Return pages that nothing refers to."""
         if len(self._free) < count:
-            self._free = [number for number in reversed(range(self._capacity)) if number not in self._pages]
+            held = set(self._pages.keys())  # a page may lose its last reference at any time
+            self._free = [number for number in reversed(range(self._capacity)) if number not in held]
         if len(self._free) < count:
-            self._reserve(self.used + count)
+            self._reserve(self._capacity - len(self._free) + count)
         taken = [Page(self._free.pop()) for _ in range(count)]
         self._pages.update((page.number, page) for page in taken)
         return taken

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import WeakSet
 
 from torch import Tensor
 from transformers import DynamicCache
@@ -113,6 +114,7 @@ class RowCache:
         self.pool: PagePool | None = None
         self.table = RowTable(())
         self._paged, self._room = paged or {}, room
+        self._begun: WeakSet[Page] = WeakSet()  # pages that a row of this cache writes or has written
 
     @property
     def columns(self) -> int:
@@ -164,19 +166,33 @@ class RowCache:
         return replace(CachedRow(row.length, others, row.windows).clone(), held=HeldPages(self.pool, pages))
 
     def join(self, row: CachedRow) -> None:
-        """Add a sequence after the others."""
+        """Add a sequence after the others. Where it fails, as for missing memory, the others stay as they are."""
         if row.held is None and self._paged:
             row = self.hold(row)
+        if row.length % PAGE and row.held is not None:
+            assert row.pages[-1] not in self._begun, "two sequences would write into one page"
+            self._begun.add(row.pages[-1])
         if not self._layers:
             cast("Any", self.cache).layers = [self._layer(row, index) for index in range(len(row.layers))]
+        try:
+            self._add(row)
+        except BaseException:
+            rows = len(self.lengths)
+            del self.table.rows[rows:]
+            for layer in self._layers:
+                layer.keep(rows)
+            raise
         self.lengths.append(row.length)
+        for layer in self._layers:
+            layer.set_columns(self.columns)
+
+    def _add(self, row: CachedRow) -> None:
         if row.held is not None:
             self.table.join(row.held.pages)
         for layer, content in zip(self._layers, row.layers, strict=True):
             if content is not None:
                 assert not isinstance(layer, PagedLayer)
                 layer.join(content)
-            layer.set_columns(self.columns)
 
     def leave(self, at: int) -> None:
         """Remove a sequence; the last one takes its place."""
@@ -190,6 +206,12 @@ class RowCache:
             if not isinstance(layer, PagedLayer):
                 layer.leave(at)
             layer.set_columns(self.columns)
+
+    def clear(self) -> None:
+        """Remove all sequences."""
+        self.lengths.clear()
+        self.table.rows.clear()
+        self.cache = DynamicCache()
 
     def row(self, at: int) -> CachedRow:
         """Return a sequence: a copy, or its pages, into which no other row may write."""

@@ -27,6 +27,9 @@ class PagedLayer(DynamicLayer):
         self._memories, self._table, self._columns = memories, table, 0
         self.is_initialized = True
 
+    def keep(self, rows: int) -> None:
+        """Do nothing: the table has the rows."""
+
     def set_columns(self, columns: int) -> None:
         """Follow the longest row."""
         self._columns = columns
@@ -102,6 +105,12 @@ class _Rows:
         """Remove a row; the last one takes its place."""
         for band in self.bands:
             band.leave(at)
+
+    def keep(self, rows: int) -> None:
+        """Remove what a failed `join` has added behind this many rows."""
+        for band in self.bands:
+            if band.rows > rows:
+                band.leave(rows)
 
     def row(self, at: int, length: int) -> LayerRow | None:
         """Return a row, as views."""
