@@ -7,7 +7,9 @@ of ktc read pages where they are. Any other operation reads a copy, and writing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -26,6 +28,23 @@ class PageTable:
 
     pages: Tensor
     lengths: Tensor
+
+
+class _Watched(threading.local):
+    copied: list[Tensor] | None = None
+
+
+_WATCHED: Final = _Watched()
+
+
+@contextmanager
+def copies() -> Generator[list[Tensor]]:
+    """Collect the memory of every tensor in pages that this thread copies."""
+    before, _WATCHED.copied = _WATCHED.copied, []
+    try:
+        yield _WATCHED.copied
+    finally:
+        _WATCHED.copied = before
 
 
 class PagedTensor(Tensor):
@@ -48,6 +67,8 @@ class PagedTensor(Tensor):
 
     def decoded(self) -> Tensor:
         """Return a copy (B, heads, columns, d)."""
+        if _WATCHED.copied is not None:
+            _WATCHED.copied.append(self.memory)
         columns = torch.arange(self.shape[2])
         positions = columns - (self.shape[2] - self.table.lengths[:, None])
         present, positions = positions >= 0, positions.clamp(min=0)

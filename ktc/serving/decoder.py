@@ -16,13 +16,15 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ktc.attention.decode import DecodeAttention
 from ktc.attention.paged_layers import paged_layers
+from ktc.attention.paged_tensor import copies
 from ktc.model.growing_cache import GrowingLayer
 from ktc.model.int8_cache import Int8Layer
 from ktc.serving.generation import Generation
 from ktc.serving.native_rows import NativeRows
 from ktc.serving.request import Request
-from ktc.serving.row_cache import CachedRow, cached_row
+from ktc.serving.row_cache import CachedRow, RowCache, cached_row
 
 _JOINABLE: Final = (DynamicLayer, GrowingLayer, Int8Layer, DynamicSlidingWindowLayer)
 _KINDS: Final = frozenset({"full_attention", "sliding_attention"})  # of `layer_types`
@@ -64,7 +66,7 @@ class Decoder:
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._arguments = frozenset(inspect.signature(self._base.forward).parameters)
         self.device = cast("torch.device", model.get_input_embeddings().weight.device)
-        self.paged: Final = paged_layers(self._base)
+        self.paged: Mapping[int, DecodeAttention] = paged_layers(self._base)
         """The layers whose attention reads pages, by their numbers."""
         asked = Request("probe", (0, 1), 1, model.generation_config)
         probe = Generation(asked, model)
@@ -73,11 +75,30 @@ class Decoder:
         if probe.cache is not None and not self.alone:
             self.scores(torch.tensor([asked.tokens], device=self.device), probe.cache, None, None)
             row = cached_row(probe.cache, 0, None, len(asked.tokens))
+            self.paged = self._without_copies(row)
             numbers = range(len(row.layers))
-            paged = {number for number in self.paged if number in numbers and row.windows[number] is None}
             self.size, self._in_pages, self._in_bands = (
-                _size(row, layers) for layers in (numbers, paged, set(numbers) - paged)
+                _size(row, layers) for layers in (numbers, self.paged, set(numbers) - self.paged.keys())
             )
+
+    def _without_copies(self, row: CachedRow) -> dict[int, DecodeAttention]:
+        """Take a step in pages, and return the layers that read them where they are.
+
+        Others have calls that their kernel does not compute, as those with soft caps, and would copy all pages in each.
+        """
+        rows = RowCache(self.paged)
+        rows.join(row)
+        rows.begin_step()
+        position = torch.tensor([[row.length]], device=self.device)
+        with copies() as found:
+            self.scores(torch.zeros_like(position), rows.cache, None, position)
+        copied = set(map(id, found))
+        layers = {} if rows.pool is None else rows.pool.layers
+        return {
+            number: self.paged[number]
+            for number, memories in layers.items()
+            if not any(id(tensor) in copied for memory in memories for tensor in memory.tensors)
+        }
 
     def scores(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Read ids (rows, T) after a cache; return the scores of the token after each row, fp32.
@@ -108,6 +129,9 @@ class Decoder:
         config = self._base.config.get_text_config()
         kinds = {type(layer).__name__ for layer in cast("list[Any]", cache.layers) if type(layer) not in _JOINABLE}
         kinds |= set(getattr(config, "layer_types", None) or ()) - _KINDS
+        coded = (number for number, layer in enumerate(cache.layers) if isinstance(layer, Int8Layer))
+        if set(coded) - self.paged.keys():
+            return "its codes of keys and values are not on the CPU"
         if kinds:
             return f"its cache has layers of another kind ({', '.join(sorted(kinds))})"
         ropes = set(_rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)))

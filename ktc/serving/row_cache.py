@@ -181,6 +181,7 @@ class RowCache:
             del self.table.rows[rows:]
             for layer in self._layers:
                 layer.keep(rows)
+                layer.set_columns(self.columns)
             raise
         self.lengths.append(row.length)
         for layer in self._layers:

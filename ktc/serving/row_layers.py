@@ -143,6 +143,10 @@ class RowLayer(_Rows, DynamicLayer):
         if self.is_initialized:
             self.row_indices.leave(at)
 
+    def keep(self, rows: int) -> None:
+        super().keep(rows)
+        del self.row_indices.rows[rows:]
+
     def set_columns(self, columns: int) -> None:
         """Keep the columns that a row still has."""
         self._columns = columns

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from engine_answers import Answers, alone, config_of
 from torch import Tensor
 
 import ktc
+from ktc.attention.paged_tensor import PAGE
 from ktc.host import find_compiler
 from ktc.serving import native_rows
 from ktc.serving.batch import RowBatch
@@ -144,6 +147,24 @@ def test_room_for_longer_rows_is_neither_read_nor_computed(model: Any, programs:
         pair.step()
     assert programs[-1] is not first
     assert programs[-1].nbytes == first.nbytes
+
+
+def test_programs_keep_no_memory_that_the_batch_has_left(model: Any, programs: list[StepProgram]) -> None:
+    pair = Pair(model)
+    for _ in range(3):
+        pair.join(4 * PAGE)
+    for _ in range(4):
+        pair.step()
+    batch = pair.batches[0]
+    assert programs and batch.pool is not None
+    old = [weakref.ref(tensor.untyped_storage()) for tensor in batch.pool.tensors]
+    for _ in range(2):
+        pair.leave(0)
+    batch.compact()
+    programs.clear()
+    gc.collect()
+    assert not any(storage() for storage in old)
+    pair.step()
 
 
 def test_more_rows_are_eager(model: Any, programs: list[StepProgram]) -> None:

@@ -11,19 +11,17 @@ from typing import Any, cast
 import pytest
 import torch
 from attention_reference import INT8_QUICK
-from decoding_models import absorbed, latent_modules, stock_model
 from engine_answers import Answers, alone, config_of
 from kernel_layers import built
+from paged_caches import paged_model
 from torch import Tensor
 
 import ktc
 from ktc.attention.decode import DecodeAttention
-from ktc.attention.decoding import decoding
 from ktc.attention.int8_decode import Int8DecodeAttention
 from ktc.attention.int8_tensor import Int8Tensor, plain
 from ktc.attention.paged_tensor import PAGE
 from ktc.host import find_compiler
-from ktc.plan.attention_spec import AttentionSpec
 from ktc.serving.decoder import Decoder
 from ktc.serving.engine import Engine
 from ktc.serving.pages import LayerRow
@@ -197,16 +195,7 @@ def answered(model: Any, *, shares: bool = True) -> list[list[int]]:
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
 def test_requests_with_one_beginning_share_its_pages_and_answer_as_alone(family: str) -> None:
-    spec = AttentionSpec("attention", "fp32", "scalar")
-    decode = DecodeAttention(built((spec,)).kernel(spec.entry), 1)
-    model: Any = stock_model(family, torch.float32)
-    if any(latent_modules(model)):
-        model = absorbed(model, absorb="decode")
-        for module in cast("Any", latent_modules(model)):
-            module.decode = decode
-    else:
-        for layer in model.model.layers:
-            decoding(layer.self_attn, decode)
+    model = paged_model(family)
     # A window has dropped the beginning's tokens, which are then read again.
     assert answered(model, shares=family != "gpt_oss") == [
         alone(model, prompt, config_of(model), 20) for prompt in PROMPTS

@@ -1,13 +1,19 @@
-"""A batch of a cache in pages, as other tensors hold it."""
+"""A batch of a cache in pages, as other tensors hold it, and models whose attention reads pages."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
+from decoding_models import absorbed, latent_modules, stock_model
+from kernel_layers import built
 from torch import Tensor
 
-from ktc.attention.decode import Heads
+from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.decoding import decoding
 from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.paged_tensor import PAGE, PagedTensor, PageTable
+from ktc.plan.attention_spec import AttentionSpec
 
 
 def table_for(lengths: list[int], spare: int = 3, seed: int = 0) -> tuple[PageTable, int]:
@@ -49,3 +55,18 @@ def paged_heads(heads: Heads, lengths: list[int]) -> Heads:
 def padding_mask(lengths: list[int], columns: int) -> Tensor:
     """Return the mask (B, 1, 1, L) of sequences that are padded on the left."""
     return (torch.arange(columns) >= columns - torch.tensor(lengths)[:, None])[:, None, None]
+
+
+def paged_model(family: str) -> Any:
+    """Return a tiny model in fp32 whose attention is ktc's, by a scalar kernel."""
+    spec = AttentionSpec("attention", "fp32", "scalar")
+    decode = DecodeAttention(built((spec,)).kernel(spec.entry), 1)
+    model: Any = stock_model(family, torch.float32)
+    if any(latent_modules(model)):
+        model = absorbed(model, absorb="decode")
+        for module in cast("Any", latent_modules(model)):
+            module.decode = decode
+    else:
+        for layer in model.model.layers:
+            decoding(layer.self_attn, decode)
+    return model
