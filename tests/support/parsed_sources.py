@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 from functools import cache
+from pathlib import Path
 
-from places import ROOT
+import ktc
 
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """The files of ktc by their paths in the checkout. Tests call it, not their modules: parsing takes seconds."""
+    """The files of the ktc that is tested, by their paths. Tests call it, not their modules: parsing takes seconds."""
+    package = Path(ktc.__file__).parent
     return {
-        str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted((ROOT / "ktc").rglob("*.py"))
+        str(path.relative_to(package.parent)): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(package.rglob("*.py"))
     }

@@ -3,8 +3,8 @@
 //
 // An output is one dot product along a row of W, summed in fp32 in an order that only the number of inputs decides:
 // neither the threads nor the other rows of x change a bit. Memory is the limit, and W is loaded once for up to four
-// rows of x; the others find it in a cache. Where these rows of x would fill L1, 16 outputs are summed stretch by
-// stretch of the inputs, so that x stays in L1 beside the lines of W that are fetched ahead.
+// rows of x; the others find it in a cache. For three rows and more, or where they would fill L1, 16 outputs are summed
+// stretch by stretch of the inputs, so that x stays in L1 beside the lines of W that are fetched ahead.
 #pragma once
 
 #include <algorithm>
