@@ -72,8 +72,8 @@ class DecodeAttention final : public AttentionKernel {
   }
 
  private:
-  // Of a tile of sums in registers: its rows, and beside this many rows its positions, or vectors of kUnit values. Fewer
-  // than 12 rows in a product of experts are 16 registers, of which Lanes takes two.
+  // Of a tile of sums in registers: its rows, and beside this many rows its positions, or vectors of kUnit values.
+  // Fewer than 12 rows in a product of experts are 16 registers, of which Lanes takes two.
   static constexpr bool kManyRegisters = Isa::kMaxRows >= 12;
   static constexpr int kRows = kPaired ? 6 : kManyRegisters ? 8 : 4;
   template <int kCount>
