@@ -56,29 +56,98 @@ struct HeadViews {
   }
 };
 
-// Fetches rows of keys and values into L1 in the order in which attention reads them, block by block: keys, then
-// values, a few rows at each step of the computation. On Zen 5 a core drops prefetches while its buffers are full. So
-// a block at once came to 12 GB/s of 41 at any distance; evenly spread it comes to 33.
+// Rows of a cache that follow each other, and how many bytes of each are read.
+struct CacheRows {
+  CacheRows() = default;
+  CacheRows(const CacheView& view, std::int64_t element)
+      : next(static_cast<const char*>(view.data)), stride(view.position * element), bytes(view.width * element) {}
+
+  const char* next = nullptr;
+  std::int64_t stride = 0;
+  std::int64_t bytes = 0;
+};
+
+// Up to `count` of two such, side by side; the second may have no bytes.
+struct CacheRun {
+  CacheRows first;
+  CacheRows second;
+  std::int64_t count = 0;
+};
+
+// The order in which attention reads rows of keys and values: block by block the keys, then the values.
+template <class Isa, class Element, std::int64_t kBlock>
+class CacheOrder {
+ public:
+  explicit CacheOrder(bool joint) : joint_(joint) {}
+
+  // Positions [begin, end) of a key head are read after those given so far, of which at most one stretch has rows left.
+  void follow(const HeadViews& head, std::int64_t begin, std::int64_t end) { next_ = {head, begin, end}; }
+
+  bool is_joint() const { return joint_; }
+
+  // The next run of rows; none where nothing follows.
+  [[gnu::noinline]] CacheRun next() {
+    const std::int64_t now = now_.block;
+    if (values_) {
+      values_ = false;
+      now_.block += kBlock;
+      return {rows(now_.head.values, now), {}, length(now)};
+    }
+    if (now >= now_.end) {
+      if (next_.block >= next_.end) return {};
+      now_ = next_;
+      next_.block = next_.end;
+      return next();
+    }
+    values_ = !joint_;
+    if (joint_) now_.block += kBlock;
+    return {rows(now_.head.keys, now), rows(now_.head.more_keys, now), length(now)};
+  }
+
+ private:
+  struct Stretch {
+    HeadViews head{};
+    std::int64_t block = 0;  // where the block begins of which rows are next
+    std::int64_t end = 0;
+  };
+
+  CacheRows rows(const CacheView& view, std::int64_t position) const {
+    return {view.template from<Element>(now_.head.pages, position), sizeof(Element)};
+  }
+  std::int64_t length(std::int64_t block) const { return std::min(kBlock, now_.end - block); }
+
+  bool joint_;
+  bool values_ = false;  // whether those of the block are next
+  Stretch now_;
+  Stretch next_;
+};
+
+// Fetches rows of keys and values into L1 in the order in which attention reads them, a few rows at each step of the
+// computation. On Zen 5 a core drops prefetches while its buffers are full. So a block at once came to 12 GB/s of 41 at
+// any distance; evenly spread it comes to 33.
 //
-// A template, so that each instruction set has its own copy. All of it is inlined: a call would save the sums that the
-// caller has in registers.
+// Products copy it, so that its numbers are in registers, and it is small: with the order of the rows in it, 568 bytes,
+// copies took a tenth of the time of int8 codes from L2. A template, so that each instruction set has its own copy. All
+// of it is inlined: a call would save the sums that the caller has in registers.
 template <class Isa, class Element, std::int64_t kBlock>
 class CacheAhead {
  public:
+  using Order = CacheOrder<Isa, Element, kBlock>;
+
   // With keys and values apart, half a block's rows ahead are 16 KB of 128 bf16. Joint rows are read while scores are
   // computed and again from L2: a whole block is ahead, since a block is fetched during all of the last one.
-  explicit CacheAhead(bool joint) : joint_(joint), owed_(joint ? kBlock : kBlock / 2) {}
+  explicit CacheAhead(Order& order) : order_(&order), owed_(order.is_joint() ? kBlock : kBlock / 2) {}
 
-  // Positions [begin, end) of a key head are read after those given so far, of which at most one stretch has rows left.
+  // See `CacheOrder`.
   void follow(const HeadViews& head, std::int64_t begin, std::int64_t end) {
-    next_ = {head, begin, end};
-    if (rows_ == 0) take_next();
+    order_->follow(head, begin, end);
+    if (run_.count == 0) run_ = order_->next();
   }
 
   // A block of `positions` is computed, and its work is `work` in the units of `step`.
   void start_block(std::int64_t positions, std::int64_t work) {
-    while (owed_ > 0 && rows_ > 0) fetch_row();
-    const std::int64_t rows = joint_ ? positions : 2 * positions;
+    while (owed_ > 0 && run_.count > 0) fetch_row();
+    const std::int64_t rows = order_->is_joint() ? positions : 2 * positions;
     owed_ += rows;
     pace_ = rows * kRow / work + 1;
     progress_ = 0;
@@ -87,7 +156,7 @@ class CacheAhead {
   // `work` units are done next.
   [[gnu::always_inline]] void step(std::int64_t work) {
     for (progress_ += work * pace_; progress_ >= kRow; progress_ -= kRow) {
-      if (owed_ > 0 && rows_ > 0) fetch_row();
+      if (owed_ > 0 && run_.count > 0) fetch_row();
     }
   }
 
@@ -98,73 +167,25 @@ class CacheAhead {
     return 3;
   }();
 
-  struct Stretch {
-    HeadViews head{};
-    std::int64_t block = 0;  // where the block begins that is fetched, or is fetched next
-    std::int64_t end = 0;
-  };
-
-  // Rows that follow each other, and how many bytes of each are read.
-  struct Rows {
-    [[gnu::always_inline]] void start(const CacheView& view, const std::int32_t* pages, std::int64_t position) {
-      constexpr std::int64_t kSize = sizeof(Element);
-      next = static_cast<const char*>(view.from<Element>(pages, position).data);
-      stride = view.position * kSize;
-      bytes = view.width * kSize;
+  [[gnu::always_inline]] static void fetch(CacheRows& rows) {
+    for (std::int64_t line = 0; line < rows.bytes; line += kCacheLine) {
+      __builtin_prefetch(rows.next + line, 0, kLocality);
     }
-    [[gnu::always_inline]] void fetch() {
-      for (std::int64_t line = 0; line < bytes; line += kCacheLine) __builtin_prefetch(next + line, 0, kLocality);
-      next += stride;
-    }
-    const char* next = nullptr;
-    std::int64_t stride = 0;
-    std::int64_t bytes = 0;
-  };
+    rows.next += rows.stride;
+  }
 
   [[gnu::always_inline]] void fetch_row() {
-    first_.fetch();
-    if (second_.bytes > 0) second_.fetch();
+    fetch(run_.first);
+    if (run_.second.bytes > 0) fetch(run_.second);
     --owed_;
-    if (--rows_ > 0) return;
-    if (!joint_ && !in_values_) {
-      start_values();
-    } else if (now_.block += kBlock; now_.block < now_.end) {
-      start_keys();
-    } else {
-      take_next();
-    }
+    if (--run_.count == 0) run_ = order_->next();
   }
 
-  [[gnu::always_inline]] void take_next() {
-    now_ = next_;
-    next_.block = next_.end;
-    if (now_.block < now_.end) start_keys();
-  }
-
-  [[gnu::always_inline]] void start_keys() {
-    in_values_ = false;
-    first_.start(now_.head.keys, now_.head.pages, now_.block);
-    second_.start(now_.head.more_keys, now_.head.pages, now_.block);
-    rows_ = std::min(kBlock, now_.end - now_.block);
-  }
-
-  [[gnu::always_inline]] void start_values() {
-    in_values_ = true;
-    first_.start(now_.head.values, now_.head.pages, now_.block);
-    second_.bytes = 0;
-    rows_ = std::min(kBlock, now_.end - now_.block);
-  }
-
-  bool joint_;
-  bool in_values_ = false;
-  std::int64_t owed_;      // rows to be fetched before the block ends that is computed
-  std::int64_t rows_ = 0;  // left of the keys or values that are fetched; 0 where nothing follows
+  Order* order_;
+  std::int64_t owed_;  // rows to be fetched before the block ends that is computed
   std::int64_t pace_ = 0;
   std::int64_t progress_ = 0;
-  Rows first_;
-  Rows second_;
-  Stretch now_;
-  Stretch next_;
+  CacheRun run_{};
 };
 
 }  // namespace ktc

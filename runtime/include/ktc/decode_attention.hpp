@@ -140,7 +140,8 @@ class DecodeAttention final : public AttentionKernel {
 
     template <class Take>
     void stretches(const Take& take, float* scores) const {
-      Ahead ahead(Plan::template head_views<Element>(a, 0).is_joint());
+      typename Ahead::Order order(Plan::template head_views<Element>(a, 0).is_joint());
+      Ahead ahead(order);
       plan.template for_each_stretch<Element>(a, take, ahead, [&](const Item& item) { stretch(item, scores, ahead); });
     }
 

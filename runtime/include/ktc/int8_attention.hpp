@@ -82,7 +82,8 @@ class Int8Attention final : public Int8AttentionKernel {
       std::atomic<std::int64_t> next_row{0};
       team.run([&](const Worker& worker) {
         Scratch& own = scratch.data()[worker.index];
-        Ahead ahead(Plan::template head_views<std::int8_t>(arguments, 0).is_joint());
+        typename Ahead::Order order(Plan::template head_views<std::int8_t>(arguments, 0).is_joint());
+        Ahead ahead(order);
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
         plan.template for_each_stretch<std::int8_t>(arguments, take, ahead,
                                                     [&](const Item& item) { call.stretch(item, own, ahead); });

@@ -9,14 +9,14 @@
 
 namespace ktc {
 
-template <class Words, int kTileRows>
+template <class Words, int kTileRows, int kTileSides, int kTileUnits>
 struct WordCodeProducts {
   using Vector = typename Words::Vector;
   using Sums = typename Words::Sums;
   static constexpr std::int64_t kUnit = 2 * Words::kOutputs;
   static constexpr int kRows = kTileRows;
-  static constexpr int kSides = 4;
-  static constexpr int kWide = 2;
+  static constexpr int kSides = kTileSides;
+  static constexpr int kWide = kTileUnits;
 
   static void to_codes(const float* numbers, float factor, std::int64_t count, std::int16_t* codes) {
     for (std::int64_t each = 0; each < count; each += kHalfPanel) {

@@ -50,6 +50,6 @@ struct CacheWords : Words {
 namespace ktc {
 
 template <>
-struct CacheCodeProducts<avx2::Isa> : WordCodeProducts<avx2::CacheWords, 2> {};
+struct CacheCodeProducts<avx2::Isa> : WordCodeProducts<avx2::CacheWords, 4, 2, 1> {};
 
 }  // namespace ktc

@@ -19,6 +19,6 @@ struct CacheWords : avx512::CacheWords {
 namespace ktc {
 
 template <>
-struct CacheCodeProducts<avx512_bf16::Isa> : WordCodeProducts<avx512_bf16::CacheWords, 4> {};
+struct CacheCodeProducts<avx512_bf16::Isa> : WordCodeProducts<avx512_bf16::CacheWords, 4, 4, 2> {};
 
 }  // namespace ktc

@@ -8,6 +8,6 @@
 namespace ktc {
 
 template <>
-struct CacheCodeProducts<avx512::Isa> : WordCodeProducts<avx512::CacheWords, 4> {};
+struct CacheCodeProducts<avx512::Isa> : WordCodeProducts<avx512::CacheWords, 4, 4, 2> {};
 
 }  // namespace ktc
