@@ -204,21 +204,11 @@ struct AttentionPlan {
     }
   }
 
-  // Of scores up to whole lanes; side by side, since one chain of comparisons would wait for its own latency.
+  // Of scores up to whole lanes.
   static float greatest_of(const float* scores, std::int64_t length) {
-    float found[kHalfPanel];
-    std::fill(found, found + kHalfPanel, kUnseen);
-    for (std::int64_t each = 0; each < length; each += kHalfPanel) {
-      for (std::int64_t lane = 0; lane < kHalfPanel; ++lane) {
-        found[lane] = found[lane] < scores[each + lane] ? scores[each + lane] : found[lane];
-      }
-    }
-    for (std::int64_t half = kHalfPanel / 2; half > 0; half /= 2) {
-      for (std::int64_t lane = 0; lane < half; ++lane) {
-        found[lane] = found[lane] < found[lane + half] ? found[lane + half] : found[lane];
-      }
-    }
-    return found[0];
+    Lanes found(kUnseen);
+    for (std::int64_t each = 0; each < length; each += kHalfPanel) found = larger(found, Lanes::load(scores + each));
+    return found.largest();
   }
 
   // Turns what a row has added so far to that of the greatest score with a block's; returns it.

@@ -21,6 +21,7 @@
 #include "ktc/chosen_ahead.hpp"
 #include "ktc/element.hpp"
 #include "ktc/engine.hpp"
+#include "ktc/lane_dots.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
 
@@ -30,8 +31,8 @@ template <class Isa, class Element>
 class DecodeAttention final : public AttentionKernel {
   using Lanes = typename Isa::Lanes;
   // Products of bf16 as it is stored, where the instruction set has them; otherwise products of fp32.
-  static constexpr bool kPaired = std::is_same_v<Element, bf16> && requires { typename Isa::template DotSums<1, 1>; };
-  using Query = std::conditional_t<kPaired, bf16, float>;
+  using Query = typename QueryDots<Isa, Element, 1, 1>::Query;
+  static constexpr bool kPaired = std::is_same_v<Query, bf16>;
   using Weight = Query;
   static constexpr std::int64_t kUnit = kPaired ? 32 : kHalfPanel;  // to which widths are filled up
   using Plan = AttentionPlan<Isa, kUnit>;
@@ -77,10 +78,7 @@ class DecodeAttention final : public AttentionKernel {
   static constexpr bool kManyRegisters = Isa::kMaxRows >= 12;
   static constexpr int kRows = kPaired ? 6 : kManyRegisters ? 8 : 4;
   template <int kCount>
-  static constexpr int kSides = kPaired          ? 4
-                                : kManyRegisters ? 3
-                                : kCount > 2     ? 1
-                                                 : 2;
+  static constexpr int kSides = kPaired || kCount <= 2 || (kManyRegisters && kCount <= 4) ? 4 : 3;
   template <int kCount>
   static constexpr int kWide = kPaired          ? 2
                                : kManyRegisters ? 3
@@ -89,7 +87,7 @@ class DecodeAttention final : public AttentionKernel {
 
   template <int kCount>
   struct RowTile {};
-  template <int kUnits>
+  template <int kSize>
   struct WideTile {};
 
   // Calls `body` for runs of rows, each of the largest number that has sums in registers and is left.
@@ -109,15 +107,11 @@ class DecodeAttention final : public AttentionKernel {
   using Ahead = CacheAhead<Isa, Element, kBlock>;
   using Chosen = ChosenAhead<Isa, Element, kBlock>;
 
-  // Queries, scaled where they are fp32; each part is followed by zeros.
+  // Queries; each part is followed by zeros.
   static void widen(const AttentionArguments& a, const Plan& plan, Query* target) {
     const auto* from = static_cast<const Element*>(a.query);
     const auto part = [&](std::int64_t width, Query* to) {
-      if constexpr (kPaired) {
-        std::copy(from, from + width, to);
-      } else {
-        std::transform(from, from + width, to, [&](Element value) { return static_cast<float>(value) * a.scale; });
-      }
+      std::transform(from, from + width, to, [](Element value) { return static_cast<Query>(value); });
       std::fill(to + width, to + round_up(width, kUnit), Query(0.0f));
       from += width;
     };
@@ -126,10 +120,6 @@ class DecodeAttention final : public AttentionKernel {
       part(a.more_keys.width, target + plan.first_width);
     }
   }
-
-  struct Lane {
-    Lanes value{0.0f};
-  };
 
   struct Call {
     const AttentionArguments& a;
@@ -140,7 +130,7 @@ class DecodeAttention final : public AttentionKernel {
 
     template <class Take>
     void stretches(const Take& take, float* scores) const {
-      typename Ahead::Order order(Plan::template head_views<Element>(a, 0).is_joint());
+      typename Ahead::Order order(Plan::template head_views<Element>(a, 0));
       Ahead ahead(order);
       plan.template for_each_stretch<Element>(a, take, ahead, [&](const Item& item) { stretch(item, scores, ahead); });
     }
@@ -286,65 +276,28 @@ class DecodeAttention final : public AttentionKernel {
     template <int kCount, class AnyAhead>
     void row_tile(const HeadViews& views, const Query* query, std::int64_t length, float* scores,
                   AnyAhead& ahead) const {
-      constexpr int kTogether = kSides<kCount>;
       std::int64_t position = 0;
-      for (; position + kTogether <= length; position += kTogether) {
-        ahead.step(tile_work(kCount, kTogether));
-        tile<kCount, kTogether>(views, query, position, scores + position);
-      }
-      for (; position < length; ++position) tile<kCount, 1>(views, query, position, scores + position);
-    }
-
-    // sum[position][row] += query[row] . key[position], over one part of the keys.
-    template <int kCount, int kPositions>
-    [[gnu::always_inline]] void multiply(const CacheView& view, const Element* key, const float* query,
-                                         Lane (&sum)[kPositions][kCount]) const {
-      const std::int64_t width = view.width, whole = width / kHalfPanel * kHalfPanel;
-      const std::int64_t stride = view.position, query_stride = plan.query_width;
-      const auto add = [&](int side, const Element* from, std::int64_t column) {
-        const Lanes keys = widened<Lanes>(from);
-#pragma GCC unroll 8
-        for (int each = 0; each < kCount; ++each) {
-          Lanes& total = sum[side][each].value;
-          total = fused_multiply_add(keys, Lanes::load(query + each * query_stride + column), total);
+      const auto tiles = [&]<int kTogether>(WideTile<kTogether>) {
+        for (; position + kTogether <= length; position += kTogether) {
+          ahead.step(tile_work(kCount, kTogether));
+          tile<kCount, kTogether>(views, query, position, scores + position);
         }
       };
-      for (std::int64_t column = 0; column < whole; column += kHalfPanel) {
-#pragma GCC unroll 3
-        for (int side = 0; side < kPositions; ++side) add(side, key + side * stride + column, column);
-      }
-      if (whole == width) return;
-#pragma GCC unroll 3
-      for (int side = 0; side < kPositions; ++side) {
-        Element rest[kHalfPanel] = {};
-        std::copy(key + side * stride + whole, key + side * stride + width, rest);
-        add(side, rest, whole);
-      }
+      tiles(WideTile<kSides<kCount>>{});
+      if constexpr (kSides<kCount> == 3) tiles(WideTile<2>{});  // kBlock is not a multiple of 3
+      tiles(WideTile<1>{});
     }
 
     template <int kCount, int kPositions>
     [[gnu::noinline]] void tile(const HeadViews& views, const Query* query, std::int64_t position,
                                 float* scores) const {
       const CacheView &first = views.keys, &second = views.more_keys;
-      const Element* keys = at(first, position);
-      const Element* more = second.width > 0 ? at(second, position) : nullptr;
-      if constexpr (kPaired) {
-        typename Isa::template DotSums<kCount, kPositions> sum;
-        sum.add(query, plan.query_width, keys, first.position, first.width);
-        if (more != nullptr) {
-          sum.add(query + plan.first_width, plan.query_width, more, second.position, second.width);
-        }
-        sum.store(scores, kBlock, a.scale);
-      } else {
-        Lane sum[kPositions][kCount];
-        multiply<kCount, kPositions>(first, keys, query, sum);
-        if (more != nullptr) multiply<kCount, kPositions>(second, more, query + plan.first_width, sum);
-#pragma GCC unroll 3
-        for (int side = 0; side < kPositions; ++side) {
-#pragma GCC unroll 8
-          for (int each = 0; each < kCount; ++each) scores[each * kBlock + side] = sum[side][each].value.sum();
-        }
+      typename QueryDots<Isa, Element, kCount, kPositions>::Sums sums;
+      sums.add(query, plan.query_width, at(first, position), first.position, first.width);
+      if (second.width > 0) {
+        sums.add(query + plan.first_width, plan.query_width, at(second, position), second.position, second.width);
       }
+      sums.store(scores, kBlock, a.scale);
     }
 
     // The weights of a row as bf16, in the place of its scores.
@@ -408,6 +361,9 @@ class DecodeAttention final : public AttentionKernel {
     template <int kCount, int kUnits, bool kWhole, class AnyAhead>
     [[gnu::noinline]] void value_tile(const CacheView& view, std::int64_t length, std::int64_t column,
                                       const float* weights, float* added, AnyAhead& ahead) const {
+      struct Lane {
+        Lanes value{0.0f};
+      };
       Lane sum[kUnits][kCount];
 #pragma GCC unroll 3
       for (int unit = 0; unit < kUnits; ++unit) {

@@ -82,7 +82,7 @@ class Int8Attention final : public Int8AttentionKernel {
       std::atomic<std::int64_t> next_row{0};
       team.run([&](const Worker& worker) {
         Scratch& own = scratch.data()[worker.index];
-        typename Ahead::Order order(Plan::template head_views<std::int8_t>(arguments, 0).is_joint());
+        typename Ahead::Order order(Plan::template head_views<std::int8_t>(arguments, 0));
         Ahead ahead(order);
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
         plan.template for_each_stretch<std::int8_t>(arguments, take, ahead,
@@ -254,7 +254,11 @@ class Int8Attention final : public Int8AttentionKernel {
 
     // The scales of a block, zeros after them.
     static void load_scales(const CacheView& view, std::int64_t length, float* scales) {
-      for (std::int64_t each = 0; each < length; ++each) scales[each] = view.scales[each * view.scale_position];
+      if (view.scale_position == 1) {
+        std::copy_n(view.scales, length, scales);
+      } else {
+        for (std::int64_t each = 0; each < length; ++each) scales[each] = view.scales[each * view.scale_position];
+      }
       std::fill(scales + length, scales + round_up(length, kHalfPanel), 0.0f);
     }
 

@@ -9,6 +9,7 @@
 
 namespace ktc {
 
+// A tile of sums in registers has `kTileRows` rows, and keys or units of values beside them.
 template <class Words, int kTileRows, int kTileSides, int kTileUnits>
 struct WordCodeProducts {
   using Vector = typename Words::Vector;
@@ -82,6 +83,17 @@ struct WordCodeProducts {
           sum[row][column] = Sums(Words::add_products(Vector(sum[row][column]), query, key[column]));
         }
       }
+    }
+    if constexpr (kColumns == 2 && kCount % 2 == 0) {
+#pragma GCC unroll 2
+      for (int row = 0; row < kCount; row += 2, out += 2 * out_stride) {
+        float totals[4];
+        Words::store_totals(Vector(sum[row][0]), Vector(sum[row][1]), Vector(sum[row + 1][0]), Vector(sum[row + 1][1]),
+                            totals);
+        std::memcpy(out, totals, 8);
+        std::memcpy(out + out_stride, totals + 2, 8);
+      }
+      return;
     }
 #pragma GCC unroll 4
     for (int row = 0; row < kCount; ++row, out += out_stride) {

@@ -100,7 +100,7 @@ class Attention final : public AttentionKernel {
                         own,
                         added.data() + worker.index * kMostRows * plan.value_width,
                         rest.data() + worker.index * kGroup * plan.query_width};
-        Ahead::Order order(Plan::head_views<bf16>(arguments, 0).is_joint());
+        Ahead::Order order(Plan::head_views<bf16>(arguments, 0));
         Ahead ahead(order);
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
         plan.for_each_stretch<bf16>(arguments, take, ahead, [&](const Item& item) { call.stretch(item, ahead); });

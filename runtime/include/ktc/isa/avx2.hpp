@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "ktc/element.hpp"
+#include "ktc/isa/avx2_dots.hpp"
 #include "ktc/isa/avx2_words.hpp"
 #include "ktc/math.hpp"
 #include "ktc/prefetch.hpp"
@@ -82,6 +83,14 @@ class Lanes {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
 
+  // None is a NaN.
+  float largest() const {
+    const __m256 eight = _mm256_max_ps(low_, high_);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
+
   friend Lanes operator+(Lanes a, Lanes b) { return {_mm256_add_ps(a.low_, b.low_), _mm256_add_ps(a.high_, b.high_)}; }
   friend Lanes operator-(Lanes a, Lanes b) { return {_mm256_sub_ps(a.low_, b.low_), _mm256_sub_ps(a.high_, b.high_)}; }
   friend Lanes operator*(Lanes a, Lanes b) { return {_mm256_mul_ps(a.low_, b.low_), _mm256_mul_ps(a.high_, b.high_)}; }
@@ -103,6 +112,10 @@ class Lanes {
       return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(x), _mm256_castps_si256(y)));
     };
     return {of_bits(a.low_, b.low_), of_bits(a.high_, b.high_)};
+  }
+  // The larger one; `found` where x is a NaN, since MAXPS returns its second operand then.
+  friend Lanes larger(Lanes found, Lanes x) {
+    return {_mm256_max_ps(x.low_, found.low_), _mm256_max_ps(x.high_, found.high_)};
   }
   // The numbers whose bits are `x` as integers, from 2^-126 to 2^100. MINPS returns its second operand when one is NaN.
   friend Lanes of_bits(Lanes x) {
@@ -150,15 +163,6 @@ class Lanes {
 
  private:
   Lanes(__m256 low, __m256 high) : low_(low), high_(high) {}
-
-  static __m256 widened(const bf16* source) {
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-  }
-
-  static __m256 widened(const weight_format::fp16* source) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
-  }
 
   // Rounds to nearest even; a NaN keeps its upper bits and becomes quiet.
   static __m256i narrowed(__m256 x) {
@@ -277,6 +281,8 @@ struct Isa {
   static constexpr int kFp32Rows = 6;
   static constexpr int kFp32Halves = 1;
   static constexpr bool kBlocked = false;
+  template <class Stored, int kRows, int kColumns>
+  using DotSums = avx2::DotSums<Stored, kRows, kColumns>;
 
   static void require() {}
 

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <bit>
+#include <concepts>
 #include <cstdint>
 #include <utility>
 
@@ -81,7 +82,7 @@ struct Isa {
   static constexpr int kFp32Rows = 12;
   static constexpr int kFp32Halves = 2;
   static constexpr bool kBlocked = false;
-  template <int kRows, int kColumns>
+  template <std::same_as<bf16> Stored, int kRows, int kColumns>
   using DotSums = avx512_bf16::DotSums<kRows, kColumns>;
   template <int kRows, int kUnits>
   using WeightedSums = avx512_bf16::WeightedSums<kRows, kUnits>;

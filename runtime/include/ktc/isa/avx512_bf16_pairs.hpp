@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "ktc/element.hpp"
+#include "ktc/isa/avx512_lanes.hpp"
 
 namespace ktc::avx512_bf16 {
 
@@ -17,21 +18,12 @@ namespace ktc::avx512_bf16 {
   return _mm512_maskz_loadu_epi16((std::uint32_t{1} << count) - 1, source);
 }
 
-// The sums of four registers, in their order.
-inline __m128 sums_of_four(__m512 a, __m512 b, __m512 c, __m512 d) {
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
 // sums[row][column] of a[row] . b[column], in registers.
 template <int kRows, int kColumns>
 class DotSums {
  public:
+  using Query = bf16;
+
   [[gnu::always_inline]] DotSums() {
     // Loops over registers are unrolled, or the compiler keeps the sums in memory.
 #pragma GCC unroll 8
@@ -66,7 +58,7 @@ class DotSums {
     for (int row = 0; row < kRows; ++row, target += stride) {
       if constexpr (kColumns == 4) {
         const auto& s = sums_[row];
-        _mm_storeu_ps(target, _mm_mul_ps(sums_of_four(s[0], s[1], s[2], s[3]), _mm_set1_ps(scale)));
+        _mm_storeu_ps(target, _mm_mul_ps(avx512::sums_of_four(s[0], s[1], s[2], s[3]), _mm_set1_ps(scale)));
       } else {
 #pragma GCC unroll 4
         for (int column = 0; column < kColumns; ++column) {

@@ -16,6 +16,17 @@ namespace ktc::avx512 {
 // Two fp32 read as one double, without a violation of the aliasing rules.
 using AnyDouble [[gnu::may_alias]] = double;
 
+// The sums of four registers, in their order.
+inline __m128 sums_of_four(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
 template <class Rounding>
 class Lanes {
  public:
@@ -55,6 +66,13 @@ class Lanes {
     return std::bit_cast<float>(bits);
   }
   float sum() const { return _mm512_reduce_add_ps(v_); }
+  // The sums of four times a factor, in their order.
+  static void store_sums(Lanes a, Lanes b, Lanes c, Lanes d, float scale, float* target) {
+    _mm_storeu_ps(target, _mm_mul_ps(sums_of_four(a.v_, b.v_, c.v_, d.v_), _mm_set1_ps(scale)));
+  }
+
+  // None is a NaN.
+  float largest() const { return _mm512_reduce_max_ps(v_); }
 
   friend Lanes operator+(Lanes a, Lanes b) { return Lanes(_mm512_add_ps(a.v_, b.v_)); }
   friend Lanes operator-(Lanes a, Lanes b) { return Lanes(_mm512_sub_ps(a.v_, b.v_)); }
@@ -67,6 +85,8 @@ class Lanes {
   friend Lanes greater(Lanes a, Lanes b) {
     return Lanes(_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.v_), _mm512_castps_si512(b.v_))));
   }
+  // The larger one; `found` where x is a NaN, since MAXPS returns its second operand then.
+  friend Lanes larger(Lanes found, Lanes x) { return Lanes(_mm512_max_ps(x.v_, found.v_)); }
   // The numbers whose bits are `x` as integers, from 2^-126 to 2^100. MINPS returns its second operand when one is NaN.
   friend Lanes of_bits(Lanes x) {
     const __m512 bounded = _mm512_max_ps(_mm512_min_ps(x.v_, _mm512_set1_ps(kMostBits)), _mm512_set1_ps(kLeastBits));

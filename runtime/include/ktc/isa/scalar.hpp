@@ -63,6 +63,9 @@ class Lanes {
     return result;
   }
 
+  // None is a NaN.
+  Scalar largest() const { return *std::max_element(values_.begin(), values_.end()); }
+
   friend Lanes operator+(const Lanes& a, const Lanes& b) {
     return make([&](int lane) { return a.values_[lane] + b.values_[lane]; });
   }
@@ -76,6 +79,11 @@ class Lanes {
     return make([&](int lane) { return a.values_[lane] / b.values_[lane]; });
   }
   friend Lanes fused_multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) { return a * b + c; }
+  // The larger one; `found` where x is a NaN.
+  friend Lanes larger(const Lanes& found, const Lanes& x) {
+    return make(
+        [&](int lane) { return found.values_[lane] < x.values_[lane] ? x.values_[lane] : found.values_[lane]; });
+  }
   friend Lanes absolute(const Lanes& x) {
     return make([&](int lane) { return std::abs(x.values_[lane]); });
   }

@@ -1,0 +1,81 @@
+// Dot products of queries in fp32 with keys as they are stored, with the lanes of any instruction set; one of them may
+// have a class of its own (`DotSums`), which is then used.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "ktc/element.hpp"
+#include "ktc/linear.hpp"
+#include "ktc/shape.hpp"
+
+namespace ktc {
+
+// sums[row][column] of a[row] . b[column], in registers.
+template <class Isa, class Element, int kRows, int kColumns>
+class LaneDots {
+  using Lanes = typename Isa::Lanes;
+
+ public:
+  // `a` is followed by zeros up to a multiple of kHalfPanel.
+  [[gnu::always_inline]] void add(const float* a, std::int64_t a_stride, const Element* b, std::int64_t b_stride,
+                                  std::int64_t width) {
+    const std::int64_t whole = width / kHalfPanel * kHalfPanel;
+    const auto step = [&](int column, const Element* from, std::int64_t at) {
+      const Lanes values = widened<Lanes>(from);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        Lanes& sum = sums_[row][column].value;
+        sum = fused_multiply_add(values, Lanes::load(a + row * a_stride + at), sum);
+      }
+    };
+    for (std::int64_t at = 0; at < whole; at += kHalfPanel) {
+#pragma GCC unroll 4
+      for (int column = 0; column < kColumns; ++column) step(column, b + column * b_stride + at, at);
+    }
+    if (whole == width) return;
+#pragma GCC unroll 4
+    for (int column = 0; column < kColumns; ++column) {
+      const Element* from = b + column * b_stride;
+      Element rest[kHalfPanel] = {};
+      std::copy(from + whole, from + width, rest);
+      step(column, rest, whole);
+    }
+  }
+
+  // Writes the sums times a factor.
+  [[gnu::always_inline]] void store(float* target, std::int64_t stride, float scale) const {
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row, target += stride) {
+      const auto& sums = sums_[row];
+      if constexpr (kColumns == 4 && requires { &Lanes::store_sums; }) {
+        Lanes::store_sums(sums[0].value, sums[1].value, sums[2].value, sums[3].value, scale, target);
+      } else {
+#pragma GCC unroll 4
+        for (int column = 0; column < kColumns; ++column) target[column] = sums[column].value.sum() * scale;
+      }
+    }
+  }
+
+ private:
+  struct Sum {
+    Lanes value{0.0f};
+  };
+  Sum sums_[kRows][kColumns];
+};
+
+template <class Isa, class Element, int kRows, int kColumns>
+struct QueryDots {
+  using Query = float;
+  using Sums = LaneDots<Isa, Element, kRows, kColumns>;
+};
+
+template <class Isa, class Element, int kRows, int kColumns>
+  requires requires { typename Isa::template DotSums<Element, kRows, kColumns>; }
+struct QueryDots<Isa, Element, kRows, kColumns> {
+  using Sums = typename Isa::template DotSums<Element, kRows, kColumns>;
+  using Query = typename Sums::Query;
+};
+
+}  // namespace ktc
