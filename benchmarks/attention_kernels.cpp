@@ -39,7 +39,7 @@ using Dense = DecodeAttention<Isa, bf16>;
 #endif
 
 constexpr std::int64_t kKeyHeads = 8, kGroup = 4, kWidth = 128, kLatentHeads = 16, kLatent = 512, kRope = 64;
-constexpr std::int64_t kCold = 512 << 20;
+constexpr std::int64_t kCold = std::int64_t{2} << 30;
 
 double seconds(const std::function<void()>& run) {
   const auto begin = std::chrono::steady_clock::now();
