@@ -56,86 +56,94 @@ struct HeadViews {
   }
 };
 
-// Pieces of a cache that follow each other, and how many bytes of each are read.
+// Pieces of a cache that follow each other: `count` of `bytes` each, `stride` bytes apart.
 struct CachePieces {
   const char* next = nullptr;
   std::int64_t stride = 0;
   std::int64_t bytes = 0;
-};
-
-// `count` pieces of two such, side by side; the second may have no bytes.
-struct CacheRun {
-  CachePieces first;
-  CachePieces second;
   std::int64_t count = 0;
 };
 
-// The order in which attention reads rows of keys and values: block by block the keys, then the values.
+// The order in which attention reads keys and values: block by block the keys, then the values. Rows that adjoin are
+// cut into pieces of four lines, which come evenly; others are a piece each.
 template <class Isa, class Element, std::int64_t kBlock>
 class CacheOrder {
  public:
-  // Of one of the heads; all have its strides.
-  explicit CacheOrder(const HeadViews& head)
-      : joint_(head.is_joint()),
-        rows_(!joint_ && head.more_keys.width == 0 && adjoin(head.keys) && adjoin(head.values)
-                  ? std::max<std::int64_t>(1, kPiece / (head.keys.width * kSize))
-                  : 1) {}
+  // For heads with the strides of this one.
+  explicit CacheOrder(const HeadViews& head) : joint_(head.is_joint()), block_(pieces_of(head, kBlock)) {}
 
-  // Positions [begin, end) of a key head are read after those given so far, of which at most one stretch has rows left.
-  void follow(const HeadViews& head, std::int64_t begin, std::int64_t end) { next_ = {head, begin, end}; }
-
+  // Whether a row of keys has the values too.
   bool is_joint() const { return joint_; }
 
-  // The rows of a piece: narrow ones that adjoin are fetched together.
-  std::int64_t rows() const { return rows_; }
+  // The number of pieces of a whole block.
+  std::int64_t block_pieces() const { return block_; }
 
-  // The next run of pieces; none where nothing follows.
-  [[gnu::noinline]] CacheRun next() {
-    const std::int64_t now = now_.block;
-    if (values_) {
-      values_ = false;
-      now_.block += kBlock;
-      return {pieces(now_.head.values, now), {}, count(now)};
-    }
-    if (now >= now_.end) {
-      if (next_.block >= next_.end) return {};
+  // Positions [begin, end) of a key head are read after those given so far, of which at most one stretch has some left.
+  void follow(const HeadViews& head, std::int64_t begin, std::int64_t end) { next_ = {head, begin, end}; }
+
+  // The pieces that are next; none where nothing follows.
+  [[gnu::noinline]] CachePieces next() {
+    if (now_.block >= now_.end) {
       now_ = next_;
       next_.block = next_.end;
-      return next();
+      if (now_.block >= now_.end) return {};
     }
-    values_ = !joint_;
-    if (joint_) now_.block += kBlock;
-    return {pieces(now_.head.keys, now), pieces(now_.head.more_keys, now), count(now)};
+    const std::int64_t block = now_.block, rows = std::min(kBlock, now_.end - block);
+    const CacheView& view = part_ == Part::kKeys       ? now_.head.keys
+                            : part_ == Part::kMoreKeys ? now_.head.more_keys
+                                                       : now_.head.values;
+    advance();
+    return pieces(view.template from<Element>(now_.head.pages, block), rows);
   }
 
  private:
+  static constexpr std::int64_t kSize = sizeof(Element);
+  static constexpr std::int64_t kPiece = 4 * kCacheLine;
+  enum class Part { kKeys, kMoreKeys, kValues };
+
   struct Stretch {
     HeadViews head{};
-    std::int64_t block = 0;  // where the block begins of which rows are next
+    std::int64_t block = 0;  // where the block begins whose pieces are next
     std::int64_t end = 0;
   };
 
-  static constexpr std::int64_t kSize = sizeof(Element);
-  static constexpr std::int64_t kPiece = 256;  // bytes
-
-  static bool adjoin(const CacheView& view) { return view.position == view.width; }
-
-  CachePieces pieces(const CacheView& view, std::int64_t position) const {
-    const auto* const data = static_cast<const char*>(view.template from<Element>(now_.head.pages, position).data);
-    return {data, rows_ * view.position * kSize, rows_ * view.width * kSize};
+  static std::int64_t count_of(const CacheView& view, std::int64_t rows) {
+    return view.position == view.width ? (rows * view.width * kSize + kPiece - 1) / kPiece : rows;
   }
-  std::int64_t count(std::int64_t block) const { return (std::min(kBlock, now_.end - block) + rows_ - 1) / rows_; }
+
+  static CachePieces pieces(const CacheView& view, std::int64_t rows) {
+    const auto* const data = static_cast<const char*>(view.data);
+    const std::int64_t count = count_of(view, rows);
+    if (view.position == view.width) return {data, kPiece, kPiece, count};
+    return {data, view.position * kSize, view.width * kSize, count};
+  }
+
+  std::int64_t pieces_of(const HeadViews& head, std::int64_t rows) const {
+    const std::int64_t more = head.more_keys.width > 0 ? count_of(head.more_keys, rows) : 0;
+    return count_of(head.keys, rows) + more + (joint_ ? 0 : count_of(head.values, rows));
+  }
+
+  void advance() {
+    if (part_ == Part::kKeys && now_.head.more_keys.width > 0) {
+      part_ = Part::kMoreKeys;
+    } else if (part_ != Part::kValues && !joint_) {
+      part_ = Part::kValues;
+    } else {
+      part_ = Part::kKeys;
+      now_.block += kBlock;
+    }
+  }
 
   bool joint_;
-  std::int64_t rows_;
-  bool values_ = false;  // whether those of the block are next
+  Part part_ = Part::kKeys;  // that is next
+  std::int64_t block_;
   Stretch now_;
   Stretch next_;
 };
 
-// Fetches rows of keys and values into L1 in the order in which attention reads them, a few rows at each step of the
-// computation. On Zen 5 a core drops prefetches while its buffers are full. So a block at once came to 12 GB/s of 41 at
-// any distance; evenly spread it comes to 33.
+// Fetches keys and values in the order in which attention reads them, a piece at a time, evenly over the computation.
+// On Zen 5 a core drops prefetches while its buffers are full. So a block at once came to 12 GB/s of 41 at any
+// distance; evenly spread it comes to 33.
 //
 // Products copy it, so that its numbers are in registers, and it is small: with the order of the rows in it, 568 bytes,
 // copies took a tenth of the time of int8 codes from L2. A template, so that each instruction set has its own copy. All
@@ -145,23 +153,22 @@ class CacheAhead {
  public:
   using Order = CacheOrder<Isa, Element, kBlock>;
 
-  // With keys and values apart, three quarters of a block's rows ahead are 24 KB of 128 bf16: with half of them AVX2
+  // With keys and values apart, three quarters of a block are ahead, which are 24 KB of 128 bf16: with half of it AVX2
   // took 1.06 to 1.1 times as long. Joint rows are read while scores are computed and again from L2: a whole block is
   // ahead, since a block is fetched during all of the last one.
   explicit CacheAhead(Order& order)
-      : order_(&order), owed_((order.is_joint() ? kBlock : kBlock * 3 / 4) / order.rows()) {}
+      : order_(&order), owed_(order.is_joint() ? order.block_pieces() : order.block_pieces() * 3 / 8) {}
 
   // See `CacheOrder`.
   void follow(const HeadViews& head, std::int64_t begin, std::int64_t end) {
     order_->follow(head, begin, end);
-    if (run_.count == 0) run_ = order_->next();
+    if (now_.count == 0) now_ = order_->next();
   }
 
   // A block of `positions` is computed, and its work is `work` in the units of `step`.
   void start_block(std::int64_t positions, std::int64_t work) {
-    while (owed_ > 0 && run_.count > 0) fetch_piece();
-    const std::int64_t pieces =
-        ((order_->is_joint() ? positions : 2 * positions) + order_->rows() - 1) / order_->rows();
+    while (owed_ > 0 && now_.count > 0) fetch();
+    const std::int64_t pieces = (order_->block_pieces() * positions + kBlock - 1) / kBlock;
     owed_ += pieces;
     pace_ = pieces * kOne / work + 1;
     progress_ = 0;
@@ -170,36 +177,31 @@ class CacheAhead {
   // `work` units are done next.
   [[gnu::always_inline]] void step(std::int64_t work) {
     for (progress_ += work * pace_; progress_ >= kOne; progress_ -= kOne) {
-      if (owed_ > 0 && run_.count > 0) fetch_piece();
+      if (owed_ > 0 && now_.count > 0) fetch();
     }
   }
 
  private:
   static constexpr std::int64_t kOne = 1 << 16;
-  static constexpr int kLocality = [] {
-    if constexpr (requires { Isa::kStreamLocality; }) return Isa::kStreamLocality;
-    return 3;
-  }();
 
-  [[gnu::always_inline]] static void fetch(CachePieces& pieces) {
-    for (std::int64_t line = 0; line < pieces.bytes; line += kCacheLine) {
-      __builtin_prefetch(pieces.next + line, 0, kLocality);
+  [[gnu::always_inline]] void fetch() {
+    const char* const begin = now_.next;
+    if (into_l2_) {
+      for (std::int64_t line = 0; line < now_.bytes; line += kCacheLine) __builtin_prefetch(begin + line, 0, 2);
+    } else {
+      for (std::int64_t line = 0; line < now_.bytes; line += kCacheLine) __builtin_prefetch(begin + line, 0, 3);
     }
-    pieces.next += pieces.stride;
-  }
-
-  [[gnu::always_inline]] void fetch_piece() {
-    fetch(run_.first);
-    if (run_.second.bytes > 0) fetch(run_.second);
+    now_.next += now_.stride;
     --owed_;
-    if (--run_.count == 0) run_ = order_->next();
+    if (--now_.count == 0) now_ = order_->next();
   }
 
   Order* order_;
+  bool into_l2_ = fetches_into_l2();
   std::int64_t owed_;  // pieces to be fetched before the block ends that is computed
   std::int64_t pace_ = 0;
   std::int64_t progress_ = 0;
-  CacheRun run_{};
+  CachePieces now_;
 };
 
 }  // namespace ktc

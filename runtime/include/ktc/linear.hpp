@@ -90,7 +90,7 @@ class Linear final : public LinearKernel {
       Region<float> x(arguments.rows * padded);
       workspace.lay_out(x);
       widen_rows(arguments, x.data(), padded);
-      if (fetches_by_lines()) {
+      if (fetches_into_l2()) {
         run(team, Product<FetchedLines<2>>{arguments, x.data(), padded});
       } else {
         run(team, Product<FetchedPages>{arguments, x.data(), padded});

@@ -47,11 +47,11 @@ struct FetchedLines {
   }
 };
 
-// Whether rows that follow one another are better fetched by lines into L2 than by the processor itself. One row of a
-// linear layer: a Zen 4 read 15 GB/s of weights on pages of 4 KB by lines, and 25 without; 16 threads of a Xeon with
-// AMX read 115 to 129 by lines into L2, 110 to 122 into L1, and 87 without. Kernels of other instruction sets run on it
-// too, so the processor is asked.
-inline bool fetches_by_lines() {
+// Whether what is read in order is best fetched by lines into L2. Cores with AMX have 16 lines in flight to L1, and 48
+// to L2. One row of a linear layer: 16 threads of a Xeon with AMX read 115 to 129 GB/s of weights by lines into L2, 110
+// to 122 into L1, and 87 by the processor itself; a Zen 4 read 15 by lines from pages of 4 KB, and 25 without. Kernels
+// of other instruction sets run on such a core too, so the processor is asked.
+inline bool fetches_into_l2() {
   static const bool has_amx = [] {
     constexpr unsigned kAmxTile = 1u << 24;  // of EDX in leaf 7
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;

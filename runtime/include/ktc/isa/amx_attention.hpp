@@ -22,10 +22,8 @@
 
 namespace ktc::amx {
 
-// AVX512-BF16 on a core with AMX: rows of the cache are fetched into L2, as `Isa` fetches weights.
-struct FewRows : avx512_bf16::Isa {
-  static constexpr int kStreamLocality = amx::Isa::kStreamLocality;
-};
+// For fewer rows than fill a tile.
+using FewRows = avx512_bf16::Isa;
 
 // Transposes a matrix of 16 x 16 numbers of 32 bits.
 [[gnu::always_inline]] inline void transpose(__m512i (&rows)[16]) {
