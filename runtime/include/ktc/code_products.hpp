@@ -138,13 +138,10 @@ inline constexpr bool kInWords = [] {
     return !weight_format::WordNumbers<Panel>::kLookedUp;
 }();
 
-template <class Isa>
-using Bf16Words = std::conditional_t<Isa::kBlocked, avx512_bf16::FetchedWords, avx512_bf16::Words>;
-
 template <class Isa, class Panel>
   requires(kHasBf16Products<Isa> && kInWords<Panel>)
 class CodeProducts<Isa, Panel>
-    : public ConvertedRows<avx512_bf16::Isa, Panel, WordRows<Bf16Words<Isa>, Panel>, kBf16Rows<Isa>> {};
+    : public ConvertedRows<avx512_bf16::Isa, Panel, WordRows<avx512_bf16::Words, Panel>, kBf16Rows<Isa>> {};
 
 // Other codes as bf16 numbers, which they are exactly, multiplied with the rows as they are.
 template <class Panel>

@@ -21,9 +21,4 @@ struct Words : avx512::Words {
   }
 };
 
-// The same where lines of codes are fetched one by one, as weights of bf16 are beside tiles (`isa/amx.hpp`).
-struct FetchedWords : Words {
-  static constexpr bool kFetchesLines = true;
-};
-
 }  // namespace ktc::avx512_bf16

@@ -132,13 +132,12 @@ template <class Words, class Panel, int kRows, bool kAlone>
   const FixedPointBlock* of_rows = x.blocks + first_row;
   const std::int64_t stride = kAlone ? 1 : x.rows;
   const std::int64_t blocks = padded_k / kPanelWidth;
+  const bool by_lines = fetches_codes_by_lines();
   for (std::int64_t first_block = 0; first_block < blocks; first_block += Codes::kSpanBlocks) {
-    // Codes follow one another, and the processor fetches them: with a prefetch of each line beside that, one row of
-    // q8_0 on a Zen 4 read 0.70 of what a sum reads instead of 0.96. But scales of later blocks would be waited for.
-    // Cores with AMX have not been measured without it, and keep it (`kFetchesLines`).
+    // Scales of later blocks would be waited for.
     if constexpr (Panel::kScaleBytes > kCacheLine) {
-      const std::byte* head = panel + Panel::scales_at(first_block);
-      for (std::int64_t at = kCacheLine; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 3);
+      const std::byte* head = panel + Panel::scales_at(first_block) + (by_lines ? kCodesAhead : 0);
+      for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 3);
     }
     const Span span(panel, first_block);
     const std::int64_t of_span = std::min(Codes::kSpanBlocks, blocks - first_block);
@@ -161,8 +160,8 @@ template <class Words, class Panel, int kRows, bool kAlone>
             for (Sums& strip : sum) strip.start(row, start);
           }
           const auto add_step = [&](std::int64_t step) __attribute__((always_inline)) {
-            if constexpr (requires { Words::kFetchesLines; }) {
-              if (first == 0) fetch_lines<kStepLines>(codes + kCodesAhead + step * kStepLines * kCacheLine);
+            if (by_lines && first == 0) {
+              fetch_lines<kStepLines>(codes + kCodesAhead + step * kStepLines * kCacheLine);
             }
             const WordPair* at = pairs + step * (Lines::kVectors / 2) * stride;
 #pragma GCC unroll 2
