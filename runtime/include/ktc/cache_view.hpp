@@ -64,24 +64,32 @@ struct CachePieces {
   std::int64_t count = 0;
 };
 
-// The order in which attention reads keys and values: block by block the keys, then the values. Rows that adjoin are
-// cut into pieces of four lines, which come evenly; others are a piece each.
+// The order in which keys and values are fetched: block by block the keys, their second part, the values. Rows that
+// adjoin are cut into pieces of four lines, which come evenly; others are a piece each.
 template <class Isa, class Element, std::int64_t kBlock>
 class CacheOrder {
  public:
   // For heads with the strides of this one.
-  explicit CacheOrder(const HeadViews& head) : joint_(head.is_joint()), block_(pieces_of(head, kBlock)) {}
+  explicit CacheOrder(const HeadViews& head) : strides_(head), joint_(head.is_joint()) {}
 
-  // Whether a row of keys has the values too.
-  bool is_joint() const { return joint_; }
+  // The number of pieces of so many positions of a block.
+  std::int64_t pieces_of(std::int64_t positions) const {
+    const std::int64_t more = strides_.more_keys.width > 0 ? count_of(strides_.more_keys, positions) : 0;
+    return count_of(strides_.keys, positions) + more + (joint_ ? 0 : count_of(strides_.values, positions));
+  }
 
-  // The number of pieces of a whole block.
-  std::int64_t block_pieces() const { return block_; }
+  // How many are ahead of their use. Three eighths of a block's pieces are 24 KB of 128 bf16: with a quarter AVX2 took
+  // 1.06 to 1.1 times as long. Joint rows are read while scores are computed and again from L2, and keys in two parts
+  // are read side by side, so all of a block's are ahead.
+  std::int64_t lead() const {
+    const std::int64_t whole = pieces_of(kBlock);
+    return joint_ || strides_.more_keys.width > 0 ? whole : whole * 3 / 8;
+  }
 
   // Positions [begin, end) of a key head are read after those given so far, of which at most one stretch has some left.
   void follow(const HeadViews& head, std::int64_t begin, std::int64_t end) { next_ = {head, begin, end}; }
 
-  // The pieces that are next; none where nothing follows.
+  // The pieces that are next; none where nothing follows. Not inlined: it is called once for all of a part's pieces.
   [[gnu::noinline]] CachePieces next() {
     if (now_.block >= now_.end) {
       now_ = next_;
@@ -118,11 +126,6 @@ class CacheOrder {
     return {data, view.position * kSize, view.width * kSize, count};
   }
 
-  std::int64_t pieces_of(const HeadViews& head, std::int64_t rows) const {
-    const std::int64_t more = head.more_keys.width > 0 ? count_of(head.more_keys, rows) : 0;
-    return count_of(head.keys, rows) + more + (joint_ ? 0 : count_of(head.values, rows));
-  }
-
   void advance() {
     if (part_ == Part::kKeys && now_.head.more_keys.width > 0) {
       part_ = Part::kMoreKeys;
@@ -134,9 +137,9 @@ class CacheOrder {
     }
   }
 
+  HeadViews strides_;
   bool joint_;
   Part part_ = Part::kKeys;  // that is next
-  std::int64_t block_;
   Stretch now_;
   Stretch next_;
 };
@@ -145,19 +148,15 @@ class CacheOrder {
 // On Zen 5 a core drops prefetches while its buffers are full. So a block at once came to 12 GB/s of 41 at any
 // distance; evenly spread it comes to 33.
 //
-// Products copy it, so that its numbers are in registers, and it is small: with the order of the rows in it, 568 bytes,
-// copies took a tenth of the time of int8 codes from L2. A template, so that each instruction set has its own copy. All
-// of it is inlined: a call would save the sums that the caller has in registers.
+// Products copy it, so that its numbers are in registers. With the order of the rows in it, 568 bytes, copies took a
+// tenth of the time of int8 codes from L2. A template, so that each instruction set has its own copy. All of it is
+// inlined: a call for each piece would save the sums that the caller has in registers.
 template <class Isa, class Element, std::int64_t kBlock>
 class CacheAhead {
  public:
   using Order = CacheOrder<Isa, Element, kBlock>;
 
-  // With keys and values apart, three quarters of a block are ahead, which are 24 KB of 128 bf16: with half of it AVX2
-  // took 1.06 to 1.1 times as long. Joint rows are read while scores are computed and again from L2: a whole block is
-  // ahead, since a block is fetched during all of the last one.
-  explicit CacheAhead(Order& order)
-      : order_(&order), owed_(order.is_joint() ? order.block_pieces() : order.block_pieces() * 3 / 8) {}
+  explicit CacheAhead(Order& order) : order_(&order), owed_(order.lead()) {}
 
   // See `CacheOrder`.
   void follow(const HeadViews& head, std::int64_t begin, std::int64_t end) {
@@ -168,7 +167,7 @@ class CacheAhead {
   // A block of `positions` is computed, and its work is `work` in the units of `step`.
   void start_block(std::int64_t positions, std::int64_t work) {
     while (owed_ > 0 && now_.count > 0) fetch();
-    const std::int64_t pieces = (order_->block_pieces() * positions + kBlock - 1) / kBlock;
+    const std::int64_t pieces = order_->pieces_of(positions);
     owed_ += pieces;
     pace_ = pieces * kOne / work + 1;
     progress_ = 0;

@@ -74,7 +74,8 @@ class DecodeAttention final : public AttentionKernel {
 
  private:
   // Of a tile of sums in registers: its rows, and beside this many rows its positions, or vectors of kUnit values.
-  // Fewer than 12 rows in a product of experts are 16 registers, of which Lanes takes two.
+  // Fewer than 12 rows in a product of experts are 16 registers, of which Lanes takes two. Scores have 16 to 24 sums in
+  // 32 registers, and 8 or 12 in 16.
   static constexpr bool kManyRegisters = Isa::kMaxRows >= 12;
   static constexpr int kRows = kPaired ? 6 : kManyRegisters ? 8 : 4;
   template <int kCount>
@@ -107,11 +108,16 @@ class DecodeAttention final : public AttentionKernel {
   using Ahead = CacheAhead<Isa, Element, kBlock>;
   using Chosen = ChosenAhead<Isa, Element, kBlock>;
 
-  // Queries; each part is followed by zeros.
+  // Queries, scaled where they are fp32, so that no sum overflows that is finite when scaled; each part is followed by
+  // zeros.
   static void widen(const AttentionArguments& a, const Plan& plan, Query* target) {
     const auto* from = static_cast<const Element*>(a.query);
     const auto part = [&](std::int64_t width, Query* to) {
-      std::transform(from, from + width, to, [](Element value) { return static_cast<Query>(value); });
+      if constexpr (kPaired) {
+        std::copy(from, from + width, to);
+      } else {
+        std::transform(from, from + width, to, [&](Element value) { return static_cast<float>(value) * a.scale; });
+      }
       std::fill(to + width, to + round_up(width, kUnit), Query(0.0f));
       from += width;
     };
@@ -297,7 +303,11 @@ class DecodeAttention final : public AttentionKernel {
       if (second.width > 0) {
         sums.add(query + plan.first_width, plan.query_width, at(second, position), second.position, second.width);
       }
-      sums.store(scores, kBlock, a.scale);
+      if constexpr (kPaired) {
+        sums.store(scores, kBlock, a.scale);
+      } else {
+        sums.store(scores, kBlock);
+      }
     }
 
     // The weights of a row as bf16, in the place of its scores.

@@ -336,7 +336,7 @@ class Int8Attention final : public Int8AttentionKernel {
           }
         };
         units(WideTile<Products::kWide>{});
-        units(WideTile<1>{});
+        if constexpr (Products::kWide > 1) units(WideTile<1>{});
       });
     }
   };

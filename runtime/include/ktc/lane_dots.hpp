@@ -1,10 +1,8 @@
-// Dot products of queries in fp32 with keys as they are stored, with the lanes of any instruction set; one of them may
-// have a class of its own (`DotSums`), which is then used.
+// Dot products of queries with keys as they are stored.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "ktc/element.hpp"
 #include "ktc/linear.hpp"
@@ -12,7 +10,7 @@
 
 namespace ktc {
 
-// sums[row][column] of a[row] . b[column], in registers.
+// sums[row][column] of a[row] . b[column] in fp32, with the lanes of any instruction set.
 template <class Isa, class Element, int kRows, int kColumns>
 class LaneDots {
   using Lanes = typename Isa::Lanes;
@@ -44,27 +42,31 @@ class LaneDots {
     }
   }
 
-  // Writes the sums times a factor.
-  [[gnu::always_inline]] void store(float* target, std::int64_t stride, float scale) const {
+  [[gnu::always_inline]] void store(float* target, std::int64_t stride) const {
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row, target += stride) {
-      const auto& sums = sums_[row];
-      if constexpr (kColumns == 4 && requires { &Lanes::store_sums; }) {
-        Lanes::store_sums(sums[0].value, sums[1].value, sums[2].value, sums[3].value, scale, target);
+      if constexpr (requires { &Lanes::store_sums; }) {  // one order of addition, however many columns there are
+        float sums[4];
+        Lanes::store_sums(sum(row, 0), sum(row, 1), sum(row, 2), sum(row, 3), sums);
+        std::copy(sums, sums + kColumns, target);
       } else {
-#pragma GCC unroll 4
-        for (int column = 0; column < kColumns; ++column) target[column] = sums[column].value.sum() * scale;
+        for (int column = 0; column < kColumns; ++column) target[column] = sums_[row][column].value.sum();
       }
     }
   }
 
  private:
+  static_assert(kColumns <= 4);
   struct Sum {
     Lanes value{0.0f};
   };
+  [[gnu::always_inline]] Lanes sum(int row, int column) const {
+    return column < kColumns ? sums_[row][column].value : Lanes(0.0f);
+  }
   Sum sums_[kRows][kColumns];
 };
 
+// The class for an instruction set and a type of keys: its own `DotSums`, or `LaneDots`.
 template <class Isa, class Element, int kRows, int kColumns>
 struct QueryDots {
   using Query = float;

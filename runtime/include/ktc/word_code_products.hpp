@@ -90,8 +90,8 @@ struct WordCodeProducts {
         float totals[4];
         Words::store_totals(Vector(sum[row][0]), Vector(sum[row][1]), Vector(sum[row + 1][0]), Vector(sum[row + 1][1]),
                             totals);
-        std::memcpy(out, totals, 8);
-        std::memcpy(out + out_stride, totals + 2, 8);
+        std::memcpy(out, totals, 2 * sizeof(float));
+        std::memcpy(out + out_stride, totals + 2, 2 * sizeof(float));
       }
       return;
     }

@@ -22,8 +22,8 @@
 
 namespace ktc::amx {
 
-// For fewer rows than fill a tile.
-using FewRows = avx512_bf16::Isa;
+// For fewer rows than fill a tile: a type of its own, since it is compiled with other flags.
+struct FewRows : avx512_bf16::Isa {};
 
 // Transposes a matrix of 16 x 16 numbers of 32 bits.
 [[gnu::always_inline]] inline void transpose(__m512i (&rows)[16]) {

@@ -3,3 +3,13 @@
 
 #include "ktc/isa/amx_attention.hpp"
 #include "ktc/isa/avx512_bf16_key_dots.hpp"
+
+namespace ktc {
+
+template <>
+struct KeyDots<amx::FewRows> : KeyDots<avx512_bf16::Isa> {};
+
+template <>
+struct ScoreLanes<amx::FewRows> : ScoreLanes<avx512_bf16::Isa> {};
+
+}  // namespace ktc

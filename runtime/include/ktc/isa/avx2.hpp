@@ -83,7 +83,7 @@ class Lanes {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
 
-  // None is a NaN.
+  // No lane may be NaN.
   float largest() const {
     const __m256 eight = _mm256_max_ps(low_, high_);
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

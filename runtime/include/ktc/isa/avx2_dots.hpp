@@ -37,7 +37,7 @@ namespace ktc::avx2 {
 // sums[row][column] of a[row] . b[column], in registers: 12 sums, three columns and a vector of a row are all 16.
 template <class Element, int kRows, int kColumns>
 class DotSums {
-  static_assert(kColumns <= 4);
+  static_assert(kRows <= 4 && kColumns <= 4);
 
  public:
   using Query = float;
@@ -57,27 +57,25 @@ class DotSums {
     const std::int64_t whole = width / 8 * 8;
     for (std::int64_t at = 0; at < whole; at += 8) step(a + at, a_stride, b + at, b_stride);
     if (whole == width) return;
-    Element rest[kColumns][8] = {};
+    Element rest[kColumns * 8] = {};
     for (int column = 0; column < kColumns; ++column) {
       const Element* from = b + column * b_stride;
-      std::copy(from + whole, from + width, rest[column]);
+      std::copy(from + whole, from + width, rest + column * 8);
     }
-    step(a + whole, a_stride, rest[0], 8);
+    step(a + whole, a_stride, rest, 8);
   }
 
-  // Writes the sums times a factor.
-  [[gnu::always_inline]] void store(float* target, std::int64_t stride, float scale) const {
+  [[gnu::always_inline]] void store(float* target, std::int64_t stride) const {
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row, target += stride) {
       const __m128 totals = sums_of_four(sum(row, 0), sum(row, 1), sum(row, 2), sum(row, 3));
-      const __m128 scaled = _mm_mul_ps(totals, _mm_set1_ps(scale));
       if constexpr (kColumns == 4) {
-        _mm_storeu_ps(target, scaled);
+        _mm_storeu_ps(target, totals);
       } else if constexpr (kColumns == 1) {
-        _mm_store_ss(target, scaled);
+        _mm_store_ss(target, totals);
       } else {
-        _mm_storel_pi(reinterpret_cast<__m64*>(target), scaled);
-        if constexpr (kColumns == 3) _mm_store_ss(target + 2, _mm_movehl_ps(scaled, scaled));
+        _mm_storel_pi(reinterpret_cast<__m64*>(target), totals);
+        if constexpr (kColumns == 3) _mm_store_ss(target + 2, _mm_movehl_ps(totals, totals));
       }
     }
   }

@@ -17,7 +17,7 @@ namespace ktc::avx512 {
 using AnyDouble [[gnu::may_alias]] = double;
 
 // The sums of four registers, in their order.
-inline __m128 sums_of_four(__m512 a, __m512 b, __m512 c, __m512 d) {
+[[gnu::always_inline]] inline __m128 sums_of_four(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
   const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
@@ -66,12 +66,12 @@ class Lanes {
     return std::bit_cast<float>(bits);
   }
   float sum() const { return _mm512_reduce_add_ps(v_); }
-  // The sums of four times a factor, in their order.
-  static void store_sums(Lanes a, Lanes b, Lanes c, Lanes d, float scale, float* target) {
-    _mm_storeu_ps(target, _mm_mul_ps(sums_of_four(a.v_, b.v_, c.v_, d.v_), _mm_set1_ps(scale)));
+  // The sums of four, in their order. A sum has the same bits beside any others.
+  static void store_sums(Lanes a, Lanes b, Lanes c, Lanes d, float* target) {
+    _mm_storeu_ps(target, sums_of_four(a.v_, b.v_, c.v_, d.v_));
   }
 
-  // None is a NaN.
+  // No lane may be NaN.
   float largest() const { return _mm512_reduce_max_ps(v_); }
 
   friend Lanes operator+(Lanes a, Lanes b) { return Lanes(_mm512_add_ps(a.v_, b.v_)); }

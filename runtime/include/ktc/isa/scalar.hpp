@@ -63,7 +63,7 @@ class Lanes {
     return result;
   }
 
-  // None is a NaN.
+  // No lane may be NaN.
   Scalar largest() const { return *std::max_element(values_.begin(), values_.end()); }
 
   friend Lanes operator+(const Lanes& a, const Lanes& b) {

@@ -134,7 +134,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
   const std::int64_t blocks = padded_k / kPanelWidth;
   const bool by_lines = fetches_codes_by_lines();
   for (std::int64_t first_block = 0; first_block < blocks; first_block += Codes::kSpanBlocks) {
-    // Scales of later blocks would be waited for.
+    // The scales of this span, or those 8 KB ahead, before its first block: each would be waited for.
     if constexpr (Panel::kScaleBytes > kCacheLine) {
       const std::byte* head = panel + Panel::scales_at(first_block) + (by_lines ? kCodesAhead : 0);
       for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 3);
