@@ -47,6 +47,23 @@ def test_output_is_that_of_fp64_and_of_any_number_of_threads(spec: AttentionSpec
     assert torch.equal(decoder(spec, threads=3)(query, heads, scale=0.3), found)
 
 
+@pytest.mark.parametrize("positions", [133, 200])
+def test_a_row_has_the_bits_that_it_has_alone(spec: AttentionSpec, positions: int) -> None:
+    query, heads = drawn(spec, (1, 8, 1, 1, positions, 72, 0, 24))
+    decode = decoder(spec)
+    alone = torch.cat([decode(query[:, each : each + 1], heads, scale=0.3) for each in range(8)], dim=2)
+    for rows in (8, 7, 3, 2):
+        assert torch.equal(decode(query[:, :rows], heads, scale=0.3), alone[:, :, :rows])
+
+
+def test_products_above_the_range_of_fp32_are_finite_when_scaled(spec: AttentionSpec) -> None:
+    if spec.dtype != "fp32":
+        pytest.skip("numbers of 16 bits are scaled after their products, or have no such range")
+    query, heads = drawn(spec, (1, 2, 1, 1, 50, 32, 0, 32))
+    query, heads = query * 1e19, heads._replace(keys=heads.keys * 1e20)
+    assert error(decoder(spec)(query, heads, scale=2e-38), reference(query, heads, 2e-38)) <= 3 * ERROR[spec.dtype]
+
+
 def test_masked_positions_are_not_seen_and_a_token_that_sees_none_is_zero(spec: AttentionSpec) -> None:
     query, heads = drawn(spec, (3, 4, 2, 2, 150, 32, 0, 32))
     mask = torch.rand(3, 1, 2, 150, generator=torch.Generator().manual_seed(4)) < 0.3

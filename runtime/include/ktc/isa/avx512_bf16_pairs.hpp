@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <utility>
@@ -53,22 +54,21 @@ class DotSums {
     }
   }
 
+  // Writes the sums times a factor, in one order of addition, however many columns there are.
   [[gnu::always_inline]] void store(float* target, std::int64_t stride, float scale) const {
+    static_assert(kColumns <= 4);
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row, target += stride) {
-      if constexpr (kColumns == 4) {
-        const auto& s = sums_[row];
-        _mm_storeu_ps(target, _mm_mul_ps(avx512::sums_of_four(s[0], s[1], s[2], s[3]), _mm_set1_ps(scale)));
-      } else {
-#pragma GCC unroll 4
-        for (int column = 0; column < kColumns; ++column) {
-          target[column] = _mm512_reduce_add_ps(sums_[row][column]) * scale;
-        }
-      }
+      const __m128 sums = avx512::sums_of_four(sum(row, 0), sum(row, 1), sum(row, 2), sum(row, 3));
+      float scaled[4];
+      _mm_storeu_ps(scaled, _mm_mul_ps(sums, _mm_set1_ps(scale)));
+      std::copy(scaled, scaled + kColumns, target);
     }
   }
 
  private:
+  __m512 sum(int row, int column) const { return column < kColumns ? sums_[row][column] : _mm512_setzero_ps(); }
+
   __m512 sums_[kRows][kColumns];
 };
 
