@@ -14,7 +14,9 @@
 // order; latent attention has V2-Lite's 16 heads. The headers of another checkout (-I) give its kernels: run both
 // programs in turn.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -103,6 +105,10 @@ struct Candidate {
 int main(int count, char** words) {
   const std::int64_t positions = count > 1 ? std::atoll(words[1]) : 4096;
   const int threads = count > 2 ? std::atoi(words[2]) : 1, rounds = count > 3 ? std::atoi(words[3]) : 11;
+  if (positions < 1 || threads < 1 || rounds < 1) {
+    std::fputs("POSITIONS, THREADS and ROUNDS are at least 1\n", stderr);
+    return 2;
+  }
   std::normal_distribution<float> normal;
   const auto number = [&](std::mt19937& random) { return bf16(normal(random)); };
   const auto code = [](std::mt19937& random) { return static_cast<std::int8_t>(random() % 255 - 127); };

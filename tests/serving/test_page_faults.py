@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from paged_caches import paged_model
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ktc.attention.decode import DecodeAttention
 from ktc.attention.paged_tensor import PAGE
 from ktc.host import find_compiler
 from ktc.serving import engine as engine_module
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
 ]
+PAGED = {0: cast("DecodeAttention", None)}  # a layer whose attention is not computed here
 PROMPTS = [tuple(random.Random(at).choices(range(3, 500), k=20 + 30 * at)) for at in range(4)]
 
 
@@ -97,7 +99,7 @@ def test_a_failed_step_ends_its_requests_and_leaves_kept_pages_to_the_next_ones(
 
 
 def test_a_smaller_pool_that_cannot_be_made_leaves_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, rows = torch.Generator().manual_seed(1), RowCache({0: None})  # type: ignore[dict-item]
+    draw, rows = torch.Generator().manual_seed(1), RowCache(PAGED)
     tensors = [torch.randn(2, 9 * PAGE + 5, 8, generator=draw) for _ in range(3)]
     for tensor in tensors:
         rows.join(CachedRow(tensor.shape[1], (LayerRow(tensor, -tensor),), (None,)))
@@ -113,7 +115,7 @@ def test_a_smaller_pool_that_cannot_be_made_leaves_rows_where_they_are(monkeypat
 
 def test_a_row_without_memory_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys have joined their band, and values have no memory."""
-    rows = RowCache({0: None}, room=1)  # type: ignore[dict-item]
+    rows = RowCache(PAGED, room=1)
 
     def row(length: int) -> CachedRow:
         tensor = torch.randn(2, length, 8)
@@ -196,7 +198,7 @@ def test_windows_count_as_wide_as_the_longest_row() -> None:
 
 
 def test_a_row_that_is_held_joins_once() -> None:
-    rows = RowCache({0: None})  # type: ignore[dict-item]
+    rows = RowCache(PAGED)
     tensor = torch.randn(2, PAGE + 3, 8)
     held = rows.hold(CachedRow(PAGE + 3, (LayerRow(tensor, tensor),), (None,)))
     rows.join(held)

@@ -72,7 +72,7 @@ class CacheOrder {
   // For heads with the strides of this one.
   explicit CacheOrder(const HeadViews& head) : strides_(head), joint_(head.is_joint()) {}
 
-  // The number of pieces of so many positions of a block.
+  // The number of pieces of the first positions of a block.
   std::int64_t pieces_of(std::int64_t positions) const {
     const std::int64_t more = strides_.more_keys.width > 0 ? count_of(strides_.more_keys, positions) : 0;
     return count_of(strides_.keys, positions) + more + (joint_ ? 0 : count_of(strides_.values, positions));

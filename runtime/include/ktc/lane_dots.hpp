@@ -45,7 +45,7 @@ class LaneDots {
   [[gnu::always_inline]] void store(float* target, std::int64_t stride) const {
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row, target += stride) {
-      if constexpr (requires { &Lanes::store_sums; }) {  // one order of addition, however many columns there are
+      if constexpr (requires { &Lanes::store_sums; }) {  // one order of addition for any number of columns
         float sums[4];
         Lanes::store_sums(sum(row, 0), sum(row, 1), sum(row, 2), sum(row, 3), sums);
         std::copy(sums, sums + kColumns, target);

@@ -54,7 +54,7 @@ class DotSums {
     }
   }
 
-  // Writes the sums times a factor, in one order of addition, however many columns there are.
+  // Writes the sums times a factor, in one order of addition for any number of columns.
   [[gnu::always_inline]] void store(float* target, std::int64_t stride, float scale) const {
     static_assert(kColumns <= 4);
 #pragma GCC unroll 8
