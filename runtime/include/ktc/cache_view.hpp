@@ -56,6 +56,16 @@ struct HeadViews {
   }
 };
 
+// Rows of a cache at neighbouring positions.
+template <class Element>
+struct AdjoiningRows {
+  const Element* data;
+  std::int64_t stride;
+
+  const Element* operator[](std::int64_t row) const { return data + row * stride; }
+  AdjoiningRows from(std::int64_t row) const { return {data + row * stride, stride}; }
+};
+
 // Pieces of a cache that follow each other: `count` of `bytes` each, `stride` bytes apart.
 struct CachePieces {
   const char* next = nullptr;
@@ -172,6 +182,11 @@ class CacheAhead {
     pace_ = pieces * kOne / work + 1;
     progress_ = 0;
   }
+
+  // Rows are read next: those of `step` are fetched instead.
+  template <int kRows, class Rows>
+  [[gnu::always_inline]] void fetch(const Rows&, std::int64_t, std::int64_t, std::int64_t) const {}
+  void from_memory(bool) {}
 
   // `work` units are done next.
   [[gnu::always_inline]] void step(std::int64_t work) {

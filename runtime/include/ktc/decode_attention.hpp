@@ -6,7 +6,7 @@
 // Keys may be in two parts, and values may be the first of them: latent attention (MLA) reads latents once for both,
 // and rotary keys beside them, with all heads as rows of one key head. Sums are fp32.
 //
-// With lists of positions, the softmax is over these alone. Their keys and values are copied block by block.
+// With lists of positions, the softmax is over these alone.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +18,11 @@
 
 #include "ktc/attention_plan.hpp"
 #include "ktc/cache_view.hpp"
-#include "ktc/chosen_ahead.hpp"
 #include "ktc/element.hpp"
 #include "ktc/engine.hpp"
 #include "ktc/lane_dots.hpp"
 #include "ktc/linear.hpp"
+#include "ktc/listed_rows.hpp"
 #include "ktc/shape.hpp"
 
 namespace ktc {
@@ -49,10 +49,7 @@ class DecodeAttention final : public AttentionKernel {
       Region<Sums> sums(plan.all_rows * plan.stretches);
       Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
       Region<float> scores(team.threads() * kMostRows * kBlock);
-      const std::int64_t of_block =
-          kBlock * (arguments.keys.width + arguments.more_keys.width + arguments.values.width);
-      Region<Element> gathered(arguments.chosen == nullptr ? 0 : team.threads() * of_block);
-      workspace.lay_out(queries, sums, values, scores, gathered);
+      workspace.lay_out(queries, sums, values, scores);
       widen(arguments, plan, queries.data());
       const Call call{arguments, plan, queries.data(), sums.data(), values.data()};
       std::atomic<std::int64_t> next{0};
@@ -63,8 +60,7 @@ class DecodeAttention final : public AttentionKernel {
         if (arguments.chosen == nullptr) {
           call.stretches(take, own);
         } else {
-          Element* block = gathered.data() + worker.index * of_block;
-          call.chosen_stretches(take, own, block);
+          call.chosen_stretches(take, own);
         }
         worker.barrier.arrive_and_wait();
         plan.template put_together<Element>(arguments, sums.data(), values.data(), next_row, std::identity{});
@@ -106,7 +102,8 @@ class DecodeAttention final : public AttentionKernel {
   }
 
   using Ahead = CacheAhead<Isa, Element, kBlock>;
-  using Chosen = ChosenAhead<Isa, Element, kBlock>;
+  using Chosen = ListedRows<Isa, Element>;
+  using ChosenAhead = ListedAhead<Isa, Element>;
 
   // Queries, scaled where they are fp32, so that no sum overflows that is finite when scaled; each part is followed by
   // zeros.
@@ -127,6 +124,14 @@ class DecodeAttention final : public AttentionKernel {
     }
   }
 
+  // The keys and values of a block of positions.
+  template <class RowsOf>
+  struct Block {
+    RowsOf keys;
+    RowsOf more_keys;
+    RowsOf values;
+  };
+
   struct Call {
     const AttentionArguments& a;
     const Plan& plan;
@@ -146,7 +151,12 @@ class DecodeAttention final : public AttentionKernel {
       const Rows rows = started(item);
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
-        const HeadViews own = views.of_block<Element>(block);
+        const HeadViews of_block = views.of_block<Element>(block);
+        const auto rows_of = [](const CacheView& view) {
+          return AdjoiningRows<Element>{static_cast<const Element*>(view.data), view.position};
+        };
+        const Block<AdjoiningRows<Element>> own{rows_of(of_block.keys), rows_of(of_block.more_keys),
+                                                rows_of(of_block.values)};
         ahead.start_block(length, block_work(item.count, length));
         score(own, rows, length, scores, ahead);
         for (std::int64_t each = 0; each < item.count; ++each) {
@@ -157,22 +167,11 @@ class DecodeAttention final : public AttentionKernel {
       }
     }
 
-    // The same of chosen positions. A stretch is taken early, so that its first rows are fetched.
+    // The same of chosen positions.
     template <class Take>
-    void chosen_stretches(const Take& take, float* scores, Element* gathered) const {
-      Chosen ahead;
-      const auto taken = [&] {
-        const std::int64_t found = take();
-        if (found < plan.items) {
-          const Item item = chosen_item(found);
-          ahead.follow(views_of_chosen(item.head), list_of(item.head), item.begin, item.end);
-        }
-        return found;
-      };
-      for (std::int64_t item = taken(); item < plan.items;) {
-        const std::int64_t following = taken();
-        chosen_stretch(chosen_item(item), scores, gathered, ahead);
-        item = following;
+    void chosen_stretches(const Take& take, float* scores) const {
+      for (std::int64_t item = take(); item < plan.items; item = take()) {
+        chosen_stretch(chosen_item(item), scores);
       }
     }
 
@@ -195,19 +194,23 @@ class DecodeAttention final : public AttentionKernel {
       return {of_head(a.keys), of_head(a.more_keys), of_head(a.values)};
     }
 
-    void chosen_stretch(const Item& item, float* scores, Element* gathered, Chosen& ahead) const {
+    void chosen_stretch(const Item& item, float* scores) const {
       const HeadViews cache = views_of_chosen(item.head);
+      ChosenAhead ahead(a.keys.width + a.more_keys.width);
       const Rows rows = started(item);
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
-        ahead.start_block(length, length * copy_work(cache) + block_work(item.count, length));
-        const HeadViews views = gather(cache, list_of(item.head) + block, length, gathered, ahead);
-        score(views, rows, length, scores, ahead);
+        const auto rows_of = [&](const CacheView& view) {
+          return Chosen{static_cast<const Element*>(view.data), view.position, list_of(item.head) + block,
+                        a.counts[item.head] - block};
+        };
+        const Block<Chosen> own{rows_of(cache.keys), rows_of(cache.more_keys), rows_of(cache.values)};
+        score(own, rows, length, scores, ahead);
         for (std::int64_t each = 0; each < item.count; ++each) {
           Plan::fill_up(length, scores + each * kBlock);
           exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, ahead);
         }
-        add_values(views, rows, length, scores, ahead);
+        add_values(own, rows, length, scores, ahead);
       }
     }
 
@@ -240,53 +243,25 @@ class DecodeAttention final : public AttentionKernel {
              positions * value_work(rows + 2 * (groups - 1), plan.value_width / kUnit);
     }
 
-    static std::int64_t copy_work(const HeadViews& cache) {
-      return 2 * (cache.keys.width + cache.more_keys.width + (cache.is_joint() ? 0 : cache.values.width)) / kUnit;
-    }
-
-    // Copies the keys and values of a block of chosen positions.
-    HeadViews gather(const HeadViews& cache, const std::int32_t* chosen, std::int64_t length, Element* to,
-                     Chosen& ahead) const {
-      const auto copy = [&](const CacheView& view) -> CacheView {
-        const auto* from = static_cast<const Element*>(view.data);
-        Element* const begin = to;
-        for (std::int64_t each = 0; each < length; ++each, to += view.width) {
-          ahead.step(2 * view.width / kUnit);
-          std::copy_n(from + chosen[each] * view.position, view.width, to);
-        }
-        return {.data = begin, .position = view.width, .width = view.width};
-      };
-      HeadViews found;
-      found.keys = copy(cache.keys);
-      if (cache.more_keys.width > 0) found.more_keys = copy(cache.more_keys);
-      if (cache.is_joint() && cache.values.position == cache.keys.position) {
-        found.values = found.keys;
-        found.values.width = cache.values.width;
-      } else {
-        found.values = copy(cache.values);
-      }
-      return found;
-    }
-
-    static const Element* at(const CacheView& view, std::int64_t position) {
-      return static_cast<const Element*>(view.data) + position * view.position;
-    }
-
-    template <class AnyAhead>
-    void score(const HeadViews& views, const Rows& rows, std::int64_t length, float* scores, AnyAhead& ahead) const {
+    template <class RowsOf, class AnyAhead>
+    void score(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, float* scores,
+               AnyAhead& ahead) const {
       by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
-        row_tile<kCount>(views, rows.queries + each * plan.query_width, length, scores + each * kBlock, ahead);
+        ahead.from_memory(each == 0);
+        row_tile<kCount>(block, rows.queries + each * plan.query_width, length, scores + each * kBlock, ahead);
       });
     }
 
-    template <int kCount, class AnyAhead>
-    void row_tile(const HeadViews& views, const Query* query, std::int64_t length, float* scores,
+    template <int kCount, class RowsOf, class AnyAhead>
+    void row_tile(const Block<RowsOf>& block, const Query* query, std::int64_t length, float* scores,
                   AnyAhead& ahead) const {
       std::int64_t position = 0;
       const auto tiles = [&]<int kTogether>(WideTile<kTogether>) {
         for (; position + kTogether <= length; position += kTogether) {
           ahead.step(tile_work(kCount, kTogether));
-          tile<kCount, kTogether>(views, query, position, scores + position);
+          ahead.template fetch<kTogether>(block.keys, position, 0, a.keys.width);
+          if (a.more_keys.width > 0) ahead.template fetch<kTogether>(block.more_keys, position, 0, a.more_keys.width);
+          tile<kCount, kTogether>(block, query, position, scores + position);
         }
       };
       tiles(WideTile<kSides<kCount>>{});
@@ -294,14 +269,13 @@ class DecodeAttention final : public AttentionKernel {
       tiles(WideTile<1>{});
     }
 
-    template <int kCount, int kPositions>
-    [[gnu::noinline]] void tile(const HeadViews& views, const Query* query, std::int64_t position,
+    template <int kCount, int kPositions, class RowsOf>
+    [[gnu::noinline]] void tile(const Block<RowsOf>& block, const Query* query, std::int64_t position,
                                 float* scores) const {
-      const CacheView &first = views.keys, &second = views.more_keys;
       typename QueryDots<Isa, Element, kCount, kPositions>::Sums sums;
-      sums.add(query, plan.query_width, at(first, position), first.position, first.width);
-      if (second.width > 0) {
-        sums.add(query + plan.first_width, plan.query_width, at(second, position), second.position, second.width);
+      sums.add(query, plan.query_width, block.keys.from(position), a.keys.width);
+      if (a.more_keys.width > 0) {
+        sums.add(query + plan.first_width, plan.query_width, block.more_keys.from(position), a.more_keys.width);
       }
       if constexpr (kPaired) {
         sums.store(scores, kBlock, a.scale);
@@ -319,26 +293,27 @@ class DecodeAttention final : public AttentionKernel {
       plan.template exponentiate<Weight>(length, scores, sum, added, [&] { ahead.step(kExpWork); });
     }
 
-    template <class AnyAhead>
-    void add_values(const HeadViews& views, const Rows& rows, std::int64_t length, const float* weights,
+    template <class RowsOf, class AnyAhead>
+    void add_values(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, const float* weights,
                     AnyAhead& ahead) const {
       by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
-        value_rows<kCount>(views.values, length, weights + each * kBlock, rows.added + each * plan.value_width, ahead);
+        ahead.from_memory(each == 0 && block.values.data != block.keys.data);
+        value_rows<kCount>(block.values, length, weights + each * kBlock, rows.added + each * plan.value_width, ahead);
       });
     }
 
-    template <int kCount, class AnyAhead>
-    void value_rows(const CacheView& view, std::int64_t length, const float* weights, float* added,
+    template <int kCount, class RowsOf, class AnyAhead>
+    void value_rows(const RowsOf& of_values, std::int64_t length, const float* weights, float* added,
                     AnyAhead& ahead) const {
       std::int64_t column = 0;
       const auto columns = [&]<int kUnits>(WideTile<kUnits>) {
         for (; column + kUnits * kUnit <= plan.value_width; column += kUnits * kUnit) {
           if constexpr (kPaired) {
-            value_pairs<kCount, kUnits>(view, length, column, weights_of(weights), added + column, ahead);
-          } else if (column + kUnits * kUnit <= view.width) {
-            value_tile<kCount, kUnits, true>(view, length, column, weights, added + column, ahead);
+            value_pairs<kCount, kUnits>(of_values, length, column, weights_of(weights), added + column, ahead);
+          } else if (column + kUnits * kUnit <= a.values.width) {
+            value_tile<kCount, kUnits, true>(of_values, length, column, weights, added + column, ahead);
           } else {
-            value_tile<kCount, kUnits, false>(view, length, column, weights, added + column, ahead);
+            value_tile<kCount, kUnits, false>(of_values, length, column, weights, added + column, ahead);
           }
         }
       };
@@ -347,14 +322,16 @@ class DecodeAttention final : public AttentionKernel {
       columns(WideTile<1>{});
     }
 
-    template <int kCount, int kUnits, class AnyAhead>
-    [[gnu::noinline]] void value_pairs(const CacheView& view, std::int64_t length, std::int64_t column,
+    template <int kCount, int kUnits, class RowsOf, class AnyAhead>
+    [[gnu::noinline]] void value_pairs(const RowsOf& of_values, std::int64_t length, std::int64_t column,
                                        const bf16* weights, float* added, AnyAhead& ahead) const {
       constexpr std::int64_t kWeightStride = kBlock * sizeof(float) / sizeof(bf16);
       typename Isa::template WeightedSums<kCount, kUnits> sum(added, plan.value_width);
       AnyAhead own = ahead;  // by value: the address of a caller's object would keep its numbers in memory
-      sum.add(weights, kWeightStride, at(view, 0) + column, view.position, length, view.width - column,
-              [&] { own.step(2 * value_work(kCount, kUnits)); });
+      sum.add(weights, kWeightStride, of_values, length, column, a.values.width - column, [&](std::int64_t position) {
+        own.step(2 * value_work(kCount, kUnits));
+        own.template fetch<2>(of_values, position, column, std::min(column + kUnits * kUnit, a.values.width));
+      });
       ahead = own;
       sum.store(added, plan.value_width);
     }
@@ -368,8 +345,8 @@ class DecodeAttention final : public AttentionKernel {
     }
 
     // `kWhole`: all of the columns are values. Apart, since its loop would compare for each vector.
-    template <int kCount, int kUnits, bool kWhole, class AnyAhead>
-    [[gnu::noinline]] void value_tile(const CacheView& view, std::int64_t length, std::int64_t column,
+    template <int kCount, int kUnits, bool kWhole, class RowsOf, class AnyAhead>
+    [[gnu::noinline]] void value_tile(const RowsOf& of_values, std::int64_t length, std::int64_t column,
                                       const float* weights, float* added, AnyAhead& ahead) const {
       struct Lane {
         Lanes value{0.0f};
@@ -382,11 +359,12 @@ class DecodeAttention final : public AttentionKernel {
           sum[unit][each].value = Lanes::load(added + each * plan.value_width + unit * kHalfPanel);
         }
       }
-      const Element* value = at(view, 0) + column;
-      const std::int64_t stride = view.position, left = view.width - column;
+      const std::int64_t left = a.values.width - column;
       AnyAhead own = ahead;
-      for (std::int64_t position = 0; position < length; ++position, value += stride) {
+      for (std::int64_t position = 0; position < length; ++position) {
+        const Element* value = of_values[position] + column;
         own.step(value_work(kCount, kUnits));
+        own.template fetch<1>(of_values, position, column, column + kUnits * kUnit);
 #pragma GCC unroll 3
         for (int unit = 0; unit < kUnits; ++unit) {
           const Lanes values_of = kWhole ? widened<Lanes>(value + unit * kHalfPanel) : cut(value, unit, left);

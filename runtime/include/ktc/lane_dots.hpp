@@ -16,9 +16,12 @@ class LaneDots {
   using Lanes = typename Isa::Lanes;
 
  public:
-  // `a` is followed by zeros up to a multiple of kHalfPanel.
-  [[gnu::always_inline]] void add(const float* a, std::int64_t a_stride, const Element* b, std::int64_t b_stride,
-                                  std::int64_t width) {
+  // `a` is followed by zeros up to a multiple of kHalfPanel; b[column] points to the numbers of a column.
+  template <class Rows>
+  [[gnu::always_inline]] void add(const float* a, std::int64_t a_stride, const Rows& b, std::int64_t width) {
+    const Element* columns[kColumns];
+#pragma GCC unroll 4
+    for (int column = 0; column < kColumns; ++column) columns[column] = b[column];
     const std::int64_t whole = width / kHalfPanel * kHalfPanel;
     const auto step = [&](int column, const Element* from, std::int64_t at) {
       const Lanes values = widened<Lanes>(from);
@@ -30,14 +33,13 @@ class LaneDots {
     };
     for (std::int64_t at = 0; at < whole; at += kHalfPanel) {
 #pragma GCC unroll 4
-      for (int column = 0; column < kColumns; ++column) step(column, b + column * b_stride + at, at);
+      for (int column = 0; column < kColumns; ++column) step(column, columns[column] + at, at);
     }
     if (whole == width) return;
 #pragma GCC unroll 4
     for (int column = 0; column < kColumns; ++column) {
-      const Element* from = b + column * b_stride;
       Element rest[kHalfPanel] = {};
-      std::copy(from + whole, from + width, rest);
+      std::copy(columns[column] + whole, columns[column] + width, rest);
       step(column, rest, whole);
     }
   }

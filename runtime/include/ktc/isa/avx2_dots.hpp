@@ -51,18 +51,22 @@ class DotSums {
     }
   }
 
-  // `a` is followed by zeros up to a multiple of 8.
-  [[gnu::always_inline]] void add(const float* a, std::int64_t a_stride, const Element* b, std::int64_t b_stride,
-                                  std::int64_t width) {
+  // `a` is followed by zeros up to a multiple of 8; b[column] points to the numbers of a column.
+  template <class Rows>
+  [[gnu::always_inline]] void add(const float* a, std::int64_t a_stride, const Rows& b, std::int64_t width) {
+    const Element* columns[kColumns];
+#pragma GCC unroll 4
+    for (int column = 0; column < kColumns; ++column) columns[column] = b[column];
     const std::int64_t whole = width / 8 * 8;
-    for (std::int64_t at = 0; at < whole; at += 8) step(a + at, a_stride, b + at, b_stride);
+    for (std::int64_t at = 0; at < whole; at += 8) {
+      step(a + at, a_stride, [&](int column) { return columns[column] + at; });
+    }
     if (whole == width) return;
     Element rest[kColumns * 8] = {};
     for (int column = 0; column < kColumns; ++column) {
-      const Element* from = b + column * b_stride;
-      std::copy(from + whole, from + width, rest + column * 8);
+      std::copy(columns[column] + whole, columns[column] + width, rest + column * 8);
     }
-    step(a + whole, a_stride, rest, 8);
+    step(a + whole, a_stride, [&](int column) { return rest + column * 8; });
   }
 
   [[gnu::always_inline]] void store(float* target, std::int64_t stride) const {
@@ -83,10 +87,11 @@ class DotSums {
  private:
   __m256 sum(int row, int column) const { return column < kColumns ? sums_[row][column] : _mm256_setzero_ps(); }
 
-  [[gnu::always_inline]] void step(const float* a, std::int64_t a_stride, const Element* b, std::int64_t b_stride) {
+  template <class From>
+  [[gnu::always_inline]] void step(const float* a, std::int64_t a_stride, const From& from) {
     __m256 columns[kColumns];
 #pragma GCC unroll 4
-    for (int column = 0; column < kColumns; ++column) columns[column] = widened(b + column * b_stride);
+    for (int column = 0; column < kColumns; ++column) columns[column] = widened(from(column));
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row) {
       const __m256 values = _mm256_loadu_ps(a + row * a_stride);

@@ -34,14 +34,17 @@ class DotSums {
     }
   }
 
-  // `a` is followed by zeros up to a multiple of 32.
-  [[gnu::always_inline]] void add(const bf16* a, std::int64_t a_stride, const bf16* b, std::int64_t b_stride,
-                                  std::int64_t width) {
+  // `a` is followed by zeros up to a multiple of 32; b[column] points to the numbers of a column.
+  template <class Rows>
+  [[gnu::always_inline]] void add(const bf16* a, std::int64_t a_stride, const Rows& b, std::int64_t width) {
+    const bf16* from[kColumns];
+#pragma GCC unroll 4
+    for (int column = 0; column < kColumns; ++column) from[column] = b[column];
     for (std::int64_t at = 0; at < width; at += 32) {
       __m512bh columns[kColumns];
 #pragma GCC unroll 4
       for (int column = 0; column < kColumns; ++column) {
-        columns[column] = std::bit_cast<__m512bh>(loaded(b + column * b_stride + at, width - at));
+        columns[column] = std::bit_cast<__m512bh>(loaded(from[column] + at, width - at));
       }
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
@@ -88,19 +91,21 @@ class WeightedSums {
     }
   }
 
-  // `weights` are followed by zeros up to an even count. `each_pair` is called before each two rows of values.
-  template <class EachPair>
-  [[gnu::always_inline]] void add(const bf16* weights, std::int64_t weight_stride, const bf16* values,
-                                  std::int64_t stride, std::int64_t count, std::int64_t columns,
+  // `weights` are followed by zeros up to an even count; values[k] points to a row, of which `columns` are values from
+  // `first` on. `each_pair` is called before each two rows of values.
+  template <class Rows, class EachPair>
+  [[gnu::always_inline]] void add(const bf16* weights, std::int64_t weight_stride, const Rows& values,
+                                  std::int64_t count, std::int64_t first, std::int64_t columns,
                                   const EachPair& each_pair) {
-    for (std::int64_t k = 0; k < count; k += 2, values += 2 * stride) {
-      each_pair();
+    for (std::int64_t k = 0; k < count; k += 2) {
+      each_pair(k);
+      const bf16* row = values[k] + first;
+      const bf16* next = k + 1 < count ? values[k + 1] + first : nullptr;
       __m512bh low[kUnits], high[kUnits];
 #pragma GCC unroll 2
       for (int unit = 0; unit < kUnits; ++unit) {
-        const bf16* from = values + unit * 32;
-        const __m512i one = loaded(from, columns - unit * 32);
-        const __m512i other = k + 1 < count ? loaded(from + stride, columns - unit * 32) : _mm512_setzero_si512();
+        const __m512i one = loaded(row + unit * 32, columns - unit * 32);
+        const __m512i other = next != nullptr ? loaded(next + unit * 32, columns - unit * 32) : _mm512_setzero_si512();
         low[unit] = std::bit_cast<__m512bh>(_mm512_unpacklo_epi16(one, other));
         high[unit] = std::bit_cast<__m512bh>(_mm512_unpackhi_epi16(one, other));
       }

@@ -1,0 +1,61 @@
+// Rows of a cache at the positions of a list, read where they are, and fetched ahead of their use.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ktc/prefetch.hpp"
+
+namespace ktc {
+
+// Row i is at the i-th position of the list. A template, so that each instruction set has its own copy.
+template <class Isa, class Element>
+struct ListedRows {
+  const Element* data;
+  std::int64_t stride;
+  const std::int32_t* positions;
+  std::int64_t count;  // of the list's positions
+
+  [[gnu::always_inline]] const Element* operator[](std::int64_t row) const { return data + positions[row] * stride; }
+  ListedRows from(std::int64_t row) const { return {data, stride, positions + row, count - row}; }
+};
+
+// Fetches rows of lists, so many bytes of rows before they are read: no processor predicts their addresses. Each row is
+// fetched while one before it is computed, so that reading and fetching are equally fast. A block of positions ahead,
+// evenly over the computation as `CacheAhead` fetches, took 1.2 times as long on Zen 5, and copies of the rows 1.3
+// times.
+template <class Isa, class Element>
+class ListedAhead {
+ public:
+  // `width` numbers of a row are read at a time.
+  explicit ListedAhead(std::int64_t width)
+      : rows_(std::max<std::int64_t>(kLeast, kBytes / (width * static_cast<std::int64_t>(sizeof(Element))))) {}
+
+  // Whether the rows that are read next come from memory: not those that another tile has read.
+  void from_memory(bool whether) { active_ = whether; }
+
+  // Columns [begin, end) of the rows from `row` on are read next.
+  template <int kRows>
+  [[gnu::always_inline]] void fetch(const ListedRows<Isa, Element>& rows, std::int64_t row, std::int64_t begin,
+                                    std::int64_t end) const {
+    asm volatile("");  // GCC drops a function that only prefetches
+    if (!active_) return;
+#pragma GCC unroll 4
+    for (int each = 0; each < kRows; ++each) {
+      const Element* ahead = rows[std::min(row + each + rows_, rows.count - 1)];
+      const auto* line = reinterpret_cast<const char*>(ahead + begin);
+      for (; line < reinterpret_cast<const char*>(ahead + end); line += kCacheLine) __builtin_prefetch(line, 0, 3);
+    }
+  }
+
+  void step(std::int64_t) const {}
+
+ private:
+  static constexpr std::int64_t kBytes = 10240;
+  static constexpr std::int64_t kLeast = 8;
+
+  std::int64_t rows_;  // ahead
+  bool active_ = true;
+};
+
+}  // namespace ktc
