@@ -1,6 +1,7 @@
-// The positions that an index estimates to have the greatest scores: of each query head, or of the query heads of a key
-// head together. Every step rounds as in `ktc/attention/key_codes.py` and `selection.py`, so the choice is equal on
-// every machine, for any number of threads.
+// The positions that an index estimates to have the greatest scores: of each
+// query head, or of the query heads of a key head together. Every step rounds
+// as in `ktc/attention/key_codes.py` and `selection.py`, so the choice is equal
+// on every machine, for any number of threads.
 #pragma once
 
 #include <algorithm>
@@ -60,10 +61,13 @@ class KeyChoice {
 
  private:
   static constexpr std::int64_t kStretch = 64;  // blocks that one worker estimates
+  static constexpr std::int64_t kRun = 8;       // blocks whose products are in L1 at a time
   static constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 
-  // Of one query: the factor of its scores, and 16 times the part of its products that comes from codes being unsigned.
-  // Where query heads choose together, `shift` makes scores the bits of weights, and `inverse` is one over their sum.
+  // Of one query: the factor of its scores, and 16 times the part of its
+  // products that comes from codes being unsigned. Where query heads choose
+  // together, `shift` makes scores the bits of weights, and `inverse` is one
+  // over their sum.
   struct Row {
     std::int32_t offsets[kKeysTogether];
     float factor;
@@ -73,7 +77,8 @@ class KeyChoice {
     std::int64_t token;
   };
 
-  // What a token sees: positions before `sinks` end the first ones, those from `local` on are the last ones.
+  // What a token sees: positions before `sinks` end the first ones, those from
+  // `local` on are the last ones.
   struct Bounds {
     std::int64_t sinks;
     std::int64_t local;
@@ -109,7 +114,8 @@ class KeyChoice {
     std::int64_t blocks;
     std::int64_t stretches;
     std::int64_t padded;    // positions
-    std::int64_t stride;    // of rows; as a power of two it would map all rows to one set of a cache
+    std::int64_t stride;    // of rows; as a power of two it would map all rows to
+                            // one set of a cache
     std::int64_t together;  // key heads whose scores are in memory at a time
     std::int64_t of_tables;
     typename Shared::Sample sampled;
@@ -118,7 +124,8 @@ class KeyChoice {
   template <int kCount>
   struct Rows {};
 
-  // Calls `body` for runs of rows, of the largest number that has sums in registers and is left.
+  // Calls `body` for runs of rows, of the largest number that has sums in
+  // registers and is left.
   template <class Body>
   static void by_rows(std::int64_t count, const Body& body) {
     std::int64_t each = 0;
@@ -208,26 +215,26 @@ class KeyChoice {
       }
     }
 
-    template <int kBlocks>
-    struct Blocks {};
-
-    // Calls `body` for the blocks of one stretch, for those together that are multiplied together.
+    // Calls `body` for the runs of blocks of one stretch.
     template <class Body>
-    void by_blocks(std::int64_t stretch, const Body& body) const {
+    void by_runs(std::int64_t stretch, const Body& body) const {
       const std::int64_t end = std::min((stretch + 1) * kStretch, sizes.blocks);
-      std::int64_t block = stretch * kStretch;
-      for (; block + Dots::kMostBlocks <= end; block += Dots::kMostBlocks) body(block, Blocks<Dots::kMostBlocks>{});
-      for (; block < end; ++block) body(block, Blocks<1>{});
+      for (std::int64_t block = stretch * kStretch; block < end; block += kRun)
+        body(block, std::min(kRun, end - block));
     }
 
-    // Scores of one stretch of positions, of the `place`-th key head from `head` on, for all of its rows.
+    // Scores of one stretch of positions, of the `place`-th key head from
+    // `head` on, for all of its rows.
     void estimate(std::int64_t head, std::int64_t place, std::int64_t stretch) const {
-      by_blocks(stretch, [&]<int kBlocks>(std::int64_t first, Blocks<kBlocks>) {
-        products<kBlocks>(head + place, first, [&](std::int64_t row, const Row& of_row, int block, Lanes found) {
-          const std::int64_t position = (first + block) * kKeysTogether;
+      by_runs(stretch, [&](std::int64_t first, std::int64_t count) {
+        const std::int64_t position = first * kKeysTogether;
+        const bool all = seen_by_all(position, count);
+        estimates(head + place, first, count, [&](std::int64_t row, const Row& of_row, const auto& found) {
           std::int32_t* to = scores + (place * sizes.rows + row) * sizes.stride + position;
-          order(found, to);
-          if (!seen_by_all(position)) hide(of_row.batch, of_row.token, position, to, kHidden);
+          for (std::int64_t block = 0; block < count; ++block) order(found(block), to + block * kKeysTogether);
+          for (std::int64_t at = 0; !all && at < count * kKeysTogether; at += kKeysTogether) {
+            hide(of_row.batch, of_row.token, position + at, to + at, kHidden);
+          }
         });
       });
     }
@@ -243,34 +250,40 @@ class KeyChoice {
     // The scores of the `each`-th sampled block.
     void sample(std::int64_t head, std::int64_t place, std::int64_t each) const {
       const std::int64_t first = sizes.sampled.at(each), position = first * kKeysTogether;
-      products<1>(head + place, first, [&](std::int64_t row, const Row& of_row, int, Lanes found) {
+      estimates(head + place, first, 1, [&](std::int64_t row, const Row& of_row, const auto& found) {
         float* to = samples + ((place * sizes.rows + row) * sizes.sampled.blocks() + each) * kKeysTogether;
-        (found * Lanes(Shared::kPartsOfE)).store(to);
-        if (!seen_by_all(position)) hide(of_row.batch, of_row.token, position, to, kUnseen);
+        (found(0) * Lanes(Shared::kPartsOfE)).store(to);
+        if (!seen_by_all(position, 1)) hide(of_row.batch, of_row.token, position, to, kUnseen);
       });
     }
 
     // The weights of one stretch for all rows of a key head, and their sums.
     void weigh(std::int64_t head, std::int64_t place, std::int64_t stretch) const {
       for (std::int64_t row = 0; row < sizes.rows; ++row) Lanes(0.0f).store(sums_of(place, row, stretch));
-      by_blocks(stretch, [&]<int kBlocks>(std::int64_t first, Blocks<kBlocks>) {
-        products<kBlocks>(head + place, first, [&](std::int64_t row, const Row& of_row, int block, Lanes found) {
-          const std::int64_t position = (first + block) * kKeysTogether;
-          Lanes weight = of_bits(found * Lanes(Shared::kPartsOfE) + Lanes(of_row.shift));
-          if (!seen_by_all(position)) {
-            float numbers[kKeysTogether];
-            weight.store(numbers);
-            hide(of_row.batch, of_row.token, position, numbers, 0.0f);
-            weight = Lanes::load(numbers);
+      by_runs(stretch, [&](std::int64_t first, std::int64_t count) {
+        const bool all = seen_by_all(first * kKeysTogether, count);
+        estimates(head + place, first, count, [&](std::int64_t row, const Row& of_row, const auto& found) {
+          const Lanes parts(Shared::kPartsOfE), shift(of_row.shift);
+          Lanes sum = Lanes::load(sums_of(place, row, stretch));
+          bf16* to = weights_of(place, first, row);
+          for (std::int64_t block = 0; block < count; ++block, to += sizes.rows * kKeysTogether) {
+            Lanes weight = of_bits(found(block) * parts + shift);
+            if (!all) {
+              float numbers[kKeysTogether];
+              weight.store(numbers);
+              hide(of_row.batch, of_row.token, (first + block) * kKeysTogether, numbers, 0.0f);
+              weight = Lanes::load(numbers);
+            }
+            sum = sum + weight;
+            Shared::narrow(weight, to);
           }
-          float* sum = sums_of(place, row, stretch);
-          (Lanes::load(sum) + weight).store(sum);
-          Shared::narrow(weight, weights_of(place, first + block, row));
+          sum.store(sums_of(place, row, stretch));
         });
       });
     }
 
-    // Scores of one stretch that the query heads of a key head share: the sum of their softmax.
+    // Scores of one stretch that the query heads of a key head share: the sum
+    // of their softmax.
     void add_heads(std::int64_t head, std::int64_t place, std::int64_t token, std::int64_t stretch) const {
       const Row* of_head = rows + (head + place) * sizes.rows;
       const std::int64_t end = std::min((stretch + 1) * kStretch, sizes.blocks);
@@ -283,33 +296,43 @@ class KeyChoice {
         const std::int64_t position = block * kKeysTogether;
         std::int32_t* to = scores + (place * a.tokens + token) * sizes.stride + position;
         order(total, to);
-        if (!seen_by_all(position)) hide((head + place) / a.key_heads, token, position, to, kHidden);
+        if (!seen_by_all(position, 1)) hide((head + place) / a.key_heads, token, position, to, kHidden);
       }
     }
 
-    // Calls `use` with the estimates of 16 positions for every row of a key head and every block.
-    template <int kBlocks, class Use>
-    [[gnu::always_inline]] void products(std::int64_t head, std::int64_t first, const Use& use) const {
-      const KeyLayout& layout = a.index.layout;
-      const std::int64_t at = head * a.index.capacity + first;
-      const std::uint8_t* keys = a.index.blocks + at * layout.block_bytes();
+    // Calls `use` for every row of a key head, with a function that returns its
+    // estimates of one of `count` blocks.
+    template <class Use>
+    [[gnu::always_inline]] void estimates(std::int64_t head, std::int64_t first, std::int64_t count,
+                                          const Use& use) const {
+      const std::int64_t at = head * a.index.capacity + first, of_block = a.index.layout.block_bytes();
+      const std::uint8_t* keys = a.index.blocks + at * of_block;
       const weight_format::fp16* scales = a.index.scales + at * kKeysTogether;
       by_rows(sizes.rows, [&]<int kCount>(std::int64_t row, Rows<kCount>) {
-        alignas(64) std::int32_t of_codes[kBlocks * kCount * kKeysTogether];
-        multiply<kCount, kBlocks>(keys, head * sizes.rows + row, of_codes);
-        const Row* of_tile = rows + head * sizes.rows + row;
-        for (int block = 0; block < kBlocks; ++block) {
-          const Lanes scale = widened<Lanes>(scales + block * kKeysTogether);
-#pragma GCC unroll 8
-          for (int each = 0; each < kCount; ++each) {
-            const Row& of_row = of_tile[each];
-            const std::int32_t* of_keys = of_codes + (block * kCount + each) * kKeysTogether;
-            const Lanes found = Lanes::from_integers(of_keys, of_row.offsets) * scale * Lanes(of_row.factor);
-            use(row + each, of_row, block, found);
+        alignas(64) std::int32_t of_codes[kRun * kCount * kKeysTogether];
+        std::int64_t block = 0;
+        const auto multiply_all = [&]<int kBlocks>(Blocks<kBlocks>) {
+          for (; block + kBlocks <= count; block += kBlocks) {
+            multiply<kCount, kBlocks>(keys + block * of_block, head * sizes.rows + row,
+                                      of_codes + block * kCount * kKeysTogether);
           }
+        };
+        multiply_all(Blocks<Dots::kMostBlocks>{});
+        multiply_all(Blocks<1>{});
+        for (int each = 0; each < kCount; ++each) {
+          const Row& of_row = rows[head * sizes.rows + row + each];
+          const Lanes factor(of_row.factor);
+          use(row + each, of_row, [&](std::int64_t block) {
+            const std::int32_t* of_keys = of_codes + (block * kCount + each) * kKeysTogether;
+            const Lanes scale = widened<Lanes>(scales + block * kKeysTogether);
+            return Lanes::from_integers(of_keys, of_row.offsets) * scale * factor;
+          });
         }
       });
     }
+
+    template <int kBlocks>
+    struct Blocks {};
 
     template <int kRows, int kBlocks>
     [[gnu::always_inline]] void multiply(const std::uint8_t* keys, std::int64_t row, std::int32_t* sums) const {
@@ -335,9 +358,9 @@ class KeyChoice {
       ScoreLanes<Isa>::order(numbers, to);
     }
 
-    // Whether every token sees the 16 positions from `position` on.
-    [[gnu::always_inline]] bool seen_by_all(std::int64_t position) const {
-      return a.mask == nullptr && position + kKeysTogether <= a.length - a.tokens + 1;
+    // Whether every token sees all positions of `blocks` from `position` on.
+    [[gnu::always_inline]] bool seen_by_all(std::int64_t position, std::int64_t blocks) const {
+      return a.mask == nullptr && position + blocks * kKeysTogether <= a.length - a.tokens + 1;
     }
 
     template <class Value>
@@ -353,7 +376,8 @@ class KeyChoice {
       }
     }
 
-    // The positions of one list: the first ones, those with the greatest scores, the last ones.
+    // The positions of one list: the first ones, those with the greatest
+    // scores, the last ones.
     void write(std::int64_t head, std::int64_t list, const std::int32_t* of_list, std::int32_t* scratch) const {
       const std::int64_t batch = head / a.key_heads, token = list % a.tokens;
       const std::int64_t choosing = a.shared ? a.key_heads : a.key_heads * a.group;

@@ -17,6 +17,11 @@ inline constexpr std::int64_t kGroupBytes = 64;
 // with a bias are bytes, and two such bytes add up to one.
 inline constexpr int kLargestBesideBits = 15;
 
+// Without VNNI products are added in 16 bits as long as they fit: VPMADDUBSW adds two of up to 15 * 127 of a group's
+// eight numbers of 4 bits, or of up to 2 * kLargestBesideBits of its 32 bits.
+inline constexpr std::int64_t kNibbleGroupsInWords = 32767 / (2 * 15 * 127) / 2;
+inline constexpr std::int64_t kBitGroupsInWords = 32767 / (2 * 2 * kLargestBesideBits) / 8;
+
 template <class Isa>
 struct KeyDots {
   static constexpr int kMostRows = 4;

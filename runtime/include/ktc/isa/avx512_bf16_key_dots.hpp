@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <limits>
 
 #include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/isa/avx512_key_products.hpp"
@@ -14,9 +15,13 @@
 namespace ktc::avx512_bf16 {
 
 struct AddBytes {
+  static constexpr std::int64_t kNibbleGroups = std::numeric_limits<std::int32_t>::max();  // 32 bits hold any width
+  static constexpr std::int64_t kBitGroups = kNibbleGroups;
+
   [[gnu::always_inline]] static __m512i products(__m512i sum, __m512i codes, __m512i query) {
     return _mm512_dpbusd_epi32(sum, codes, query);
   }
+  [[gnu::always_inline]] static __m512i widened(__m512i sum) { return sum; }
 };
 
 // Half of a byte has one bit of four neighbours of a key. Instead of four products, their sum comes from a table of 16;
@@ -61,7 +66,7 @@ struct KeyProducts : avx512::KeyProducts<AddBytes> {
       __m512i low[kBlocks], high[kBlocks];
 #pragma GCC unroll 2
       for (int block = 0; block < kBlocks; ++block) {
-        __builtin_prefetch(ahead + block * 64, 0, 0);
+        __builtin_prefetch(ahead + block * 64, 0, 3);
         constexpr int kFirstAndSecondOrThird = 0xEA;
         const __m512i bits = _mm512_loadu_si512(codes + block * of_block);
         low[block] = _mm512_ternarylogic_epi32(bits, low_half, table_of_byte, kFirstAndSecondOrThird);

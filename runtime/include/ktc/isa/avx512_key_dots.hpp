@@ -1,4 +1,4 @@
-// Products of keys' codes with AVX-512 but not VNNI: VPMADDUBSW adds two in 16 bits, which codes below 16 never fill.
+// Products of keys' codes with AVX-512 but not VNNI.
 #pragma once
 
 #include <immintrin.h>
@@ -11,10 +11,13 @@
 namespace ktc::avx512 {
 
 struct AddWords {
+  static constexpr std::int64_t kNibbleGroups = kNibbleGroupsInWords;
+  static constexpr std::int64_t kBitGroups = kBitGroupsInWords;
+
   [[gnu::always_inline]] static __m512i products(__m512i sum, __m512i codes, __m512i query) {
-    const __m512i pairs = _mm512_maddubs_epi16(codes, query);
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+    return _mm512_add_epi16(sum, _mm512_maddubs_epi16(codes, query));
   }
+  [[gnu::always_inline]] static __m512i widened(__m512i sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
 };
 
 }  // namespace ktc::avx512
