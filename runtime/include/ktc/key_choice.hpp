@@ -102,7 +102,7 @@ class KeyChoice {
     // Of one query; 0 where products are not read from tables.
     static std::int64_t table_bytes(const KeyLayout& layout) {
       if constexpr (Dots::kTables) {
-        if (layout.format == KeyFormat::kSign && Dots::have_tables()) return layout.groups() * Dots::kTableBytes;
+        if (layout.format == KeyFormat::kSign) return layout.groups() * SignTables<Isa>::kBytes;
       }
       return 0;
     }
@@ -158,7 +158,7 @@ class KeyChoice {
         std::int8_t* of_row = codes + row * layout.padded();
         const float scale = Codes::encode_query(numbers, layout, of_row);
         if constexpr (Dots::kTables) {
-          if (sizes.of_tables > 0) Dots::fill_tables(of_row, layout.groups(), tables + row * sizes.of_tables);
+          if (sizes.of_tables > 0) SignTables<Isa>::fill(of_row, layout.groups(), tables + row * sizes.of_tables);
         }
         std::int32_t sum = 0;
         for (std::int64_t k = 0; k < layout.width; ++k) sum += of_row[k];
@@ -338,15 +338,11 @@ class KeyChoice {
     [[gnu::always_inline]] void multiply(const std::uint8_t* keys, std::int64_t row, std::int32_t* sums) const {
       const KeyLayout& layout = a.index.layout;
       const std::int8_t* query = codes + row * layout.padded();
-      if constexpr (Dots::kTables) {
-        if (sizes.of_tables > 0) {
-          const std::uint8_t* of_rows = tables + row * sizes.of_tables;
-          Dots::template of_tables<kRows, kBlocks>(keys, layout.groups(), of_rows, sizes.of_tables, sums);
-          return;
-        }
-      }
       if (layout.format == KeyFormat::kInt4) {
         Dots::template of_nibbles<kRows, kBlocks>(keys, layout.groups(), query, layout.padded(), sums);
+      } else if constexpr (Dots::kTables) {
+        const std::uint8_t* of_rows = tables + row * sizes.of_tables;
+        Dots::template of_tables<kRows, kBlocks>(keys, layout.groups(), of_rows, sizes.of_tables, sums);
       } else {
         Dots::template of_bits<kRows, kBlocks>(keys, layout.groups(), query, layout.padded(), sums);
       }

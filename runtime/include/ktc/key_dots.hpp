@@ -17,16 +17,35 @@ inline constexpr std::int64_t kGroupBytes = 64;
 // with a bias are bytes, and two such bytes add up to one.
 inline constexpr int kLargestBesideBits = 15;
 
-// Without VNNI products are added in 16 bits as long as they fit: VPMADDUBSW adds two of up to 15 * 127 of a group's
-// eight numbers of 4 bits, or of up to 2 * kLargestBesideBits of its 32 bits.
+// Without VNNI products are added in 16 bits as long as they fit: VPMADDUBSW adds two of up to 15 * 127, of the eight
+// numbers of a group.
 inline constexpr std::int64_t kNibbleGroupsInWords = 32767 / (2 * 15 * 127) / 2;
-inline constexpr std::int64_t kBitGroupsInWords = 32767 / (2 * 2 * kLargestBesideBits) / 8;
+
+// Products of a query with codes of one bit, from tables: half a byte has one bit of four neighbours of a key, and a
+// table of 16 has the sums of the query's numbers. A template, so that each instruction set has its own copy.
+template <class Isa>
+struct SignTables {
+  static constexpr std::int64_t kBytes = 128;  // of a group: tables for the low halves of four bytes, and the high ones
+  static constexpr int kBias = 4 * kLargestBesideBits;  // that is in every number of a table
+  static constexpr std::int64_t kGroupsInWords = 65535 / (8 * 2 * kBias);
+
+  static void fill(const std::int8_t* query, std::int64_t groups, std::uint8_t* tables) {
+    for (std::int64_t table = 0; table < groups * 8; ++table, tables += 16) {
+      const std::int8_t* four = query + table / 4 * 16 + table % 4;
+      for (int bits = 0; bits < 16; ++bits) {
+        int sum = kBias;
+        for (int bit = 0; bit < 4; ++bit) sum += (bits >> bit & 1) * four[4 * bit];
+        tables[bits] = static_cast<std::uint8_t>(sum);
+      }
+    }
+  }
+};
 
 template <class Isa>
 struct KeyDots {
   static constexpr int kMostRows = 4;
   static constexpr int kMostBlocks = 1;   // of 16 keys that are multiplied at a time
-  static constexpr bool kTables = false;  // whether products with bits may be read from tables
+  static constexpr bool kTables = false;  // whether products with bits are `of_tables`, the same sums
 
   // A set bit counts as 2: codes of one bit then are 2 b, and numbers 2 b - 1.
   // sums[block][row][16] = sum over k of codes[block][k][key] * query[row][k].

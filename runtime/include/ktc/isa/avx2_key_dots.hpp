@@ -16,7 +16,7 @@ namespace ktc::avx2 {
 struct KeyProducts {
   static constexpr int kMostRows = 4;
   static constexpr int kMostBlocks = 1;
-  static constexpr bool kTables = false;
+  static constexpr bool kTables = true;
 
   template <int kRows, int kBlocks>
   [[gnu::noinline]] static void of_nibbles(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
@@ -31,24 +31,81 @@ struct KeyProducts {
     });
   }
 
+  // By VPSHUFB, which reads 32 numbers of a table for each 16 bytes: the bytes of 16 keys are put side by side. Bytes
+  // are added in 16 bits: as they are, and the upper ones apart.
   template <int kRows, int kBlocks>
-  [[gnu::noinline]] static void of_bits(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
-                                        std::int64_t stride, std::int32_t* sums) {
-    const __m256i two = _mm256_set1_epi8(2);
-    in_parts<kRows>(codes, groups, kBitGroupsInWords, sums, [&](auto& sum, __m256i left, __m256i right) {
-      sum.add(_mm256_and_si256(_mm256_add_epi8(left, left), two), _mm256_and_si256(_mm256_add_epi8(right, right), two),
-              query, stride);
-#pragma GCC unroll 7
-      for (int bit = 1; bit < 8; ++bit) {
-        sum.add(_mm256_and_si256(_mm256_srli_epi16(left, bit - 1), two),
-                _mm256_and_si256(_mm256_srli_epi16(right, bit - 1), two), query + 4 * bit, stride);
+  [[gnu::noinline]] static void of_tables(const std::uint8_t* codes, std::int64_t groups, const std::uint8_t* tables,
+                                          std::int64_t stride, std::int32_t* sums) {
+    for (std::int64_t begin = 0; begin < groups; begin += Tables::kGroupsInWords) {
+      const std::int64_t end = std::min(begin + Tables::kGroupsInWords, groups);
+      TableSums<kRows> sum;
+      for (std::int64_t group = begin; group < end; ++group, codes += kGroupBytes) {
+        __builtin_prefetch(codes + kAhead, 0, 3);
+        sum.add(codes, tables + group * Tables::kBytes, stride);
       }
-      query += 32;
-    });
+      sum.store(sums, end - begin, begin == 0);
+    }
   }
 
  private:
+  using Tables = SignTables<KeyProducts>;
   static constexpr std::int64_t kAhead = 8192;
+
+  template <int kRows>
+  struct TableSums {
+    __m256i both[kRows], upper[kRows];
+
+    [[gnu::always_inline]] TableSums() {
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) both[row] = upper[row] = _mm256_setzero_si256();
+    }
+    [[gnu::always_inline]] void add(const std::uint8_t* codes, const std::uint8_t* tables, std::int64_t stride) {
+      const auto* from = reinterpret_cast<const __m256i*>(codes);
+      const __m256i by_byte =
+          _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+      const __m256i left = _mm256_shuffle_epi8(_mm256_loadu_si256(from), by_byte);
+      const __m256i right = _mm256_shuffle_epi8(_mm256_loadu_si256(from + 1), by_byte);
+      add(_mm256_permute4x64_epi64(_mm256_unpacklo_epi32(left, right), 0xd8), tables, stride);  // bytes 0 and 1
+      add(_mm256_permute4x64_epi64(_mm256_unpackhi_epi32(left, right), 0xd8), tables + 32, stride);
+    }
+    [[gnu::always_inline]] void add(__m256i bytes, const std::uint8_t* tables, std::int64_t stride) {
+      const __m256i low_half = _mm256_set1_epi8(15);
+      const __m256i low = _mm256_and_si256(bytes, low_half);
+      const __m256i high = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low_half);
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) {
+        const auto* of_row = reinterpret_cast<const __m256i*>(tables + row * stride);
+        const __m256i found = _mm256_add_epi8(_mm256_shuffle_epi8(_mm256_loadu_si256(of_row), low),
+                                              _mm256_shuffle_epi8(_mm256_loadu_si256(of_row + 2), high));
+        both[row] = _mm256_add_epi16(both[row], found);
+        upper[row] = _mm256_add_epi16(upper[row], _mm256_srli_epi16(found, 8));
+      }
+    }
+    // Both lanes have the keys 0 to 3, 8 to 11, 4 to 7 and 12 to 15.
+    [[gnu::always_inline]] void store(std::int32_t* sums, std::int64_t groups, bool first) const {
+      const __m256i bias = _mm256_set1_epi32(static_cast<int>(8 * Tables::kBias * groups));
+      auto* to = reinterpret_cast<__m256i*>(sums);
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row, to += 2) {
+        const __m128i even = lanes_of(_mm256_sub_epi16(both[row], _mm256_slli_epi16(upper[row], 8)));
+        const __m128i odd = lanes_of(upper[row]);
+        const __m256i one = _mm256_sub_epi32(_mm256_cvtepu16_epi32(_mm_unpacklo_epi16(even, odd)), bias);
+        const __m256i other = _mm256_sub_epi32(_mm256_cvtepu16_epi32(_mm_unpackhi_epi16(even, odd)), bias);
+        __m256i left = _mm256_permute2x128_si256(one, other, 0x20), right = _mm256_permute2x128_si256(one, other, 0x31);
+        left = _mm256_add_epi32(left, left);
+        right = _mm256_add_epi32(right, right);
+        if (!first) {
+          left = _mm256_add_epi32(left, _mm256_loadu_si256(to));
+          right = _mm256_add_epi32(right, _mm256_loadu_si256(to + 1));
+        }
+        _mm256_storeu_si256(to, left);
+        _mm256_storeu_si256(to + 1, right);
+      }
+    }
+    [[gnu::always_inline]] static __m128i lanes_of(__m256i words) {
+      return _mm_add_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    }
+  };
 
   template <int kRows>
   struct Sums {

@@ -12,7 +12,6 @@ namespace ktc::avx512 {
 
 struct AddWords {
   static constexpr std::int64_t kNibbleGroups = kNibbleGroupsInWords;
-  static constexpr std::int64_t kBitGroups = kBitGroupsInWords;
 
   [[gnu::always_inline]] static __m512i products(__m512i sum, __m512i codes, __m512i query) {
     return _mm512_add_epi16(sum, _mm512_maddubs_epi16(codes, query));

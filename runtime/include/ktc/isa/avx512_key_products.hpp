@@ -48,7 +48,7 @@ template <class Add>
 struct KeyProducts {
   static constexpr int kMostRows = 8;
   static constexpr int kMostBlocks = 2;  // each number of a query is loaded once for both
-  static constexpr bool kTables = false;
+  static constexpr bool kTables = true;
   static constexpr std::int64_t kAhead = 8192;
 
   template <int kRows, int kBlocks>
@@ -69,30 +69,74 @@ struct KeyProducts {
     });
   }
 
+  // By VPSHUFB, which reads 64 numbers of a table for each 16 bytes: the bytes of 16 keys are put side by side. Bytes
+  // are added in 16 bits: as they are, and the upper ones apart.
   template <int kRows, int kBlocks>
-  [[gnu::noinline]] static void of_bits(const std::uint8_t* codes, std::int64_t groups, const std::int8_t* query,
-                                        std::int64_t stride, std::int32_t* sums) {
-    const __m512i two = _mm512_set1_epi8(2);
-    in_parts<kRows, kBlocks>(codes, groups, Add::kBitGroups, sums, [&](auto& sum, const __m512i(&eight)[kBlocks]) {
-      __m512i part[kBlocks];
-#pragma GCC unroll 2
-      for (int block = 0; block < kBlocks; ++block) {
-        part[block] = _mm512_and_si512(_mm512_add_epi8(eight[block], eight[block]), two);
-      }
-      sum.add(0, part, query, stride);
-#pragma GCC unroll 7
-      for (int bit = 1; bit < 8; ++bit) {
-#pragma GCC unroll 2
-        for (int block = 0; block < kBlocks; ++block) {
-          part[block] = _mm512_and_si512(_mm512_srli_epi16(eight[block], bit - 1), two);
+  [[gnu::noinline]] static void of_tables(const std::uint8_t* codes, std::int64_t groups, const std::uint8_t* tables,
+                                          std::int64_t stride, std::int32_t* sums) {
+    const std::uint8_t* ahead = codes + kAhead;
+    for (int block = 0; block < kBlocks; ++block, sums += kRows * kKeysTogether) {
+      for (std::int64_t begin = 0; begin < groups; begin += Tables::kGroupsInWords) {
+        const std::int64_t end = std::min(begin + Tables::kGroupsInWords, groups);
+        TableSums<kRows> sum;
+        for (std::int64_t group = begin; group < end; ++group, codes += kGroupBytes, ahead += kGroupBytes) {
+          __builtin_prefetch(ahead, 0, 3);
+          sum.add(_mm512_loadu_si512(codes), tables + group * Tables::kBytes, stride);
         }
-        sum.add(bit, part, query + 4 * bit, stride);
+        sum.store(sums, end - begin, begin == 0);
       }
-      query += 32;
-    });
+    }
   }
 
+ protected:
+  using Tables = SignTables<Add>;
+
  private:
+  template <int kRows>
+  struct TableSums {
+    __m512i both[kRows], upper[kRows];
+
+    [[gnu::always_inline]] TableSums() {
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) both[row] = upper[row] = _mm512_setzero_si512();
+    }
+    [[gnu::always_inline]] void add(__m512i codes, const std::uint8_t* tables, std::int64_t stride) {
+      const __m512i low_half = _mm512_set1_epi8(15);
+      const __m512i by_byte =
+          _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+      const __m512i by_lane = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+      const __m512i bytes = _mm512_permutexvar_epi32(by_lane, _mm512_shuffle_epi8(codes, by_byte));
+      const __m512i low = _mm512_and_si512(bytes, low_half);
+      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_half);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const std::uint8_t* of_row = tables + row * stride;
+        const __m512i found = _mm512_add_epi8(_mm512_shuffle_epi8(_mm512_loadu_si512(of_row), low),
+                                              _mm512_shuffle_epi8(_mm512_loadu_si512(of_row + 64), high));
+        both[row] = _mm512_add_epi16(both[row], found);
+        upper[row] = _mm512_add_epi16(upper[row], _mm512_srli_epi16(found, 8));
+      }
+    }
+    [[gnu::always_inline]] void store(std::int32_t* sums, std::int64_t groups, bool first) const {
+      const __m512i bias = _mm512_set1_epi32(static_cast<int>(8 * Tables::kBias * groups));
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row, sums += kKeysTogether) {
+        const __m128i even = lanes_of(_mm512_sub_epi16(both[row], _mm512_slli_epi16(upper[row], 8)));
+        const __m128i odd = lanes_of(upper[row]);
+        const __m256i keys = _mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd));
+        __m512i total = _mm512_sub_epi32(_mm512_cvtepu16_epi32(keys), bias);
+        total = _mm512_add_epi32(total, total);
+        if (!first) total = _mm512_add_epi32(total, _mm512_loadu_si512(sums));
+        _mm512_storeu_si512(sums, total);
+      }
+    }
+    // The sum of four lanes of words.
+    [[gnu::always_inline]] static __m128i lanes_of(__m512i words) {
+      const __m256i half = _mm256_add_epi16(_mm512_castsi512_si256(words), _mm512_extracti64x4_epi64(words, 1));
+      return _mm_add_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    }
+  };
+
   // Few rows of one block have two sums each, since the next addition to one waits for the last.
   template <int kRows, int kBlocks>
   struct Sums {
