@@ -109,6 +109,27 @@ def assert_equal(found: Chosen, wanted: Chosen) -> None:
     assert torch.equal(found.positions[..., :most][within], wanted.positions[within])
 
 
+@pytest.mark.parametrize("index", FORMATS)
+def test_the_greatest_products_do_not_overflow(spec: SparseAttentionSpec, index: IndexFormat) -> None:
+    """A query with one number rotates to equal magnitudes, so that all codes of it and of such keys are the greatest.
+    Sums of 16 bits hold the products of 68 groups of 32 signs: these keys have 70."""
+    width, positions = 2240, 40
+    query = torch.zeros(1, 3, 1, width)
+    query[..., 0] = torch.tensor([1.0, -1.0, 1.0])[:, None]
+    keys = torch.zeros(1, 1, positions, width)
+    keys[..., 0] = torch.where(torch.arange(positions) % 3 == 0, -1.0, 1.0)
+    keys[..., -1] = torch.linspace(-0.4, 0.4, positions)  # beyond the first power of two, so that scores differ
+    heads = Heads(keys.to(DTYPES[spec.dtype]), torch.zeros(1, 1, positions, 16, dtype=DTYPES[spec.dtype]))
+    query = query.to(DTYPES[spec.dtype])
+    kernel = kernels(spec)[1]
+    found_in = indexed(heads, index, kernel)
+    visible = visible_positions(None, 1, 1, positions, query.device)
+    for k in (3, 20):
+        sparsity = Sparsity(k, 0, 0, index, shared=False)
+        scores = estimates(query, found_in.codes, index, positions, 0.2)
+        assert_equal(kernel.select(found_in, query, None, sparsity, 0.2), choose(scores, 1, visible, sparsity))
+
+
 def test_equal_scores_go_to_the_first_positions_and_hidden_ones_are_not_chosen(spec: SparseAttentionSpec) -> None:
     query, heads = drawn(spec, (1, 2, 1, 1, 3000, 32, 0, 32))
     heads = Heads(heads.keys[:, :, :1].expand(-1, -1, 3000, -1).contiguous(), heads.values)

@@ -74,6 +74,20 @@ def test_masks_sinks_and_strides(spec: Int8AttentionSpec) -> None:
     assert error(found, reference(query, numbers, 0.3, sinks=sinks)) <= ERROR[spec.dtype]
 
 
+def test_rows_and_scales_that_do_not_adjoin(spec: Int8AttentionSpec) -> None:
+    """Codes are columns of wider rows, and scales every third of theirs, as no cache of today has them."""
+    query, heads, numbers = drawn(spec, (2, 4, 2, 1, 150, 40, 24, 40))
+    apart = []
+    for each in heads:
+        assert isinstance(each, Int8Tensor)
+        codes = torch.full((*each.codes.shape[:-1], 100), 99, dtype=torch.int8)[..., 9 : 9 + each.codes.shape[-1]]
+        scales = torch.full((*each.scales.shape[:-1], 3), torch.nan)[..., 1:2]
+        apart.append(Int8Tensor(codes.copy_(each.codes), scales.copy_(each.scales), each.dtype))
+    found = decoder(spec)(query, Heads(*apart), scale=0.3)
+    assert error(found, reference(query, numbers, 0.3)) <= ERROR[spec.dtype]
+    assert torch.equal(found, decoder(spec)(query, heads, scale=0.3))
+
+
 def test_weights_of_any_range_count(spec: Int8AttentionSpec) -> None:
     """One weight is large beside a long tail, and values have scales of a wide range."""
     query, heads, _ = drawn(spec, (1, 2, 1, 1, 4000, 32, 0, 32))

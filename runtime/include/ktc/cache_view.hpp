@@ -62,6 +62,8 @@ struct AdjoiningRows {
   const Element* data;
   std::int64_t stride;
 
+  static AdjoiningRows of(const CacheView& view) { return {static_cast<const Element*>(view.data), view.position}; }
+
   const Element* operator[](std::int64_t row) const { return data + row * stride; }
   AdjoiningRows from(std::int64_t row) const { return {data + row * stride, stride}; }
 };
@@ -183,10 +185,10 @@ class CacheAhead {
     progress_ = 0;
   }
 
-  // Rows are read next: those of `step` are fetched instead.
+  // See `ListedAhead`: here all is fetched by `step`.
+  void from_memory(bool) {}
   template <int kRows, class Rows>
   [[gnu::always_inline]] void fetch(const Rows&, std::int64_t, std::int64_t, std::int64_t) const {}
-  void from_memory(bool) {}
 
   // `work` units are done next.
   [[gnu::always_inline]] void step(std::int64_t work) {

@@ -132,6 +132,14 @@ class DecodeAttention final : public AttentionKernel {
     RowsOf values;
   };
 
+  // The queries of an item's rows, and what its stretch has added for each of them.
+  struct Rows {
+    const Query* queries;
+    std::int64_t count;
+    Sums* sums;
+    float* added;
+  };
+
   struct Call {
     const AttentionArguments& a;
     const Plan& plan;
@@ -152,18 +160,12 @@ class DecodeAttention final : public AttentionKernel {
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
         const HeadViews of_block = views.of_block<Element>(block);
-        const auto rows_of = [](const CacheView& view) {
-          return AdjoiningRows<Element>{static_cast<const Element*>(view.data), view.position};
-        };
-        const Block<AdjoiningRows<Element>> own{rows_of(of_block.keys), rows_of(of_block.more_keys),
-                                                rows_of(of_block.values)};
+        using Near = AdjoiningRows<Element>;
+        const Block<Near> own{Near::of(of_block.keys), Near::of(of_block.more_keys), Near::of(of_block.values)};
         ahead.start_block(length, block_work(item.count, length));
-        score(own, rows, length, scores, ahead);
-        for (std::int64_t each = 0; each < item.count; ++each) {
-          Plan::hide(a, item.head, item.first + each, block, length, scores + each * kBlock);
-          exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, ahead);
-        }
-        add_values(own, rows, length, scores, ahead);
+        attend(own, rows, length, scores, ahead, [&](std::int64_t row, float* of_row) {
+          Plan::hide(a, item.head, item.first + row, block, length, of_row);
+        });
       }
     }
 
@@ -171,17 +173,9 @@ class DecodeAttention final : public AttentionKernel {
     template <class Take>
     void chosen_stretches(const Take& take, float* scores) const {
       for (std::int64_t item = take(); item < plan.items; item = take()) {
-        chosen_stretch(chosen_item(item), scores);
+        chosen_stretch(Item(item, plan, a), scores);
       }
     }
-
-    Item chosen_item(std::int64_t number) const {
-      Item item(number, plan, a);
-      item.end = std::min<std::int64_t>(item.end, a.counts[item.head]);
-      return item;
-    }
-
-    const std::int32_t* list_of(std::int64_t head) const { return a.chosen + head * a.positions; }
 
     HeadViews views_of_chosen(std::int64_t head) const {
       const std::int64_t sequence = head / a.key_heads / a.sequences, own = head % a.key_heads / a.choosers;
@@ -196,31 +190,31 @@ class DecodeAttention final : public AttentionKernel {
 
     void chosen_stretch(const Item& item, float* scores) const {
       const HeadViews cache = views_of_chosen(item.head);
+      const std::int32_t* list = a.chosen + item.head * a.positions;
+      const std::int64_t count = a.counts[item.head], end = std::min(item.end, count);
       ChosenAhead ahead(a.keys.width + a.more_keys.width);
       const Rows rows = started(item);
-      for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
-        const std::int64_t length = std::min(kBlock, item.end - block);
+      for (std::int64_t block = item.begin; block < end; block += kBlock) {
+        const std::int64_t length = std::min(kBlock, end - block);
         const auto rows_of = [&](const CacheView& view) {
-          return Chosen{static_cast<const Element*>(view.data), view.position, list_of(item.head) + block,
-                        a.counts[item.head] - block};
+          return Chosen{static_cast<const Element*>(view.data), view.position, list + block, count - block};
         };
         const Block<Chosen> own{rows_of(cache.keys), rows_of(cache.more_keys), rows_of(cache.values)};
-        score(own, rows, length, scores, ahead);
-        for (std::int64_t each = 0; each < item.count; ++each) {
-          Plan::fill_up(length, scores + each * kBlock);
-          exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, ahead);
-        }
-        add_values(own, rows, length, scores, ahead);
+        attend(own, rows, length, scores, ahead, [&](std::int64_t, float* of_row) { Plan::fill_up(length, of_row); });
       }
     }
 
-    // The queries of an item's rows, and what its stretch has added for each of them.
-    struct Rows {
-      const Query* queries;
-      std::int64_t count;
-      Sums* sums;
-      float* added;
-    };
+    // Adds a block to what its stretch has for some rows. `hide` marks the scores of a row that do not count.
+    template <class RowsOf, class AnyAhead, class Hide>
+    void attend(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, float* scores, AnyAhead& ahead,
+                const Hide& hide) const {
+      score(block, rows, length, scores, ahead);
+      for (std::int64_t each = 0; each < rows.count; ++each) {
+        hide(each, scores + each * kBlock);
+        exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, ahead);
+      }
+      add_values(block, rows, length, scores, ahead);
+    }
 
     Rows started(const Item& item) const {
       const std::int64_t row = item.head * plan.rows + item.first, of_stretch = plan.row_of(item);
