@@ -12,7 +12,7 @@ from torch import Tensor
 from ktc.attention.chosen import Chosen
 from ktc.attention.decode import DecodeAttention, Heads
 from ktc.attention.index_kernel import IndexKernel
-from ktc.attention.key_codes import estimates
+from ktc.attention.key_codes import estimates, signs
 from ktc.attention.key_index import KeyIndex
 from ktc.attention.selection import attend_chosen, choose, visible_positions
 from ktc.attention.sparsity import FORMATS, IndexFormat, Sparsity
@@ -111,14 +111,14 @@ def assert_equal(found: Chosen, wanted: Chosen) -> None:
 
 @pytest.mark.parametrize("index", FORMATS)
 def test_the_greatest_products_do_not_overflow(spec: SparseAttentionSpec, index: IndexFormat) -> None:
-    """A query with one number rotates to equal magnitudes, so that all codes of it and of such keys are the greatest.
-    Sums of 16 bits hold the products of 68 groups of 32 signs: these keys have 70."""
+    """One number in each power of two of the width rotates to equal magnitudes, so that all codes of such a query and
+    of such keys are the greatest. Sums of 16 bits hold the products of 68 groups of 32 signs: these keys have 70."""
     width, positions = 2240, 40
-    query = torch.zeros(1, 3, 1, width)
-    query[..., 0] = torch.tensor([1.0, -1.0, 1.0])[:, None]
-    keys = torch.zeros(1, 1, positions, width)
-    keys[..., 0] = torch.where(torch.arange(positions) % 3 == 0, -1.0, 1.0)
-    keys[..., -1] = torch.linspace(-0.4, 0.4, positions)  # beyond the first power of two, so that scores differ
+    equal = torch.zeros(width)
+    for begin, size in ((0, 2048), (2048, 128), (2176, 64)):
+        equal[begin] = signs(width)[begin] * (size / 2048) ** 0.5
+    query = equal * torch.tensor([1.0, -1.0, 1.0]).view(1, 3, 1, 1)
+    keys = equal * (torch.linspace(1, 2, positions) * (-1) ** torch.arange(positions)).view(1, 1, positions, 1)
     heads = Heads(keys.to(DTYPES[spec.dtype]), torch.zeros(1, 1, positions, 16, dtype=DTYPES[spec.dtype]))
     query = query.to(DTYPES[spec.dtype])
     kernel = kernels(spec)[1]
