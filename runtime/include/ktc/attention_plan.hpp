@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <type_traits>
 
@@ -86,6 +87,10 @@ struct AttentionPlan {
   static constexpr std::int64_t kMostRows = 64;  // that one worker computes together
   static constexpr std::int64_t kMostStretches = 64;
   static constexpr float kUnseen = -1e30f;
+  // Weights of less than exp of this, 2^-99.5 times the greatest, are zero. Near 2^-126 products with values would be
+  // denormal numbers: processors of Intel took 14 times as long, where scores differ as much as those of random
+  // latents.
+  static constexpr float kLeastExponent = -69.0f;
 
   // Of one row and stretch: the greatest score, and the sum of exp(score - greatest).
   struct Sums {
@@ -211,12 +216,24 @@ struct AttentionPlan {
     return found.largest();
   }
 
+  // exp(score - greatest). A NaN stays one.
+  static float weight_of(float score, float greatest) {
+    const float exponent = score - greatest;
+    return exponent < kLeastExponent ? 0.0f : std::exp(exponent);
+  }
+
+  // The greatest score whose weight is zero: it is not seen, or too small.
+  static float without_weight(float greatest) {
+    constexpr float kSeen = 0.5f * kUnseen;
+    return greatest <= std::numeric_limits<float>::max() ? std::max(kSeen, greatest + kLeastExponent) : kSeen;
+  }
+
   // Turns what a row has added so far to that of the greatest score with a block's; returns it.
   float raise(const float* scores, std::int64_t positions, Sums& sum, float* added) const {
     const float greatest = std::max(sum.greatest, greatest_of(scores, positions));
     if (greatest > sum.greatest) {
       if (sum.total != 0.0f) {  // otherwise nothing was added
-        const float factor = std::exp(sum.greatest - greatest);
+        const float factor = weight_of(sum.greatest, greatest);
         sum.total *= factor;
         const Lanes scale(factor);
         for (std::int64_t each = 0; each < value_width; each += kHalfPanel) {
@@ -232,12 +249,13 @@ struct AttentionPlan {
   // row's earlier sums to the new greatest score. `step` is called for each kHalfPanel.
   template <class Weight, class Step>
   void exponentiate(std::int64_t length, float* scores, Sums& sum, float* added, const Step& step) const {
-    const Lanes shift(raise(scores, length, sum, added));
+    const float greatest = raise(scores, length, sum, added), zero = without_weight(greatest);
+    const Lanes shift(greatest);
     Lanes total(0.0f);
     for (std::int64_t each = 0; each < length; each += kHalfPanel) {
       step();
       const Lanes score = Lanes::load(scores + each);
-      const Lanes weight = zero_up_to(0.5f * kUnseen, score, exp(score - shift));
+      const Lanes weight = zero_up_to(zero, score, exp(score - shift));
       if constexpr (std::is_same_v<Weight, bf16>) {
         weight.to_elements(reinterpret_cast<bf16*>(scores) + each);  // over scores that were read
       } else {
@@ -277,7 +295,7 @@ struct AttentionPlan {
     float* whole = values + row * value_width;  // of the first stretch
     for (std::int64_t each = 0; each < own; ++each) {
       const Sums& sum = sums[each * all_rows + row];
-      const float factor = std::exp(sum.greatest - greatest);
+      const float factor = weight_of(sum.greatest, greatest);
       const Lanes scale(factor);
       total += sum.total * factor;
       const float* from = values + (each * all_rows + row) * value_width;

@@ -299,12 +299,13 @@ class Int8Attention final : public Int8AttentionKernel {
     // Turns the scores of a row into codes of exp(score - greatest) times the scale of the value.
     void weigh(std::int64_t length, Scratch& own, std::int64_t each, Sums& sum, float* added, Ahead& ahead) const {
       float* const scores = own.scores[each];
-      const Lanes shift(plan.raise(scores, length, sum, added));
+      const float greatest = plan.raise(scores, length, sum, added), zero = Plan::without_weight(greatest);
+      const Lanes shift(greatest);
       Lanes total(0.0f), most(0.0f), all(0.0f);
       for (std::int64_t at = 0; at < length; at += kHalfPanel) {
         ahead.step(kExpWork);
         const Lanes score = Lanes::load(scores + at);
-        const Lanes weight = zero_up_to(0.5f * Plan::kUnseen, score, exp(score - shift));
+        const Lanes weight = zero_up_to(zero, score, exp(score - shift));
         total = total + weight;
         const Lanes scaled = weight * Lanes::load(own.value_scales + at);
         scaled.store(scores + at);

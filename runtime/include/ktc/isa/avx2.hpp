@@ -117,7 +117,7 @@ class Lanes {
   friend Lanes larger(Lanes found, Lanes x) {
     return {_mm256_max_ps(x.low_, found.low_), _mm256_max_ps(x.high_, found.high_)};
   }
-  // The numbers whose bits are `x` as integers, from 2^-126 to 2^100. MINPS returns its second operand when one is NaN.
+  // The numbers whose bits are `x` as integers, from 2^-100 to 2^100. MINPS returns its second operand when one is NaN.
   friend Lanes of_bits(Lanes x) {
     const auto of_half = [](__m256 half) {
       const __m256 bounded = _mm256_max_ps(_mm256_min_ps(half, _mm256_set1_ps(kMostBits)), _mm256_set1_ps(kLeastBits));

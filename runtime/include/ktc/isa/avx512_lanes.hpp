@@ -87,7 +87,7 @@ class Lanes {
   }
   // The larger one; `found` where x is a NaN, since MAXPS returns its second operand then.
   friend Lanes larger(Lanes found, Lanes x) { return Lanes(_mm512_max_ps(x.v_, found.v_)); }
-  // The numbers whose bits are `x` as integers, from 2^-126 to 2^100. MINPS returns its second operand when one is NaN.
+  // The numbers whose bits are `x` as integers, from 2^-100 to 2^100. MINPS returns its second operand when one is NaN.
   friend Lanes of_bits(Lanes x) {
     const __m512 bounded = _mm512_max_ps(_mm512_min_ps(x.v_, _mm512_set1_ps(kMostBits)), _mm512_set1_ps(kLeastBits));
     return Lanes(_mm512_castsi512_ps(_mm512_cvttps_epi32(bounded)));

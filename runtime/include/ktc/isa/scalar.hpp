@@ -91,7 +91,7 @@ class Lanes {
   friend Lanes greater(const Lanes& a, const Lanes& b) {
     return make([&](int lane) { return greater(a.values_[lane], b.values_[lane]); });
   }
-  // The numbers whose bits are `x` as integers, from 2^-126 to 2^100; a NaN gives the greatest.
+  // The numbers whose bits are `x` as integers, from 2^-100 to 2^100; a NaN gives the greatest.
   friend Lanes of_bits(const Lanes& x) {
     return make([&](int lane) {
       const Scalar value = x.values_[lane];
