@@ -98,6 +98,19 @@ def test_scores_of_any_size_have_a_finite_result(spec: AttentionSpec) -> None:
     assert error(found, reference(query, heads, 300.0)) <= 3 * ERROR[spec.dtype]
 
 
+def test_weights_of_any_size_beside_the_greatest(spec: AttentionSpec) -> None:
+    """From 1 to far below the least normal number, where a weight counts as zero, in every block and between blocks."""
+    query, heads = drawn(spec, (1, 4, 2, 1, 1100, 32, 0, 32))
+    ramp = torch.linspace(0, 200, 1100)[torch.randperm(1100, generator=torch.Generator().manual_seed(7))]
+    keys = (query[:, ::2].float() / query[:, ::2].float().square().sum(-1, keepdim=True) * ramp[:, None]).to(
+        query.dtype
+    )
+    for own in (keys, keys.sort(dim=2).values):
+        held = heads._replace(keys=own.contiguous())
+        found = decoder(spec)(query, held, scale=1.0)
+        assert error(found, reference(query, held, 1.0)) <= ERROR[spec.dtype] + 5e-5  # of scores of 200 in fp32
+
+
 def test_a_nan_in_the_cache_is_seen(spec: AttentionSpec) -> None:
     query, heads = drawn(spec, (1, 2, 2, 1, 100, 32, 0, 32))
     heads.keys[0, 1, 50, 3] = torch.nan
