@@ -139,7 +139,7 @@ class TopPositions {
     return count;
   }
 
-  // Keeps those of the k greatest scores, in their place, and returns k.
+  // Keeps those of the k greatest scores at the beginning of the arrays, in their order, and returns k.
   static std::int64_t reduce(std::int32_t* positions, std::int32_t* scores, std::int64_t count, std::int64_t k) {
     const std::int32_t value = kth_greatest(scores, count, k);
     std::int64_t found = 0, each = 0;

@@ -125,7 +125,7 @@ struct KeyProducts {
         of[row][1] = _mm256_add_epi16(of[row][1], _mm256_maddubs_epi16(right, numbers));
       }
     }
-    // Writes the sums in 32 bits, or adds them to what is there.
+    // Writes the sums in 32 bits, or adds them to earlier ones.
     [[gnu::always_inline]] void store(std::int32_t* sums, bool first) const {
       auto* to = reinterpret_cast<__m256i*>(sums);
 #pragma GCC unroll 4

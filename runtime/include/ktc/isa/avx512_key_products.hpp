@@ -167,7 +167,7 @@ struct KeyProducts {
         }
       }
     }
-    // Writes the sums in 32 bits, or adds them to what is there.
+    // Writes the sums in 32 bits, or adds them to earlier ones.
     [[gnu::always_inline]] void store(std::int32_t* sums, bool first) const {
 #pragma GCC unroll 2
       for (int block = 0; block < kBlocks; ++block) {
