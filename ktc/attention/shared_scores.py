@@ -21,7 +21,7 @@ _STRETCH: Final = 64  # blocks whose weights are summed before those of others
 _SAMPLED: Final = 64  # blocks at least whose greatest score is the unit of a query's weights
 _EXPONENT: Final = 2.0**23  # bits of fp32 per power of two
 _PARTS_OF_E: Final = 12102203.0  # 2^23 log2(e)
-_LEAST: Final = 27 * _EXPONENT  # the bits of 2^-100: shares of it are no denormal numbers, which are slow
+_LEAST: Final = 27 * _EXPONENT  # the bits of 2^-100; shares of less could be denormal numbers, which are slow
 _MOST: Final = 227 * _EXPONENT  # the bits of 2^100
 _ONE: Final = 127 * _EXPONENT  # the bits of 1.0
 

@@ -18,6 +18,7 @@ SPECS = [
     AttentionSpec("attention", dtype, isa) for dtype, isas in ATTENTION_ISAS.items() for isa in isas if isa in ISAS
 ]
 QUICK = (SPECS[0], SPECS[-1], *(spec for spec in SPECS if spec.isa == "avx2" and spec.dtype == "bf16"))
+WIDE = [spec for spec in SPECS if spec.dtype != "fp16"]
 FP32 = [spec for spec in SPECS if spec.dtype == "fp32"]
 ERROR = {"bf16": 3e-3, "fp16": 5e-4, "fp32": 2e-6}
 
@@ -92,14 +93,27 @@ def test_a_cache_is_read_where_it_is(spec: AttentionSpec) -> None:
     assert error(found, reference(query, Heads(keys, values), 0.3)) <= ERROR[spec.dtype]
 
 
-def test_scores_of_any_size_have_a_finite_result(spec: AttentionSpec) -> None:
+@pytest.mark.parametrize("scale", [300.0, 1e10, -1e10])
+def test_scores_of_any_size_have_a_finite_result(spec: AttentionSpec, scale: float) -> None:
     query, heads = drawn(spec, (1, 2, 1, 1, 200, 32, 0, 32))
-    found = decoder(spec)(query, heads, scale=300.0)
-    assert error(found, reference(query, heads, 300.0)) <= 3 * ERROR[spec.dtype]
+    found = decoder(spec)(query, heads, scale=scale)
+    assert error(found, reference(query, heads, scale)) <= 3 * ERROR[spec.dtype]
+
+
+@pytest.mark.parametrize("spec", [quick_or_slow(each, each in QUICK, id=each.entry) for each in WIDE])
+def test_weights_count_down_to_69_nats_below_the_greatest(spec: AttentionSpec) -> None:
+    query, heads = drawn(spec, (1, 1, 1, 1, 300, 32, 0, 32))
+    for nats, size in ((60, 1e20), (80, 1e30)):
+        keys, values = (torch.zeros_like(each) for each in heads[:2])
+        small = (-nats * query.float() / query.float().square().sum()).to(query.dtype)
+        keys[0, 0, :200], values[0, 0, 100] = small[0, 0, 0], size
+        held = Heads(keys, values)
+        found, wanted = decoder(spec)(query, held, scale=1.0), reference(query, held, 1.0)
+        assert bool((found == 0).all()) if nats == 80 else error(found, wanted) <= 0.01
 
 
 def test_weights_of_any_size_beside_the_greatest(spec: AttentionSpec) -> None:
-    """From 1 to far below the least normal number, where a weight counts as zero, in every block and between blocks."""
+    """From 1 to far below 2^-99, where a weight counts as zero, in every block and between blocks."""
     query, heads = drawn(spec, (1, 4, 2, 1, 1100, 32, 0, 32))
     ramp = torch.linspace(0, 200, 1100)[torch.randperm(1100, generator=torch.Generator().manual_seed(7))]
     keys = (query[:, ::2].float() / query[:, ::2].float().square().sum(-1, keepdim=True) * ramp[:, None]).to(

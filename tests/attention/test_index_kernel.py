@@ -145,7 +145,7 @@ def test_equal_scores_go_to_the_first_positions_and_hidden_ones_are_not_chosen(s
 
 
 def test_scores_of_a_wide_range_are_chosen_exactly(spec: SparseAttentionSpec) -> None:
-    """Scores of both signs over 40 powers of two: the k-th greatest one is found in several passes."""
+    """Scores of both signs over 40 powers of two: the k-th greatest one is found bit by bit."""
     query, heads = drawn(spec, (1, 4, 2, 1, 6000, 32, 0, 32))
     powers = torch.linspace(-14, 12 if spec.dtype == "fp16" else 26, 6000)
     powers = powers[torch.randperm(6000, generator=torch.Generator().manual_seed(6))]

@@ -100,6 +100,13 @@ def test_weights_of_any_range_count(spec: Int8AttentionSpec) -> None:
     assert error(found, reference(query, decoded(heads), 0.1)) <= ERROR[spec.dtype]
 
 
+def test_scores_of_any_size_have_a_finite_result(spec: Int8AttentionSpec) -> None:
+    query, heads, numbers = drawn(spec, (1, 2, 1, 1, 200, 32, 0, 32))
+    for scale in (300.0, 1e10, -1e10):
+        found = decoder(spec)(query, heads, scale=scale)
+        assert error(found, reference(query, numbers, scale)) <= 3 * ERROR[spec.dtype]
+
+
 def test_a_nan_in_the_cache_is_seen(spec: Int8AttentionSpec) -> None:
     query, heads, _ = drawn(spec, (1, 2, 2, 1, 100, 32, 0, 32))
     for side in range(2):

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <type_traits>
 
@@ -222,10 +221,12 @@ struct AttentionPlan {
     return exponent < kLeastExponent ? 0.0f : std::exp(exponent);
   }
 
-  // The greatest score whose weight is zero: it is not seen, or too small.
+  // The greatest score whose weight is zero: it is not seen, or too small. Beside a score that absorbs the difference,
+  // as infinity does, exp makes the others zero.
   static float without_weight(float greatest) {
-    constexpr float kSeen = 0.5f * kUnseen;
-    return greatest <= std::numeric_limits<float>::max() ? std::max(kSeen, greatest + kLeastExponent) : kSeen;
+    constexpr float kNotSeen = 0.5f * kUnseen;
+    const float least = greatest + kLeastExponent;
+    return least < greatest ? std::max(kNotSeen, least) : kNotSeen;
   }
 
   // Turns what a row has added so far to that of the greatest score with a block's; returns it.

@@ -56,8 +56,8 @@ struct HeadViews {
   }
 };
 
-// Rows of a cache at neighbouring positions.
-template <class Element>
+// Rows of a cache at neighbouring positions. A template, so that each instruction set has its own copy.
+template <class Isa, class Element>
 struct AdjoiningRows {
   const Element* data;
   std::int64_t stride;

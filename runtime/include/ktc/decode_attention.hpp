@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <type_traits>
@@ -160,7 +159,7 @@ class DecodeAttention final : public AttentionKernel {
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
         const HeadViews of_block = views.of_block<Element>(block);
-        using Near = AdjoiningRows<Element>;
+        using Near = AdjoiningRows<Isa, Element>;
         const Block<Near> own{Near::of(of_block.keys), Near::of(of_block.more_keys), Near::of(of_block.values)};
         ahead.start_block(length, block_work(item.count, length));
         attend(own, rows, length, scores, ahead, [&](std::int64_t row, float* of_row) {
@@ -358,7 +357,7 @@ class DecodeAttention final : public AttentionKernel {
       for (std::int64_t position = 0; position < length; ++position) {
         const Element* value = of_values[position] + column;
         own.step(value_work(kCount, kUnits));
-        own.template fetch<1>(of_values, position, column, column + kUnits * kUnit);
+        own.template fetch<1>(of_values, position, column, std::min(column + kUnits * kUnit, a.values.width));
 #pragma GCC unroll 3
         for (int unit = 0; unit < kUnits; ++unit) {
           const Lanes values_of = kWhole ? widened<Lanes>(value + unit * kHalfPanel) : cut(value, unit, left);

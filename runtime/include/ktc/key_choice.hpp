@@ -1,7 +1,6 @@
-// The positions that an index estimates to have the greatest scores: of each
-// query head, or of the query heads of a key head together. Every step rounds
-// as in `ktc/attention/key_codes.py` and `selection.py`, so the choice is equal
-// on every machine, for any number of threads.
+// The positions that an index estimates to have the greatest scores: of each query head, or of the query heads of a key
+// head together. Every step rounds as in `ktc/attention/key_codes.py` and `selection.py`, so the choice is equal on
+// every machine, for any number of threads.
 #pragma once
 
 #include <algorithm>
@@ -64,10 +63,8 @@ class KeyChoice {
   static constexpr std::int64_t kRun = 8;       // blocks whose products are in L1 at a time
   static constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 
-  // Of one query: the factor of its scores, and 16 times the part of its
-  // products that comes from codes being unsigned. Where query heads choose
-  // together, `shift` makes scores the bits of weights, and `inverse` is one
-  // over their sum.
+  // Of one query: the factor of its scores, and 16 times the part of its products that comes from codes being unsigned.
+  // Where query heads choose together, `shift` makes scores the bits of weights, and `inverse` is one over their sum.
   struct Row {
     std::int32_t offsets[kKeysTogether];
     float factor;
@@ -77,8 +74,7 @@ class KeyChoice {
     std::int64_t token;
   };
 
-  // What a token sees: positions before `sinks` end the first ones, those from
-  // `local` on are the last ones.
+  // What a token sees: positions before `sinks` end the first ones, those from `local` on are the last ones.
   struct Bounds {
     std::int64_t sinks;
     std::int64_t local;
@@ -114,8 +110,7 @@ class KeyChoice {
     std::int64_t blocks;
     std::int64_t stretches;
     std::int64_t padded;    // positions
-    std::int64_t stride;    // of rows; as a power of two it would map all rows to
-                            // one set of a cache
+    std::int64_t stride;    // of rows; as a power of two it would map all rows to one set of a cache
     std::int64_t together;  // key heads whose scores are in memory at a time
     std::int64_t of_tables;
     typename Shared::Sample sampled;
@@ -124,8 +119,7 @@ class KeyChoice {
   template <int kCount>
   struct Rows {};
 
-  // Calls `body` for runs of rows, of the largest number that has sums in
-  // registers and is left.
+  // Calls `body` for runs of rows, of the largest number that has sums in registers and is left.
   template <class Body>
   static void by_rows(std::int64_t count, const Body& body) {
     std::int64_t each = 0;
@@ -223,8 +217,7 @@ class KeyChoice {
         body(block, std::min(kRun, end - block));
     }
 
-    // Scores of one stretch of positions, of the `place`-th key head from
-    // `head` on, for all of its rows.
+    // Scores of one stretch of positions, of the `place`-th key head from `head` on, for all of its rows.
     void estimate(std::int64_t head, std::int64_t place, std::int64_t stretch) const {
       by_runs(stretch, [&](std::int64_t first, std::int64_t count) {
         const std::int64_t position = first * kKeysTogether;
@@ -282,8 +275,7 @@ class KeyChoice {
       });
     }
 
-    // Scores of one stretch that the query heads of a key head share: the sum
-    // of their softmax.
+    // Scores of one stretch that the query heads of a key head share: the sum of their softmax.
     void add_heads(std::int64_t head, std::int64_t place, std::int64_t token, std::int64_t stretch) const {
       const Row* of_head = rows + (head + place) * sizes.rows;
       const std::int64_t end = std::min((stretch + 1) * kStretch, sizes.blocks);
@@ -300,8 +292,7 @@ class KeyChoice {
       }
     }
 
-    // Calls `use` for every row of a key head, with a function that returns its
-    // estimates of one of `count` blocks.
+    // Calls `use` for every row of a key head, with a function that returns its estimates of one of `count` blocks.
     template <class Use>
     [[gnu::always_inline]] void estimates(std::int64_t head, std::int64_t first, std::int64_t count,
                                           const Use& use) const {
@@ -372,8 +363,7 @@ class KeyChoice {
       }
     }
 
-    // The positions of one list: the first ones, those with the greatest
-    // scores, the last ones.
+    // The positions of one list: the first ones, those with the greatest scores, the last ones.
     void write(std::int64_t head, std::int64_t list, const std::int32_t* of_list, std::int32_t* scratch) const {
       const std::int64_t batch = head / a.key_heads, token = list % a.tokens;
       const std::int64_t choosing = a.shared ? a.key_heads : a.key_heads * a.group;

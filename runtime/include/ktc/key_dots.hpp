@@ -17,8 +17,8 @@ inline constexpr std::int64_t kGroupBytes = 64;
 // with a bias are bytes, and two such bytes add up to one.
 inline constexpr int kLargestBesideBits = 15;
 
-// Without VNNI products are added in 16 bits as long as they fit: VPMADDUBSW adds two of up to 15 * 127, of the eight
-// numbers of a group.
+// Without VNNI products are added in 16 bits as long as they fit: VPMADDUBSW adds two of up to 15 * 127, and a group
+// has two such pairs for each sum.
 inline constexpr std::int64_t kNibbleGroupsInWords = 32767 / (2 * 15 * 127) / 2;
 
 // Products of a query with codes of one bit, from tables: half a byte has one bit of four neighbours of a key, and a

@@ -44,6 +44,7 @@ class ListedAhead {
     for (int each = 0; each < kRows; ++each) {
       const Element* ahead = rows[std::min(row + each + rows_, rows.count - 1)];
       const auto* line = reinterpret_cast<const char*>(ahead + begin);
+      line -= reinterpret_cast<std::uintptr_t>(line) % kCacheLine;
       for (; line < reinterpret_cast<const char*>(ahead + end); line += kCacheLine) __builtin_prefetch(line, 0, 3);
     }
   }

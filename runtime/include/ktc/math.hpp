@@ -4,7 +4,8 @@
 
 namespace ktc {
 
-// Of 2^-100 and 2^100 in fp32, as integers: shares of the former are not denormal numbers, which are slow.
+// Of 2^-100 and 2^100 in fp32, as integers. Shares of the former are not denormal, which is slow, unless others
+// weigh 2^26 times as much.
 inline constexpr float kLeastBits = 27.0f * 8388608.0f;
 inline constexpr float kMostBits = 227.0f * 8388608.0f;
 

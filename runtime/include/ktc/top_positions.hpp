@@ -1,9 +1,7 @@
-// The positions of the k greatest scores, in their order; of equal scores the
-// first ones.
+// The positions of the k greatest scores, in their order; of equal scores the first ones.
 //
-// Scores are given as integers of the same order. The k-th greatest of the
-// maxima of disjoint sets of scores does not exceed the k-th greatest score, so
-// it excludes most positions in one pass; the rest is selected exactly.
+// Scores are given as integers of the same order. The k-th greatest of the maxima of disjoint sets of scores does not
+// exceed the k-th greatest score, so it excludes most positions in one pass; the rest is selected exactly.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +15,10 @@ namespace ktc {
 
 inline constexpr std::int32_t kHidden = std::numeric_limits<std::int32_t>::min();  // a position that is not chosen
 
-// What is done with 16 scores at a time. The header of an instruction set may
-// have its own.
+// What is done with 16 scores at a time. The header of an instruction set may have its own.
 template <class Isa>
 struct ScoreLanes {
-  // Integers in the order of scores in fp32, of which a NaN is greater than any
-  // number.
+  // Integers in the order of scores in fp32, of which a NaN is greater than any number.
   [[gnu::always_inline]] static void order(const float* scores, std::int32_t* ordered) {
     std::int32_t bits[kHalfPanel];
     __builtin_memcpy(bits, scores, sizeof bits);
@@ -34,8 +30,7 @@ struct ScoreLanes {
     }
   }
 
-  // Appends the positions of scores that reach a bound, and returns their
-  // number. There is room for 16.
+  // Appends the positions of scores that reach a bound, and returns their number. There is room for 16.
   [[gnu::always_inline]] static std::int64_t append(const std::int32_t* scores, std::int32_t bound, std::int64_t first,
                                                     std::int32_t* positions) {
     std::int32_t any = 0;
@@ -50,8 +45,8 @@ struct ScoreLanes {
     return count;
   }
 
-  // Of 16 scores and their positions those that reach a bound: written from the
-  // first on, which may be where they are or before. Returns their number.
+  // Of 16 scores and their positions those that reach a bound: written from the first on, which may be where they are
+  // or before. Returns their number.
   [[gnu::always_inline]] static std::int64_t keep(const std::int32_t* scores, std::int32_t bound,
                                                   const std::int32_t* positions, std::int32_t* kept,
                                                   std::int32_t* reaching) {
@@ -73,8 +68,8 @@ class TopPositions {
   // The numbers of a call's scratch memory, for up to `positions`.
   static std::int64_t scratch(std::int64_t positions) { return 2 * room(positions); }
 
-  // Writes the positions in [begin, end) of the k greatest scores, and returns
-  // their number. Fewer than k only where the others are hidden.
+  // Writes the positions in [begin, end) of the k greatest scores, and returns their number. Fewer than k only where
+  // the others are hidden.
   static std::int64_t choose(const std::int32_t* scores, std::int64_t begin, std::int64_t end, std::int64_t k,
                              std::int32_t* scratch, std::int32_t* positions) {
     if (k <= 0 || begin >= end) return 0;
@@ -90,7 +85,7 @@ class TopPositions {
  private:
   static constexpr std::int64_t kLanes = kHalfPanel;
   static constexpr std::int64_t kMostDepth = 32;  // scores of one maximum
-  static constexpr int kBoundBits = 12;           // a finer bound would exclude hardly more positions
+  static constexpr int kBoundBits = 18;           // of a range that hidden positions may widen
 
   // Half of the lanes, in a register: a loop over an array of maxima would wait for its last stores.
   static constexpr std::int64_t kHalf = kLanes / 2;
@@ -165,9 +160,8 @@ class TopPositions {
     }
   }
 
-  // The k-th greatest of at least k values, or a number below it by less than 1
-  // / 2^bits of their range: found bit by bit from the least value, since
-  // counting the values that reach a number takes few instructions for each.
+  // The k-th greatest of at least k values, or a number below it by less than 2 / 2^bits of their range: found bit by
+  // bit from the least value, since counting the values that reach a number takes few instructions for each.
   static std::int32_t kth_greatest(const std::int32_t* values, std::int64_t count, std::int64_t k, int bits = 32) {
     std::int32_t least = values[0], most = values[0];
     for (std::int64_t each = 1; each < count; ++each) {
