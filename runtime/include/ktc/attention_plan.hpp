@@ -87,7 +87,7 @@ struct AttentionPlan {
   static constexpr std::int64_t kMostStretches = 64;
   static constexpr float kUnseen = -1e30f;
   // Weights of less than exp of this, 2^-99.5 times the greatest, are zero. Near 2^-126 products with values would be
-  // denormal numbers: processors of Intel took 14 times as long, where scores differ as much as those of random
+  // denormal numbers: processors of Intel took 12 times as long, where scores differ as much as those of random
   // latents.
   static constexpr float kLeastExponent = -69.0f;
 
