@@ -97,6 +97,12 @@ struct AttentionPlan {
     float total;
   };
 
+  // What a row has added: sums of kHalfPanel columns, `next` from those to the following ones.
+  struct Added {
+    float* data;
+    std::int64_t next = kHalfPanel;
+  };
+
   explicit AttentionPlan(const AttentionArguments& a)
       : first_width(round_up(a.keys.width, kUnit)),
         query_width(first_width + round_up(a.more_keys.width, kUnit)),
@@ -230,15 +236,15 @@ struct AttentionPlan {
   }
 
   // Turns what a row has added so far to that of the greatest score with a block's; returns it.
-  float raise(const float* scores, std::int64_t positions, Sums& sum, float* added) const {
+  float raise(const float* scores, std::int64_t positions, Sums& sum, Added added) const {
     const float greatest = std::max(sum.greatest, greatest_of(scores, positions));
     if (greatest > sum.greatest) {
       if (sum.total != 0.0f) {  // otherwise nothing was added
         const float factor = weight_of(sum.greatest, greatest);
         sum.total *= factor;
         const Lanes scale(factor);
-        for (std::int64_t each = 0; each < value_width; each += kHalfPanel) {
-          (Lanes::load(added + each) * scale).store(added + each);
+        for (std::int64_t each = 0; each < value_width; each += kHalfPanel, added.data += added.next) {
+          (Lanes::load(added.data) * scale).store(added.data);
         }
       }
       sum.greatest = greatest;
@@ -249,7 +255,7 @@ struct AttentionPlan {
   // Overwrites the scores of a row by its weights exp(score - greatest): fp32, or bf16 one after the other. Scales the
   // row's earlier sums to the new greatest score. `step` is called for each kHalfPanel.
   template <class Weight, class Step>
-  void exponentiate(std::int64_t length, float* scores, Sums& sum, float* added, const Step& step) const {
+  void exponentiate(std::int64_t length, float* scores, Sums& sum, Added added, const Step& step) const {
     const float greatest = raise(scores, length, sum, added), zero = without_weight(greatest);
     const Lanes shift(greatest);
     Lanes total(0.0f);
@@ -293,14 +299,17 @@ struct AttentionPlan {
       greatest = std::max(greatest, sums[each * all_rows + row].greatest);
     }
     float total = a.sinks == nullptr ? 0.0f : std::exp(a.sinks[query_head] - greatest);
-    float* whole = values + row * value_width;  // of the first stretch
+    float* whole = values + row * value_width;              // of the first stretch
+    const std::int64_t following = all_rows * value_width;  // from a stretch to the next
     for (std::int64_t each = 0; each < own; ++each) {
       const Sums& sum = sums[each * all_rows + row];
       const float factor = weight_of(sum.greatest, greatest);
       const Lanes scale(factor);
       total += sum.total * factor;
-      const float* from = values + (each * all_rows + row) * value_width;
+      const float* from = whole + each * following;
+      const std::int64_t ahead = each + 1 < own ? following : 0;
       for (std::int64_t column = 0; column < value_width; column += kHalfPanel) {
+        __builtin_prefetch(from + column + ahead);  // in the caches of the cores that added it
         const Lanes scaled = Lanes::load(from + column) * scale;
         (each == 0 ? scaled : Lanes::load(whole + column) + scaled).store(whole + column);
       }
@@ -309,8 +318,19 @@ struct AttentionPlan {
     const std::int64_t batch = head / a.key_heads, token = of_head % a.tokens;
     Element* out = static_cast<Element*>(a.out) +
                    ((batch * a.tokens + token) * a.key_heads * a.group + query_head) * a.values.width;
-    for (std::int64_t column = 0; column < a.values.width; ++column) {
-      out[column] = narrowed<Element>(whole[place(column)] * inverse);
+    for (std::int64_t column = 0; column < a.values.width; column += kHalfPanel) {
+      float run[kHalfPanel];
+      for (int lane = 0; lane < kHalfPanel; ++lane) run[lane] = whole[place(column + lane)];
+      const Lanes scaled = Lanes::load(run) * Lanes(inverse);
+      if constexpr (requires { scaled.to_elements(out); }) {
+        if (column + kHalfPanel <= a.values.width) {
+          scaled.to_elements(out + column);
+          continue;
+        }
+      }
+      scaled.store(run);
+      const std::int64_t count = std::min<std::int64_t>(kHalfPanel, a.values.width - column);
+      std::transform(run, run + count, out + column, narrowed<Element>);
     }
   }
 };

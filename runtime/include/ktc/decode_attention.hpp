@@ -283,7 +283,7 @@ class DecodeAttention final : public AttentionKernel {
 
     template <class AnyAhead>
     void exponentiate(std::int64_t length, float* scores, Sums& sum, float* added, AnyAhead& ahead) const {
-      plan.template exponentiate<Weight>(length, scores, sum, added, [&] { ahead.step(kExpWork); });
+      plan.template exponentiate<Weight>(length, scores, sum, {added}, [&] { ahead.step(kExpWork); });
     }
 
     template <class RowsOf, class AnyAhead>

@@ -299,7 +299,7 @@ class Int8Attention final : public Int8AttentionKernel {
     // Turns the scores of a row into codes of exp(score - greatest) times the scale of the value.
     void weigh(std::int64_t length, Scratch& own, std::int64_t each, Sums& sum, float* added, Ahead& ahead) const {
       float* const scores = own.scores[each];
-      const float greatest = plan.raise(scores, length, sum, added), zero = Plan::without_weight(greatest);
+      const float greatest = plan.raise(scores, length, sum, {added}), zero = Plan::without_weight(greatest);
       const Lanes shift(greatest);
       Lanes total(0.0f), most(0.0f), all(0.0f);
       for (std::int64_t at = 0; at < length; at += kHalfPanel) {

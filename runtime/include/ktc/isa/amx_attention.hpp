@@ -1,6 +1,6 @@
 // Decode attention by tiles, for many query heads of one key head, as latent attention has them. A tile of scores has
 // 16 positions as its rows, read from the cache as they are stored, and 16 rows of queries as its columns, packed once
-// per call. Values are interleaved in pairs of positions, block by block, and weights multiply them.
+// per call. Values are interleaved in pairs of positions, step by step before weights multiply them.
 //
 // Few rows would leave the tiles empty: AVX512-BF16 computes them, and widths that are not whole tiles.
 #pragma once
@@ -58,6 +58,7 @@ class Attention final : public AttentionKernel {
   using Lanes = Isa::Lanes;
   static constexpr std::int64_t kDepth = kTileBytes / sizeof(bf16);  // numbers of a row of a tile
   static constexpr std::int64_t kTile = kTileRows * kDepth;
+  static constexpr std::int64_t kSums = kTileRows * kHalfPanel;  // of a tile
   static constexpr std::int64_t kGroup = 4 * kTileRows;  // positions, or columns of values, in the four tiles of sums
   using Plan = AttentionPlan<Isa, kDepth>;
   using Item = Plan::Item;
@@ -165,6 +166,13 @@ class Attention final : public AttentionKernel {
     }
   }
 
+  // Where four tiles of sums are: the distance from a row to the next, and from a tile to the next.
+  struct SumTiles {
+    float* data;
+    std::int64_t row;
+    std::int64_t tile;
+  };
+
   struct Call {
     const AttentionArguments& a;
     const Plan& plan;
@@ -178,20 +186,18 @@ class Attention final : public AttentionKernel {
 
     void stretch(const Item& item, Ahead& ahead) const {
       const HeadViews views = Plan::head_views<bf16>(a, item.head);
-      const std::int64_t tiles = (item.count + kTileRows - 1) / kTileRows, of_stretch = plan.row_of(item);
+      const std::int64_t tiles = (item.count + kTileRows - 1) / kTileRows;
       const bf16* packed = queries + (item.head * packed_rows + item.first) * plan.query_width;
-      Sums* of_rows = sums + of_stretch;
+      Sums* of_rows = sums + plan.row_of(item);
       std::fill(of_rows, of_rows + item.count, Sums{Plan::kUnseen, 0.0f});
-      std::fill(added, added + tiles * kTileRows * plan.value_width, 0.0f);
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
         const HeadViews own = views.of_block<bf16>(block);
         ahead.start_block(length, block_work(tiles, item.count, length));
         score(own, packed, tiles, length, ahead);
         weigh(item, block, length, of_rows, ahead);
-        add_values(own.values, tiles, length, ahead);
+        add_values(own.values, item, block, length, ahead);
       }
-      std::copy_n(added, item.count * plan.value_width, values + of_stretch * plan.value_width);
     }
 
     // Work in cycles, roughly.
@@ -227,7 +233,7 @@ class Attention final : public AttentionKernel {
           score_group(keys, more, packed + tile * kTileRows * plan.query_width, ahead);
           float* const of_tile = scratch.scores + tile * kTileRows * kBlock + first;
           for (std::int64_t part = 0; part < 4; ++part) {
-            store_scores(scratch.sums + part * kTileRows * kTileRows, a.scale, of_tile + part * kTileRows);
+            store_scores(scratch.sums + part * kSums, a.scale, of_tile + part * kTileRows);
           }
         }
       }
@@ -238,10 +244,7 @@ class Attention final : public AttentionKernel {
                                        Ahead& ahead) const {
       Ahead own = ahead;
       settle_memory();
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
+      zero_sums();
       for (const CacheView* part : {&keys, &more}) {
         const auto* rows = static_cast<const bf16*>(part->data);
         const std::int64_t stride = part->position * static_cast<std::int64_t>(sizeof(bf16));
@@ -260,7 +263,7 @@ class Attention final : public AttentionKernel {
         }
       }
       zero_operands();
-      store_sums(scratch.sums, kTileBytes, kTileRows * kTileRows);
+      store_sums({scratch.sums, kHalfPanel, kSums});
       ahead = own;
     }
 
@@ -272,15 +275,20 @@ class Attention final : public AttentionKernel {
       _tile_zero(7);
     }
 
-    [[gnu::always_inline]] static void store_sums(float* target, std::int64_t stride, std::int64_t next) {
-      _tile_stored(0, target, stride);
-      _tile_stored(1, target + next, stride);
-      _tile_stored(2, target + 2 * next, stride);
-      _tile_stored(3, target + 3 * next, stride);
+    [[gnu::always_inline]] static void zero_sums() {
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
       _tile_zero(3);
+    }
+
+    [[gnu::always_inline]] static void store_sums(const SumTiles& to) {
+      const std::int64_t stride = to.row * static_cast<std::int64_t>(sizeof(float));
+      _tile_stored(0, to.data, stride);
+      _tile_stored(1, to.data + to.tile, stride);
+      _tile_stored(2, to.data + 2 * to.tile, stride);
+      _tile_stored(3, to.data + 3 * to.tile, stride);
+      zero_sums();
       settle_memory();
     }
 
@@ -295,69 +303,127 @@ class Attention final : public AttentionKernel {
         }
         Plan::hide(a, item.head, item.first + row, block, length, scores);
         const std::int64_t seen = round_up(length, kHalfPanel);
-        plan.exponentiate<bf16>(seen, scores, of_rows[row], added + row * plan.value_width,
+        float* const of_tile = added + row / kSums * plan.value_width;
+        plan.exponentiate<bf16>(seen, scores, of_rows[row], {of_tile + row % kTileRows * kHalfPanel, kSums},
                                 [&] { ahead.step(kExponentials); });
         std::fill(reinterpret_cast<bf16*>(scores) + seen, reinterpret_cast<bf16*>(scores) + whole, bf16(0.0f));
       }
     }
 
-    void add_values(const CacheView& view, std::int64_t tiles, std::int64_t length, Ahead& ahead) const {
-      const auto* from = static_cast<const bf16*>(view.data);
-      const std::int64_t steps = (length + kDepth - 1) / kDepth;
-      for (std::int64_t column = 0; column < plan.value_width; column += kGroup) {
-        interleave(from + column, view.position, length, steps, ahead);
-        for (std::int64_t tile = 0; tile < tiles; ++tile) {
-          add_group(scratch.scores + tile * kTileRows * kBlock, steps,
-                    added + tile * kTileRows * plan.value_width + column, ahead);
-        }
-      }
-    }
-
-    // pairs[quarter][step][position / 2][16 columns][2] of kGroup columns.
-    void interleave(const bf16* from, std::int64_t stride, std::int64_t length, std::int64_t steps,
+    // Sums are tile after tile, [column / 16][row][16], until the last block of a stretch. In rows of 512 the 64 lines
+    // of four tiles would be in 8 sets of the L1 cache: with 128 heads this took 1.5 times as long.
+    void add_values(const CacheView& view, const Item& item, std::int64_t block, std::int64_t length,
                     Ahead& ahead) const {
-      Ahead own = ahead;
-      const std::int64_t quarter = steps * kTile;
-      bf16* target = scratch.pairs;
-      for (std::int64_t position = 0; position < steps * kDepth; position += 2, target += kDepth) {
-        own.step(kPair);
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-          const bf16* row = from + position * stride + half * kDepth;
-          const __m512i one = position < length ? _mm512_loadu_si512(row) : _mm512_setzero_si512();
-          const __m512i other = position + 1 < length ? _mm512_loadu_si512(row + stride) : _mm512_setzero_si512();
-          _mm512_store_si512(target + 2 * half * quarter, _mm512_unpacklo_epi16(one, other));
-          _mm512_store_si512(target + (2 * half + 1) * quarter, _mm512_unpackhi_epi16(one, other));
+      const auto* from = static_cast<const bf16*>(view.data);
+      const bool is_last = block + length == item.end;
+      for (std::int64_t column = 0; column < plan.value_width; column += kGroup) {
+        const Values group{from + column, view.position, length, (length + kDepth - 1) / kDepth};
+        for (std::int64_t row = 0; row < item.count; row += kTileRows) {
+          float* const tiles = added + row * plan.value_width + column * kTileRows;
+          float* const rows = values + (plan.row_of(item) + row) * plan.value_width + column;
+          const float* const before = block == item.begin ? nullptr : tiles;
+          const bool is_whole = row + kTileRows <= item.count;
+          const SumTiles to =
+              is_last && is_whole ? SumTiles{rows, plan.value_width, kHalfPanel} : SumTiles{tiles, kHalfPanel, kSums};
+          if (row == 0) {
+            add_group<true>(group, scratch.scores, before, to, ahead);
+          } else {
+            add_group<false>(group, scratch.scores + row * kBlock, before, to, ahead);
+          }
+          if (is_last && !is_whole) copy_rows(tiles, item.count - row, rows);
         }
       }
-      ahead = own;
     }
 
-    // to[16 rows][kGroup columns] += weights[16 rows][positions] pairs.
-    [[gnu::noinline]] void add_group(const float* weights, std::int64_t steps, float* to, Ahead& ahead) const {
-      constexpr std::int64_t kWeightStride = kBlock * sizeof(float);
-      const std::int64_t stride = plan.value_width * static_cast<std::int64_t>(sizeof(float)), quarter = steps * kTile;
-      const bf16* pairs = scratch.pairs;
+    // The first rows of four tiles.
+    void copy_rows(const float* tiles, std::int64_t count, float* target) const {
+      for (std::int64_t row = 0; row < count; ++row, tiles += kHalfPanel, target += plan.value_width) {
+        for (std::int64_t tile = 0; tile < 4; ++tile) {
+          std::copy_n(tiles + tile * kSums, kHalfPanel, target + tile * kHalfPanel);
+        }
+      }
+    }
+
+    // kGroup columns of the values of a block's first `length` positions, `steps` times kDepth of them.
+    struct Values {
+      const bf16* data;
+      std::int64_t stride;
+      std::int64_t length;
+      std::int64_t steps;
+
+      std::int64_t quarter() const { return steps * kTile; }
+    };
+
+    // pairs[quarter][step][position / 2][16 columns][2]; zeros after the last position.
+    [[gnu::always_inline]] static void interleave(const Values& values, std::int64_t step, bf16* pairs, Ahead& ahead) {
+      const std::int64_t stride = values.stride, count = values.length - step * kDepth;
+      const bf16* rows = values.data + step * kDepth * stride;
+      bf16* target = pairs + step * kTile;
+      if (count >= kDepth) {
+        for (std::int64_t four = 0; four < kDepth / 8; ++four) {
+          ahead.step(4 * kPair);
+#pragma GCC unroll 4
+          for (int pair = 0; pair < 4; ++pair, rows += 2 * stride, target += kDepth) {
+            interleave_pair(_mm512_loadu_si512(rows), _mm512_loadu_si512(rows + stride), target, values.quarter());
+            interleave_pair(_mm512_loadu_si512(rows + kDepth), _mm512_loadu_si512(rows + stride + kDepth),
+                            target + 2 * values.quarter(), values.quarter());
+          }
+        }
+        return;
+      }
+      ahead.step(kDepth / 2 * kPair);
+      const auto row_of = [&](std::int64_t position, int half) {
+        return position < count ? _mm512_loadu_si512(rows + position * stride + half * kDepth) : _mm512_setzero_si512();
+      };
+      for (std::int64_t position = 0; position < kDepth; position += 2, target += kDepth) {
+        interleave_pair(row_of(position, 0), row_of(position + 1, 0), target, values.quarter());
+        interleave_pair(row_of(position, 1), row_of(position + 1, 1), target + 2 * values.quarter(), values.quarter());
+      }
+    }
+
+    [[gnu::always_inline]] static void interleave_pair(__m512i one, __m512i other, bf16* target, std::int64_t next) {
+      _mm512_store_si512(target, _mm512_unpacklo_epi16(one, other));
+      _mm512_store_si512(target + next, _mm512_unpackhi_epi16(one, other));
+    }
+
+    // to[16 rows][kGroup columns] = weights[16 rows][positions] values, plus the four tiles of `before` if any. The
+    // first rows interleave the values, a step ahead of their products, so that a core does both at a time: 1.7 times
+    // as fast as one after the other.
+    template <bool kInterleaves>
+    [[gnu::noinline]] void add_group(const Values& values, const float* weights, const float* before,
+                                     const SumTiles& to, Ahead& ahead) const {
+      bf16* const pairs = scratch.pairs;
+      const std::int64_t quarter = values.quarter();
       Ahead own = ahead;
       settle_memory();
-      _tile_loadd(0, to, stride);
-      _tile_loadd(1, to + kHalfPanel, stride);
-      _tile_loadd(2, to + 2 * kHalfPanel, stride);
-      _tile_loadd(3, to + 3 * kHalfPanel, stride);
-      for (std::int64_t step = 0; step < steps; ++step, pairs += kTile) {
+      if (before == nullptr) {
+        zero_sums();
+      } else {
+        _tile_loadd(0, before, kTileBytes);
+        _tile_loadd(1, before + kSums, kTileBytes);
+        _tile_loadd(2, before + 2 * kSums, kTileBytes);
+        _tile_loadd(3, before + 3 * kSums, kTileBytes);
+      }
+      if constexpr (kInterleaves) interleave(values, 0, pairs, own);
+      for (std::int64_t step = 0; step < values.steps; ++step) {
+        if constexpr (kInterleaves) {
+          if (step + 1 < values.steps) interleave(values, step + 1, pairs, own);
+          settle_memory();
+        }
         own.step(kProducts);
-        _tile_loadd(4, reinterpret_cast<const bf16*>(weights) + step * kDepth, kWeightStride);
-        _tile_loadd(5, pairs, kTileBytes);
+        const bf16* const of_step = pairs + step * kTile;
+        _tile_loadd(4, reinterpret_cast<const bf16*>(weights) + step * kDepth, kBlock * sizeof(float));
+        _tile_loadd(5, of_step, kTileBytes);
         _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, pairs + quarter, kTileBytes);
+        _tile_loadd(6, of_step + quarter, kTileBytes);
         _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(7, pairs + 2 * quarter, kTileBytes);
+        _tile_loadd(7, of_step + 2 * quarter, kTileBytes);
         _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, pairs + 3 * quarter, kTileBytes);
+        _tile_loadd(5, of_step + 3 * quarter, kTileBytes);
         _tile_dpbf16ps(3, 4, 5);
       }
       zero_operands();
-      store_sums(to, stride, kHalfPanel);
+      store_sums(to);
       ahead = own;
     }
   };
