@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from ktc.model.cuda_graph import DecodeGraphs, Means
 from ktc.model.growing_cache import GrowingLayer, growing
 from ktc.model.model_state import ModelState
-from ktc.model.step_memory import StepMemory, length_of, unfit
+from ktc.model.step_memory import StepMemory, capacity_for, length_of, unfit
 
 PROMPT, STEPS = 7, 6
 CLOSE = 1e-6  # routers compute in fp32
@@ -115,6 +115,14 @@ def test_a_cache_that_outgrows_its_memory_moves_to_a_larger_one(model: PreTraine
         assert difference(sequences.take(step), sequences.exact()) <= CLOSE
     assert [memory.capacity for memory in graphs._memories] == [256, 512]
     assert graphs._memories[0].is_free(DynamicCache())
+
+
+@pytest.mark.parametrize(
+    ("positions", "capacity"),
+    [(1, 256), (256, 256), (257, 512), (4096, 4096), (4097, 5120), (8192, 8192), (8193, 10240), (131072, 131072)],
+)
+def test_capacities_double_and_leave_little_unused_in_long_contexts(positions: int, capacity: int) -> None:
+    assert capacity_for(positions) == capacity
 
 
 def test_memory_is_used_again_where_no_cache_needs_it(model: PreTrainedModel) -> None:
