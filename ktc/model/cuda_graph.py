@@ -34,7 +34,7 @@ from ktc.experts.packed import PackedExperts
 from ktc.model import step_ahead
 from ktc.model.model_state import ModelState, foreign_hook
 from ktc.model.step_ahead import UnderWay
-from ktc.model.step_memory import StepMemory, batch_of, capacity_for, length_of, rounded, unfit
+from ktc.model.step_memory import DOUBLED, StepMemory, batch_of, capacity_for, length_of, rounded, unfit
 
 log = logging.getLogger(__name__)
 
@@ -236,22 +236,33 @@ class DecodeGraphs:
             return reason
 
     def _taken(self, cache: DynamicCache, batch: int) -> StepMemory:
-        """Copy a cache into a free memory of its size, or into a new one."""
+        """Copy a cache into a free memory of its size, or into a new one.
+
+        A memory that the cache has outgrown is kept for other caches if it is short; long ones would take several times
+        the memory of the last.
+        """
+        outgrown = next((m for m in self._memories if m.is_used_by(cache)), None)
         rows, capacity = rounded(batch) if self._means.rounded else batch, capacity_for(length_of(cache) + 1)
         memory = next((m for m in self._memories if m.is_free(cache) and m.serves(cache, rows, capacity)), None)
         if memory is None:
             idle = [m for m in self._memories if m.is_idle(cache) and not m.is_used_by(cache)]
             for old in idle[: max(0, len(self._memories) + 1 - _MEMORIES)]:
-                self._memories.remove(old)
-                self._steps.pop(id(old), None)
+                self._forget(old)
             memory = StepMemory(cache, rows, capacity)
         else:
             self._memories.remove(memory)
         memory.take(cache)
         for other in self._memories:
             other.leave(cache)
+        if outgrown is not None and DOUBLED <= outgrown.capacity < capacity:
+            self._forget(outgrown)
         self._memories.append(memory)
         return memory
+
+    def _forget(self, memory: StepMemory) -> None:
+        """Drop a memory, and the step that was captured on it."""
+        self._memories.remove(memory)
+        self._steps.pop(id(memory), None)
 
     def _refused(self, model: PreTrainedModel, cache: DynamicCache) -> str:
         """Return why no step of `cache` is captured, "" if one can be. Forget the steps of another state."""

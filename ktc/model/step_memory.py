@@ -23,7 +23,7 @@ from ktc.model.growing_cache import GrowingLayer
 
 _WHOLE: Final = (DynamicLayer, GrowingLayer)
 _SHORTEST: Final = 256  # positions
-_DOUBLED: Final = 4096  # beyond these, capacities grow by an eighth of the next power of two
+DOUBLED: Final = 4096  # beyond these positions, capacities grow by an eighth of the next power of two
 Shape = tuple[int, ...]
 _View = tuple[weakref.ref[Tensor], int]  # a tensor and the address of its first value
 
@@ -188,10 +188,10 @@ def shapes_of(cache: DynamicCache) -> tuple[tuple[Shape, Shape, torch.dtype, tor
 def capacity_for(positions: int) -> int:
     """Return the capacity of a memory for this many positions: few sizes, since each needs a capture.
 
-    A power of two up to 4096. Beyond it at most a quarter is unused, since long contexts take most of the memory.
+    A power of two up to 4096. Beyond it at most 1.25 times the positions, since long contexts take most of the memory.
     """
     whole = rounded(positions, _SHORTEST)
-    step = whole if whole <= _DOUBLED else whole // 8
+    step = whole if whole <= DOUBLED else whole // 8
     return -(-positions // step) * step
 
 

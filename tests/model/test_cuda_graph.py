@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ktc.model import cuda_graph, step_memory
 from ktc.model.cuda_graph import DecodeGraphs, Means
 from ktc.model.growing_cache import GrowingLayer, growing
 from ktc.model.model_state import ModelState
@@ -115,6 +116,21 @@ def test_a_cache_that_outgrows_its_memory_moves_to_a_larger_one(model: PreTraine
         assert difference(sequences.take(step), sequences.exact()) <= CLOSE
     assert [memory.capacity for memory in graphs._memories] == [256, 512]
     assert graphs._memories[0].is_free(DynamicCache())
+
+
+def test_a_long_memory_is_dropped_when_its_cache_outgrows_it(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (cuda_graph, step_memory):
+        monkeypatch.setattr(module, "DOUBLED", 256)
+    graphs, step = graphs_of(model)
+    sequences = Sequences(model, 1, prompt=258)
+    sequences.take(step)
+    assert [memory.capacity for memory in graphs._memories] == [320]
+    sequences.take(model, 61)
+    assert difference(sequences.take(step), sequences.exact()) <= CLOSE
+    assert [memory.capacity for memory in graphs._memories] == [384]
+    assert len(graphs._steps) == 1
 
 
 @pytest.mark.parametrize(

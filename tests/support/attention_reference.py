@@ -16,6 +16,7 @@ SHAPES = [
     (1, 70, 1, 2, 131, 24, 8, 40),    (3, 6, 3, 5, 37, 128, 0, 128), (1, 2, 2, 1, 9000, 32, 0, 32),
     (1, 7, 1, 1, 131, 33, 9, 17),
     (1, 20, 1, 1, 200, 64, 32, 64),   (2, 36, 2, 2, 333, 96, 0, 128),  # whole tiles of many rows
+    (1, 80, 4, 1, 300, 64, 32, 64),   # the same, and two blocks of positions in a stretch
 ]  # fmt: skip
 INT8_SPECS = [
     Int8AttentionSpec("int8_attention", dtype, isa)

@@ -309,7 +309,7 @@ struct AttentionPlan {
       const float* from = whole + each * following;
       const std::int64_t ahead = each + 1 < own ? following : 0;
       for (std::int64_t column = 0; column < value_width; column += kHalfPanel) {
-        __builtin_prefetch(from + column + ahead);  // in the caches of the cores that added it
+        __builtin_prefetch(from + column + ahead);  // the next stretch is in the cache of another core
         const Lanes scaled = Lanes::load(from + column) * scale;
         (each == 0 ? scaled : Lanes::load(whole + column) + scaled).store(whole + column);
       }
@@ -321,7 +321,7 @@ struct AttentionPlan {
     for (std::int64_t column = 0; column < a.values.width; column += kHalfPanel) {
       float run[kHalfPanel];
       for (int lane = 0; lane < kHalfPanel; ++lane) run[lane] = whole[place(column + lane)];
-      const Lanes scaled = Lanes::load(run) * Lanes(inverse);
+      const Lanes scaled = Lanes::load(run) * Lanes(inverse);  // to bf16: VCVTNEPS2BF16 makes denormal numbers zero
       if constexpr (requires { scaled.to_elements(out); }) {
         if (column + kHalfPanel <= a.values.width) {
           scaled.to_elements(out + column);
