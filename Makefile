@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo learn learn-int4 test test-all zoo mutants versions sanitize census fuzz reliability attack kt-environment llama-environment lf-environment check format clean
+.PHONY: setup demo learn learn-int4 test test-all zoo mutants versions sanitize tiles census fuzz reliability attack kt-environment llama-environment lf-environment check format clean
 
 setup: $(READY)
 
@@ -60,6 +60,7 @@ endif
 # environment, and those that depend on the supported packages, with their oldest and newest versions.
 test-all: check versions lf-environment
 	$(PYTEST) -m "" --optimised
+	@$(MAKE) --no-print-directory tiles
 
 # The invented models with traps, each compiled and compared with its stock model. CASES="layer_* aux_*" runs some.
 zoo: $(READY)
@@ -78,6 +79,10 @@ versions: $(READY)
 # the compiler (test-all runs it too). SANITIZE="avx2 and thread" runs some.
 sanitize: $(READY)
 	$(BIN)/python -m pytest -m "" -rA tests/codegen/test_sanitizers.py $(if $(SANITIZE),-k "$(SANITIZE)")
+
+# The kernels for AMX on a processor that has AVX512-BF16: their tile instructions are functions (test-all runs it too).
+tiles: $(READY)
+	$(QUICK) --software-tiles tests/experts tests/linears tests/attention
 
 # kt-kernel in build/kt-kernel, for `ktc bench moe --kt-python build/kt-kernel/bin/python`.
 kt-environment:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import cached_compiler
 import pytest
+import software_tiles
 from filelock import FileLock
 from places import GOLDEN, OBJECTS, TESTS
 from shared_captures import CAPTURING, SHARING, SharedCaptures
@@ -24,15 +25,18 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files with what the code gives now")
+    parser.addoption("--software-tiles", action="store_true", help="test the kernels for AMX without AMX, slowly")
     parser.addoption("--optimised", action="store_true", help="build kernels with the flags of the product, not at -O1")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Garbage in circles is searched for a hundredth as often: graphs make many objects, and nearly all of them stay.
 
     A test that counts on it calls `gc.collect` itself.
     """
     gc.set_threshold(7000, 10, 100)
+    if config.getoption("--software-tiles"):
+        software_tiles.use()
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from software_tiles import HEADER
 
 from ktc import host
 from ktc.codegen import toolchain
@@ -18,7 +19,7 @@ PROGRAM = Path(__file__).parent / "tile_attention.cpp"
 def test_tiles_compute_what_avx512_bf16_does(tmp_path: Path) -> None:
     tools = toolchain.find(host.detect())
     program = tmp_path / "tile_attention"
-    includes = [f"-I{each}" for each in tools.include]
+    includes = [f"-I{each}" for each in (*tools.include, HEADER.parent)]
     options = ["-std=c++20", "-O2", "-pthread", *INSTRUCTION_SETS["avx512_bf16"].compiler, *includes]
     subprocess.run([tools.compiler.path, *options, str(PROGRAM), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], check=False, capture_output=True, text=True)
