@@ -238,11 +238,13 @@ class DecodeGraphs:
     def _taken(self, cache: DynamicCache, batch: int) -> StepMemory:
         """Copy a cache into a free memory of its size, or into a new one.
 
-        A memory that the cache has outgrown is kept for other caches if it is short; long ones would take several times
-        the memory of the last.
+        Long memories that are smaller and that no other cache uses are dropped: kept for later caches, they would take
+        several times the memory of the last. `cache` itself keeps what it is a view of until it is copied.
         """
-        outgrown = next((m for m in self._memories if m.is_used_by(cache)), None)
         rows, capacity = rounded(batch) if self._means.rounded else batch, capacity_for(length_of(cache) + 1)
+        smaller = [m for m in self._memories if m.rows == rows and DOUBLED <= m.capacity < capacity]
+        for old in [m for m in smaller if m.is_idle(cache)]:
+            self._forget(old)
         memory = next((m for m in self._memories if m.is_free(cache) and m.serves(cache, rows, capacity)), None)
         if memory is None:
             idle = [m for m in self._memories if m.is_idle(cache) and not m.is_used_by(cache)]
@@ -254,8 +256,6 @@ class DecodeGraphs:
         memory.take(cache)
         for other in self._memories:
             other.leave(cache)
-        if outgrown is not None and DOUBLED <= outgrown.capacity < capacity:
-            self._forget(outgrown)
         self._memories.append(memory)
         return memory
 

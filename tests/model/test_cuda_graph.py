@@ -127,10 +127,27 @@ def test_a_long_memory_is_dropped_when_its_cache_outgrows_it(
     sequences = Sequences(model, 1, prompt=258)
     sequences.take(step)
     assert [memory.capacity for memory in graphs._memories] == [320]
+    old, kept = weakref.ref(graphs._memories[0]), sequences.cache.layers[0].keys
+    content = kept.clone()
     sequences.take(model, 61)
     assert difference(sequences.take(step), sequences.exact()) <= CLOSE
     assert [memory.capacity for memory in graphs._memories] == [384]
     assert len(graphs._steps) == 1
+    assert old() is None
+    assert torch.equal(kept, content)
+
+
+def test_long_memories_of_caches_that_ended_are_dropped_for_a_longer_one(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (cuda_graph, step_memory):
+        monkeypatch.setattr(module, "DOUBLED", 256)
+    graphs, step = graphs_of(model)
+    ended, pair, longer = (Sequences(model, batch, prompt) for batch, prompt in ((1, 258), (2, 258), (1, 330)))
+    ended.take(step), pair.take(step)
+    del ended
+    longer.take(step)
+    assert [(memory.rows, memory.capacity) for memory in graphs._memories] == [(2, 320), (1, 384)]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 
@@ -28,6 +29,7 @@ struct Tile {
   std::array<Row, kRows> data{};
 };
 inline thread_local std::array<Tile, 8> tiles;
+inline std::atomic<std::int64_t> products{0};
 
 template <class To, class From>
 To bits_of(const From& from) {
@@ -73,6 +75,7 @@ inline void zero(int tile) {
 // sums[row][column] = add(its value, left[row][k], right[k][column]) for every k, in 32 bits each.
 template <class Add>
 void multiply(int sums, int left, int right, const Add& add) {
+  products.fetch_add(1, std::memory_order_relaxed);
   Tile& to = tiles[static_cast<std::size_t>(sums)];
   const Tile &of_left = tiles[static_cast<std::size_t>(left)], &of_right = tiles[static_cast<std::size_t>(right)];
   for (std::size_t row = 0; row < static_cast<std::size_t>(to.rows); ++row) {

@@ -321,10 +321,10 @@ struct AttentionPlan {
     for (std::int64_t column = 0; column < a.values.width; column += kHalfPanel) {
       float run[kHalfPanel];
       for (int lane = 0; lane < kHalfPanel; ++lane) run[lane] = whole[place(column + lane)];
-      const Lanes scaled = Lanes::load(run) * Lanes(inverse);  // to bf16: VCVTNEPS2BF16 makes denormal numbers zero
+      const Lanes scaled = Lanes::load(run) * Lanes(inverse);
       if constexpr (requires { scaled.to_elements(out); }) {
         if (column + kHalfPanel <= a.values.width) {
-          scaled.to_elements(out + column);
+          scaled.to_elements(out + column);  // on AVX512-BF16, denormal results are zero
           continue;
         }
       }
