@@ -118,11 +118,14 @@ def test_a_cache_that_outgrows_its_memory_moves_to_a_larger_one(model: PreTraine
     assert graphs._memories[0].is_free(DynamicCache())
 
 
-def test_a_long_memory_is_dropped_when_its_cache_outgrows_it(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def memories_are_long_from_256_positions_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cuda_graph, step_memory):
         monkeypatch.setattr(module, "DOUBLED", 256)
+
+
+@pytest.mark.usefixtures("memories_are_long_from_256_positions_on")
+def test_a_long_memory_is_dropped_when_its_cache_outgrows_it(model: PreTrainedModel) -> None:
     graphs, step = graphs_of(model)
     sequences = Sequences(model, 1, prompt=258)
     sequences.take(step)
@@ -137,11 +140,8 @@ def test_a_long_memory_is_dropped_when_its_cache_outgrows_it(
     assert torch.equal(kept, content)
 
 
-def test_long_memories_of_caches_that_ended_are_dropped_for_a_longer_one(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (cuda_graph, step_memory):
-        monkeypatch.setattr(module, "DOUBLED", 256)
+@pytest.mark.usefixtures("memories_are_long_from_256_positions_on")
+def test_long_memories_of_caches_that_ended_are_dropped_for_a_longer_one(model: PreTrainedModel) -> None:
     graphs, step = graphs_of(model)
     ended, pair, longer = (Sequences(model, batch, prompt) for batch, prompt in ((1, 258), (2, 258), (1, 330)))
     ended.take(step), pair.take(step)
