@@ -238,15 +238,15 @@ class DecodeGraphs:
     def _taken(self, cache: DynamicCache, batch: int) -> StepMemory:
         """Copy a cache into a free memory of its size, or into a new one.
 
-        Long memories that are smaller and that no other cache uses are dropped: kept for later caches, they would take
-        several times the memory of the last. `cache` itself keeps what it is a view of until it is copied.
+        For a new long one, those are dropped that are smaller and that no other cache uses: kept for later caches, they
+        would take several times the memory of the last. `cache` itself keeps what it is a view of until it is copied.
         """
         rows, capacity = rounded(batch) if self._means.rounded else batch, capacity_for(length_of(cache) + 1)
-        smaller = [m for m in self._memories if m.rows == rows and DOUBLED <= m.capacity < capacity]
-        for old in [m for m in smaller if m.is_idle(cache)]:
-            self._forget(old)
         memory = next((m for m in self._memories if m.is_free(cache) and m.serves(cache, rows, capacity)), None)
         if memory is None:
+            smaller = [m for m in self._memories if m.rows == rows and DOUBLED <= m.capacity < capacity]
+            for old in [m for m in smaller if m.is_idle(cache)]:
+                self._forget(old)
             idle = [m for m in self._memories if m.is_idle(cache) and not m.is_used_by(cache)]
             for old in idle[: max(0, len(self._memories) + 1 - _MEMORIES)]:
                 self._forget(old)

@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #undef _tile_loadconfig
@@ -51,8 +52,14 @@ inline void release() {
   tiles = {};
 }
 
+// Ends the program where the processor would raise a fault.
+inline void require(bool shapes_fit) {
+  if (!shapes_fit) std::abort();
+}
+
 inline void load(int tile, const void* from, std::int64_t stride) {
   Tile& to = tiles[static_cast<std::size_t>(tile)];
+  require(to.rows > 0 && to.bytes > 0);
   to.data = {};
   const auto* row = static_cast<const char*>(from);
   for (int each = 0; each < to.rows; ++each, row += stride) {
@@ -62,6 +69,7 @@ inline void load(int tile, const void* from, std::int64_t stride) {
 
 inline void store(int tile, void* to, std::int64_t stride) {
   const Tile& from = tiles[static_cast<std::size_t>(tile)];
+  require(from.rows > 0 && from.bytes > 0);
   auto* row = static_cast<char*>(to);
   for (int each = 0; each < from.rows; ++each, row += stride) {
     std::memcpy(row, from.data[static_cast<std::size_t>(each)].data(), static_cast<std::size_t>(from.bytes));
@@ -75,9 +83,10 @@ inline void zero(int tile) {
 // sums[row][column] = add(its value, left[row][k], right[k][column]) for every k, in 32 bits each.
 template <class Add>
 void multiply(int sums, int left, int right, const Add& add) {
-  products.fetch_add(1, std::memory_order_relaxed);
   Tile& to = tiles[static_cast<std::size_t>(sums)];
   const Tile &of_left = tiles[static_cast<std::size_t>(left)], &of_right = tiles[static_cast<std::size_t>(right)];
+  require(to.rows > 0 && of_left.rows == to.rows && of_left.bytes == 4 * of_right.rows && of_right.bytes == to.bytes);
+  products.fetch_add(1, std::memory_order_relaxed);
   for (std::size_t row = 0; row < static_cast<std::size_t>(to.rows); ++row) {
     for (std::size_t k = 0; k < static_cast<std::size_t>(of_left.bytes / 4); ++k) {
       const std::uint32_t one = of_left.data[row][k];
@@ -88,6 +97,7 @@ void multiply(int sums, int left, int right, const Add& add) {
   }
 }
 
+// TDPBF16PS makes denormal numbers zero; this does not.
 inline std::uint32_t add_bf16(std::uint32_t sum, std::uint32_t one, std::uint32_t other) {
   const auto low = [](std::uint32_t pair) { return bits_of<float>(pair << 16); };
   const auto high = [](std::uint32_t pair) { return bits_of<float>(pair & 0xffff0000u); };
