@@ -11,8 +11,8 @@
 //     ./attention_kernels [POSITIONS] [THREADS] [ROUNDS]
 //
 // Grouped-query attention has 32 query and 8 key heads of 128, over bf16, over int8 codes, and in pages in a random
-// order; latent attention has V2-Lite's 16 heads. The headers of another checkout (-I) give its kernels: run both
-// programs in turn.
+// order; latent attention has V2-Lite's 16 heads and V3's 128. The headers of another checkout (-I) give its kernels:
+// run both programs in turn.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -40,7 +40,8 @@ using Dense = ktc::amx::Attention;
 using Dense = DecodeAttention<Isa, bf16>;
 #endif
 
-constexpr std::int64_t kKeyHeads = 8, kGroup = 4, kWidth = 128, kLatentHeads = 16, kLatent = 512, kRope = 64;
+constexpr std::int64_t kKeyHeads = 8, kGroup = 4, kWidth = 128, kLatentHeads = 16, kManyHeads = 128, kLatent = 512,
+                       kRope = 64;
 constexpr std::int64_t kCold = std::int64_t{2} << 30;
 
 double seconds(const std::function<void()>& run) {
@@ -126,7 +127,7 @@ int main(int count, char** words) {
   const std::vector<float> scales(static_cast<std::size_t>(kKeyHeads * whole), 0.02f);
 
   std::mt19937 random(2);
-  std::vector<bf16> query(kLatentHeads * (kLatent + kRope)), out(kLatentHeads * kLatent);
+  std::vector<bf16> query(kManyHeads * (kLatent + kRope)), out(kManyHeads * kLatent);
   for (bf16& each : query) each = number(random);
   std::vector<std::int32_t> pages(static_cast<std::size_t>(whole / kPagePositions));
   std::iota(pages.begin(), pages.end(), 0);
@@ -176,6 +177,8 @@ int main(int count, char** words) {
   latent.values = latent.keys;
   latent.key_heads = 1;
   latent.group = kLatentHeads;
+  AttentionArguments many_heads = latent;
+  many_heads.group = kManyHeads;
 
   const Dense dense;
   const Int8Attention<Isa, bf16> int8;
@@ -187,6 +190,7 @@ int main(int count, char** words) {
       {"GQA int8", int8, coded, of_codes},
       {"GQA int8 in pages", int8, in_pages(coded), of_codes},
       {"MLA", dense, latent, positions * (kLatent + kRope) * 2},
+      {"MLA, 128 heads", dense, many_heads, positions * (kLatent + kRope) * 2},
   };
   for (Candidate& each : candidates) {
     each.first = each.arguments;
