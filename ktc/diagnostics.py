@@ -52,7 +52,8 @@ class Diagnostic:
 class KtcError(Exception):
     """An operation that was refused or failed, with at least one diagnostic.
 
-    `sources` maps the files in the spans to their text, as far as known, for `render`.
+    Its text has the place and the hint of each, because Python's own traceback shows nothing else. `sources` maps the
+    files in the spans to their text, as far as known, for `render`.
     """
 
     exit_code = 1
@@ -61,7 +62,7 @@ class KtcError(Exception):
         assert diagnostics, "an error needs a diagnostic"
         self.diagnostics = diagnostics
         self.sources: Mapping[str, str] = sources or {}
-        super().__init__("; ".join(f"{d.code}: {d.message}" for d in diagnostics))
+        super().__init__("\n".join(line for diagnostic in diagnostics for line in _outside_a_command(diagnostic)))
 
 
 class InputRefused(KtcError):
@@ -199,6 +200,15 @@ def render(diagnostics: Iterable[Diagnostic], sources: Mapping[str, str] | None 
     """
     texts = {file: text.split("\n") for file, text in (sources or {}).items()}
     return "\n\n".join("\n".join(_render_one(diagnostic, texts, color)) for diagnostic in diagnostics)
+
+
+def _outside_a_command(diagnostic: Diagnostic) -> Iterator[str]:
+    """Yield a message as an exception's text has it: `CODE: message`, its place, and the hint."""
+    yield _visible(f"{diagnostic.code}: {diagnostic.message}")
+    if diagnostic.span is not None:
+        yield _visible(f" --> {diagnostic.span}" + (f" {diagnostic.label}" if diagnostic.label else ""))
+    if diagnostic.hint:
+        yield _visible(f"help: {diagnostic.hint}")
 
 
 def _render_one(diagnostic: Diagnostic, texts: Mapping[str, list[str]], color: bool) -> list[str]:

@@ -41,6 +41,11 @@ def rules() -> Path:
     return _folder("rules")
 
 
+def training_data() -> Path:
+    """Return the folder with the bundled training data, `*.jsonl`."""
+    return _PACKAGE / "tune" / "data"
+
+
 def _folder(name: str) -> Path:
     bundled = _PACKAGE / "_data"
     root = bundled if bundled.is_dir() else _PACKAGE.parent

@@ -104,8 +104,11 @@ def test_suggestions_are_close_or_absent() -> None:
     assert listing([]) == "none"
 
 
-def test_an_error_says_its_codes_and_its_exit_code() -> None:
+def test_an_error_has_the_codes_places_and_hints_in_its_text() -> None:
     error = InputRefused(ABSORBED, UNPLACED, sources={"v2.ktr": SOURCE})
     assert error.exit_code == 2
-    assert str(error) == f"E042: {ABSORBED.message}; E028: {UNPLACED.message}"
+    assert str(error).splitlines() == [
+        f"E042: {ABSORBED.message}", " --> v2.ktr:5:2 `kv_b` is no longer a node", "help: leave out `a.kv_b`",
+        f"E028: {UNPLACED.message}", "help: did you mean `device`?",
+    ]  # fmt: skip
     assert render(error.diagnostics, error.sources).count("error[") == 2

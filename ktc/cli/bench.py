@@ -19,6 +19,7 @@ from ktc.cli.bench_finetune import finetune_command
 from ktc.cli.bench_generate import generate_command
 from ktc.cli.bench_serve import serve_command
 from ktc.cli.bench_stream import stream_command
+from ktc.cli.following import compiling
 from ktc.cli.options import ResultsFile
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -116,4 +117,4 @@ def moe_command(
     if plot is not None:
         draw(report, plot)
         session.console.print(f"wrote {plot}")
-    session.next("ktc", "compile", "MODEL", "moe-lora", "-o", "OUT")
+    session.next(*compiling("tiny:qwen3_moe"))

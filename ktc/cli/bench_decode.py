@@ -99,4 +99,4 @@ def decode_command(
     session.show(tables(report))
     if output is not None:
         session.emit(json.dumps(report.to_json(), indent=2), output)
-    session.next("ktc", "compile", "MODEL", rule, "-o", "OUT")
+    session.next("ktc", "check", rule, "tiny:qwen3_moe")

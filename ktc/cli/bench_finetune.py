@@ -112,7 +112,7 @@ def finetune_command(
         draw(report, plot)
     for file in (*traces.values(), *([plot] if plot else [])):
         session.console.print(f"wrote {file}")
-    session.next("ktc", "compile", config, rule, "-o", "OUT")
+    session.next("ktc", "check", rule, config)
 
 
 @contextmanager

@@ -67,4 +67,4 @@ def generate_command(
     session.show(tables(report))
     if output is not None:
         session.emit(json.dumps(report.to_json(), indent=2), output)
-    session.next("ktc", "compile", config, rule, "-o", "OUT")
+    session.next("ktc", "check", rule, config)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktc.cli.bench_files import bar_of, require_writable
+from ktc.cli.following import compiling
 from ktc.cli.options import ResultsFile
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -59,7 +60,7 @@ def stream_command(
     session.show(tables(report))
     if output is not None:
         session.emit(json.dumps(report.to_json(), indent=2), output)
-    session.next("ktc", "compile", "MODEL", "moe-lora", "-o", "OUT")
+    session.next(*compiling("tiny:qwen3_moe"))
 
 
 def tables(report: Report) -> Group:

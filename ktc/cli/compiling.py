@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ktc.cli.amounts import relative
+from ktc.cli.following import after_compiling, checking, compiling, loading
 from ktc.cli.options import (
     HostFile,
     IsaName,
@@ -79,8 +79,7 @@ def compile_command(
 
         if prove_weights(session, path, trusted=trust).red:
             session.show(f"{path} stays in place, so that it can be looked into; do not use it")
-    trains = (path / "lora.json").is_file()
-    session.next("ktc", "train" if trains else "generate", relative(path), *(("--data", "FILE") if trains else ()))
+    session.next(*after_compiling(path, trust=trust))
 
 
 @in_session()
@@ -106,7 +105,10 @@ def check_command(
     if model is None:
         from ktc import dsl
 
-        report.observe("rules", dsl.load(rules, settings_of(settings)))
+        ruleset = dsl.load(rules, settings_of(settings))
+        report.observe("rules", ruleset)
+        report.finish_check()
+        session.next(*(checking(ruleset, rules) or ()))
     else:
         from ktc import compiler
         from ktc.plan import Point
@@ -121,8 +123,11 @@ def check_command(
                 asked=Point(batch, length),
                 trust_remote_code=trust,
             )
-    report.finish_check()
-    session.next("ktc", *(("check", rules, "MODEL") if model is None else ("compile", model, rules, "-o", "OUT")))
+        report.finish_check()
+        if report.can_be_compiled and host_file is None:
+            session.next(*compiling(model, rules, settings or (), trust=trust))
+        else:
+            session.next("ktc", "graph", model, "--rules", rules, *loading(None, trust))
 
 
 @in_session()
@@ -154,7 +159,7 @@ def graph_command(
         session.result(json.loads(text))
     if output is not None or not session.as_json:
         session.emit(text, output)
-    session.next("ktc", *graph.following(request))
+    session.next(*graph.following(request))
 
 
 def settings_of(pairs: list[str] | None) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ktc.cli.following import after_compiling
 from ktc.cli.options import Seed, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -113,4 +114,4 @@ def command(
         session.emit(draw(report), plot)
     if faults:
         session.exit_code = 1
-    session.next("ktc", "train", outs[0].rpartition("=")[2], "--data", "FILE")
+    session.next(*after_compiling(Path(outs[0].rpartition("=")[2]), weights=weights, trust=trust))

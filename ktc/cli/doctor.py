@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ktc import versions
+from ktc.cli.following import RULES
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.environment import cache_dir
@@ -190,7 +191,7 @@ def doctor_command(
     session.show(doctor_table(findings))
     session.result(to_json(here, findings))
     session.exit_code = 3 if any(finding.state == "missing" for finding in findings) else 0
-    session.next("ktc", "check", "moe-lora", "MODEL")
+    session.next("ktc", "check", RULES, "tiny:qwen3_moe")
 
 
 def _clean(session: Session) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ktc.cli.following import serving
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
@@ -139,7 +140,7 @@ def command(
     session.result({"sampling": asdict(sampling), "output": None if output is None else str(output)})
     session.show(_table(found, opened.name))
     session.show(f"{found.definition}\n{_versions(found)}")
-    session.next("ktc", "serve", out, *(("--adapter", adapter) if adapter is not None else ()))
+    session.next(*serving(out, adapter, weights=weights, trust=trust))
 
 
 def _check_combination(

@@ -109,11 +109,11 @@ def _write_gguf(
     files = done.files[0] if len(done.files) == 1 else count(len(done.files), "file")
     session.show(f"{done.path}: {files}, {done.tensors} tensors ({types}), {size(done.bytes)}")
     if done.tokenizer == "none":
-        session.show("note: no tokenizer in the file (none is there, or llama.cpp lacks its kind): it takes numbers")
+        session.tell("note: no tokenizer in the file (none is there, or llama.cpp lacks its kind): it takes numbers")
     if done.left_out:
-        session.show(f"note: left out, since the model has no place for them: {len(done.left_out)} tensors")
+        session.tell(f"note: left out, since the model has no place for them: {len(done.left_out)} tensors")
     for note in done.notes:
-        session.show(f"note: {note}")
+        session.tell(f"note: {note}")
     if done.path.is_dir():
         session.next("ktc", "verify", done.path, "--source")
 
@@ -134,7 +134,7 @@ def _export_adapter(
         session.show(_verdict(found))
         session.exit_code = 0 if found.passed else 1
     elif layout != "gguf":
-        session.next("ktc", "export", adapter, "--layout", layout, "--check", "-o", "OTHER")
+        session.next("ktc", "export", adapter, "--layout", layout, "--check", "-o", f"{output}-checked")
 
 
 def _told(done: Exported) -> str:

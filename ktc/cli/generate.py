@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktc.cli.following import serving
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
@@ -110,7 +111,7 @@ def command(
         _converse(session, opened, sampling, system)
     else:
         _answer_file(session, opened, rows, sampling, output, batch_size, system, raw)
-    session.next("ktc", "serve", out, *(("--adapter", adapter) if adapter is not None else ()))
+    session.next(*serving(out, adapter, weights=weights, trust=trust))
 
 
 def _check_combination(

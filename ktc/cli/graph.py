@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktc.cli.following import Words, loading
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.pictures.dump import ModelDump, Stage, read_dump, to_json
 
@@ -66,12 +67,13 @@ def render(request: Request) -> str:
     return _writer(request.form, request.color, measured)(dump, request.layer)
 
 
-def following(request: Request) -> tuple[str, ...]:
-    """Return the arguments of the command that usually follows."""
-    if request.model is None or Path(request.model).is_file():
-        return ("check", request.rules, "MODEL")
-    compiled = (Path(request.model) / "ktc.json").is_file()
-    return ("prove", request.model) if compiled else ("compile", request.model, request.rules, "-o", "OUT")
+def following(request: Request) -> Words:
+    """Return the words of the command that usually follows; none after graph files, and where nothing is decided."""
+    if request.model is None or Path(request.model).is_file() or request.stage == "captured":
+        return ()
+    if (Path(request.model) / "ktc.json").is_file():
+        return ("ktc", "prove", request.model)
+    return ("ktc", "check", request.rules, request.model, *loading(None, request.trust_remote_code))
 
 
 def _difference(request: Request, first: str, second: str) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from ktc import environment
+from ktc.cli.following import answering
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -43,4 +44,6 @@ def train_command(
     llama_factory_run.train(request)
     session.result({"output_dir": str(request.output), "stage": request.stage})
     if environment.process_rank() == 0:
-        session.next("ktc", "generate", "OUT", "--adapter", request.output)
+        session.show(f"{request.output} holds what LLaMA-Factory wrote")
+        if request.stage in ("sft", "dpo", "kto"):
+            session.next(*answering(request.model, request.output))

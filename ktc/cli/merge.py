@@ -47,5 +47,5 @@ def command(
     session.result({**asdict(done), "path": str(done.path)})
     session.show(f"{done.path}: {done.changed} of {done.tensors} tensors changed, {size(done.bytes)}")
     if grid:
-        session.show(f"note: training rounded weights to `{grid}`, and these are not rounded: `--int4` rounds them")
+        session.tell(f"note: training rounded weights to `{grid}`, and these are not rounded: `--int4` rounds them")
     session.next("ktc", "verify", done.path, "--source")

@@ -9,7 +9,7 @@ import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and everything else on stderr.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print more: traces of internal errors, every rewrite.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes: results, warnings, errors.")]
 LogFile = Annotated[
     Path | None, typer.Option("--log-file", help="Also write progress, messages and traces to this file.")
 ]

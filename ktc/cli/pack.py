@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from ktc.cli.amounts import count, relative, size
+from ktc.cli.following import answering, compiling, loading
 from ktc.cli.options import CompiledModel, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -29,7 +30,7 @@ def pack_command(
 ) -> None:
     """Store OUT's packed experts on disk for faster loading; an interrupted run can continue."""
     pack(session, out, weights, force, trust)
-    session.next("ktc", "verify", relative(out.absolute()))
+    session.next("ktc", "verify", relative(out.absolute()), *loading(weights, trust))
 
 
 @in_session()
@@ -62,9 +63,9 @@ def verify_command(
     session.result({"out": str(out), "findings": [asdict(finding) for finding in findings]})
     session.exit_code = 0 if all(finding.state == "good" for finding in findings) else 1
     if (out / manifest.FILE).is_file():
-        session.next("ktc", "generate", relative(out.absolute()))
+        session.next(*answering(out, weights=weights, trust=trust))
     elif (out / "config.json").is_file():
-        session.next("ktc", "compile", relative(out.absolute()), "RULES", "-o", "OUT")
+        session.next(*compiling(relative(out.absolute()), trust=trust))
 
 
 def pack(session: Session, out: Path, weights: Path | None = None, force: bool = False, trusted: bool = False) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktc.cli.amounts import relative
+from ktc.cli.following import loading
 from ktc.cli.options import CompiledModel, Seed, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -49,7 +50,7 @@ def prove_command(
     )
     if output is not None:
         session.emit(json.dumps(report.to_json(), indent=1), output)
-    session.next("ktc", "pack", relative(out.absolute()))
+    session.next("ktc", "pack", relative(out.absolute()), *loading(weights, trust))
 
 
 def prove(

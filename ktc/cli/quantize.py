@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from ktc.cli.amounts import size
+from ktc.cli.following import compiling
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -68,4 +69,4 @@ def write_int4(
     )
     drift = "" if done.drift is None else f", {done.drift:.2f} times what the adapter changes"
     session.show(f"rounding changes the weights by {done.rounding_error:.1%}{drift} (Frobenius norms)")
-    session.next("ktc", "compile", done.path, "moe-lora", "-o", "OUT")
+    session.next(*compiling(done.path, "moe-inference"))

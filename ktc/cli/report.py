@@ -92,9 +92,15 @@ class StageReport:
         if "plan" in self._values:
             self._session.show(self._tables())
             seconds = sum(self._seconds.values())
-            self._session.show(f"checked in {seconds:.1f} s, peak memory {size(_peak_rss())}")
+            self._session.tell(f"checked in {seconds:.1f} s, peak memory {size(_peak_rss())}")
         else:
             self._session.show("the rules are valid")
+
+    @property
+    def can_be_compiled(self) -> bool:
+        """Whether the checked model has weights, and its plan nothing that `ktc compile` refuses."""
+        model, plan = cast("ModelSource", self._values["model"]), cast("Plan", self._values["plan"])
+        return model.index is not None and not plan.over_budget and not plan.unavailable
 
     def finish_compile(self, out: Path) -> None:
         """Show the tables of `ktc compile`, its warnings and its JSON."""

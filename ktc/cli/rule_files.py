@@ -27,12 +27,13 @@ def fmt_command(
 
     changed: list[str] = []
     session.result({"check": check, "changed": changed})
-    for path in formatter.rule_files(files):
+    found = formatter.rule_files(files)
+    for path in found:
         if formatter.format_file(path, write=not check):
             changed.append(str(path))
-            session.console.print(f"{path}: " + ("is not formatted" if check else "rewritten"))
+            session.show(f"{path}: " + ("is not formatted" if check else "rewritten"))
             session.exit_code = 1 if check else 0
-    session.next("ktc", "check", files[0] if files[0].is_file() else "FILE.ktr")
+    session.next(*(("ktc", "check", found[0]) if found else ()))
 
 
 @in_session("as_json")
@@ -65,6 +66,9 @@ def import_kt_yaml_command(
     session.result(found.to_json())
     if output is not None or not session.as_json:
         session.emit(found.program, output)
-    if not session.quiet:
-        typer.echo(str(found.report), err=True, nl=False)
-    session.next("ktc", "check", output or "FILE.ktr", model)
+    if output is None:
+        session.tell(str(found.report).rstrip())
+        session.next("ktc", "import-kt-yaml", file, model, "-o", f"{file.stem}.ktr")
+    else:
+        session.show(str(found.report).rstrip())
+        session.next("ktc", "check", output, model)

@@ -114,8 +114,7 @@ def command(
             "prefix_cache_bytes": prefix_bytes, "updates": access is not None,
         })  # fmt: skip
         names = ", ".join(models.names)
-        session.console.print(
-            f"{names} is served at {serve.url(listening)}, with {size(cache_bytes)} of cache (Ctrl-C ends)",
-            markup=False,
-        )
+        # The address is the result of a command that does not end, so `-q` keeps it.
+        told = f"{names} is served at {serve.url(listening)}, with {size(cache_bytes)} of cache (Ctrl-C ends)"
+        typer.echo(told, err=True)
         server.run(sockets=[listening])

@@ -51,7 +51,10 @@ def _ending() -> Iterator[signal.Signals]:
 
 
 class Session:
-    """`show` prints for people, `result` sets what `--json` prints, `emit` writes the product of a command."""
+    """A command's output. Results are printed by `show` for people and by `result` for programs, products by `emit`.
+
+    Progress goes to `console` and remarks to `tell`, both on stderr. `-q` leaves these two out, and nothing else.
+    """
 
     def __init__(
         self, as_json: bool = False, verbose: bool = False, quiet: bool = False, log_file: Path | None = None
@@ -62,6 +65,7 @@ class Session:
         self._log_file = log_file
         self._log = logging.getLogger("ktc.session")
         self._result: dict[str, Any] = {}
+        self._muted = False
         self._started = time.perf_counter()
         self._interrupted = False
 
@@ -158,31 +162,33 @@ class Session:
         return Console(file=sys.stderr, quiet=self.quiet, highlight=False)
 
     def mute(self) -> None:
-        """Print only errors and no JSON object: another process reports for this one."""
-        self.as_json, self.quiet = False, True
+        """Print only errors, neither results nor a JSON object: another process reports for this one."""
+        self.as_json, self.quiet, self._muted = False, True, True
 
     def show(self, what: RenderableType) -> None:
-        """Print a table or a plain text: on stdout, with `--json` on stderr, with `-q` not at all."""
+        """Print a result, a table or a plain text: on stdout, with `--json` on stderr, with both options not at all."""
         from rich.console import Console
         from rich.text import Text
 
         stream = sys.stderr if self.as_json else self._stdout
         width = None if stream.isatty() else _PLAIN_WIDTH
-        console = Console(file=stream, quiet=self.quiet, highlight=False, width=width)
+        silent = self._muted or (self.quiet and self.as_json)
+        console = Console(file=stream, quiet=silent, highlight=False, width=width)
         if isinstance(what, str):
             console.print(Text(what), soft_wrap=True)  # a line of text stays one line, also in a file
         else:
             console.print(what)
 
-    def next(self, *words: object) -> None:
-        """Print the command that usually follows: on stderr, and only after a command that succeeded.
-
-        Words in capitals stand for what the user has to choose.
-        """
+    def tell(self, text: str, style: str = "") -> None:
+        """Print a line that is not the result: on stderr, and with `-q` not at all."""
         from rich.text import Text
 
-        if not self.exit_code:
-            self.console.print(Text(f"next: {shlex.join(map(str, words))}", style="dim"), soft_wrap=True)
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def next(self, *words: object) -> None:
+        """Print the command that usually follows, if there is one, which runs as it is: on stderr, after a success."""
+        if words and not self.exit_code:
+            self.tell(f"next: {shlex.join(map(str, words))}", style="dim")
 
     def result(self, value: dict[str, Any]) -> None:
         """Add to the object that `--json` prints; `diagnose` adds its diagnostics."""
@@ -214,7 +220,8 @@ class Session:
             *self._result.get("diagnostics", []),
             *(words.to_json(each, sources) for each in found),
         ]
-        shown = [each for each in found if not self.quiet or each.severity == "error"]
+        hidden = ("note", "warning") if self._muted else ("note",) if self.quiet else ()
+        shown = [each for each in found if each.severity not in hidden]
         if not shown:
             return
         color = sys.stderr.isatty() and "NO_COLOR" not in os.environ

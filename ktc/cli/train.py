@@ -20,6 +20,7 @@ import typer
 
 from ktc import environment
 from ktc.cli.amounts import relative
+from ktc.cli.following import answering
 from ktc.cli.options import CompiledModel, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
@@ -152,7 +153,7 @@ def _finish(session: Session, paths: RunPaths, result: TrainResult) -> None:
     session.show(report_table(report))
     run = relative(result.output.absolute())
     session.show(f"{run} holds the adapter, report.html and the checkpoints")
-    session.next("ktc", "generate", relative(paths.out.absolute()), "--adapter", run)
+    session.next(*answering(paths.out, run, weights=paths.weights, trust=paths.trusted))
 
 
 def _data_json(data: PreparedData) -> dict[str, Any]:

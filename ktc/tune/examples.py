@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 from ktc.decode import has_lone_surrogate
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing, suggest
 from ktc.text_files import bounded, read_text
+from ktc.tune.bundled import data_file, names
 from ktc.tune.settings import Format
 
 Role = Literal["system", "user", "assistant", "tool", "prompt", "completion", "text"]
@@ -84,7 +85,11 @@ class _Fault(Exception):
 
 
 def read_training_data(path: Path, wanted: Format = "auto") -> TrainingData:
-    """Return every row of the file. Raise InputRefused with the first faults by line."""
+    """Return every row of the file, or of the bundled one that `path` names.
+
+    Raise InputRefused with the first faults by line.
+    """
+    path = data_file(path)
     text = _read(path)
     if path.suffix == ".txt":
         if wanted not in ("auto", "text"):
@@ -116,7 +121,8 @@ def _at(path: Path, line: int, fault: _Fault) -> Diagnostic:
 # Files ---------------------------------------------------------------------------------------------------------------
 def _read(path: Path) -> str:
     if path.suffix not in _ENDINGS:
-        raise InputRefused(Diagnostic("T510", f"`{path}` ends in none of {listing(_ENDINGS)}"))
+        hint = suggest(path.name, names()) or f"data that ktc ships: {listing(names())}"
+        raise InputRefused(Diagnostic("T510", f"`{path}` ends in none of {listing(_ENDINGS)}", hint=hint))
     text = read_text(path, unreadable="T510", not_utf8="T512", most_bytes=_MOST_BYTES)
     if not text.strip():
         raise InputRefused(Diagnostic("T511", f"`{path}` is empty"))

@@ -36,7 +36,7 @@ def _setting(default: object, text: str, *, low: float | None = None, above: flo
 class TrainSettings:
     """Every setting with its default. Lengths count tokens, sizes of batches sequences, and all steps are updates."""
 
-    data: str | None = _setting(None, "Training data: .json, .jsonl or .txt.")
+    data: str | None = _setting(None, "Training data: .json, .jsonl or .txt, or `capitals`, which ktc ships.")
     format: Format = _setting("auto", "The format of the data; detected from its keys by default.")
     template: Template = _setting("auto", "auto: the tokenizer's chat template; plain: texts joined without one.")
     eval_data: str | None = _setting(None, "Held-out data in the same format.")

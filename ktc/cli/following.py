@@ -1,0 +1,79 @@
+"""The command that usually follows another one, with arguments that exist: every line runs as it is printed.
+
+In: what a command has made or was given. Out: the words of the next command line, for `Session.next`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ktc.cli.amounts import relative
+
+if TYPE_CHECKING:
+    from ktc.dsl import RuleSet
+
+Words = tuple[object, ...]
+DATA: Final = "capitals"  # of `ktc.tune.bundled`, until the user has data of their own
+RULES: Final = "moe-lora"
+_TWINS: Final = ("deepseek_v2", "qwen3_moe")  # model types, by which a program without a model is tried
+
+
+def after_compiling(out: Path, *, weights: Path | None = None, trust: bool = False) -> Words:
+    """Return the command that uses the compiled model `out`: training if it has an adapter, otherwise answers."""
+    if not (out / "lora.json").is_file():
+        return answering(out, weights=weights, trust=trust)
+    return ("ktc", "train", relative(out.absolute()), "--data", DATA, *loading(weights, trust))
+
+
+def answering(out: Path, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False) -> Words:
+    """Return the command that starts a conversation with the compiled model `out`."""
+    return ("ktc", "generate", relative(out.absolute()), *_adapter(adapter), "--chat", *loading(weights, trust))
+
+
+def serving(out: Path, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False) -> Words:
+    """Return the command that serves the compiled model `out`."""
+    return ("ktc", "serve", out, *_adapter(adapter), *loading(weights, trust))
+
+
+def compiling(model: str | Path, rules: str = RULES, settings: Iterable[str] = (), *, trust: bool = False) -> Words:
+    """Return the command that compiles `model`, into a folder of its name that does not exist yet."""
+    chosen = (word for setting in settings for word in ("--set", setting))
+    return ("ktc", "compile", model, rules, "-o", _unused(str(model)), *chosen, *loading(None, trust))
+
+
+def checking(rules: RuleSet, named: str | Path) -> Words | None:
+    """Return the command that checks the program on a small model, or None if it is written for another one.
+
+    `named` is the program as its user named it.
+    """
+    from ktc.dsl.evaluate import evaluate
+
+    for family in _TWINS:
+        known: dict[tuple[str, ...], str] = {("model", "type"): family}
+        if all(
+            evaluate(require.condition, rules.units[unit].params, lambda fact, known=known: known.get(fact)) is True
+            for unit, require in rules.requires
+        ):
+            return ("ktc", "check", named, f"tiny:{family}")
+    return None
+
+
+def loading(weights: Path | None, trust: bool) -> Iterator[object]:
+    """Yield the options with which the model was loaded: another command needs them too."""
+    yield from () if weights is None else ("--weights", weights)
+    yield from ("--trust-remote-code",) if trust else ()
+
+
+def _adapter(folder: Path | None) -> Words:
+    return () if folder is None else ("--adapter", folder)
+
+
+def _unused(model: str) -> str:
+    """Return a name for the compiled `model` in the working folder: an identifier that no module has."""
+    stem = re.sub(r"\W+", "_", Path(model.removeprefix("tiny:")).absolute().name).strip("_").lower() or "model"
+    stem = f"{stem}_ktc" if stem[0].isalpha() else f"model_{stem}_ktc"
+    names = (stem, *(f"{stem}_{number}" for number in range(2, 1000)))
+    return next(name for name in names if not Path(name).exists())
