@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -32,6 +32,7 @@ from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.files import new_folder, refusing
 from ktc.hf.conversions import Place, Unmappable, placer
+from ktc.hf.missing import why_missing
 from ktc.model.progress import Progress
 from ktc.regular_files import open_regular
 
@@ -94,7 +95,9 @@ def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str
             problems.append(_not_added(entry.name, found))
         else:
             additions[entry.name] = found
-    problems += _left_out(wanted, additions.values(), [e.name for e in index.tensors.values() if _is_lost(find, e)])
+    lost = [entry.name for entry in index.tensors.values() if _is_lost(find, entry)]
+    why = f"there are {listing(lost, 3)}, whose place is not known" if lost else why_missing(base.config, index, ())
+    problems += _left_out(wanted, additions.values(), why)
     if problems:
         raise InputRefused(*problems[:10])
     return additions
@@ -159,9 +162,7 @@ def _not_added(name: str, why: str) -> Diagnostic:
     return Diagnostic("A611", f"nothing can be added to stored tensor `{name}`: it {why}", hint="use it with peft")
 
 
-def _left_out(
-    wanted: Mapping[str, Placed | Whole], additions: Iterable[Addition], lost: Sequence[str]
-) -> Iterator[Diagnostic]:
+def _left_out(wanted: Mapping[str, Placed | Whole], additions: Iterable[Addition], why: str) -> Iterator[Diagnostic]:
     """Adapted weights, and experts and halves of them, that no stored tensor is."""
     taken: dict[str, set[tuple[int | None, str]]] = {}
     for each in additions:
@@ -176,8 +177,7 @@ def _left_out(
         if taken.get(name) in complete:
             continue
         message = f"the checkpoint has no tensor, or not all tensors, of `{name}`, which the adapter changes"
-        hint = f"there are {listing(lost, 3)}, whose place is not known" if lost else "is a shard missing?"
-        yield Diagnostic("A611", message, hint=hint)
+        yield Diagnostic("A611", message, hint=why)
 
 
 def _is_lost(find: Callable[[str], Place | Unmappable], entry: TensorEntry) -> bool:

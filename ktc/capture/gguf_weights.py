@@ -63,7 +63,7 @@ def map_gguf(model: PreTrainedModel, index: CheckpointIndex) -> GgufMap:
     rows: dict[str, WeightSource] = {}
     for target, places in chosen.items():
         if places is None and target not in tied:
-            problems.append(_missing(target, targets[target], choices[target]))
+            problems.append(_missing(index, target, targets[target], choices[target]))
         for place in places or ():
             row = rows[place.name] = _row(index, place, targets[target])
             problems += _misfits(row, targets[target])
@@ -149,13 +149,19 @@ def _misfits(row: WeightSource, target: Tensor) -> Iterator[Diagnostic]:
         yield Diagnostic("I117", message, hint="use a file of another quantisation")
 
 
-def _missing(target: str, tensor: Tensor, ways: Choices) -> Diagnostic:
+def _missing(index: CheckpointIndex, target: str, tensor: Tensor, ways: Choices) -> Diagnostic:
     names = " or ".join(" and ".join(f"`{place.name}`" for place in way) for way in ways if way)
     if not names:
         message = f"`{target}` {list(tensor.shape)} has no name in this architecture's GGUF files"
         return Diagnostic("I122", message, hint="use the model's safetensors")
     message = f"the GGUF file lacks {names}, for `{target}` {list(tensor.shape)}"
-    return Diagnostic("I115", message, hint="is it the file of this model?")
+    return Diagnostic("I115", message, hint=_named(index))
+
+
+def _named(index: CheckpointIndex) -> str:
+    name = (index.gguf or {}).get("general.name")
+    told = f"the file calls its model `{name!s:.60}`; " if name else ""
+    return f"{told}use config.json of the model that was converted"
 
 
 def _others(

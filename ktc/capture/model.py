@@ -35,6 +35,8 @@ from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource,
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
+from ktc.hf.foreign_errors import of_another_version, raised_by
+from ktc.hf.named_class import not_a_causal_lm
 from ktc.linears.plain import is_plain_linear
 from ktc.stage_progress import counted
 
@@ -114,7 +116,7 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
                 "I103",
                 f"transformers cannot build a causal LM from this config (`model_type` = `{config.model_type}`): "
                 f"{first_line(error)}",
-                hint="check config.json against the installed transformers version",
+                hint=not_a_causal_lm(config) or of_another_version(config) or raised_by(error),
             )
         ) from error
     return model.eval()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from pathlib import Path
-
-import torch
 
 from ktc.capture.expert_hits import DependsOnData
+from ktc.hf.foreign_errors import OURS, raising_line
 
 # Messages of torch when code reads the values of a meta tensor.
 NO_DATA = ("nonzero", "no data", "on meta tensors", "data-dependent")
-_OURS = str(Path(__file__).parents[1])
-_ELSEWHERE = (str(Path(torch.__file__).parent), _OURS)
 
 
 def first_line(error: BaseException | None) -> str:
@@ -23,14 +19,13 @@ def first_line(error: BaseException | None) -> str:
 def reason_of(error: Exception) -> str:
     """Return why code does not run on meta: the line of the model that reads data, or that raises."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_ELSEWHERE)]
+    line = raising_line(error)
     raised = f"{type(error).__name__}: {first_line(error)}"
-    if not own:
+    if not line:
         return raised
-    line = f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno})"
     if isinstance(error, DependsOnData):
         return f"its code depends on data: {line} reads more than which experts have tokens"
-    if frames[-1].filename.startswith(_OURS):
+    if frames[-1].filename.startswith(OURS):
         return raised
     if any(words in str(error) for words in NO_DATA):
         return f"its code depends on data: {line}"

@@ -23,6 +23,7 @@ from ktc.capture.markers import masks_given
 from ktc.capture.reasons import first_line, reason_of
 from ktc.capture.unrolled import routed_anyhow
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.hf.foreign_errors import raised_by
 from ktc.stage_progress import tell
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -43,7 +44,7 @@ def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dic
             break
         return calls, failed
     message = f"the model of this config does not run: {type(error).__name__}: {first_line(error)}"
-    raise InputRefused(Diagnostic("I107", message, hint="check the sizes in config.json")) from error
+    raise InputRefused(Diagnostic("I107", message, hint=raised_by(error) if error else "")) from error
 
 
 def _like_attention(fqn: str) -> bool:

@@ -20,6 +20,7 @@ from ktc.capture.gguf_weights import map_gguf
 from ktc.checkpoint import CheckpointIndex, Part, Quantised, Span, Step, StoredWeight, WeightSource, stored_weights
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.hf.conversions import STACKED_PARTS, Place, Unmappable, placer
+from ktc.hf.missing import why_missing
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
 _MOST_SHOWN = 20
@@ -72,9 +73,10 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
         source = _source(weight, spot, targets[target])
         problems += _misfits(source, spot, targets[target], taken.get(spot))
         taken[spot] = source
-    taken, gaps = _joined(taken, targets)
+    why = why_missing(model.config, index, unused)
+    taken, gaps = _joined(taken, targets, why)
     demanded = {name: tensor for name, tensor in targets.items() if name not in tied}
-    problems += (*gaps, *_missing(demanded, taken.values(), _shared(model)))
+    problems += (*gaps, *_missing(demanded, taken.values(), _shared(model), why))
     if problems:
         raise InputRefused(*_shortened(problems))
     return WeightMap(tuple(taken.values()), (*warnings, *_unexpected(model, unused), *_unread(index)))
@@ -140,16 +142,16 @@ def _with_columns(quantised: Quantised, columns: int) -> Quantised:
 
 
 def _misfits(source: WeightSource, place: Place, target: Tensor, earlier: WeightSource | None) -> Iterable[Diagnostic]:
-    again = f"download or copy `{source.file}` again, or check config.json"
+    other = "take config.json and the weights from the same place: they are of different models"
     if earlier is not None:
         message = f"`{source.target}` has two sources: `{earlier.source_key}` and `{source.source_key}`"
         yield Diagnostic("I119", message, hint="keep one of the two in the checkpoint")
     if source.expert is not None and source.expert >= target.shape[0]:
         message = f"tensor `{source.source_key}` is of expert {source.expert}; the config has {target.shape[0]} experts"
-        yield Diagnostic("I116", message, hint=again)
+        yield Diagnostic("I116", message, hint=other)
     elif (found := _comparable(source, place)) != (expected := _comparable_target(source, place, target)):
         message = f"tensor `{source.source_key}` in `{source.file}` has shape {found}, expected {expected}"
-        yield Diagnostic("I116", message, hint=again)
+        yield Diagnostic("I116", message, hint=other)
     if target.is_floating_point() and source.quantised is None and source.dtype not in _FLOATS:
         message = f"tensor `{source.source_key}` is stored as {source.dtype}, expected one of {', '.join(_FLOATS)}"
         yield Diagnostic("I117", message, hint="use the unquantised checkpoint")
@@ -182,7 +184,7 @@ def _expected_shape(source: WeightSource, target: tuple[int, ...]) -> tuple[int,
 
 
 def _joined(
-    taken: Mapping[Place, WeightSource], targets: Mapping[str, Tensor]
+    taken: Mapping[Place, WeightSource], targets: Mapping[str, Tensor], why: str
 ) -> tuple[dict[Place, WeightSource], list[Diagnostic]]:
     """Return the rows with their spans, consecutive in each target, and the problems of their sizes."""
     placed, problems, groups = dict(taken), list[Diagnostic](), dict[str, list[Place]]()
@@ -197,7 +199,7 @@ def _joined(
         if len(ordered) != number or sum(lengths) != shape[dim]:
             message = f"`{target}` {list(shape)} is joined of {number} tensors along dimension {dim}"
             found = f"the checkpoint has {len(ordered)}, of {sum(lengths)} together"
-            problems.append(Diagnostic("I116", f"{message}; {found}", hint="is a shard missing?"))
+            problems.append(Diagnostic("I116", f"{message}; {found}", hint=why))
             continue
         for place, start, length in zip(ordered, accumulate([0, *lengths]), lengths, strict=False):
             placed[place] = replace(taken[place], span=Span(dim, start, length))
@@ -212,7 +214,7 @@ def _shared(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _missing(
-    targets: Mapping[str, Tensor], taken: Iterable[WeightSource], shared: Mapping[str, str]
+    targets: Mapping[str, Tensor], taken: Iterable[WeightSource], shared: Mapping[str, str], why: str
 ) -> Iterable[Diagnostic]:
     whole: set[str] = set()
     stacked: dict[str, set[tuple[int | None, Part | None]]] = {}
@@ -232,9 +234,7 @@ def _missing(
             yield Diagnostic("I119", message, hint="ktc compiles layers that have tensors of their own")
             continue
         if name not in stacked:
-            yield Diagnostic(
-                "I115", f"the checkpoint lacks `{name}` ({_described(tensor)})", hint="is a shard missing?"
-            )
+            yield Diagnostic("I115", f"the checkpoint lacks `{name}` ({_described(tensor)})", hint=why)
             continue
         parts: tuple[Part, ...] = ("gate", "up")
         if not name.endswith(".gate_up_proj"):
@@ -243,7 +243,7 @@ def _missing(
             for part in parts:
                 if (expert, part) not in stacked[name]:
                     message = f"the checkpoint lacks the {part} projection of expert {expert} of `{name}`"
-                    yield Diagnostic("I115", message, hint="is a shard missing?")
+                    yield Diagnostic("I115", message, hint=why)
 
 
 def _described(tensor: Tensor) -> str:

@@ -173,7 +173,7 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-@in_session("as_json")
+@in_session("as_json", "quiet")
 def doctor_command(
     session: Session,
     clean: Annotated[

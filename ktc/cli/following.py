@@ -23,7 +23,7 @@ _TWINS: Final = ("deepseek_v2", "qwen3_moe")  # model types, by which a program 
 
 def after_compiling(out: Path, *, weights: Path | None = None, trust: bool = False) -> Words:
     """Return the command that uses the compiled model `out`: training if it has an adapter, otherwise answers."""
-    if not (out / "lora.json").is_file():
+    if not _has_adapter(out):
         return answering(out, weights=weights, trust=trust)
     return ("ktc", "train", relative(out.absolute()), "--data", DATA, *loading(weights, trust))
 
@@ -45,12 +45,18 @@ def compiling(model: str | Path, rules: str = RULES, settings: Iterable[str] = (
 
 
 def checking(rules: RuleSet, named: str | Path) -> Words | None:
-    """Return the command that checks the program on a small model, or None if it is written for another one.
+    """Return the command that follows the check of a program alone; `named` is the program as its user named it.
 
-    `named` is the program as its user named it.
+    A bundled program is checked on a small model. None if it is written for a larger one, or rounds rows in groups that
+    no small model has. A file of the user's is formatted.
     """
     from ktc.dsl.evaluate import evaluate
+    from ktc.targets.fake_quant import FakeQuant
 
+    if Path(named).is_file():
+        return ("ktc", "fmt", named)
+    if any(isinstance(action.target, FakeQuant) for rule in rules.rules for action in rule.actions):
+        return None
     for family in _TWINS:
         known: dict[tuple[str, ...], str] = {("model", "type"): family}
         if all(
@@ -65,6 +71,12 @@ def loading(weights: Path | None, trust: bool) -> Iterator[object]:
     """Yield the options with which the model was loaded: another command needs them too."""
     yield from () if weights is None else ("--weights", weights)
     yield from ("--trust-remote-code",) if trust else ()
+
+
+def _has_adapter(out: Path) -> bool:
+    """Return whether the rules of the compiled model `out` define an adapter: otherwise its file holds `null`."""
+    file = out / "lora.json"
+    return file.is_file() and file.read_text(encoding="utf-8").strip() != "null"
 
 
 def _adapter(folder: Path | None) -> Words:

@@ -71,4 +71,4 @@ def import_kt_yaml_command(
         session.next("ktc", "import-kt-yaml", file, model, "-o", f"{file.stem}.ktr")
     else:
         session.show(str(found.report).rstrip())
-        session.next("ktc", "check", output, model)
+        session.next("ktc", "check", output)

@@ -61,7 +61,7 @@ class WeightTraining:
 
 def not_rounded(fqn: str, why: str) -> Diagnostic:
     """Return the refusal (L463) of weights that cannot be rounded to a grid."""
-    hint = "a run that has diverged writes such weights: lower the learning rate, and resume from a checkpoint before"
+    hint = "if the loss is not finite either, resume from a checkpoint before, with a lower learning rate"
     return Diagnostic("L463", f"the weights of `{fqn}` cannot be rounded: {why}", hint=hint)
 
 

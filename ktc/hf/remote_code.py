@@ -18,6 +18,7 @@ from transformers.dynamic_module_utils import (
 
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.hf.foreign_errors import raised_by
 from ktc.regular_files import read_regular
 
 _MODEL = "AutoModelForCausalLM"
@@ -88,9 +89,7 @@ def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTraine
     except Exception as error:  # foreign code raises anything
         words = (str(error).strip().splitlines() or [""])[0][:200]
         message = f"the code of `{folder.name}` cannot be used: {type(error).__name__}: {words}"
-        raise InputRefused(
-            Diagnostic("I109", message, hint="try it with the transformers version that it was written for")
-        ) from error
+        raise InputRefused(Diagnostic("I109", message, hint=raised_by(error))) from error
     return config, model_class
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.regular_files import require_regular
+from ktc.regular_files import read_regular, require_regular
 
 _FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _PANIC = "PanicException"  # of libraries in Rust, where one of their own indices is out of range; it is no `Exception`
@@ -24,5 +24,12 @@ def read_tokenizer(folder: Path, code: str, **settings: Any) -> Any:
             raise
         reason = str(error).strip().partition("\n")[0][:200]
         message = f"`{folder}` has no tokenizer that can be read: {reason}"
-        hint = "put the original's tokenizer files there; a tokenizer with code of its own is not run"
-        raise InputRefused(Diagnostic(code, message, hint=hint)) from error
+        raise InputRefused(Diagnostic(code, message, hint=_remedy(folder))) from error
+
+
+def _remedy(folder: Path) -> str:
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and b'"auto_map"' in read_regular(config):
+        return f"`{config.name}` names code for the tokenizer, which ktc does not run"
+    state = "are not all valid" if any(folder.glob("*token*")) else "are not there"
+    return f"the tokenizer's files {state}: copy those of the original"

@@ -34,5 +34,5 @@ def not_finite(source: WeightSource, expert: int | None) -> Diagnostic:
     return Diagnostic(
         "L407",
         f"tensor `{source.source_key}`{which} in `{source.file}` holds values that are not finite",
-        hint="download the file again; `load(allow_nonfinite=True)` takes it as it is",
+        hint="`load(allow_nonfinite=True)` takes it as it is; if the original is finite, copy it again",
     )

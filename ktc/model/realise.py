@@ -100,5 +100,5 @@ def _no_such_module(step: Rewrite, found: str) -> Diagnostic:
     return Diagnostic(
         "L420",
         f"rule `{step.rule}` puts `{step.module}` at `{step.fqn}`, where this model has {found}",
-        hint="compile it again with the installed transformers",
+        hint="compile it again: the modules of the model are not those that were compiled",
     )

@@ -23,6 +23,7 @@ from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.files import temporary_folder
 from ktc.graph import ops
 from ktc.graph.typed import input_of, nodes_of
+from ktc.hf.foreign_errors import raised_by
 from ktc.host import Host
 from ktc.model.realise import realise
 from ktc.plan import BlockRewrite
@@ -98,7 +99,7 @@ def does_not_run(error: Exception) -> Diagnostic:
     """Return the diagnostic of a witness that stock transformers does not run."""
     words = (str(error).strip().splitlines() or [""])[0][:200]
     message = f"the shrunk witness of this model does not run in transformers: {type(error).__name__}: {words}"
-    return Diagnostic("P302", message, hint="try another version of transformers")
+    return Diagnostic("P302", message, hint=raised_by(error))
 
 
 @contextmanager

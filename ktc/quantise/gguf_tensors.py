@@ -23,6 +23,7 @@ from ktc.checkpoint.gguf_types import block_of
 from ktc.checkpoint.header import TensorEntry
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.hf.conversions import Place, placer
+from ktc.hf.missing import why_missing
 from ktc.quantise.original import Original
 
 Q4_0: Final = "q4_0"
@@ -84,13 +85,14 @@ def plan_file(original: Original, architecture: str, matrices: str) -> FilePlan:
     targets: dict[str, Tensor] = base.model.state_dict()
     pairs = cast("Mapping[str, str]", getattr(base.model, "all_tied_weights_keys", None) or {})
     places, problems, left_out = _places(original, targets, pairs)
+    why = why_missing(base.config, original.index, left_out)
     name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
     tensors: list[FileTensor] = []
     for name, tensor in targets.items():
         found = places.get(name, {})
         if not found:
             if name not in pairs:
-                problems.append(_problem(f"the checkpoint has no tensor of `{name}`", "is a shard missing?"))
+                problems.append(_problem(f"the checkpoint has no tensor of `{name}`", why))
             continue
         try:
             tensors += _tensors(base, name, tuple(tensor.shape), found, architecture, name_of, original.weights.coded)

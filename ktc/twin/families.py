@@ -63,11 +63,12 @@ def default_config(model_type: str) -> PretrainedConfig:
     Raises InputRefused (I103) for a model type that the installed transformers does not know.
     """
     from transformers import CONFIG_MAPPING
+    from transformers import __version__ as version
 
     if model_type not in CONFIG_MAPPING:
         message = f"the installed transformers knows no model type `{model_type}`"
         known = list(CONFIG_MAPPING)
-        raise InputRefused(Diagnostic("I103", message, hint=suggest(model_type, known) or "check its version"))
+        raise InputRefused(Diagnostic("I103", message, hint=suggest(model_type, known) or f"its version is {version}"))
     config = CONFIG_MAPPING[model_type]().get_text_config()
     settings: dict[str, Any] = config.to_dict()
     filled = _filled(settings, model_type)

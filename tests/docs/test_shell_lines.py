@@ -23,7 +23,8 @@ import pytest
 import typer
 from places import CONFIGS, ROOT, TESTS
 
-PAGES = sorted(path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")))
+README = ROOT / "README.md"
+PAGES = sorted(path for path in (README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")))
 EXEMPT = {"needs=gpu", "needs=download"}
 _BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _SHELL = re.compile(r"^(\$ )?(ktc|make|pip|python3?|torchrun|llamafactory-cli|curl) ", re.MULTILINE)
@@ -122,7 +123,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.yaml").write_text("data: questions.jsonl\naccumulation: 2\n", encoding="utf-8")
     (folder / "my_rules.ktr").write_text('rule head {match linear at "lm_head" => keep(quant)}\n', encoding="utf-8")
     shutil.copy(TESTS / "kt_yaml" / "deepseek_v2.yaml", folder / "optimize.yaml")
-    shutil.copy(ROOT / "README.md", folder)
+    shutil.copy(README, folder)
     shutil.copytree(CONFIGS / "deepseek-v2-lite", folder / "deepseek-v2-lite")
     _bash(
         "ktc compile tiny:deepseek_v2 moe-lora -o build/my_model\n"
@@ -151,7 +152,16 @@ RUN_HERE = [page for page in PAGES if any(block.language == "sh" and block.runs_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
+def test_every_line_of_the_readme_runs_in_an_empty_folder(tmp_path: Path) -> None:
+    """Run the shell lines, then the Python lines, which find what those made."""
+    found = [block for block in blocks(README) if block.runs_here]
+    _bash("".join(block.text for block in found if block.language == "sh"), tmp_path)
+    (tmp_path / "lines.py").write_text("".join(block.text for block in found if block.language == "python"))
+    _bash("python lines.py", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in RUN_HERE if page != README], ids=lambda page: page.stem)
 def test_a_page_runs_as_it_is_written(page: Path, tuned: Path, tmp_path: Path) -> None:
     folder = tmp_path / "page"
     script = "".join(block.text for block in blocks(page) if block.language == "sh" and block.runs_here)

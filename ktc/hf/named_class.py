@@ -1,0 +1,36 @@
+"""The kind of model that config.json names in `architectures`, for messages about models that ktc cannot compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+_KINDS: Final[Mapping[str, str]] = {
+    "ForSequenceClassification": "a sequence classifier",
+    "ForTokenClassification": "a token classifier",
+    "ForQuestionAnswering": "a model for question answering",
+    "ForMultipleChoice": "a model for multiple choice",
+    "ForMaskedLM": "a masked language model",
+    "RewardModel": "a reward model",
+    "Model": "a model without a language-model head",
+}
+_GENERATION: Final = "ForConditionalGeneration"
+
+
+def not_a_causal_lm(config: PreTrainedConfig) -> str:
+    """Return which other kind of model config.json names, as a sentence; empty if it names a causal LM or nothing."""
+    named = cast("list[str]", getattr(config, "architectures", None) or [""])[0]
+    if named in cast("dict[str, Any]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).values():
+        return ""
+    kind = next((words for ending, words in _KINDS.items() if named.endswith(ending)), "")
+    if named.endswith(_GENERATION):
+        kind = "an encoder-decoder model" if config.is_encoder_decoder else "a multimodal model" * _has_parts(config)
+    return f"config.json names `{named}`, {kind}; ktc compiles causal LMs" if kind else ""
+
+
+def _has_parts(config: PreTrainedConfig) -> bool:
+    """Return whether the config has one of its own for the text, beside those of other modalities."""
+    return config.get_text_config() is not config
