@@ -53,7 +53,7 @@ def _ending() -> Iterator[signal.Signals]:
 class Session:
     """A command's output. Results are printed by `show` for people and by `result` for programs, products by `emit`.
 
-    Progress goes to `console` and remarks to `tell`, both on stderr. `-q` leaves these two out, and nothing else.
+    Progress goes to `console` and remarks to `tell`, both on stderr. `-q` leaves out only these two.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What an error of a model's own code tells: the line that raised it, and the version that config.json is of."""
+"""Facts about an error of a model's own code: the line that raised it, and the version that wrote config.json."""
 
 from __future__ import annotations
 
