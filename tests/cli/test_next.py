@@ -76,13 +76,13 @@ FIRST = (
     "eval made --adapter run --data capitals --limit 1 --max-new-tokens 2",
     "export run --layout per-expert -o exported",
     "merge made run -o merged",
-    "quantize merged -o int4",
+    "quantize merged --scheme int4-channel -o int4",
     "export --gguf merged -o model.gguf",
     "census --family qwen3_moe",
     "import-kt-yaml optimize.yaml tiny:deepseek_v2",
     f"bench moe {SHAPE} --impl ktc_bf16",
     "bench finetune --config tiny:qwen3_moe --random-weights --length 16 --accumulation 1 --steps 2 --impl ktc",
-    "bench generate --config tiny:qwen3_moe --batch 1 --context 8 --steps 8 --impl eager",
+    "bench generate --config tiny:deepseek_v2 --batch 1 --context 8 --steps 8 --impl eager",
 )
 
 
