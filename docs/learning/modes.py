@@ -172,7 +172,7 @@ def _measured(
 def _of_references(out: Path, adapter: Path | None, held_out: Path) -> tuple[float, float]:
     """Return the loss per token of the reference answers, and the percentage of their tokens that rank first."""
     from ktc.evaluate.data import read_items
-    from ktc.evaluate.likelihood import likelihoods
+    from ktc.evaluate.likelihood import continuations, likelihoods
     from ktc.generate.language_model import open_language_model
     from ktc.generate.prompts import render
 
@@ -180,7 +180,7 @@ def _of_references(out: Path, adapter: Path | None, held_out: Path) -> tuple[flo
     pairs: list[Any] = []
     for item in read_items(held_out):
         prompt = render(opened, item.asked, system="", raw=item.raw, place=item.place)
-        pairs.append((prompt.input_ids, opened.tokenizer(item.reference, add_special_tokens=False)["input_ids"]))
+        pairs += continuations(opened.tokenizer, prompt, [item.reference])
     found = likelihoods(opened, pairs, 32)
     tokens = sum(each.tokens for each in found)
     return -sum(each.log for each in found) / tokens, 100 * sum(each.hits for each in found) / tokens

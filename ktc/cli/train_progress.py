@@ -80,7 +80,7 @@ def _bar(console: Console) -> Any:
 
 def show_data(session: Session, data: PreparedData, *, first: bool = False) -> None:
     """Show a line per set of examples; with `first` also the lengths, and the first row with its learned tokens."""
-    session.diagnose(data.train.notes)
+    session.diagnose(data.notes)
     parts = [("training data", data.train.summary)]
     if data.held_out is not None:
         parts.append(("held-out data", data.held_out.summary))

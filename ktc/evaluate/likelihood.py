@@ -1,6 +1,7 @@
 """Log likelihoods of given continuations: the ranking of multiple choice, and token accuracy.
 
-Input: token ids of prompts and their continuations. Output: a frozen `Likelihood` per pair. Nothing is generated.
+Input: prompts with texts to follow them, as pairs of token ids. Output: a frozen `Likelihood` per pair. Nothing is
+generated.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktc.generate.language_model import LanguageModel
+from ktc.generate.prompts import Prompt
+from ktc.hf.token_borders import TextTokens
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -21,6 +24,18 @@ class Likelihood:
     log: float
     hits: int
     tokens: int
+
+
+def continuations(tokenizer: Any, prompt: Prompt, texts: Sequence[str]) -> list[Pair]:
+    """Return each text after the prompt as token ids: those before it, and its own.
+
+    A text is tokenised together with its prompt, so its first token may hold the prompt's end. All texts begin after
+    the same number of tokens; otherwise their likelihoods could not be compared. The very first token is never rated.
+    """
+    tokens = TextTokens(tokenizer, special=prompt.special)
+    found = [tokens.continued(prompt.text, text) for text in texts]
+    begin = max(1, min(at for _, at in found))
+    return [(ids[:begin], ids[begin:]) for ids, _ in found]
 
 
 def likelihoods(opened: LanguageModel, pairs: Sequence[Pair], batch_size: int) -> list[Likelihood]:
@@ -60,7 +75,7 @@ def _likelihood(logits: Any, continuation: Sequence[int]) -> Likelihood:
     """Return one likelihood; `logits` [tokens, vocabulary], each row before its token of the continuation."""
     import torch
 
-    wanted = torch.tensor(list(continuation), device=logits.device)
+    wanted = torch.tensor(list(continuation), dtype=torch.long, device=logits.device)
     logs = torch.log_softmax(logits.float(), -1).gather(1, wanted[:, None]).sum()
     hits = (logits.argmax(-1) == wanted).sum()
     return Likelihood(float(logs), int(hits), len(continuation))

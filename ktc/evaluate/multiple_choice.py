@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ktc.evaluate.data import Question
-from ktc.evaluate.likelihood import likelihoods
+from ktc.evaluate.likelihood import continuations, likelihoods
 from ktc.generate.answers import Sampling, answer_all
 from ktc.generate.language_model import LanguageModel
 from ktc.generate.prompts import Prompt, render
@@ -66,8 +66,8 @@ def choose(
 def _likeliest(opened: LanguageModel, question: Question, prompt: Prompt, batch_size: int) -> Choice:
     """Return the first of the most probable letters. After `Answer:` a letter follows a space."""
     space = " " if prompt.text.endswith("Answer:") else ""
-    tokens = [opened.tokenizer(space + letter, add_special_tokens=False)["input_ids"] for letter in question.letters]
-    found = likelihoods(opened, [(prompt.input_ids, each) for each in tokens], batch_size)
+    pairs = continuations(opened.tokenizer, prompt, [space + letter for letter in question.letters])
+    found = likelihoods(opened, pairs, batch_size)
     logs = tuple(each.log for each in found)
     return Choice(question.letters[logs.index(max(logs))], logs=logs)
 

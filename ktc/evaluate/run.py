@@ -14,7 +14,7 @@ from ktc import versions
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.evaluate.comparison import RESAMPLES, Line, compare
 from ktc.evaluate.data import Item, Question
-from ktc.evaluate.likelihood import likelihoods
+from ktc.evaluate.likelihood import continuations, likelihoods
 from ktc.evaluate.metrics import Definition, Metric, mean_metric
 from ktc.evaluate.multiple_choice import DEFINITIONS, By, Choice, ask, choose
 from ktc.generate.answers import Sampling, answer_all, set_seed
@@ -140,11 +140,10 @@ def _rendered(samples: Sequence[Any], make: Callable[[Any], Prompt]) -> list[Pro
 def _token_accuracy(
     opened: LanguageModel, prompts: Sequence[Prompt], references: Sequence[str], batch_size: int
 ) -> Metric:
-    encode = opened.tokenizer
-    wanted = [encode(reference, add_special_tokens=False)["input_ids"] for reference in references]
-    pairs = [(prompt.input_ids, tokens) for prompt, tokens in zip(prompts, wanted, strict=True)]
+    each = zip(prompts, references, strict=True)
+    pairs = [pair for prompt, text in each for pair in continuations(opened.tokenizer, prompt, [text])]
     found = likelihoods(opened, pairs, batch_size)
-    return mean_metric("token accuracy", [100 * each.hits / each.tokens for each in found])
+    return mean_metric("token accuracy", [100 * each.hits / each.tokens for each in found if each.tokens])
 
 
 def _columns(base: Any, tuned: Any, at: int) -> dict[str, Any]:

@@ -32,11 +32,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is the model's input, including the template; `place` is its origin."""
+    """`text` is the model's input, including the template; `place` is its origin.
+
+    `special`: the tokenizer added its special tokens, which a template writes itself.
+    """
 
     text: str
     input_ids: tuple[int, ...]
     place: Span | None = None
+    special: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def render(
     if opened.has_template and not raw:
         text = _templated(tokenizer, turns, place)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Prompt(text, tuple(ids), place)
+        return Prompt(text, tuple(ids), place, special=False)
     text = turns[0].content if isinstance(asked, str) and len(turns) == 1 else _joined(tokenizer, turns)
     return Prompt(text, tuple(tokenizer(text)["input_ids"]), place)
 
@@ -165,7 +169,9 @@ def _templated(tokenizer: Any, turns: Sequence[Message], place: Span | None) -> 
 
 def _joined(tokenizer: Any, turns: Sequence[Message]) -> str:
     end = str(tokenizer.eos_token or "")
-    return "".join(turn.content + (end if turn.role == "assistant" else "\n") for turn in turns)
+    return "".join(
+        turn.content.removesuffix(end) + end if turn.role == "assistant" else turn.content + "\n" for turn in turns
+    )
 
 
 def _too_long(prompt: Prompt, limit: int, wanted: int) -> Diagnostic:

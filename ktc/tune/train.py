@@ -17,7 +17,7 @@ from ktc.files import refusing, write_file
 from ktc.tune import run_folder
 from ktc.tune.prepare import prepare
 from ktc.tune.settings import TrainSettings, read_settings
-from ktc.tune.types import Observe, RunPaths, Stop, TrainResult
+from ktc.tune.types import Observe, PreparedData, RunPaths, Stop, TrainResult
 
 
 def train(
@@ -73,10 +73,14 @@ def settings_for(paths: RunPaths, config: Path | None, flags: dict[str, Any]) ->
 
 
 def _warn(event: str, value: object) -> None:
-    """Ignore all events but a resumed run's, which leaves out damaged checkpoints."""
+    """Warn of what the data and a resumed run's damaged checkpoints have to say, and ignore all other events."""
+    found: tuple[Diagnostic, ...] = ()
     if isinstance(value, run_folder.RunFolder):
-        for found in value.left_out:
-            warnings.warn(f"{found.message} ({found.hint})", stacklevel=2)
+        found = value.left_out
+    elif isinstance(value, PreparedData):
+        found = value.notes
+    for each in found:
+        warnings.warn(f"{each.message} ({each.hint})", stacklevel=2)
 
 
 def run(

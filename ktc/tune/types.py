@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktc.diagnostics import Diagnostic
 from ktc.tune.tokenised import TokenisedData
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ class PreparedData:
 
     train: TokenisedData
     held_out: TokenisedData | None
+
+    @property
+    def notes(self) -> tuple[Diagnostic, ...]:
+        """The warnings of both, each once."""
+        return tuple(dict.fromkeys((*self.train.notes, *(self.held_out.notes if self.held_out else ()))))
 
 
 @dataclass(frozen=True, slots=True)
