@@ -1,6 +1,6 @@
 """Where a part of a text begins among the tokens of the whole text.
 
-In: a tokenizer, and a text with what comes before it. Out: the token ids of the whole, and the number of those before
+In: a tokenizer, and a text with the text before it. Out: the token ids of the whole, and the number of those before
 the part. The parts are never tokenised apart: a tokenizer may join the end of a prompt and the start of its answer, and
 one that puts a space before every text would put it between the two. A part begins at the first token that the text
 before it does not have by itself, as in TRL. Such a token may hold characters of both.

@@ -20,11 +20,13 @@ NOT_LEARNED: Final = -100
 class JoinedBorder:
     """An answer that begins inside a token: `alone`, the end of its prompt by itself, and `within`, that in the row.
 
-    `spaces` at the end of the prompt would have to begin the answer, for a border between two tokens; "" for others.
+    `rewritten`: the template ends the prompt with other text. `spaces`: those at the end of the prompt that would have
+    to begin the answer for a border between two tokens.
     """
 
     alone: str
     within: str
+    rewritten: bool
     spaces: str
 
 
@@ -62,7 +64,7 @@ class Labeller:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A row and its tokens; `places` are the characters of each, None where the tokenizer does not tell."""
+    """A row and its tokens; `places` are the characters of each, None for a tokenizer in Python."""
 
     row: RowText
     tokens: TextTokens
@@ -89,4 +91,5 @@ class _Read:
         prompt = answer.prompt.rstrip()
         helps = not self.tokens.border(prompt, self.ids).is_inside_token
         spaces = answer.prompt[len(prompt) :] if helps else ""
-        return JoinedBorder(decode(list(begin.alone)), decode(self.ids[begin.at : last + 1]), spaces)
+        rewritten = answer.start < len(answer.prompt)
+        return JoinedBorder(decode(list(begin.alone)), decode(self.ids[begin.at : last + 1]), rewritten, spaces)

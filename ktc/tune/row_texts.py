@@ -35,7 +35,7 @@ class Answer:
 class RowText:
     """`answers` None: everything is learned. `special`: the tokenizer adds its special tokens; a template wrote them.
 
-    `marked`: the answers are the template's marks, and not what follows a prompt.
+    `marked`: the answers are the template's marks, and not the text after a prompt.
     """
 
     text: str
@@ -45,7 +45,7 @@ class RowText:
 
 
 class RowWriter:
-    """Writes rows by the tokenizer's chat template or, for want of one or with the template `plain`, without."""
+    """Writes rows by the tokenizer's chat template or, if it has none or the template is `plain`, without."""
 
     def __init__(self, tokenizer: Any, template: Template) -> None:
         self._tokenizer = tokenizer

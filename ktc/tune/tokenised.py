@@ -149,14 +149,17 @@ def _joined(file: str, found: Sequence[tuple[int, JoinedBorder]]) -> Iterator[Di
     if not found:
         return
     line, first = found[0]
-    others = "" if len(found) == 1 else f"; {len(found)} rows have such a border"
+    alone, within = _shown(first.alone), _shown(first.within)
     message = (
-        f"the answer begins inside a token: the prompt's end `{_shown(first.alone)}` becomes "
-        f"`{_shown(first.within)}` before it, which is learned whole{others}"
+        f"the answer begins inside the token `{within}`, which is learned whole; the prompt alone ends with `{alone}`"
     )
-    hint = "a prompt alone has other tokens than those learned from: end it where a token ends"
-    if first.spaces:
+    hint = "the tuned model is asked with other tokens than it learned from: end a prompt where a token ends"
+    if first.rewritten:
+        message = f"the template ends the prompt alone with `{alone}`; the row has `{within}` there, which is learned"
+        hint = "the tuned model is asked with a prompt that it did not learn from: mend the template"
+    elif first.spaces:
         hint = "move the white space at the prompt's end to the answer's start, here and when the model is asked"
+    message += "" if len(found) == 1 else f" ({len(found)} rows have such a border)"
     yield Diagnostic("T543", message, Span(file, line, 1, line, 2), hint=hint, severity="warning")
 
 

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from built_tokenizers import BUILT
 
 from ktc.cli import app as cli
 from ktc.diagnostics import InputRefused, Span
 from ktc.evaluate import run as evaluate
 from ktc.evaluate.comparison import compare
 from ktc.evaluate.data import Question, read_items, read_questions
-from ktc.evaluate.likelihood import likelihoods
+from ktc.evaluate.likelihood import continuations, likelihoods
 from ktc.evaluate.metrics import definition, mean_metric
 from ktc.evaluate.multiple_choice import ask, choose, extract
 from ktc.generate.answers import Sampling, answer, left_padded
 from ktc.generate.language_model import LanguageModel, open_language_model
-from ktc.generate.prompts import render
+from ktc.generate.prompts import Prompt, render
 
 LIBRARIES = ("jieba", "nltk", "rouge_chinese", "rouge_score", "sacrebleu")
 pytestmark = [
@@ -142,6 +143,30 @@ def test_a_generated_token_is_the_likeliest(opened: LanguageModel) -> None:
     )[0, len(prompt.input_ids) :].tolist()
     (found,) = likelihoods(opened, [(prompt.input_ids, tokens)], 1)
     assert found.hits == found.tokens == len(tokens)
+
+
+def test_a_text_is_rated_in_the_tokens_that_it_has_after_its_prompt() -> None:
+    joining, spacing = BUILT["byte-level BPE"](), BUILT["SentencePiece BPE, a space before all"]()
+    prompt = Prompt("Say: the capital ", (), special=True)
+    ((before, rated),) = continuations(joining, prompt, ["of France"])
+    assert (joining.decode(before), joining.decode(rated)) == ("Say: the capital", " of France")
+    ((before, rated),) = continuations(spacing, Prompt("un", ()), ["happy"])
+    assert before + rated == spacing("unhappy")["input_ids"]
+    assert spacing.convert_ids_to_tokens(before) == ["<s>"]  # one token holds both
+
+
+def test_texts_that_are_compared_begin_after_the_same_tokens() -> None:
+    tokenizer = BUILT["byte-level BPE"]()
+    one, other = continuations(tokenizer, Prompt("the capital ", (), special=False), ["of", "(of)"])
+    assert one[0] == other[0] == tokenizer("the capital")["input_ids"]
+    assert [tokenizer.decode(rated) for _, rated in (one, other)] == [" of", " (of)"]
+
+
+def test_special_tokens_after_every_text_are_not_rated() -> None:
+    tokenizer = BUILT["WordPiece"]()
+    ((before, rated),) = continuations(tokenizer, Prompt("the capital", ()), [" of"])
+    assert tokenizer.convert_ids_to_tokens(before)[0] == "[CLS]"
+    assert tokenizer.convert_ids_to_tokens(rated) == ["of"]
 
 
 # Multiple choice -------------------------------------------------------------------------------------------------

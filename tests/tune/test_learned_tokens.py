@@ -14,6 +14,7 @@ from datasets import Dataset, disable_progress_bars, enable_progress_bars
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from ktc.diagnostics import InputRefused
 from ktc.hf.token_borders import shared_length
 from ktc.tune.examples import read_training_data
 from ktc.tune.tokenised import NOT_LEARNED, TokenisedData, tokenise
@@ -112,7 +113,7 @@ def as_sharegpt(chats: Sequence[Any]) -> list[Any]:
 
 
 def as_alpaca(chats: Sequence[Any]) -> list[Any]:
-    """The last question and answer, after a history."""
+    """Return the last question and answer, after a history."""
     found = list[Any]()
     for chat in chats:
         *before, question, answer = [turn["content"] for turn in chat]
@@ -130,7 +131,7 @@ def by_turns(tokenizer: Any, chats: Sequence[Any]) -> Rows:
         *earlier, (ids, labels) = [next(each) for _ in range(1, len(chat), 2)]
         for own, own_labels in earlier:
             until = shared_length(own, ids)
-            until += until < len(own)  # a token that holds the answer's end and what follows
+            until += until < len(own)  # a token that holds the answer's end and more
             begin = next(at for at, label in enumerate(own_labels) if label != NOT_LEARNED)
             labels[begin:until] = ids[begin:until]
         found.append((ids, labels))
@@ -283,7 +284,15 @@ def test_a_border_that_no_space_can_mend_is_told_without_that_advice(tmp_path: P
     assert "white space" not in note.hint
     tokenizer.chat_template = UNMARKED["a thought"]
     (note,) = of_ktc(tmp_path, tokenizer, as_messages([turns("how?", "fine")])).notes
-    assert "<think></think>" in note.message
+    assert r"the template ends the prompt alone with `<think></think>\n`" in note.message
+
+
+def test_a_template_that_rewrites_the_question_once_it_is_answered_is_refused(tmp_path: Path) -> None:
+    """TRL learns the question from there on."""
+    tokenizer = BUILT["byte-level BPE"]()
+    tokenizer.chat_template = "{% if messages | length > 1 %}{{ 'Answered. ' }}{% endif %}" + UNMARKED["no marks"]
+    with pytest.raises(InputRefused, match=r"T518.*before turn 2"):
+        of_ktc(tmp_path, tokenizer, as_messages([turns("how?", "fine")]))
 
 
 def test_special_tokens_at_the_end_of_every_text_are_no_border(tmp_path: Path) -> None:
