@@ -7,6 +7,7 @@ reading, placing and the layouts (A601 to A607), and an existing target (A609).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from ktc.adapters.gguf import read_gguf_adapter, write_gguf
 from ktc.adapters.layouts import place
 from ktc.adapters.peft_layouts import written
 from ktc.adapters.save import require_new, save_adapter
+from ktc.checkpoint.adapter_uses import MERGED, stored_as
+from ktc.checkpoint.index import open_index
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import new_folder, refusing, replaced_file
 from ktc.model.trained_beside import copy_record
@@ -60,7 +63,7 @@ def export(source: Path, layout: ExportLayout, out: Path | None = None, model: P
     require_new(path)
     if layout == "gguf":
         with refusing(path), replaced_file(path) as beside:
-            count, notes = write_gguf(opened.factors, opened.base, beside), ()
+            count, notes = write_gguf(opened.factors, opened.base, beside, merged_instead(opened, model)), ()
             size = beside.stat().st_size
     else:
         content = written(opened.config, opened.factors, opened.base, layout)
@@ -70,6 +73,15 @@ def export(source: Path, layout: ExportLayout, out: Path | None = None, model: P
             size = (beside / folders.WEIGHTS).stat().st_size
         count, notes = len(content.tensors), content.notes
     return Exported(path, opened.layout, layout, len(opened.factors), count, size, notes)
+
+
+def merged_instead(opened: Opened, model: Path | None) -> str:
+    """Return the hint by which an adapter without a place in GGUF files gets there, merged into its model."""
+    if stored_as(open_index(opened.base.folder)) == "a GGUF file":
+        return "train without these layers: the original is a GGUF file, into which nothing is merged"
+    named = [] if model is None else ["--model", str(model)]
+    command = shlex.join(["ktc", "export", str(opened.path), *MERGED, *named])
+    return f"`{command}` writes the model with the adapter merged; or train without these layers"
 
 
 def open_adapter(source: Path, model: Path | None = None) -> Opened:
@@ -85,7 +97,8 @@ def open_adapter(source: Path, model: Path | None = None) -> Opened:
     placed = place(adapter, base)
     if placed.whole:
         message = f"adapter `{adapter.folder.name}` has modules that trained themselves, as `{placed.whole[0].name}`"
-        hint = "use it with peft as it is, or merge it: `ktc merge`"
+        merge = shlex.join(["ktc", "merge", str(base.folder), str(source), "-o", f"{source.resolve().name}-merged"])
+        hint = f"use it with peft as it is, or merge it: `{merge}`"
         raise InputRefused(Diagnostic("A604", message, hint=hint))
     with FactorReader(adapter.weights) as reader:
         factors = tuple(reader.read(each) for each in placed.placed)

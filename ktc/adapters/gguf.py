@@ -19,7 +19,8 @@ from torch import Tensor
 from ktc import versions
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Factors, halves, joined
-from ktc.checkpoint.gguf_architectures import ARCHITECTURES, gguf_name_of
+from ktc.checkpoint.adapter_uses import no_gguf_adapter
+from ktc.checkpoint.gguf_architectures import ARCHITECTURES, gguf_architecture, gguf_name_of
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
 
 _TYPE, _KIND, _ALPHA, _ARCHITECTURE = "general.type", "adapter.type", "adapter.lora.alpha", "general.architecture"
@@ -35,11 +36,17 @@ class _Piece:
     heads: int = 0  # of rows that the converter orders by pairs
 
 
-def write_gguf(factors: Iterable[Factors], base: BaseModel, path: Path) -> int:
-    """Write the adapter to `path` and return its number of tensors. Raise `InputRefused` (A606)."""
+def write_gguf(factors: Iterable[Factors], base: BaseModel, path: Path, instead: str = "") -> int:
+    """Write the adapter to `path` and return its number of tensors. Raise `InputRefused` (A606).
+
+    `instead` is the hint to a user whose adapter has no place in such a file.
+    """
     gguf = require_gguf()
     architecture, factors = architecture_of(base), tuple(factors)
-    pieces = {each.target.name: tuple(_pieces(each.target, base, architecture)) for each in factors}
+    if faults := tuple(_faults((each.target for each in factors), base, architecture, instead)):
+        raise InputRefused(*faults)
+    name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
+    pieces = {each.target.name: tuple(_named(each.target, base, architecture, name_of)) for each in factors}
     alpha = factors[0].scaling * factors[0].r
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
@@ -110,16 +117,18 @@ def _found(tensors: dict[str, Tensor], base: BaseModel, architecture: str, alpha
         yield joined(target, pairs.get("gate", nothing), pairs.get("up", nothing), scaling)
 
 
-def _pieces(target: Target, base: BaseModel, architecture: str) -> Iterator[_Piece]:
-    """Return the names of `target`'s tensors in the file. Raise `InputRefused` (A606)."""
+def _faults(targets: Iterable[Target], base: BaseModel, architecture: str, hint: str) -> Iterator[Diagnostic]:
+    """Yield one finding (A606) for each reason why weights have no place in the file."""
     name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
-    if architecture == "deepseek2" and target.leaf == "kv_b_proj":
-        message = f"`{target.module}` cannot go into a GGUF adapter: llama.cpp applies none to latent keys and values"
-        raise InputRefused(Diagnostic("A606", message, hint="train without `kv_b`, or merge with `ktc merge`"))
-    if not target.experts and name_of(target.name) is None:
-        message = f"`{target.name}` has no name in GGUF files of `{architecture}`"
-        raise InputRefused(Diagnostic("A606", message, hint="merge with `ktc merge` instead"))
-    yield from _named(target, base, architecture, name_of)
+    found: dict[str, list[str]] = {}
+    for target in targets:
+        if why := no_gguf_adapter(architecture, target.module):
+            found.setdefault(f"cannot go into a GGUF adapter: {why}", []).append(target.module)
+        elif not target.experts and name_of(target.name) is None:
+            found.setdefault(f"has no name in GGUF files of `{architecture}`", []).append(target.name)
+    for why, names in found.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield Diagnostic("A606", f"`{names[0]}`{more} {why}", hint=hint)
 
 
 def _named(
@@ -152,9 +161,8 @@ def _by_halves(b: Tensor, heads: int) -> Tensor:
 
 def architecture_of(base: BaseModel) -> str:
     """Return the GGUF architecture of the model. Raises InputRefused (A606)."""
-    found = [name for name, kinds in ARCHITECTURES.items() if base.model_type in kinds]
-    if found:
-        return found[0]
+    if found := gguf_architecture(base.model_type):
+        return found
     kinds = sorted(kind for kinds in ARCHITECTURES.values() for kind in kinds)
     message = f"no GGUF architecture is known for `{base.model_type}`"
     raise InputRefused(Diagnostic("A606", message, hint=f"known are {listing(kinds)}"))

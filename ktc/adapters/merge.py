@@ -26,6 +26,7 @@ from ktc.adapters.factors import FactorReader, Placed, Whole
 from ktc.adapters.layouts import PlacedAdapter, place
 from ktc.adapters.merged_reader import Addition, MergedReader, as_rows
 from ktc.adapters.save import require_new
+from ktc.checkpoint.adapter_uses import loses_additions, stored_as
 from ktc.checkpoint.header import TensorEntry
 from ktc.checkpoint.index import INDEX_FILE, CheckpointIndex, open_index
 from ktc.checkpoint.reader import TensorReader
@@ -33,6 +34,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.files import new_folder, refusing
 from ktc.hf.conversions import Place, Unmappable, placer
 from ktc.hf.missing import why_missing
+from ktc.hf.tied_weights import tied_names
 from ktc.model.progress import Progress
 from ktc.regular_files import open_regular
 
@@ -82,7 +84,7 @@ def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str
     targets: dict[str, Tensor] = base.model.state_dict()
     wanted: dict[str, Placed | Whole] = {each.target.name: each for each in placed.placed}
     wanted |= {each.name: each for each in placed.whole}
-    problems = [_tied(name) for name in wanted if name in _ties(base)]
+    problems = [_tied(name) for name in wanted if name in tied_names(base.model)]
     additions: dict[str, Addition] = {}
     find = placer(base.model, targets)
     for entry in index.tensors.values():
@@ -108,11 +110,9 @@ def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str
 
 def _require_floats(base: BaseModel, index: CheckpointIndex) -> None:
     """Raise `InputRefused` (A610) for quantised weights."""
-    text = base.config.get_text_config()
-    quantised = getattr(base.config, "quantization_config", None) or getattr(text, "quantization_config", None)
-    if quantised or index.gguf is not None:
-        kind = "a GGUF file" if index.gguf is not None else "quantised"
-        message = f"`{base.name}` is {kind}: an adapter merged into its weights would be rounded away"
+    stored = stored_as(index, base.config, base.config.get_text_config())
+    if why := loses_additions(stored):
+        message = f"`{base.name}` is {stored}: {why}"
         hint = "merge into the original of full precision, or use the adapter beside the model"
         raise InputRefused(Diagnostic("A610", message, hint=hint))
 
@@ -145,12 +145,6 @@ def _stored_shape(placed: Placed | Whole, expert: int | None, part: str) -> tupl
 
 def _target(placed: Placed | Whole) -> Target | None:
     return placed.stack if isinstance(placed, Whole) else placed.target
-
-
-def _ties(base: BaseModel) -> frozenset[str]:
-    """Names on both sides of tied weights: what is added to the one would change the other."""
-    pairs = cast("Mapping[str, str]", getattr(base.model, "all_tied_weights_keys", None) or {})
-    return frozenset((*pairs.keys(), *pairs.values()))
 
 
 def _tied(name: str) -> Diagnostic:

@@ -23,6 +23,11 @@ ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
 _SPELLED = (("e_score_correction_bias", "e_score_correction.bias"), ("self_attn.sinks", "self_attn.sinks.weight"))
 
 
+def gguf_architecture(model_type: str) -> str | None:
+    """Return the architecture of a model's GGUF files, None if none is known."""
+    return next((name for name, kinds in ARCHITECTURES.items() if model_type in kinds), None)
+
+
 def gguf_name_of(architecture: str, layers: int) -> Callable[[str], str | None]:
     """Return a function from a tensor's name in transformers to its name in the file, `None` if it has none."""
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map

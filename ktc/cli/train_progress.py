@@ -15,6 +15,7 @@ from ktc.cli.amounts import count
 from ktc.cli.session import Session
 
 if TYPE_CHECKING:
+    from ktc.diagnostics import Diagnostic
     from ktc.training.run_report import RunReport
     from ktc.tune.run_folder import RunFolder
     from ktc.tune.tokenised import DataSummary
@@ -43,6 +44,8 @@ class TrainProgress:
         """Show an event of the run; this is its `observe`."""
         if event == "data":
             show_data(self._session, cast("PreparedData", value))
+        elif event == "adapter":
+            self._session.diagnose(cast("tuple[Diagnostic, ...]", value))
         elif event == "folder":
             self._session.diagnose(cast("RunFolder", value).left_out)
         elif event == "step":

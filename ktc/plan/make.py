@@ -14,6 +14,7 @@ from ktc.graph import ops
 from ktc.graph.typed import nodes_by_name, nodes_of
 from ktc.host import Host
 from ktc.match import Matches
+from ktc.plan.adapter_uses import adapter_warnings
 from ktc.plan.adapters import plan_lora
 from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
@@ -115,6 +116,7 @@ def make_plan(
             *_left_alone(captured, rewrites),
             *(() if step.spec else graph.warnings(rules)),  # the program names both, for either place
             *step.warnings(rules),
+            *adapter_warnings(captured, lora),
         ),
         over_budget=over_budget(memory, mode, asked),
         unavailable=unavailable,

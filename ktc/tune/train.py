@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ktc import environment
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -73,12 +73,14 @@ def settings_for(paths: RunPaths, config: Path | None, flags: dict[str, Any]) ->
 
 
 def _warn(event: str, value: object) -> None:
-    """Warn of what the data and a resumed run's damaged checkpoints have to say, and ignore all other events."""
+    """Warn of findings about the data, the adapter and a resumed run's damaged checkpoints; ignore other events."""
     found: tuple[Diagnostic, ...] = ()
     if isinstance(value, run_folder.RunFolder):
         found = value.left_out
     elif isinstance(value, PreparedData):
         found = value.notes
+    elif event == "adapter":
+        found = cast("tuple[Diagnostic, ...]", value)
     for each in found:
         warnings.warn(f"{each.message} ({each.hint})", stacklevel=2)
 
@@ -86,7 +88,7 @@ def _warn(event: str, value: object) -> None:
 def run(
     paths: RunPaths, settings: TrainSettings, *, observe: Observe = _warn, stop: Stop = lambda: False
 ) -> TrainResult:
-    """Run the training. `observe` receives `data`, `folder`, `model`, each `step` and `saved`.
+    """Run the training. `observe` receives `data`, `folder`, `adapter`, `model`, each `step` and `saved`.
 
     `stop` is called after each step.
 

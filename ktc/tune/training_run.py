@@ -37,6 +37,7 @@ from ktc.training.checkpoints import faults_named
 from ktc.training.report import KTReport, report_of, write_report
 from ktc.training.step_trace import StepTrace
 from ktc.tune import run_folder
+from ktc.tune.adapter_notes import adapter_notes
 from ktc.tune.run_page import write_page
 from ktc.tune.settings import TrainSettings
 from ktc.tune.types import Observe, PreparedData, Progress, RunPaths, Stop, TrainResult
@@ -71,6 +72,8 @@ class TrainingRun:
         model = adapted(self._load(), self._paths.out, self._settings)
         args = arguments(self._paths.output, self._settings, has_held_out=self._data.held_out is not None, model=model)
         folder = self._claim() if args.process_index == 0 else None
+        if folder is not None:
+            self._observe("adapter", adapter_notes(self._paths, model))
         resume = folder.resume if folder else self._resumed()
         stopper = _Stopper(self._stop)
         trainer = self._trainer(model, args, stopper)

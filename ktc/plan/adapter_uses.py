@@ -1,0 +1,25 @@
+"""What will be refused about the adapter that a program trains: by its names, and how the original is stored."""
+
+from __future__ import annotations
+
+from ktc.capture import CapturedModel
+from ktc.checkpoint.adapter_uses import AdapterFacts, refused_later, stored_as
+from ktc.diagnostics import Diagnostic
+from ktc.hf.tied_weights import tied_names
+from ktc.plan.types import LoraPlan
+
+
+def adapter_warnings(captured: CapturedModel, lora: LoraPlan | None) -> tuple[Diagnostic, ...]:
+    """Return a finding (A613) for each command that will refuse the adapter."""
+    if lora is None:
+        return ()
+    source = captured.source
+    facts = AdapterFacts(
+        str(source.config.model_type),
+        (*lora.targets, *lora.parameters),
+        lora.modules,
+        tied_names(captured.model),
+        stored_as(source.index, source.config, source.config.get_text_config()),
+        source.own_code,
+    )
+    return refused_later(facts)

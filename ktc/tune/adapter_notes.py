@@ -1,0 +1,39 @@
+"""What later commands will refuse about the adapter of a run, before its first step.
+
+In: the paths of the run and the model with its adapter. Out: findings (A613).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from peft import PeftModel
+
+from ktc.checkpoint.adapter_uses import AdapterFacts, refused_later, stored_as
+from ktc.checkpoint.index import open_index
+from ktc.decode import read_json
+from ktc.diagnostics import Diagnostic
+from ktc.hf.tied_weights import tied_names
+from ktc.model.manifest import read_manifest
+from ktc.regular_files import read_regular
+from ktc.tune.types import RunPaths
+
+
+def adapter_notes(paths: RunPaths, model: PeftModel) -> tuple[Diagnostic, ...]:
+    """Return a finding for each command that will refuse the adapter, by the layers that PEFT has chosen."""
+    base, tuner = cast("Any", model.get_base_model()), cast("Any", model.base_model)
+    record = read_manifest(paths.out).model
+    folder = paths.weights or Path(record.folder)
+    config = cast("Mapping[str, Any]", read_json(read_regular(folder / "config.json")))
+    parts = (part for part in config.values() if isinstance(part, Mapping))
+    facts = AdapterFacts(
+        str(base.config.model_type),
+        (*tuner.targeted_module_names, *tuner.targeted_parameter_names),
+        tuple(model.peft_config[model.active_adapter].modules_to_save or ()),
+        tied_names(base),
+        stored_as(open_index(folder), config, *parts),
+        record.own_code,
+    )
+    return refused_later(facts)
