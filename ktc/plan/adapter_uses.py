@@ -1,4 +1,4 @@
-"""What will be refused about the adapter that a program trains: by its names, and how the original is stored."""
+"""The refusals that later commands will have for the adapter that a program trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What later commands will refuse about the adapter of a run, before its first step.
+"""The refusals that later commands will have for the adapter of a run, known before its first step.
 
 In: the paths of the run and the model with its adapter. Out: findings (A613).
 """

@@ -163,6 +163,8 @@ def test_shipped_programs_plan_both_embedded_families() -> None:
         assert plan.lora is not None
         assert (plan.lora.r, plan.lora.lora_alpha, plan.lora.lora_dropout) == (8, 32.0, 0.1)
         assert len(plan.lora.targets) == 12
+        refused = [found.code for found in plan.warnings if found.code == "A613"]
+        assert refused == ["A613"] * (family == "deepseek_v2")  # adapters of latent keys have no GGUF form
 
 
 def test_trainable_parameters_are_counted_as_peft_will_have_them() -> None:
