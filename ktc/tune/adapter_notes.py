@@ -27,11 +27,12 @@ def adapter_notes(paths: RunPaths, model: PeftModel) -> tuple[Diagnostic, ...]:
     record = read_manifest(paths.out).model
     folder = paths.weights or Path(record.folder)
     config = cast("Mapping[str, Any]", read_json(read_regular(folder / "config.json")))
-    parts = (part for part in config.values() if isinstance(part, Mapping))
+    parts = [cast("Mapping[str, Any]", part) for part in config.values() if isinstance(part, Mapping)]
+    chosen: Any = next(iter(model.peft_config.values()))
     facts = AdapterFacts(
         str(base.config.model_type),
         (*tuner.targeted_module_names, *tuner.targeted_parameter_names),
-        tuple(model.peft_config[model.active_adapter].modules_to_save or ()),
+        tuple(chosen.modules_to_save or ()),
         tied_names(base),
         stored_as(open_index(folder), config, *parts),
         record.own_code,
