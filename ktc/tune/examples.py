@@ -214,7 +214,7 @@ def _turns(form: Format, row: object) -> tuple[Turn, ...]:
         return _answered(_alpaca(fields))
     if form in ("sharegpt", "messages"):
         return _answered(_conversation(form, fields))
-    return _answered(Turn(cast("Role", key), _text(fields[key], key, empty=key == "prompt")) for key in _REQUIRED[form])
+    return _answered(Turn(cast("Role", key), _text(fields[key], key, empty=key != "text")) for key in _REQUIRED[form])
 
 
 def _check_keys(form: Format, row: Mapping[str, Any]) -> None:
@@ -245,10 +245,10 @@ def _alpaca(row: Mapping[str, Any]) -> Iterator[Turn]:
             raise _Fault("T515", "`history` is a list of pairs of a question and an answer")
         question, answer = cast("list[Any]", pair)
         yield Turn("user", _text(question, "history"))
-        yield Turn("assistant", _text(answer, "history"))
+        yield Turn("assistant", _text(answer, "history", empty=True))
     asked = (_text(row["instruction"], "instruction", empty=True), _text(row.get("input") or "", "input", empty=True))
     yield Turn("user", "\n".join(filter(None, asked)))
-    yield Turn("assistant", _text(row["output"], "output"))
+    yield Turn("assistant", _text(row["output"], "output", empty=True))
 
 
 def _conversation(form: Format, row: Mapping[str, Any]) -> Iterator[Turn]:
@@ -270,7 +270,7 @@ def _conversation(form: Format, row: Mapping[str, Any]) -> Iterator[Turn]:
         if not isinstance(role, str) or role not in roles:
             hint = suggest(str(role), roles) or f"there are {listing(roles)}"
             raise _Fault("T516", f"turn {number} is of the unknown role `{role}`", hint)
-        yield Turn(roles[role], _text(fields[content_key], f"turn {number}"))
+        yield Turn(roles[role], _text(fields[content_key], f"turn {number}", empty=roles[role] == "assistant"))
 
 
 def _answered(turns: Iterable[Turn]) -> tuple[Turn, ...]:

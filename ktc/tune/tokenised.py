@@ -113,7 +113,7 @@ def tokenise(
         hint = "give more `--length`" if too_long else "`--train-on-prompt` trains on questions too"
         raise InputRefused(Diagnostic("T519", f"no row of `{data.file}` has an answer left to train on", hint=hint))
     counts = _Counts(_template(data, writer), limit, len(too_long), dropped)
-    notes = (*_without_template(data, writer, template), *_joined(data.file, joined))
+    notes = (*_without_template(data, writer, template), *_empty(data), *_joined(data.file, joined))
     return TokenisedData(
         tuple(ids for ids, _ in rows),
         tuple(labels for _, labels in rows),
@@ -142,6 +142,16 @@ def _without_template(data: TrainingData, writer: RowWriter, asked: Template) ->
     message = "the tokenizer has no chat template: turns are joined by line breaks, and an answer ends the text"
     hint = "prompt the tuned model the same way; `--template plain` silences this warning"
     yield Diagnostic("T520", message, hint=hint, severity="warning")
+
+
+def _empty(data: TrainingData) -> Iterator[Diagnostic]:
+    """Yield one warning for all rows with an answer that has no text."""
+    found = [each.line for each in data.examples if any(t.is_answer and not t.content.strip() for t in each.turns)]
+    if found:
+        message = "the answer is empty: the row teaches the model to stop at once"
+        message += "" if len(found) == 1 else f" ({len(found)} rows have such an answer)"
+        hint = "remove such rows if that is not intended"
+        yield Diagnostic("T544", message, Span(data.file, found[0], 1, found[0], 2), hint=hint, severity="warning")
 
 
 def _joined(file: str, found: Sequence[tuple[int, JoinedBorder]]) -> Iterator[Diagnostic]:

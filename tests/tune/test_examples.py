@@ -70,7 +70,12 @@ REFUSED = {
     "no JSON": ('{"text": "a"}\n{"text": ', "T513", 2, "one object a line"),
     "a broken list": ('[\n{"text": "a"},\n{"text"}\n]', "T513", 3, "one object a line"),
     "no answer": (json.dumps({"messages": TURNS[:1]}), "T515", 1, "assistant"),
-    "an empty answer": ('{"instruction": "a", "output": " "}', "T515", 1, ""),
+    "an empty question": (
+        '{"messages": [{"role": "user", "content": " "}, {"role": "assistant", "content": "a"}]}',
+        "T515",
+        1,
+        "",
+    ),
     "an answer that is no text": ('{"instruction": "a", "output": 4}', "T515", 1, ""),
     "an answer that is half a character": (r'{"instruction": "a", "output": "\ud83d"}', "T515", 1, "UTF-8"),
     "a history that is a number": ('{"instruction": "a", "output": "b", "history": 3}', "T515", 1, ""),

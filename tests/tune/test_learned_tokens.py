@@ -40,6 +40,8 @@ PAIRS = [
     ("it goes", f"{END} on"),
     ("<s>", "begins twice <s>"),
     ("ﬁ", "ﬁ ligatures"),
+    ("nothing follows", ""),
+    ("a blank follows", " "),
 ]
 TURN = "{{ '<|' + m['role'] + '|>\n' }}"
 SAID = "{{ m['content'] + eos_token }}"
@@ -94,7 +96,10 @@ def learned(found: TokenisedData) -> list[str]:
 
 # Rows in each format -------------------------------------------------------------------------------------------------
 def turns(*contents: str) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[at % 2], "content": content or "?"} for at, content in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[at % 2], "content": content if at % 2 or content.strip() else "?"}
+        for at, content in enumerate(contents)
+    ]
 
 
 PROMPTS = [{"prompt": prompt, "completion": completion} for prompt, completion in PAIRS]
@@ -152,9 +157,14 @@ def transformers_knows(tokenizer: Any, chat: Any) -> bool:
     for turn in chat:
         marked = turn["content"] + (END if "+ eos_token" in tokenizer.chat_template else "")
         at = text.index(f"<|{turn['role']}|>\n{turn['content']}", at) + len(f"<|{turn['role']}|>\n")
-        if turn["role"] == "assistant" and not (inside[at] and inside[at + len(marked) - 1] == 1):
+        if turn["role"] == "assistant" and not (marked.strip() and inside[at] and inside[at + len(marked) - 1] == 1):
             return False
     return True
+
+
+def with_loss(rows: Rows) -> Rows:
+    """Return the rows that ktc keeps: a label at the first token has no loss."""
+    return [row for row in rows if any(label != NOT_LEARNED for label in row[1][1:])]
 
 
 def cells(folder: Path, tokenizer: Any) -> Iterator[tuple[str, Rows, Rows]]:
@@ -164,22 +174,22 @@ def cells(folder: Path, tokenizer: Any) -> Iterator[tuple[str, Rows, Rows]]:
         return rows_of(of_ktc(folder, tokenizer, rows, **settings))
 
     tokenizer.chat_template = None
-    yield "prompt", ktc(PROMPTS), of_trl(tokenizer, PROMPTS)
+    yield "prompt", ktc(PROMPTS), with_loss(of_trl(tokenizer, PROMPTS))
     yield "text", ktc(TEXTS), of_trl(tokenizer, TEXTS)
     yield "plain", ktc(as_messages(CHATS), template="plain"), of_trl(tokenizer, joined_plainly(CHATS))
     yield "all", ktc(PROMPTS, train_on_prompt=True), of_trl(tokenizer, PROMPTS, completion_only_loss=False)
-    short = of_trl(tokenizer, PROMPTS, max_length=9)
-    short = [row for row in short if any(label != NOT_LEARNED for label in row[1][1:])]  # the first has no loss
-    yield "cut", ktc(PROMPTS, limit=9, truncate=True), short
+    yield "cut", ktc(PROMPTS, limit=9, truncate=True), with_loss(of_trl(tokenizer, PROMPTS, max_length=9))
     for strategy in ("bfd", "wrapped"):
         packed = {"packing": True, "max_length": 48, "packing_strategy": strategy}
-        own = of_ktc(folder, tokenizer, PROMPTS, limit=48, truncate=True).dataset().to_list()
-        yield strategy, of_trl(tokenizer, own, **packed), of_trl(tokenizer, PROMPTS, **packed)
+        answered = [row for row in PROMPTS if row["completion"].strip()]  # TRL packs rows without a loss too
+        own = of_ktc(folder, tokenizer, answered, limit=48, truncate=True).dataset().to_list()
+        yield strategy, of_trl(tokenizer, own, **packed), of_trl(tokenizer, answered, **packed)
     for name, template in UNMARKED.items():
         tokenizer.chat_template = template
         asked = [{"prompt": chat[:1], "completion": chat[1:]} for chat in CHATS]
-        yield name, ktc(as_messages(CHATS)), of_trl(tokenizer, asked)
-        yield f"{name}, turns", ktc(as_sharegpt(LONG_CHATS)), by_turns(tokenizer, LONG_CHATS)
+        yield name, ktc(as_messages(CHATS)), with_loss(of_trl(tokenizer, asked))
+        long = [chat for chat in LONG_CHATS if all(turn["content"].strip() for turn in chat)]
+        yield f"{name}, turns", ktc(as_sharegpt(long)), by_turns(tokenizer, long)
     for name, template in MARKED.items():
         tokenizer.chat_template = template
         if not tokenizer.is_fast:  # transformers refuses
