@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc.adapters.adapter import Adapter, require_base
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.hf import stock_model
 from ktc.model import manifest as compiled
 
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")
@@ -100,8 +101,7 @@ def read_base(folder: Path) -> BaseModel:
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the stock model of `config` without storage."""
     vars(config).pop("auto_map", None)
-    with torch.device("meta"):
-        return cast("PreTrainedModel", cast("Any", AutoModelForCausalLM).from_config(config))
+    return stock_model.build_on_meta(config, config.dtype or torch.float32)
 
 
 def linears_of(model: nn.Module) -> frozenset[str]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 import transformers
 from torch import Tensor, fx, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc.capture.cache import measure_cache
 from ktc.capture.canonical import NoExperts
@@ -35,6 +34,7 @@ from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource,
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
+from ktc.hf import stock_model
 from ktc.hf.foreign_errors import of_another_version, raised_by
 from ktc.hf.named_class import not_a_causal_lm
 from ktc.linears.plain import is_plain_linear
@@ -107,9 +107,7 @@ def _check_class(source: ModelSource, found: type[PreTrainedModel]) -> None:
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """Return the stock model of `config` on meta tensors, in its own dtype, in eval mode."""
     try:
-        with torch.device("meta"):
-            dtype = getattr(config, "dtype", None) or torch.float32
-            model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=dtype))
+        return stock_model.build_on_meta(config, getattr(config, "dtype", None) or torch.float32)
     except Exception as error:  # foreign model classes raise anything on an unsuitable config
         raise InputRefused(
             Diagnostic(
@@ -119,7 +117,6 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
                 hint=not_a_causal_lm(config) or of_another_version(config) or raised_by(error),
             )
         ) from error
-    return model.eval()
 
 
 def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -25,7 +25,7 @@ from ktc.checkpoint import CheckpointIndex, WeightSource, open_index, read_sourc
 from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.experts.kernel_library import KernelLibrary, on_torch_threads
 from ktc.files import file_digest
-from ktc.hf import generation_config, remote_code
+from ktc.hf import generation_config, remote_code, stock_model
 from ktc.linears.lora_linear import KTLinear
 from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model import assumptions, peft_glue, process_gpu, weight_store, weights_stage
@@ -268,18 +268,17 @@ def build_on_meta(
     attention: str | None,
     reference: bool,
 ) -> PreTrainedModel:
-    """Build the stock modules without storage, each tensor in its final dtype."""
+    """Build the stock modules without storage, each tensor in its final dtype. `config` is of the folder, or a part."""
+    config = stock_model.part_of(model_class, config)
     dtype = torch.float32 if reference else cast("torch.dtype", getattr(torch, manifest.model.dtype))
     config.architectures = [manifest.model.class_name]
     vars(config).pop("auto_map", None)  # it names a file of the compiled folder; this config may be saved elsewhere
     extra: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if reference:
         extra["experts_implementation"] = "eager"  # experts that no rule rewrote add up in the stock order too
-    make = cast("Any", model_class)
-    with torch.device("meta"):
-        model = cast("PreTrainedModel", make._from_config(config, dtype=dtype, **extra))
+    model = stock_model.build_on_meta(config, dtype, model_class, **extra)
     _keep_in_fp32(model, dtype)
-    return model.eval()
+    return model
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -1,0 +1,43 @@
+"""The stock model of a config as `AutoModelForCausalLM` makes it: from the part of the config that its class takes.
+
+Input: a config, and where it is known the model's class, which may be derived from the stock one. Output: the model on
+meta tensors. Compiling and loading build it here, so both have the same modules by the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+
+def build_on_meta(
+    config: PreTrainedConfig, dtype: torch.dtype, model_class: type[PreTrainedModel] | None = None, **options: Any
+) -> PreTrainedModel:
+    """Return the model of `config` without storage, in evaluation mode: of the class that transformers finds, or of
+    `model_class`.
+
+    `options` are those of `from_config`. Raises what the model's code raises on its config.
+    """
+    with torch.device("meta"):
+        if model_class is None:
+            made = cast("Any", AutoModelForCausalLM).from_config(config, dtype=dtype, **options)
+        else:
+            made = cast("Any", model_class)._from_config(part_of(model_class, config), dtype=dtype, **options)
+    return cast("PreTrainedModel", made).eval()
+
+
+def part_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config that `AutoModelForCausalLM` gives to `model_class`: all of it, or its part for text.
+
+    The config of a model with images or sound has a part for each; a class that takes the text's alone is given that.
+    """
+    wanted = config.sub_configs.get("text_config")
+    if wanted is None or getattr(model_class, "config_class", None) is not wanted:
+        return config
+    part = config.get_text_config()
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        part.quantization_config = quantised
+    return part
