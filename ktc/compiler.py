@@ -2,9 +2,10 @@
 
     rules --dsl--> RuleSet -----------------------+
     model --capture--> CapturedModel --match--> Matches --plan--> Plan --rewrite--> graphs --prove--> proofs
-                                                     Plan's kernels --render--> source --build--> library --link--> OUT
+                                                     Plan's kernels --render--> source --build--> library --link--> folder --trial--> OUT
 
-A block whose proof fails keeps its own code, and the rest is matched and planned again.
+A block whose proof fails keeps its own code, and the rest is matched and planned again. A folder is put at OUT once it
+was loaded and used.
 Data flows one way. Every stage is a function from frozen value to frozen value and raises `KtcError` with everything
 that it found. Each finished stage is reported to `observe(stage, value)`.
 """
@@ -77,6 +78,7 @@ def complete(
     from ktc.codegen.build import build
     from ktc.codegen.render import render
     from ktc.link import assemble, link
+    from ktc.model.trial import try_out
 
     require_feasible(analysis.plan)
     analysis, proofs = proven(analysis, observe)
@@ -86,7 +88,11 @@ def complete(
     library = build(kernels, analysis.host) if kernels.specs else None
     observe("build", library)
     package = assemble(analysis, settings or {}, proofs, kernels, library)
-    path = link(package, Path(out), force)
+
+    def trial(folder: Path) -> None:
+        observe("trial", try_out(folder, has_weights=bool(package.weights)))
+
+    path = link(package, Path(out), force, trial)
     observe("link", path)
     return path
 

@@ -41,3 +41,9 @@ def part_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
     if quantised is not None:
         part.quantization_config = quantised
     return part
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Return the number of tokens: of the config, else of the embedding, for configs with a part of another name."""
+    told = getattr(model.config.get_text_config(), "vocab_size", None)
+    return told if isinstance(told, int) else int(cast("Any", model.get_input_embeddings()).weight.shape[0])

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -83,10 +83,19 @@ class Package:
     code: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def link(package: Package, out: Path, force: bool = False) -> Path:
-    """Write `package` to `out` and return its absolute path. Raises `InputRefused` as `check_out` does, and I145."""
+def link(package: Package, out: Path, force: bool = False, trial: Callable[[Path], None] | None = None) -> Path:
+    """Write `package` to `out` and return its absolute path. Raises `InputRefused` as `check_out` does, and I145.
+
+    `trial` gets the whole folder before it is put at `out`; if it raises, nothing is there.
+    """
     out = out.absolute()
-    write_folder(out, lambda folder: _fill(folder, package, out.name), force)
+
+    def fill(folder: Path) -> None:
+        _fill(folder, package, out.name)
+        if trial is not None:
+            trial(folder)
+
+    write_folder(out, fill, force)
     return out
 
 

@@ -12,7 +12,7 @@ import copy
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +41,7 @@ from ktc.model.progress import Progress, progress_bar
 from ktc.model.random_weights import fill_random
 from ktc.model.realise import realise
 from ktc.model.stock_facts import assumptions_of
-from ktc.model.watch import remember, watch
+from ktc.model.watch import Remembered, remember, watch
 from ktc.regular_files import read_regular
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,23 @@ def load_as(
         check_bytes(model, manifest, folder, placement)  # before anything is read, and below of what was
     with progress_bar(f"loading {folder.name}") as bar:
         fill(model, placement, progress=progress or bar)
+    if library is not None:
+        _tell_of_spinning(num_threads(manifest))
+    base = manifest.model.name if weights is None else str(Path(weights).absolute())
+    made_from = LoadedFrom(folder, manifest, library, reference, allow_nonfinite)
+    return completed(model, made_from, placement, remembered, base)
+
+
+def completed(
+    model: PreTrainedModel, made_from: LoadedFrom, placement: Mapping[str, str], remembered: Sequence[Remembered],
+    base: str,
+) -> PreTrainedModel:  # fmt: skip
+    """Return a model whose weights were read, made ready for calls. `remembered` are facts from before its rewrites.
+
+    Raises `InputRefused`: L421 for a buffer that cannot be computed, L408 for a tensor without a value, L413 for a
+    model of another size than the plan.
+    """
+    folder, manifest, reference = made_from.folder, made_from.manifest, made_from.reference
     compute_buffers(model, placement)
     model.tie_weights()
     weight_store.check_filled(model)
@@ -112,18 +129,19 @@ def load_as(
         if isinstance(module, StreamedLinear) and not reference:
             module.begin()
     watch(model, manifest.rewrites, remembered, folder)
-    threads = max((step.args.get("threads", 1) for step in manifest.rewrites), default=1)
-    if library is not None:
-        _tell_of_spinning(threads)
-    base = manifest.model.name if weights is None else str(Path(weights).absolute())
     if manifest.cuda_graph and not reference:
         fuse_norms(model)
         cast("Any", model).decode_graphs = DecodeGraphs()
     entry = next((each.entry for each in manifest.kernels if each.spec["op"] == "step"), None)
-    if entry is not None and library is not None and not reference:
-        cast("Any", model).decode_graphs = native_steps(library.kernel(entry), threads)
-    cast("Any", model).loaded_from = LoadedFrom(folder, manifest, library, reference, allow_nonfinite)
+    if entry is not None and made_from.library is not None and not reference:
+        cast("Any", model).decode_graphs = native_steps(made_from.library.kernel(entry), num_threads(manifest))
+    cast("Any", model).loaded_from = made_from
     return _finished(model, folder, base, placement)
+
+
+def num_threads(manifest: Manifest) -> int:
+    """Return how many threads the kernels of a compiled model use at most."""
+    return max((step.args.get("threads", 1) for step in manifest.rewrites), default=1)
 
 
 @functools.cache

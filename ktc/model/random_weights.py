@@ -61,6 +61,37 @@ def fill_random(model: nn.Module, placement: Mapping[str, str], seed: int, progr
         random.fill(experts, layer, done)
 
 
+def fill_within(model: nn.Module, placement: Mapping[str, str], seed: int, most: int) -> None:
+    """Fill a model on meta for a trial: random values in up to `most` bytes, then zeros, which take no memory unread.
+
+    Tensors of integers are zeros too.
+    """
+    left = most
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for name, like in tensors.items():
+        if not like.is_meta:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        device = device_of(name, placement)
+        is_random = like.is_floating_point() and like.nbytes <= left
+        left -= like.nbytes * is_random
+        value = _value(name, like, device, seed) if is_random else torch.zeros(like.shape, dtype=like.dtype, device=device)
+        old = getattr(module := model.get_submodule(parent), leaf)
+        setattr(module, leaf, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)
+    random = RandomExperts(seed)
+    for number, layer in enumerate(model.modules()):
+        if isinstance(layer, StoredLinear):
+            generator = torch.Generator().manual_seed(seed + number)
+            layer.load_blocks(random_blocks(layer.out_features, layer.in_features, layer.format, STD, generator))
+        if not isinstance(layer, FusedMoe):
+            continue
+        if layer.weight_bytes <= left:
+            left -= layer.weight_bytes
+            random.fill(layer, number, lambda size: None)
+        else:
+            layer.weights.loaded_all()
+
+
 def _require_floats(tensors: Mapping[str, Tensor]) -> None:
     tables = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
     if tables:

@@ -111,6 +111,26 @@ def _check_targets(model: nn.Module, sources: Iterable[WeightSource]) -> None:
         raise InputRefused(*problems[:10])
 
 
+def check_rows(model: nn.Module, sources: Sequence[WeightSource]) -> None:
+    """Check, without a checkpoint, that the rows of `weights.json` fill a model on meta with its modules realised.
+
+    Raises `InputRefused` (L408) for a row that fits nothing, and for a tensor that no row fills and that is not tied to
+    one that is filled.
+    """
+    _check_targets(model, sources)
+    filled = {source.target for source in sources}
+    tied = cast("dict[str, str]", getattr(model, "all_tied_weights_keys", None) or {})
+    filled |= {name for pair in tied.items() if filled & set(pair) for name in pair}
+    wanted = dict[str, None]()
+    for name, tensor in cast("dict[str, Tensor]", model.state_dict(keep_vars=True)).items():
+        if tensor.is_meta:
+            wanted[name] = None
+    for fqn, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        if isinstance(module, FusedMoe):
+            wanted |= dict.fromkeys(f"{fqn}.{name}" for name in module.weights.stock)
+    _require_filled([name for name in wanted if name not in filled])
+
+
 def _misfit(model: nn.Module, source: WeightSource) -> str:
     """Return why a row cannot be loaded; empty if it can."""
     parent, _, leaf = source.target.rpartition(".")
@@ -229,6 +249,10 @@ def check_filled(model: nn.Module, *, persistent: bool = False) -> None:
             empty += [f"{name} (expert {expert}, {part})" for expert, part in module.missing()]
         if isinstance(module, StoredLinear) and module.packed is None:
             empty.append(f"{name}.weight")
+    _require_filled(empty)
+
+
+def _require_filled(empty: Sequence[str]) -> None:
     if empty:
         shown = ", ".join(f"`{name}`" for name in empty[:5]) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
         hint = "`weights.json` does not belong to this model; compile it again"

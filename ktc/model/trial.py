@@ -1,0 +1,239 @@
+"""The trial of a linked folder before it is put in place: it is loaded and used once, as its users will.
+
+In: the folder, and whether its weights come from a checkpoint. Out: a `Trial`. The whole model is built on meta, and
+PEFT attaches. Then the model, or its first layers if it is large, runs with random weights (`trial_steps.py`). The
+classes are those that the folder's own files define.
+Refused (I147): whatever raises, unless the stock model raises in the same step.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import traceback
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Literal
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
+from ktc.experts.kernel_library import KernelLibrary
+from ktc.memory_faults import memory_fault
+from ktc.model import load, load_as, peft_glue, weight_store
+from ktc.model.buffers import compute_buffers
+from ktc.model.compiled_model import compiled_class
+from ktc.model.first_layers import FirstLayers, keep_first_layers, parameter_bytes
+from ktc.model.manifest import Manifest, read_manifest
+from ktc.model.placement import check_devices
+from ktc.model.random_weights import fill_within
+from ktc.model.realise import realise
+from ktc.model.trial_steps import attempted
+from ktc.model.watch import remember
+
+SEED: Final = 4711
+WHOLE: Final = 1 << 28  # bytes of a model that is tried whole
+RANDOM: Final = 1 << 30  # bytes of random values; other weights are zeros, which take no memory
+Kernels = Literal["built", "references"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What ran. `layers` of `all_layers` were loaded, with the built kernels or with their references in PyTorch.
+
+    `ran` are the steps, `notes` say what was not tried and why.
+    """
+
+    layers: int
+    all_layers: int
+    kernels: Kernels
+    ran: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A folder to be tried. `library` is `None` where no kernel runs, and `reference` where this machine lacks one."""
+
+    folder: Path
+    manifest: Manifest
+    stock: type[PreTrainedModel]
+    compiled: type[PreTrainedModel]
+    lora: LoraConfig | None
+    library: KernelLibrary | None
+    reference: bool
+
+    @property
+    def placement(self) -> dict[str, str]:
+        return {} if self.reference else dict(self.manifest.placement)
+
+
+def try_out(folder: Path, *, has_weights: bool = True) -> Trial:
+    """Load and use the linked `folder`, with random weights; `has_weights`: its rows have to fill the model.
+
+    Raises `InputRefused` (I147) with the step that failed, and what it raised.
+    """
+    with _undisturbed():
+        with _telling("reading the folder"):
+            subject, notes = _opened(folder)
+        with _telling("building the modules and attaching the adapter"):
+            is_large = _check_tree(subject, has_weights=has_weights)
+        with _telling("loading it with random weights"):
+            model, layers = _loaded(subject)
+        ran, failure = attempted(model, subject.lora)
+        if failure is not None:
+            notes.append(_excused(subject, *failure))
+        if is_large:
+            del model
+            gc.collect()  # modules refer to each other, and these take memory
+    if layers.kept < layers.all:
+        notes.append(f"{layers.all - layers.kept} of {layers.all} layers were not loaded")
+    return Trial(layers.kept, layers.all, "references" if subject.reference else "built", ran, tuple(notes))
+
+
+# The folder ----------------------------------------------------------------------------------------------------------
+def _opened(folder: Path) -> tuple[_Subject, list[str]]:
+    """Return the subject, and a note where this machine cannot run what was built for another one."""
+    manifest, notes, reference = read_manifest(folder), list[str](), False
+    try:
+        check_devices(manifest.placement)
+        library = load_as.check_fit(manifest, folder, Path(manifest.model.folder), reference=False)
+    except HostLacks as error:
+        notes.append(f"what was built for another machine was not run: {error.diagnostics[0].message}")
+        library, reference = None, True
+    stock = load.stock_class(manifest, folder, trust_remote_code=True)  # which the compilation has run
+    if manifest.model.own_code:
+        compiled = compiled_class(stock)
+    else:
+        compiled = getattr(_executed(folder / "modeling_ktc.py"), f"Ktc{manifest.model.class_name}")
+    package = _executed(folder / "__init__.py")
+    has_adapter = (folder / peft_glue.FILE).read_text(encoding="utf-8").strip() != "null"
+    lora = package.lora_config() if has_adapter else None
+    return _Subject(folder, manifest, stock, compiled, lora, library, reference), notes
+
+
+def _executed(path: Path) -> Any:
+    """Return a file of the folder as a module that no one else finds, without a `__pycache__` beside it."""
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), vars(module))
+    return module
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+def _check_tree(subject: _Subject, *, has_weights: bool) -> bool:
+    """Build the whole model on meta, and return whether it is large. Then PEFT attaches here, else to what is loaded.
+
+    Raises what a load raises, and `InputRefused` (L408) for rows that leave a tensor without a value.
+    """
+    model = _stock(subject, subject.compiled)
+    load_as.check_assumptions(subject.manifest, model, subject.folder)
+    is_large = parameter_bytes(model) > WHOLE
+    with torch.device("meta"):
+        realise(model, subject.manifest.rewrites, None, subject.folder)
+    if has_weights:
+        weight_store.check_rows(model, load_as.read_rows(subject.folder, subject.manifest))
+    if is_large and subject.lora is not None:
+        get_peft_model(model, copy.deepcopy(subject.lora))
+    return is_large
+
+
+def _stock(subject: _Subject, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    config = load_as.read_config(subject.folder, model_class)
+    return load_as.build_on_meta(model_class, config, subject.manifest, None, subject.reference)
+
+
+def _loaded(subject: _Subject) -> tuple[PreTrainedModel, FirstLayers]:
+    """Return the model, or its first layers, with random weights."""
+    model = _stock(subject, subject.compiled)
+    layers = keep_first_layers(model, subject.manifest.rewrites, WHOLE)
+    memory = subject.manifest.memory if layers.is_whole else {}
+    manifest = replace(subject.manifest, rewrites=layers.recipe, memory=memory)
+    remembered = remember(model, layers.recipe)
+    realise(model, layers.recipe, subject.library, subject.folder)
+    fill_within(model, subject.placement, SEED, RANDOM)
+    made_from = load_as.LoadedFrom(subject.folder, manifest, subject.library, subject.reference, False)
+    base = str(Path(manifest.model.folder))
+    return load_as.completed(model, made_from, subject.placement, remembered, base), layers
+
+
+def _loaded_stock(subject: _Subject) -> PreTrainedModel:
+    """Return the same layers of the stock model."""
+    model = _stock(subject, subject.stock)
+    keep_first_layers(model, subject.manifest.rewrites, WHOLE)
+    fill_within(model, {}, SEED, RANDOM)
+    compute_buffers(model, {})
+    model.tie_weights()
+    return model
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+def _excused(subject: _Subject, step: str, error: Exception) -> str:
+    """Return a note if the stock model raises in the same step, or memory is short. Raise `InputRefused` otherwise."""
+    if memory_fault(error) is not None:
+        return f"{step}: not tried to the end, this machine lacks memory"
+    lora = _of_stock(subject)
+    _, theirs = attempted(_loaded_stock(subject), lora)
+    if theirs is None or theirs[0] != step:
+        raise _refused(step, error) from error
+    return f"{step}: the stock model raises {_in_words(theirs[1])}"
+
+
+def _of_stock(subject: _Subject) -> LoraConfig | None:
+    """Return the adapter without experts' weights that the stock model keeps in a list of modules."""
+    lora = copy.deepcopy(subject.lora)
+    if lora is not None and lora.target_parameters:
+        names = {name for name, _ in _stock(subject, subject.stock).named_parameters()}
+        lora.target_parameters = [name for name in lora.target_parameters if name in names] or None
+    return lora
+
+
+@contextmanager
+def _telling(step: str) -> Generator[None]:
+    """Turn what the step raises into a refusal of it; memory that is short is not one."""
+    try:
+        yield
+    except Exception as error:  # code of models and libraries raises anything
+        if memory_fault(error) is not None:
+            raise
+        raise _refused(step, error) from error
+
+
+def _refused(step: str, error: Exception) -> InputRefused:
+    told = error.diagnostics if isinstance(error, KtcError) else ()
+    words = "it is refused" if told else f"it raises {_in_words(error)}"
+    hint = "nothing was written; `ktc explain I147` has what to do"
+    return InputRefused(Diagnostic("I147", f"the compiled model would not work: {step}: {words}", hint=hint), *told)
+
+
+def _in_words(error: Exception) -> str:
+    """Return the exception with the place that raised it."""
+    words = (str(error).strip().splitlines() or [""])[0][:200]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {words}{place}"
+
+
+@contextmanager
+def _undisturbed() -> Generator[None]:
+    """Keep the random numbers, modes and logs of the caller's process as they are."""
+    ours, shown = logging.getLogger("ktc"), transformers_logging.get_verbosity()
+    level = ours.level
+    try:
+        transformers_logging.set_verbosity_error()
+        ours.setLevel(logging.ERROR)
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(mode=False), torch.enable_grad():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+    finally:
+        ours.setLevel(level)
+        transformers_logging.set_verbosity(shown)
