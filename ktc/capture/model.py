@@ -29,6 +29,7 @@ from ktc.capture.normal_form import normalise
 from ktc.capture.own_markers import not_recognised, recognised
 from ktc.capture.reasons import first_line, reason_of
 from ktc.capture.record import Call, record
+from ktc.capture.shared_weights import shared_names, sharing
 from ktc.capture.trace import recording_reads
 from ktc.capture.types import BlockGraph, BlockSite, CapturedModel, ModelSource, ModuleInfo, TensorInfo, dtype_name
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -52,11 +53,13 @@ def capture(source: ModelSource) -> CapturedModel:
     blocks = {
         f"{layers_fqn}.{i}.{name}": (i, child) for i, layer in enumerate(layers) for name, child in _blocks(layer)
     }
+    shared = shared_names(model)
     with marked(model):
         calls, failed = record(model, {fqn: block for fqn, (_, block) in blocks.items()})
         called = {fqn: site for fqn, site in blocks.items() if fqn in calls}
         identities = {
-            fqn: _identity(block, calls[fqn], failed.get(fqn), layer) for fqn, (layer, block) in called.items()
+            fqn: (_identity(block, calls[fqn], failed.get(fqn), layer), bool(sharing(fqn, block, shared)))
+            for fqn, (layer, block) in called.items()
         }
         graphs, distinct = dict[object, BlockGraph](), dict[object, str]()
         for fqn, identity in identities.items():
@@ -66,7 +69,8 @@ def capture(source: ModelSource) -> CapturedModel:
             stem = next(part for part in reversed(fqn.split(".")) if not part.isdigit())
             key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
             with _own_masks(block, calls[fqn]):
-                graphs[identity] = _capture_block(key, block, calls[fqn], failed.get(fqn))
+                graph = _capture_block(key, block, calls[fqn], failed.get(fqn))
+            graphs[identity] = _unless_shared(graph, sharing(fqn, block, shared))
         sites = tuple(BlockSite(fqn, called[fqn][0], graphs[identity].key) for fqn, identity in identities.items())
         cache = measure_cache(model)
     return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), sites, cache)
@@ -77,6 +81,13 @@ def _identity(block: nn.Module, call: Call, failure: str | None, layer: int) -> 
     with recording_reads() as reads:
         behaviour = identity_of(block, call, failure, layer)
     return behaviour, repr(sorted((name, sorted(values)) for name, values in reads.items()))
+
+
+def _unless_shared(block: BlockGraph, reason: str) -> BlockGraph:
+    """Leave a block whose experts' weights are others' too."""
+    if not reason or block.graph is None or all(ops.operator(node) != "experts" for node in nodes_of(block.graph)):
+        return block
+    return BlockGraph(block.key, block.class_name, None, reason)
 
 
 @contextmanager

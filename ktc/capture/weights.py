@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktc.capture.gguf_weights import map_gguf
@@ -76,7 +76,7 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     why = why_missing(model.config, index, unused)
     taken, gaps = _joined(taken, targets, why)
     demanded = {name: tensor for name, tensor in targets.items() if name not in tied}
-    problems += (*gaps, *_missing(demanded, taken.values(), _shared(model), why))
+    problems += (*gaps, *_missing(demanded, taken.values(), model, why))
     if problems:
         raise InputRefused(*_shortened(problems))
     return WeightMap(tuple(taken.values()), (*warnings, *_unexpected(model, unused), *_unread(index)))
@@ -213,10 +213,14 @@ def _shared(model: PreTrainedModel) -> dict[str, str]:
     return {name: original for name, original in named if name != original}
 
 
+def _owner(model: PreTrainedModel, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
 def _missing(
-    targets: Mapping[str, Tensor], taken: Iterable[WeightSource], shared: Mapping[str, str], why: str
+    targets: Mapping[str, Tensor], taken: Iterable[WeightSource], model: PreTrainedModel, why: str
 ) -> Iterable[Diagnostic]:
-    whole: set[str] = set()
+    shared, whole = _shared(model), set[str]()
     stacked: dict[str, set[tuple[int | None, Part | None]]] = {}
     for source in taken:
         if source.expert is None:
@@ -230,6 +234,8 @@ def _missing(
         if name in whole:
             continue
         if name not in stacked and shared.get(name) in whole | stacked.keys():
+            if _owner(model, name) is _owner(model, shared[name]):
+                continue  # one module at two places, which is filled once
             message = f"`{name}` is the tensor `{shared[name]}` under a second name, and the checkpoint has the first"
             yield Diagnostic("I119", message, hint="ktc compiles layers that have tensors of their own")
             continue

@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from ktc.dsl import RuleSet
     from ktc.experts.kernel_library import KernelLibrary
     from ktc.match import Matches
+    from ktc.model.trial import Trial
     from ktc.plan import Plan
     from ktc.prove import Proof
     from ktc.rewrite import RewrittenBlock
 
-STAGES = ("rules", "model", "capture", "weights", "match", "plan", "rewrite", "prove", "render", "build", "link")
+STAGES = ("rules", "model", "capture", "weights", "match", "plan", "rewrite", "prove", "render", "build", "trial", "link")
 
 
 class StageReport:
@@ -215,6 +216,13 @@ def _build(value: KernelLibrary) -> str:
     return f"self-tested, {size(value.path.stat().st_size)}"
 
 
+def _trial(value: Trial) -> str:
+    of = f" of {value.all_layers}" * (value.layers < value.all_layers)
+    kernels = "" if value.kernels == "built" else " by its references"
+    told = f"ran {value.layers}{of} layers{kernels}: {count(len(value.ran), 'step')}"
+    return "; ".join((told, *value.notes))
+
+
 def _link(value: Path) -> str:
     return str(relative(value))
 
@@ -230,5 +238,6 @@ _SUMMARIES: dict[str, Callable[[Any], str]] = {
     "prove": _prove,
     "render": _render,
     "build": _build,
+    "trial": _trial,
     "link": _link,
 }

@@ -121,13 +121,12 @@ def check_rows(model: nn.Module, sources: Sequence[WeightSource]) -> None:
     filled = {source.target for source in sources}
     tied = cast("dict[str, str]", getattr(model, "all_tied_weights_keys", None) or {})
     filled |= {name for pair in tied.items() if filled & set(pair) for name in pair}
-    wanted = dict[str, None]()
-    for name, tensor in cast("dict[str, Tensor]", model.state_dict(keep_vars=True)).items():
-        if tensor.is_meta:
-            wanted[name] = None
+    tensors = cast("dict[str, Tensor]", model.state_dict(keep_vars=True))
+    written = {id(tensors[name]) for name in filled & tensors.keys()}  # one module may be at two places
+    wanted = [name for name, tensor in tensors.items() if tensor.is_meta and id(tensor) not in written]
     for fqn, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
         if isinstance(module, FusedMoe):
-            wanted |= dict.fromkeys(f"{fqn}.{name}" for name in module.weights.stock)
+            wanted += [f"{fqn}.{name}" for name in module.weights.stock]
     _require_filled([name for name in wanted if name not in filled])
 
 

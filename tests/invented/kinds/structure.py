@@ -43,7 +43,7 @@ FAMILIES = (
         "tied_experts",
         "= self.model.layers[0].mlp.experts",
         "= layer.mlp.experts",
-        expected="under a second name",
+        expected="is also `model.layers.",
     ),
     Family("two_classes", "flat = flat + self.experts(", "flat = self.experts("),
 )

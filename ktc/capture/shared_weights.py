@@ -1,0 +1,36 @@
+"""Weights that a block's experts share with another layer, or with each other: such a block keeps its own code.
+
+In: a model on meta tensors. Out: for a block that shares weights, the reason. Stock code ties tensors, or has one
+module at two places. A kernel packs the weights of each layer's experts for itself, so training and refreshing would
+treat them as several.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def shared_names(model: PreTrainedModel) -> Mapping[str, str]:
+    """Return, for each parameter that is one with another, the name of one of the others."""
+    groups = defaultdict[int, list[str]](list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups[id(parameter)].append(name)
+    found = {name: names[names[0] == name] for names in groups.values() if len(names) > 1 for name in names}
+    tied = cast("dict[str, str]", getattr(model, "all_tied_weights_keys", None) or {})
+    return {**tied, **{original: copy for copy, original in tied.items()}, **found}
+
+
+def sharing(fqn: str, block: nn.Module, shared: Mapping[str, str]) -> str:
+    """Return why the block at `fqn` holds weights that are others' too, as the end of a sentence; "" if it does not."""
+    for name, _ in block.named_parameters(prefix=fqn, remove_duplicate=False):
+        other = shared.get(name)
+        if other is None:
+            continue
+        own = name.removeprefix(f"{fqn}.")
+        return f"its `{own}` is also `{other}`, and kernels pack experts whose weights are theirs alone"
+    return ""
