@@ -2,7 +2,7 @@
 
     rules --dsl--> RuleSet -----------------------+
     model --capture--> CapturedModel --match--> Matches --plan--> Plan --rewrite--> graphs --prove--> proofs
-                                                     Plan's kernels --render--> source --build--> library --link--> folder --trial--> OUT
+                                    Plan's kernels --render--> source --build--> library --link--> folder --trial--> OUT
 
 A block whose proof fails keeps its own code, and the rest is matched and planned again. A folder is put at OUT once it
 was loaded and used.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ def read_base(folder: Path) -> BaseModel:
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the stock model of `config` without storage."""
     vars(config).pop("auto_map", None)
-    return stock_model.build_on_meta(config, config.dtype or torch.float32)
+    return stock_model.build_on_meta(config, cast("torch.dtype", config.dtype or torch.float32))
 
 
 def linears_of(model: nn.Module) -> frozenset[str]:

@@ -25,7 +25,7 @@ def main(base: str, merged: str, adapter: str) -> None:
         return found.eval()
 
     def logits(model: Any) -> torch.Tensor:
-        ids = torch.arange(3, 3 + 2 * 24).reshape(2, 24) % int(model.config.vocab_size)
+        ids = torch.arange(3, 3 + 2 * 24).reshape(2, 24) % model.get_input_embeddings().weight.shape[0]
         with torch.no_grad():
             return cast("torch.Tensor", model(input_ids=ids).logits).double()
 

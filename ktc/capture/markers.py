@@ -163,7 +163,9 @@ def marked(model: PreTrainedModel) -> Generator[None]:
     _library()
     ExpertsInterface.register(_NAME, _CaptureExperts(model))
     AttentionInterface.register(_NAME, _capture_attention)
-    configs = tuple({id(c): c for c in (model.config, model.config.get_text_config())}.values())
+    held = (value for module in model.modules() for value in vars(module).values())
+    found = (model.config.get_text_config(), *(value for value in held if isinstance(value, PreTrainedConfig)))
+    configs = tuple({id(config): config for config in found}.values())
     token = _marked_configs.set(configs)
     try:
         with _chosen(configs, dict.fromkeys(_CHOICES, _NAME)), own_experts_marked(model, _stock_marker):

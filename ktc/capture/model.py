@@ -70,7 +70,8 @@ def capture(source: ModelSource) -> CapturedModel:
             key = f"{stem}_{sum(g.key.startswith(stem + '_') for g in graphs.values())}"
             with _own_masks(block, calls[fqn]):
                 graph = _capture_block(key, block, calls[fqn], failed.get(fqn))
-            graphs[identity] = _unless_shared(graph, sharing(fqn, block, shared))
+            reason = sharing(fqn, block, shared, _experts_of(graph))
+            graphs[identity] = BlockGraph(key, graph.class_name, None, reason) if reason else graph
         sites = tuple(BlockSite(fqn, called[fqn][0], graphs[identity].key) for fqn, identity in identities.items())
         cache = measure_cache(model)
     return CapturedModel(source, model, _module_tree(model), tuple(graphs.values()), sites, cache)
@@ -83,11 +84,12 @@ def _identity(block: nn.Module, call: Call, failure: str | None, layer: int) -> 
     return behaviour, repr(sorted((name, sorted(values)) for name, values in reads.items()))
 
 
-def _unless_shared(block: BlockGraph, reason: str) -> BlockGraph:
-    """Leave a block whose experts' weights are others' too."""
-    if not reason or block.graph is None or all(ops.operator(node) != "experts" for node in nodes_of(block.graph)):
-        return block
-    return BlockGraph(block.key, block.class_name, None, reason)
+def _experts_of(block: BlockGraph) -> frozenset[str]:
+    """Return the modules in a captured block whose weights kernels pack."""
+    if block.experts is not None:
+        return frozenset({block.experts.fqn})
+    nodes = nodes_of(block.graph) if block.graph is not None else ()
+    return frozenset(str(node.meta.get("fqn", "")) for node in nodes if ops.operator(node) == "experts")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ treat them as several.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import cast
 
 from torch import nn
@@ -25,12 +25,12 @@ def shared_names(model: PreTrainedModel) -> Mapping[str, str]:
     return {**tied, **{original: copy for copy, original in tied.items()}, **found}
 
 
-def sharing(fqn: str, block: nn.Module, shared: Mapping[str, str]) -> str:
-    """Return why the block at `fqn` holds weights that are others' too, as the end of a sentence; "" if it does not."""
-    for name, _ in block.named_parameters(prefix=fqn, remove_duplicate=False):
-        other = shared.get(name)
-        if other is None:
-            continue
-        own = name.removeprefix(f"{fqn}.")
-        return f"its `{own}` is also `{other}`, and kernels pack experts whose weights are theirs alone"
+def sharing(fqn: str, block: nn.Module, shared: Mapping[str, str], below: Collection[str] = ("",)) -> str:
+    """Return why weights in the modules `below` the block at `fqn` are others' too, as the end of a sentence, or ""."""
+    for path in below:
+        place = f"{fqn}.{path}".rstrip(".")
+        for name, _ in block.get_submodule(path).named_parameters(prefix=place, remove_duplicate=False):
+            if name in shared:
+                own = name.removeprefix(f"{fqn}.")
+                return f"its `{own}` is also `{shared[name]}`, and kernels pack experts whose weights are theirs alone"
     return ""

@@ -46,7 +46,20 @@ if TYPE_CHECKING:
     from ktc.prove import Proof
     from ktc.rewrite import RewrittenBlock
 
-STAGES = ("rules", "model", "capture", "weights", "match", "plan", "rewrite", "prove", "render", "build", "trial", "link")
+STAGES = (
+    "rules",
+    "model",
+    "capture",
+    "weights",
+    "match",
+    "plan",
+    "rewrite",
+    "prove",
+    "render",
+    "build",
+    "trial",
+    "link",
+)
 
 
 class StageReport:

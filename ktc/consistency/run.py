@@ -29,8 +29,9 @@ from ktc.consistency.stock_path import Stock, stock_scores
 from ktc.consistency.training_path import Trained, trainer_scores, uses_autocast
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.fidelity.tokens import choose_tokens
+from ktc.hf.stock_model import vocabulary_of
 from ktc.model.load import load, stock_class
-from ktc.model.load_as import read_config
+from ktc.model.load_as import build_on_meta, read_config
 from ktc.model.manifest import Manifest, Versions, read_manifest
 from ktc.model.peft_glue import read_lora_config
 
@@ -151,8 +152,8 @@ def _rows(request: Request, manifests: Mapping[Path, Manifest]) -> tuple[str, Te
     sizes: dict[int, Path] = {}
     for folder, manifest in manifests.items():
         model_class = stock_class(manifest, folder, request.weights, trust_remote_code=request.trusted)
-        config = cast("Any", read_config(folder, model_class)).get_text_config()
-        sizes.setdefault(int(config.vocab_size), folder)
+        model = build_on_meta(model_class, read_config(folder, model_class), manifest, None, reference=False)
+        sizes.setdefault(vocabulary_of(model), folder)
     if len(sizes) > 1:
         words = ", ".join(f"`{folder.name}` {size}" for size, folder in sizes.items())
         message = f"models of different vocabularies cannot be compared: {words}"

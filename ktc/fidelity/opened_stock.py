@@ -17,6 +17,7 @@ from ktc.fidelity.compiled import Opened
 from ktc.fidelity.layers import list_of_layers
 from ktc.fidelity.stock import StockModel, own_dtypes
 from ktc.hf import remote_code
+from ktc.hf.stock_model import vocabulary_of
 from ktc.model.load_as import build_on_meta
 
 
@@ -49,7 +50,7 @@ def open_stock(opened: Opened) -> OpenedStock:
     layers = list_of_layers(model, manifest.rewrites)
     groups = tuple(f"{layers}.{index}" for index in range(len(cast("Any", model.get_submodule(layers)))))
     stock = StockModel(model, dtypes, layers, opened.index, opened.rows)
-    return OpenedStock(stock, layers, groups, dtype, int(config.get_text_config().vocab_size), collects)
+    return OpenedStock(stock, layers, groups, dtype, vocabulary_of(model), collects)
 
 
 def _config(opened: Opened) -> PreTrainedConfig:

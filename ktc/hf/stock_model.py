@@ -33,7 +33,7 @@ def part_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
 
     The config of a model with images or sound has a part for each; a class that takes the text's alone is given that.
     """
-    wanted = config.sub_configs.get("text_config")
+    wanted = cast("dict[str, Any]", config.sub_configs).get("text_config")
     if wanted is None or getattr(model_class, "config_class", None) is not wanted:
         return config
     part = config.get_text_config()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jinja2
+from transformers import CONFIG_MAPPING
 
 from ktc import resources, versions
 from ktc.checkpoint import WeightSource, write_sources
@@ -150,10 +151,11 @@ def _config(package: Package) -> str:
     """
     content = read_json(read_regular(package.checkpoint / "config.json"))
     config = without_code_references(cast("dict[str, Any]", content))
-    for part in (config, config.get("text_config")):
+    for part in (config, *config.values()):
         if isinstance(part, dict):
             cast("dict[str, Any]", part).pop("quantization_config", None)
-    config["model_type"] = package.model_type or config.get("model_type")
+    if config.get("model_type") not in CONFIG_MAPPING:  # the config of an object may be a part of the file's
+        config["model_type"] = package.model_type or config.get("model_type")
     config["architectures"] = [f"Ktc{package.class_name}"]
     if not package.own_code:  # only ktc loads a model defined by its own code
         config["auto_map"] = {"AutoModelForCausalLM": f"modeling_ktc.Ktc{package.class_name}"}

@@ -75,9 +75,12 @@ def fill_within(model: nn.Module, placement: Mapping[str, str], seed: int, most:
         device = device_of(name, placement)
         is_random = like.is_floating_point() and like.nbytes <= left
         left -= like.nbytes * is_random
-        value = _value(name, like, device, seed) if is_random else torch.zeros(like.shape, dtype=like.dtype, device=device)
-        old = getattr(module := model.get_submodule(parent), leaf)
-        setattr(module, leaf, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)
+        value = (
+            _value(name, like, device, seed) if is_random else torch.zeros(like.shape, dtype=like.dtype, device=device)
+        )
+        is_parameter = isinstance(like, nn.Parameter)
+        held = nn.Parameter(value, like.requires_grad) if is_parameter else value
+        setattr(model.get_submodule(parent), leaf, held)
     random = RandomExperts(seed)
     for number, layer in enumerate(model.modules()):
         if isinstance(layer, StoredLinear):

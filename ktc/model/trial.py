@@ -155,7 +155,7 @@ def _loaded(subject: _Subject) -> tuple[PreTrainedModel, FirstLayers]:
     """Return the model, or its first layers, with random weights."""
     model = _stock(subject, subject.compiled)
     layers = keep_first_layers(model, subject.manifest.rewrites, WHOLE)
-    memory = subject.manifest.memory if layers.is_whole else {}
+    memory = subject.manifest.memory if layers.is_whole else dict[str, int]()
     manifest = replace(subject.manifest, rewrites=layers.recipe, memory=memory)
     remembered = remember(model, layers.recipe)
     realise(model, layers.recipe, subject.library, subject.folder)
@@ -230,10 +230,13 @@ def _undisturbed() -> Generator[None]:
     try:
         transformers_logging.set_verbosity_error()
         ours.setLevel(logging.ERROR)
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(mode=False), torch.enable_grad():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(mode=False),
+            torch.enable_grad(),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            yield
     finally:
         ours.setLevel(level)
         transformers_logging.set_verbosity(shown)

@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, Final, cast
 
+import peft
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -77,7 +78,9 @@ def _save_and_load(tuned: PeftModel) -> None:
     """Write the adapter and read it back. Raises RuntimeError for factors that do not come back."""
     with tempfile.TemporaryDirectory() as folder:
         tuned.save_pretrained(folder)
-        found: Any = set_peft_model_state_dict(tuned, load_peft_weights(folder, device="cpu"))
-    absent = [name for name in found.missing_keys if "lora_" in name]
-    if absent or found.unexpected_keys:
-        raise RuntimeError(f"the adapter does not come back: {listing([*absent, *found.unexpected_keys], 3)}")
+        library = cast("Any", peft)
+        found = library.set_peft_model_state_dict(tuned, library.load_peft_weights(folder, device="cpu"))
+    missing, unexpected = cast("tuple[list[str], list[str]]", (found.missing_keys, found.unexpected_keys))
+    lost = [name for name in missing if "lora_" in name] + unexpected
+    if lost:
+        raise RuntimeError(f"the adapter does not come back: {listing(lost, 3)}")

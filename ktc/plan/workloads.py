@@ -14,6 +14,7 @@ from ktc.capture import CapturedModel
 from ktc.dsl.ruleset import RuleSet
 from ktc.graph import ops
 from ktc.graph.typed import nodes_by_name, nodes_of
+from ktc.hf.stock_model import vocabulary_of
 from ktc.host import Host
 from ktc.plan.activations import Adapter, Footprint, footprint
 from ktc.plan.kernel_spec import KernelSpec
@@ -217,7 +218,7 @@ def _described(
         tuple(layers[number] for number in sorted(layers)),
         devices,
         device_of(captured.ends[1], placements),
-        int(captured.source.config.get_text_config().vocab_size),
+        vocabulary_of(captured.model),
         item,
         hidden * item,
         widest_product(captured, outside, host.workers),

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ktc.hf.stock_model import vocabulary_of
+
 SCALES = tuple(8.0**power for power in range(1, 7))  # the factors of hidden states beyond constants, in order
 ALWAYS = (SCALES[0], SCALES[-1])  # those compared for every block: limits that stock does not have are beyond them
 MANY = 2500  # tokens of a call beyond what authors set as capacity or as the length of a branch
@@ -129,9 +131,8 @@ def _forward(
     model: PreTrainedModel, run: _Run, generator: torch.Generator, current: list[str],
     calls: dict[str, list[tuple[str, Call]]],
 ) -> None:  # fmt: skip
-    vocabulary = model.config.get_text_config().vocab_size
     total = run.cached + run.length
-    tokens = torch.randint(0, vocabulary, (run.batch, total), generator=generator)
+    tokens = torch.randint(0, vocabulary_of(model), (run.batch, total), generator=generator)
     given: dict[str, Any] = {}
     if run.masked:
         mask = torch.ones(run.batch, total, dtype=torch.long)

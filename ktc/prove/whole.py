@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ktc.hf.stock_model import vocabulary_of
 from ktc.prove.compare import InDouble, StockRefuses, relative_error, same_random_numbers
 from ktc.prove.types import TOLERANCE
 
@@ -113,8 +114,7 @@ def _values(model: PreTrainedModel, forward: _Forward, seed: int) -> list[Tensor
 
 
 def _results(model: PreTrainedModel, forward: _Forward, seed: int) -> Iterator[Tensor]:
-    vocabulary = model.config.get_text_config().vocab_size
-    tokens = torch.randint(0, vocabulary, forward.shape, generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(0, vocabulary_of(model), forward.shape, generator=torch.Generator().manual_seed(seed))
     model.train(forward.training)
     try:
         with same_random_numbers(seed):

@@ -19,6 +19,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import Modality
 
 from ktc import versions
+from ktc.hf.stock_model import vocabulary_of
 from ktc.serving import fields
 from ktc.serving.fields import Check, require_fields
 from ktc.serving.prompt_length import is_long, least_tokens
@@ -114,7 +115,7 @@ class Chat(_Checked, ChatCompletionHandler):
         fields.require_messages(body.get("messages"), "messages")
         self._require_template(body)
         _, model, _ = self._resolve_model(body)
-        fields.require_biases(body, model.config.get_text_config().vocab_size)
+        fields.require_biases(body, vocabulary_of(model))
         if "logit_bias" in body:
             body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
 

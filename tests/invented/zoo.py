@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from invented.family import Case, Family
-from invented.kinds import capacity, derived, layers, left_behind, own_experts, routing, shared, structure, training
+from invented.kinds import (
+    capacity,
+    derived,
+    layers,
+    left_behind,
+    nested_configs,
+    own_experts,
+    routing,
+    shared,
+    structure,
+    training,
+)
 
-_KINDS = (derived, own_experts, layers, training, capacity, left_behind, routing, structure, shared)
+_KINDS = (derived, own_experts, layers, training, capacity, left_behind, routing, structure, shared, nested_configs)
 FAMILIES: tuple[Family, ...] = tuple(family for kind in _KINDS for family in kind.FAMILIES)
 CASES: tuple[Case, ...] = tuple(Case(family, is_near) for family in FAMILIES for is_near in (False, True))

@@ -1,5 +1,7 @@
 """All layers have the stacked experts of the first one, by the keys that the class declares tied."""
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import nn
 
@@ -24,7 +26,7 @@ BANK = "model.layers.[1-9].mlp.experts"
 
 class InventedForCausalLM(CausalLM):
     block = Mixture
-    _tied_weights_keys = {
+    _tied_weights_keys: ClassVar = {
         f"{BANK}.gate_up_proj": "model.layers.0.mlp.experts.gate_up_proj",
         f"{BANK}.down_proj": "model.layers.0.mlp.experts.down_proj",
     }

@@ -1,5 +1,7 @@
 """Two experts of the list are tied by the keys that the class declares."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,7 +30,7 @@ class Mixture(nn.Module):
 
 class InventedForCausalLM(CausalLM):
     block = Mixture
-    _tied_weights_keys = {
+    _tied_weights_keys: ClassVar = {
         rf"model.layers.{layer}.mlp.experts.5.{name}.weight": f"model.layers.{layer}.mlp.experts.2.{name}.weight"
         for layer in (0, 1)
         for name in ("gate_proj", "up_proj", "down_proj")

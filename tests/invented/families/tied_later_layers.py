@@ -1,5 +1,7 @@
 """The last layers have one bank of experts, by declared keys; the first ones have their own."""
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import nn
 
@@ -21,7 +23,7 @@ class Mixture(nn.Module):
 
 class InventedForCausalLM(CausalLM):
     block = Mixture
-    _tied_weights_keys = {
+    _tied_weights_keys: ClassVar = {
         "model.layers.3.mlp.experts.gate_up_proj": "model.layers.2.mlp.experts.gate_up_proj",
         "model.layers.3.mlp.experts.down_proj": "model.layers.2.mlp.experts.down_proj",
     }
