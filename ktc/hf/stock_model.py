@@ -44,6 +44,6 @@ def part_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Return the number of tokens: of the config, else of the embedding, for configs with a part of another name."""
+    """Return the number of tokens: of the config, or of the embedding where the config has a part of another name."""
     told = getattr(model.config.get_text_config(), "vocab_size", None)
     return told if isinstance(told, int) else int(cast("Any", model.get_input_embeddings()).weight.shape[0])

@@ -3,7 +3,7 @@
 In: the folder, and whether its weights come from a checkpoint. Out: a `Trial`. The whole model is built on meta, and
 PEFT attaches. Then the model, or its first layers if it is large, runs with random weights (`trial_steps.py`). The
 classes are those that the folder's own files define.
-Refused (I147): whatever raises, unless the stock model raises in the same step.
+Refused (I147): a step that raises, unless the stock model raises in the same step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Kernels = Literal["built", "references"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What ran. `layers` of `all_layers` were loaded, with the built kernels or with their references in PyTorch.
+    """The steps that ran. `layers` of `all_layers` were loaded, with the built kernels or with their references in PyTorch.
 
     `ran` are the steps, `notes` say what was not tried and why.
     """
@@ -121,7 +121,7 @@ def _opened(folder: Path) -> tuple[_Subject, list[str]]:
 
 
 def _executed(path: Path) -> Any:
-    """Return a file of the folder as a module that no one else finds, without a `__pycache__` beside it."""
+    """Return a file of the folder as a module outside `sys.modules`, without a `__pycache__` beside it."""
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     exec(compile(path.read_text(encoding="utf-8"), path, "exec"), vars(module))
@@ -130,7 +130,7 @@ def _executed(path: Path) -> Any:
 
 # The model -----------------------------------------------------------------------------------------------------------
 def _check_tree(subject: _Subject, *, has_weights: bool) -> bool:
-    """Build the whole model on meta, and return whether it is large. Then PEFT attaches here, else to what is loaded.
+    """Build the whole model on meta, and return whether it is large. Then PEFT attaches here, otherwise to the loaded model.
 
     Raises what a load raises, and `InputRefused` (L408) for rows that leave a tensor without a value.
     """
