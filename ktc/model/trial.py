@@ -13,7 +13,7 @@ import gc
 import logging
 import traceback
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from ktc.checkpoint import WeightSource
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.memory_faults import memory_fault
@@ -37,7 +38,7 @@ from ktc.model.placement import check_devices
 from ktc.model.random_weights import fill_within
 from ktc.model.realise import realise
 from ktc.model.trial_steps import attempted
-from ktc.model.watch import remember
+from ktc.model.watch import Remembered, remember
 
 SEED: Final = 4711
 WHOLE: Final = 1 << 28  # bytes of a model that is tried whole
@@ -47,9 +48,9 @@ Kernels = Literal["built", "references"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The steps that ran. `layers` of `all_layers` were loaded, with the built kernels or with their references in PyTorch.
+    """What was tried: `layers` of `all_layers`, with the built kernels or with their references in PyTorch.
 
-    `ran` are the steps, `notes` say what was not tried and why.
+    `ran` are the steps that ran, `notes` report the others and their reasons.
     """
 
     layers: int
@@ -85,13 +86,13 @@ def try_out(folder: Path, *, has_weights: bool = True) -> Trial:
         with _telling("reading the folder"):
             subject, notes = _opened(folder)
         with _telling("building the modules and attaching the adapter"):
-            is_large = _check_tree(subject, has_weights=has_weights)
+            model, layers, remembered = _built(subject, has_weights=has_weights)
         with _telling("loading it with random weights"):
-            model, layers = _loaded(subject)
+            model = _filled(subject, model, layers, remembered)
         ran, failure = attempted(model, subject.lora)
         if failure is not None:
             notes.append(_excused(subject, *failure))
-        if is_large:
+        if layers.kept < layers.all:
             del model
             gc.collect()  # modules refer to each other, and these take memory
     if layers.kept < layers.all:
@@ -129,21 +130,36 @@ def _executed(path: Path) -> Any:
 
 
 # The model -----------------------------------------------------------------------------------------------------------
-def _check_tree(subject: _Subject, *, has_weights: bool) -> bool:
-    """Build the whole model on meta, and return whether it is large. Then PEFT attaches here, otherwise to the loaded model.
+def _built(
+    subject: _Subject, *, has_weights: bool
+) -> tuple[PreTrainedModel, FirstLayers, tuple[Remembered, ...]]:  # fmt: skip
+    """Return the modules of the model, or of its first layers, on meta, with facts from before the rewrites.
 
     Raises what a load raises, and `InputRefused` (L408) for rows that leave a tensor without a value.
     """
-    model = _stock(subject, subject.compiled)
+    model, recipe = _stock(subject, subject.compiled), subject.manifest.rewrites
     load_as.check_assumptions(subject.manifest, model, subject.folder)
+    rows = load_as.read_rows(subject.folder, subject.manifest) if has_weights else None
     is_large = parameter_bytes(model) > WHOLE
+    if is_large:
+        _check_whole(subject, model, rows)
+        model = _stock(subject, subject.compiled)
+    layers = keep_first_layers(model, recipe, WHOLE)
+    remembered = remember(model, layers.recipe)
+    realise(model, layers.recipe, subject.library, subject.folder)
+    if rows is not None and not is_large:
+        weight_store.check_rows(model, rows)
+    return model, layers, remembered
+
+
+def _check_whole(subject: _Subject, model: PreTrainedModel, rows: Sequence[WeightSource] | None) -> None:
+    """Put the modules into a large model without memory for them, and attach the adapter, which is not loaded later."""
     with torch.device("meta"):
         realise(model, subject.manifest.rewrites, None, subject.folder)
-    if has_weights:
-        weight_store.check_rows(model, load_as.read_rows(subject.folder, subject.manifest))
-    if is_large and subject.lora is not None:
+    if rows is not None:
+        weight_store.check_rows(model, rows)
+    if subject.lora is not None:
         get_peft_model(model, copy.deepcopy(subject.lora))
-    return is_large
 
 
 def _stock(subject: _Subject, model_class: type[PreTrainedModel]) -> PreTrainedModel:
@@ -151,18 +167,15 @@ def _stock(subject: _Subject, model_class: type[PreTrainedModel]) -> PreTrainedM
     return load_as.build_on_meta(model_class, config, subject.manifest, None, subject.reference)
 
 
-def _loaded(subject: _Subject) -> tuple[PreTrainedModel, FirstLayers]:
-    """Return the model, or its first layers, with random weights."""
-    model = _stock(subject, subject.compiled)
-    layers = keep_first_layers(model, subject.manifest.rewrites, WHOLE)
+def _filled(
+    subject: _Subject, model: PreTrainedModel, layers: FirstLayers, remembered: Sequence[Remembered]
+) -> PreTrainedModel:
+    """Return the model with random weights, ready for calls."""
     memory = subject.manifest.memory if layers.is_whole else dict[str, int]()
     manifest = replace(subject.manifest, rewrites=layers.recipe, memory=memory)
-    remembered = remember(model, layers.recipe)
-    realise(model, layers.recipe, subject.library, subject.folder)
     fill_within(model, subject.placement, SEED, RANDOM)
     made_from = load_as.LoadedFrom(subject.folder, manifest, subject.library, subject.reference, False)
-    base = str(Path(manifest.model.folder))
-    return load_as.completed(model, made_from, subject.placement, remembered, base), layers
+    return load_as.completed(model, made_from, subject.placement, remembered, manifest.model.folder)
 
 
 def _loaded_stock(subject: _Subject) -> PreTrainedModel:

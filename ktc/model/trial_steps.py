@@ -74,8 +74,13 @@ def _backward(tuned: PeftModel, tokens: Tensor) -> None:
     tuned.zero_grad()
 
 
+def _no_card(folder: str) -> None:
+    """Write no text for the hub, which takes longer than the adapter."""
+
+
 def _save_and_load(tuned: PeftModel) -> None:
     """Write the adapter and read it back. Raises RuntimeError for factors that do not come back."""
+    cast("Any", tuned).create_or_update_model_card = _no_card
     with tempfile.TemporaryDirectory() as folder:
         tuned.save_pretrained(folder)
         library = cast("Any", peft)

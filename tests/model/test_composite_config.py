@@ -1,4 +1,4 @@
-"""A text model within a larger config: what compiles loads on every path, and equals what `AutoModelForCausalLM` loads."""
+"""A text model within a larger config: a compiled one loads on every path and equals `AutoModelForCausalLM`."""
 
 from __future__ import annotations
 
