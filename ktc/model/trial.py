@@ -48,7 +48,7 @@ Kernels = Literal["built", "references"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was tried: `layers` of `all_layers`, with the built kernels or with their references in PyTorch.
+    """A trial of `layers` out of `all_layers`, with the built kernels or with their references in PyTorch.
 
     `ran` are the steps that ran, `notes` report the others and their reasons.
     """
