@@ -8,18 +8,23 @@ the model's implementation stays at hand for the calls that ktc does not compute
 from __future__ import annotations
 
 import copy
-import sys
+import functools
+import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ktc.diagnostics import Diagnostic, InputRefused
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 _INNER: Final = ("sdpa", "eager")  # implementations that take keys, values and a mask
+_EAGER: Final = "eager_attention_forward"  # its usual name, beside the class
+_OPERANDS: Final = ("module", "query", "key", "value")  # first parameters of an attention function
 
 
 class AnsweredAttention:
@@ -57,9 +62,59 @@ def stock_function(module: Any) -> Attention:
     if implementation not in _INNER:
         message = f"attention that ktc computes runs beside `sdpa` or `eager`, and not `{implementation}`"
         raise InputRefused(Diagnostic("L450", message, hint='load it with `attn_implementation="sdpa"`'))
-    if implementation == "eager":
-        return cast("Any", sys.modules[module.stock_class.__module__]).eager_attention_forward
-    return cast("Any", AttentionInterface())[implementation]
+    function = _function_of(module.stock_class, implementation)
+    if function is None:
+        message = f"`{module.stock_class.__name__}` names no function for `eager` attention"
+        raise InputRefused(Diagnostic("L450", message, hint='load it with `attn_implementation="sdpa"`'))
+    return function
+
+
+def unknown_function(module: nn.Module) -> str:
+    """Return why only the model's own code can compute the attention of a stock module; "" if ktc can too.
+
+    ktc knows transformers' functions for `sdpa` and `eager`. The model may choose another, or register one of its own
+    under their names.
+    """
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if implementation is None:
+        return ""  # a class that looks no function up: `answer` has the last word
+    if implementation not in _INNER:
+        return f"the model chooses the attention function `{implementation}`"
+    function = _function_of(type(module), implementation)
+    if function is None or function.__module__.startswith("transformers."):
+        return ""
+    return f"`{implementation}` attention is the model's own function `{function.__qualname__}`"
+
+
+def _function_of(stock: type[nn.Module], implementation: str) -> Attention | None:
+    """Return the function that a class calls for `sdpa` or `eager`, None without one for `eager`."""
+    registered = _register_of(stock)
+    return registered[implementation] if implementation in registered else _eager_function(stock)
+
+
+@functools.cache
+def _register_of(stock: type[nn.Module]) -> AttentionInterface:
+    """Return the register of functions in the file of the class' code, which may override those of all files."""
+    held = _code_of(stock).__globals__.values()
+    return next((each for each in held if isinstance(each, AttentionInterface)), ALL_ATTENTION_FUNCTIONS)
+
+
+@functools.cache
+def _eager_function(stock: type[nn.Module]) -> Attention | None:
+    """Return the attention function that the class' code names, which it calls where no other one is chosen."""
+    code = _code_of(stock)
+    named = [code.__globals__.get(name) for name in (_EAGER, *code.__code__.co_names)]
+    found = (each for each in named if isinstance(each, FunctionType) and _takes_operands(each))
+    return next(found, None)
+
+
+def _code_of(stock: type[nn.Module]) -> FunctionType:
+    """Return the `forward` that the class has or inherits, without its decorators."""
+    return cast("FunctionType", inspect.unwrap(stock.forward))
+
+
+def _takes_operands(function: FunctionType) -> bool:
+    return tuple(inspect.signature(function).parameters)[: len(_OPERANDS)] == _OPERANDS
 
 
 def chosen(mask: Tensor | None, indices: Tensor, positions: int, dtype: torch.dtype) -> Tensor:

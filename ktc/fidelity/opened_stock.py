@@ -19,6 +19,7 @@ from ktc.fidelity.stock import StockModel, own_dtypes
 from ktc.hf import remote_code
 from ktc.hf.stock_model import vocabulary_of
 from ktc.model.load_as import build_on_meta
+from ktc.model.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,23 @@ def open_stock(opened: Opened) -> OpenedStock:
     dtype = cast("torch.dtype", getattr(torch, manifest.model.dtype))
     dtypes = own_dtypes(built(reference=False), dtype)
     model = built(reference=True)
+    _in_their_own_loop(model, manifest)
     layers = list_of_layers(model, manifest.rewrites)
     groups = tuple(f"{layers}.{index}" for index in range(len(cast("Any", model.get_submodule(layers)))))
     stock = StockModel(model, dtypes, layers, opened.index, opened.rows)
     return OpenedStock(stock, layers, groups, dtype, vocabulary_of(model), collects)
+
+
+def _in_their_own_loop(model: PreTrainedModel, manifest: Manifest) -> None:
+    """Let experts that are replaced add up in the order of their class' own loop, as kernels do.
+
+    Kept ones run by the implementation that stock chooses, as in the compiled model.
+    """
+    for step in manifest.rewrites:
+        experts = cast("Any", model.get_submodule(step.fqn))
+        if step.module == "fused_moe" and isinstance(getattr(experts, "config", None), PreTrainedConfig):
+            experts.config = copy.copy(experts.config)
+            experts.config._experts_implementation_internal = "eager"
 
 
 def _config(opened: Opened) -> PreTrainedConfig:

@@ -33,17 +33,18 @@ from ktc.model.step_ahead import BeforeReading, BeforeSampling, StepAhead, waite
 log = logging.getLogger(__name__)
 
 _OWN = frozenset({"weights", "reference", "map", "allow_nonfinite"})
-_TAKEN = frozenset(
-    {"config", "attn_implementation", "quantization_config", "output_loading_info", "dtype", "torch_dtype"}
-)
+_TAKEN = frozenset({
+    "attn_implementation", "config", "dtype", "experts_implementation", "output_loading_info", "quantization_config",
+    "torch_dtype",
+})  # fmt: skip
 _HUB = frozenset({
     "adapter_kwargs", "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "resume_download",
     "revision", "subfolder", "token", "trust_remote_code", "use_auth_token", "use_safetensors", "variant",
     "weights_only",
 })  # fmt: skip
 _DECIDED = frozenset({
-    "device_map", "experts_implementation", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder",
-    "offload_state_dict", "tp_plan", "tp_size",
+    "device_map", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder", "offload_state_dict",
+    "tp_plan", "tp_size",
 })  # fmt: skip
 
 _READS_PROMPT: ContextVar[bool] = ContextVar("generate reads the prompt", default=False)
@@ -78,10 +79,10 @@ class CompiledModel:
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> PreTrainedModel:
         """Load the compiled folder.
 
-        Takes `config`, `attn_implementation`, `output_loading_info`, and ktc's own `weights`, `reference`, `map`,
-        `allow_nonfinite`. Placement and dtype are the compiler's: `device_map`, `low_cpu_mem_usage`, `max_memory`,
-        `offload_*`, `tp_*`, `experts_implementation` and another dtype are ignored with a line in the log; what is
-        about downloads or trust has no meaning for a folder and is ignored.
+        Takes `config`, `attn_implementation`, `experts_implementation` (of experts that no rule replaced),
+        `output_loading_info`, and ktc's own `weights`, `reference`, `map`, `allow_nonfinite`. Placement and dtype are
+        the compiler's: `device_map`, `low_cpu_mem_usage`, `max_memory`, `offload_*`, `tp_*` and another dtype are
+        ignored with a line in the log; what is about downloads or trust has no meaning for a folder and is ignored.
         Raises what `ktc.load` raises, and `InputRefused`: L422 for a quantisation config, L424 for other options.
         """
         _check_options(kwargs)
@@ -95,9 +96,10 @@ class CompiledModel:
             Path(pretrained_model_name_or_path),
             config=config if isinstance(config, PreTrainedConfig) else None,
             attention=kwargs.get("attn_implementation"),
+            experts=kwargs.get("experts_implementation"),
             **{name: kwargs[name] for name in sorted(_OWN) if name in kwargs},
         )
-        _tell_ignored(kwargs, model.dtype)
+        _tell_ignored(kwargs, model)
         if kwargs.get("output_loading_info"):
             nothing: dict[str, Any] = {
                 "missing_keys": [],
@@ -273,9 +275,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise InputRefused(*problems)
 
 
-def _tell_ignored(options: Mapping[str, Any], dtype: torch.dtype) -> None:
+def _tell_ignored(options: Mapping[str, Any], model: PreTrainedModel) -> None:
     """Log one line about the options that the compilation has decided."""
+    dtype = model.dtype
     ignored = sorted(name for name in _DECIDED & options.keys() if options[name] not in (None, False))
+    if options.get("experts_implementation") and any(isinstance(module, FusedMoe) for module in model.modules()):
+        ignored.append("experts_implementation of compiled experts")
     asked = options.get("dtype") or options.get("torch_dtype")
     wanted = getattr(torch, asked, None) if isinstance(asked, str) else asked
     if isinstance(wanted, torch.dtype) and wanted != dtype:

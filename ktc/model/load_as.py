@@ -67,6 +67,7 @@ def load_as(
     *,
     config: PreTrainedConfig | None = None,
     attention: str | None = None,
+    experts: str | None = None,
     weights: str | Path | None = None,
     reference: bool = False,
     map: bool = False,
@@ -91,7 +92,7 @@ def load_as(
     placement = {} if reference else dict(manifest.placement)
     check_devices(placement)
     model = build_on_meta(
-        model_class, copy.deepcopy(config) or read_config(folder, model_class), manifest, attention, reference
+        model_class, copy.deepcopy(config) or read_config(folder, model_class), manifest, attention, reference, experts
     )
     check_assumptions(manifest, model, folder)
     remembered = remember(model, manifest.rewrites)
@@ -285,16 +286,19 @@ def build_on_meta(
     manifest: Manifest,
     attention: str | None,
     reference: bool,
+    experts: str | None = None,
 ) -> PreTrainedModel:
-    """Build the stock modules without storage, each tensor in its final dtype. `config` is of the folder, or a part."""
+    """Build the stock modules without storage, each tensor in its final dtype. `config` is of the folder, or a part.
+
+    `attention` and `experts` name implementations of transformers; the others are those that the stock model chooses.
+    """
     config = stock_model.part_of(model_class, config)
     dtype = torch.float32 if reference else cast("torch.dtype", getattr(torch, manifest.model.dtype))
     config.architectures = [manifest.model.class_name]
     vars(config).pop("auto_map", None)  # it names a file of the compiled folder; this config may be saved elsewhere
-    extra: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-    if reference:
-        extra["experts_implementation"] = "eager"  # experts that no rule rewrote add up in the stock order too
-    model = stock_model.build_on_meta(config, dtype, model_class, **extra)
+    asked = {"attn_implementation": attention, "experts_implementation": experts}
+    chosen: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    model = stock_model.build_on_meta(config, dtype, model_class, **chosen)
     _keep_in_fp32(model, dtype)
     return model
 

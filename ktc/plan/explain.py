@@ -5,7 +5,7 @@ Experts of a plan that trains have two more: their adapters, and what a token le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ktc.capture import CapturedModel
 from ktc.diagnostics import listing
@@ -22,7 +22,6 @@ from ktc.targets import CpuMoe, FusedAttention, KtLinear, LoraExperts, LoraLinea
 from ktc.targets.quantisation import Quantisation
 from ktc.targets.target import NodeAction, Spec, Target
 
-
 def explain(
     captured: CapturedModel,
     matches: Matches,
@@ -32,15 +31,19 @@ def explain(
     claims: Sequence[Claim],
     lora: LoraPlan | None,
     host: Host,
-    outside: Sequence[OutsideLinear] = (),
+    outside: Sequence[OutsideLinear],
+    left: Mapping[str, str],
 ) -> tuple[Reason, ...]:
-    """Return the reasons in the order of the model: rewrites, placements, then unchanged modules."""
+    """Return the reasons in the order of the model: rewrites, placements, then unchanged modules.
+
+    `left` has the reasons of blocks that rules name and that keep their own code.
+    """
     return (
         *(reason for rewrite in rewrites for reason in _of_rewrite(captured, rewrite, claims, lora, host)),
         *map(_of_outside, outside),
         *(_of_planned(p) for p in planned),
         *_of_placements(placements),
-        *_untouched(captured, matches, rewrites, planned),
+        *_untouched(captured, matches, rewrites, planned, left),
     )
 
 
@@ -146,8 +149,9 @@ def _of_placements(placements: Sequence[Placement]) -> Iterable[Reason]:
 
 
 def _untouched(
-    captured: CapturedModel, matches: Matches, rewrites: Sequence[BlockRewrite], planned: Sequence[PlannedOnly]
-) -> Iterable[Reason]:
+    captured: CapturedModel, matches: Matches, rewrites: Sequence[BlockRewrite], planned: Sequence[PlannedOnly],
+    left: Mapping[str, str],
+) -> Iterable[Reason]:  # fmt: skip
     touched = {site.fqn for rewrite in rewrites for site in rewrite.sites} | {path for p in planned for path in p.paths}
     for block in captured.blocks:
         sites = [s.fqn for s in captured.sites_of(block.key) if s.fqn not in touched]
@@ -155,6 +159,11 @@ def _untouched(
             continue
         if block.graph is None:
             yield Reason(collapse(sites), f"stays as it is: `{block.class_name}` {block.unchanged}")
+            continue
+        for reason in dict.fromkeys(left[site] for site in sites if site in left):
+            yield Reason(collapse([s for s in sites if left.get(s) == reason]), f"stays as it is: {reason}")
+        sites = [site for site in sites if site not in left]
+        if not sites:
             continue
         nearest = max((m for m in matches.near_misses if m.block == block.key), key=lambda m: m.matched, default=None)
         why = f"closest: {nearest}" if nearest is not None else "no rule names it"

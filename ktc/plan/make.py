@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -29,8 +29,10 @@ from ktc.plan.linears import choose_linear, stored_rows
 from ktc.plan.memory import over_budget, plan_memory
 from ktc.plan.native_step import decide_step
 from ktc.plan.outside import outside_linears
+from ktc.plan.own_attention import on_known_functions
 from ktc.plan.placement import device_of, place
 from ktc.plan.prefill import expert_rings, plan_prefill, resident_bytes, stay_resident
+from ktc.plan.shared_modules import on_own_modules
 from ktc.plan.sparse import choose_sparse, on_long_caches, with_indices
 from ktc.plan.spec import Spec
 from ktc.plan.stored import conversions
@@ -63,7 +65,10 @@ def make_plan(
     conflicts and for a program that rewrites nothing, HostLacks for an ISA or a GPU that the host lacks. A plan that is
     over budget, or requests targets that are not built, is a value that records it.
     """
-    claims, left = on_latents(captured, resolve_claims(captured, matches, rules), matches)
+    own = on_own_modules(captured, resolve_claims(captured, matches, rules), matches)
+    known = on_known_functions(captured, own.claims, matches)
+    claims, left = on_latents(captured, known.claims, matches)
+    sites = {**known.sites, **own.sites}
     trained = plan_weights(captured, claims, rules)
     claims = trained.claims
     placements = place(claims, rules, host)
@@ -81,7 +86,7 @@ def make_plan(
     lora = plan_lora(captured, claims, rules, trained)
     graph = decide_graph(captured, claims, devices, streams, rules)
     if not rewrites and not outside and not unavailable and not trained.modules:
-        raise InputRefused(_nothing_to_rewrite(captured, matches))
+        raise InputRefused(_nothing_to_rewrite(captured, matches, (*own.warnings, *known.warnings)))
     threads = max((claim.target.num_threads(host) for claim in claims), default=1)
     mode = str(rules.plan.get("mode") or ("train" if lora else "infer"))
     step = decide_step(captured, claims, devices, graph, mode, rules, host)
@@ -101,7 +106,7 @@ def make_plan(
         lora=lora,
         memory=memory,
         reasons=(
-            *explain(captured, matches, rewrites, planned_only(claims), placements, claims, lora, host, outside),
+            *explain(captured, matches, rewrites, planned_only(claims), placements, claims, lora, host, outside, sites),
             *map(_dense, sparse.dense),
             *trained.reasons,
             *conversions(captured, weights, specs, linears),
@@ -110,10 +115,12 @@ def make_plan(
         ),
         warnings=(
             *matches.warnings,
+            *own.warnings,
+            *known.warnings,
             *left,
             *sparse.warnings,
             *in_dtype,
-            *_left_alone(captured, rewrites),
+            *_left_alone(captured, rewrites, own.sites),
             *(() if step.spec else graph.warnings(rules)),  # the program names both, for either place
             *step.warnings(rules),
             *adapter_warnings(captured, lora),
@@ -256,9 +263,14 @@ def _dense(claims: Sequence[Claim]) -> Reason:
     return Reason(collapse([claim.site for claim in claims]), why)
 
 
-def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> Iterator[Diagnostic]:
-    """Yield a warning for every block that could not be captured and for routed experts that no rule rewrites."""
-    rewritten = {site.fqn for r in rewrites for site in r.sites if any(a.target.takes_experts for a in r.actions)}
+def _left_alone(
+    captured: CapturedModel, rewrites: Sequence[BlockRewrite], told: Collection[str]
+) -> Iterator[Diagnostic]:
+    """Yield a warning for every block that could not be captured and for routed experts that no rule rewrites.
+
+    Sites in `told` have one already.
+    """
+    rewritten = {*told} | {site.fqn for r in rewrites for site in r.sites if any(a.target.takes_experts for a in r.actions)}
     for block in captured.blocks:
         sites = [site.fqn for site in captured.sites_of(block.key) if site.fqn not in rewritten]
         if block.graph is None:
@@ -277,13 +289,15 @@ def _left_alone(captured: CapturedModel, rewrites: Sequence[BlockRewrite]) -> It
             yield Diagnostic(block.refuted or "M073", message, hint=hint, severity="warning")
 
 
-def _nothing_to_rewrite(captured: CapturedModel, matches: Matches) -> Diagnostic:
+def _nothing_to_rewrite(captured: CapturedModel, matches: Matches, left: Sequence[Diagnostic]) -> Diagnostic:
     has_experts = any(
         ops.operator(n) == "experts" for b in captured.blocks if b.graph is not None for n in nodes_of(b.graph)
     )
     opaque = next((b for b in captured.blocks if b.graph is None), None)
     nearest = max(matches.near_misses, key=lambda m: m.matched, default=None)
-    if nearest is not None and has_experts:
+    if left:
+        hint = left[0].message
+    elif nearest is not None and has_experts:
         hint = f"closest: {nearest}"
     elif opaque is not None:
         hint = f"`{opaque.class_name}` {opaque.unchanged}"

@@ -215,3 +215,12 @@ class Claim:
     def facet(self) -> Facet:
         """The facet of the node that it fills."""
         return self.target.claimed_facet
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The claims that are carried out, the warnings about others, and why the sites of those keep their own code."""
+
+    claims: tuple[Claim, ...]
+    warnings: tuple[Diagnostic, ...]
+    sites: Mapping[str, str]

@@ -105,11 +105,19 @@ def _as_a_whole(
 
 def _whole(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> tuple[float, str]:
     def in_double() -> tuple[PreTrainedModel, PreTrainedModel]:
-        wide = replace(witness, model=copied(witness.model).double())
+        wide = _as_stock_runs(witness)
+        wide.model.double()
         return wide.model, realised(wide, rewrites, host)[0]
 
-    stock = replace(witness, model=copied(witness.model))
+    stock = _as_stock_runs(witness)
     return whole_difference(stock.model, realised(stock, rewrites, host)[0], SEED, in_double)
+
+
+def _as_stock_runs(witness: Witness) -> Witness:
+    """Return a copy whose experts run by the implementation that stock chooses, which blocks that stay keep."""
+    model = copied(witness.model)
+    model.set_experts_implementation(witness.experts)
+    return replace(witness, model=model)
 
 
 def refuted(proofs: Sequence[Proof]) -> dict[str, tuple[str, str]]:

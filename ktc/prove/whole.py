@@ -1,14 +1,18 @@
 """The witness as a whole, stock beside rewritten: code around a block may read its class, its children or tensors.
 
 Input: both models. Output: in which forward they differ. Blocks are compared one by one elsewhere; here the code
-between them is run, which a rewrite does not change and which may still notice it.
+between them is run, which a rewrite does not change and which may still notice it. Outputs that transformers records
+by hooks on modules are such code: a module that a rewrite no longer calls records nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +34,7 @@ class _Forward:
     run: Callable[[PreTrainedModel, Tensor], Any]
     training: bool = False
     shape: tuple[int, int] = (BATCH, LENGTH)
+    reader: str = "code around it reads its class or parts"
 
 
 def _decoded(model: PreTrainedModel, tokens: Tensor) -> Any:
@@ -55,6 +60,46 @@ FORWARDS = (
 )
 
 
+# Recorded outputs -----------------------------------------------------------------------------------------------------
+def _recordings(model: PreTrainedModel) -> Iterator[_Forward]:
+    """Yield a forward for each option of the config or of transformers' recorders that returns inner results."""
+    options = {f"output_{key}" for part in _models(model) for key in getattr(part, "_can_record_outputs", None) or {}}
+    options |= {name for name in vars(model.config.get_text_config()) if name.startswith("output_")}
+    for option in sorted({*options, "output_attentions", "output_hidden_states"}):
+        reader = f"its modules, or hooks on them, return what `{option}` asks for"
+        yield _Forward(f"`{option}=True`", functools.partial(_recorded, option=option), reader=reader)
+
+
+def _models(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _recorded(model: PreTrainedModel, tokens: Tensor, option: str) -> Any:
+    """Return the results with a loss and an option, set in the config and, where the forward takes it, in the call."""
+    parameters = inspect.signature(model.forward).parameters
+    taken = option in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    with _asked_for(model, option), torch.no_grad():
+        return model(input_ids=tokens, labels=tokens, use_cache=False, **({option: True} if taken else {}))
+
+
+@contextmanager
+def _asked_for(model: PreTrainedModel, option: str) -> Generator[None]:
+    """Set an option in the model's configs inside the context; only `eager` attention has weights to return."""
+    configs = {id(part.config): vars(part.config) for part in _models(model)}.values()
+    wanted = {option: True}
+    if option == "output_attentions":
+        wanted = {"_output_attentions": True, "_attn_implementation_internal": "eager"}
+    before = [(held, name, held.get(name)) for held in configs for name in wanted]
+    try:
+        for held, name, _ in before:
+            held[name] = wanted[name]
+        yield
+    finally:
+        for held, name, value in before:
+            held[name] = value
+
+
+# The comparison -------------------------------------------------------------------------------------------------------
 def whole_difference(
     stock: PreTrainedModel, rewritten: PreTrainedModel, seed: int,
     in_double: Callable[[], tuple[PreTrainedModel, PreTrainedModel]],
@@ -65,7 +110,7 @@ def whole_difference(
     fp64, on the models that `in_double` returns.
     """
     worst = 0.0
-    for forward in FORWARDS:
+    for forward in (*FORWARDS, *_recordings(stock)):
         try:
             found = _error(stock, rewritten, forward, seed)
             if not found <= TOLERANCE:
@@ -74,10 +119,11 @@ def whole_difference(
             continue
         except Exception as error:  # noqa: BLE001 - the rewritten model raises where the stock model does not
             words = (str(error).strip().splitlines() or [""])[0][:200]
-            return float("inf"), f"it raises {type(error).__name__}: {words} in {forward.name} of the whole model"
+            told = f"it raises {type(error).__name__}: {words} in {forward.name} of the whole model"
+            return float("inf"), f"{told}: {forward.reader}"
         worst = max(worst, found)
         if not found <= TOLERANCE:
-            return worst, f"results of the whole model, {forward.name}: code around it reads its class or parts"
+            return worst, f"results of the whole model, {forward.name}: {forward.reader}"
     return worst, ""
 
 
