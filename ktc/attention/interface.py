@@ -101,9 +101,9 @@ def _register_of(stock: type[nn.Module]) -> AttentionInterface:
 
 @functools.cache
 def _eager_function(stock: type[nn.Module]) -> Attention | None:
-    """Return the attention function that the class' code names, which it calls where no other one is chosen."""
+    """Return the attention function that the class' code names, or its file has by the usual name."""
     code = _code_of(stock)
-    named = [code.__globals__.get(name) for name in (_EAGER, *code.__code__.co_names)]
+    named = [code.__globals__.get(name) for name in (*code.__code__.co_names, _EAGER)]
     found = (each for each in named if isinstance(each, FunctionType) and _takes_operands(each))
     return next(found, None)
 

@@ -22,6 +22,7 @@ from ktc.targets import CpuMoe, FusedAttention, KtLinear, LoraExperts, LoraLinea
 from ktc.targets.quantisation import Quantisation
 from ktc.targets.target import NodeAction, Spec, Target
 
+
 def explain(
     captured: CapturedModel,
     matches: Matches,

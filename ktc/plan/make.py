@@ -270,7 +270,9 @@ def _left_alone(
 
     Sites in `told` have one already.
     """
-    rewritten = {*told} | {site.fqn for r in rewrites for site in r.sites if any(a.target.takes_experts for a in r.actions)}
+    rewritten = {*told} | {
+        site.fqn for r in rewrites for site in r.sites if any(a.target.takes_experts for a in r.actions)
+    }
     for block in captured.blocks:
         sites = [site.fqn for site in captured.sites_of(block.key) if site.fqn not in rewritten]
         if block.graph is None:

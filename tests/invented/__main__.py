@@ -50,11 +50,12 @@ def _row(case: Case, folder: Path) -> bool:
         print(f"RAISED {case.name:28} {type(error).__name__}: {error}".partition("\n")[0], flush=True)
         return False
     _, worst = found.worst
-    met = case.is_met_by(found.outcome) and not found.faults
+    met = case.is_met_by(found.outcome, found.attention) and not found.faults
     ratio = max((ours / theirs for ours, theirs in found.kernel.values()), default=0.0)
     print(
         f"{'ok' if met else 'WRONG':6} {case.name:28} {time.monotonic() - start:4.0f} s  worst {worst:.0e}  "
-        f"kernel {ratio:4.2f}  expected: {case.expected}  found: {found.outcome:.160}",
+        f"kernel {ratio:4.2f}  expected: {case.expected}  found: {found.outcome:.160}"
+        f"{f'; attention: {found.attention:.160}' if found.attention else ''}",
         flush=True,
     )
     for fault in found.faults[:8]:

@@ -23,8 +23,11 @@ from transformers import PreTrainedModel
 
 import ktc
 from invented import observed
+from invented.calls import SEED, VOCABULARY, Inputs, inputs, real
 from invented.errors import gradient_error, relative
 from invented.family import REWRITTEN, Case
+from invented.inference import inferred
+from invented.recorded import recorded_errors
 from invented.surroundings import forget_code_of_models
 from invented.written import stock, write
 from ktc.diagnostics import KtcError
@@ -33,10 +36,9 @@ from ktc.model.peft_glue import read_lora_config
 
 TOLERANCE: Final = 1e-5  # of reference mode, relative Frobenius
 KERNEL_RATIO: Final = 1.5  # of the kernel's error to that of stock bf16
-_VOCABULARY, _NEW_TOKENS, _SEED = 256, 24, 5
+_NEW_TOKENS = 24
 _STAYS = "stays as it is"  # begins the reason of a plan for a block that is not rewritten
 _BARE_EXCEPTION = re.compile(r"(?:^|[:;(] |, and |\()\w+(?:Error|Exception): ")
-Inputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,14 @@ class Found:
     """What became of a case.
 
     `outcome` is `rewritten`, `rewritten 2 of 4` or the reasons. `errors` are those of reference mode by comparison, and
-    `kernel` those of the kernel and of stock bf16 by subject.
+    `kernel` those of the kernel and of stock bf16 by subject. `attention` has the reasons of the program for inference
+    for attention that keeps its own code.
     """
 
     outcome: str
     errors: Mapping[str, float]
     kernel: Mapping[str, tuple[float, float]]
+    attention: str = ""
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -88,14 +92,19 @@ def compare(case: Case, folder: Path) -> Found:
     ours = ktc.load(out, reference=True, trust_remote_code=True)
     outcome = _outcome(ours, reasons)
     exact = stock(model, torch.float32)
-    errors = dict(_reference_errors(ours, exact))
+    errors = {**dict(_reference_errors(ours, exact)), **dict(recorded_errors(ours, exact))}
+    attention, kernel = "", dict[str, tuple[float, float]]()
+    if case.attention is not None:
+        found = inferred(model, folder / f"{case.name}_inference", exact)
+        attention, kernel = found.attention, dict(found.kernel)
+        errors |= found.errors
     tuned, wanted = _adapted(ours, out), _adapted(exact, out)
     for training in (False, True):
         errors |= dict(_gradient_errors(tuned.train(training), wanted.train(training)))
     if not outcome.startswith(REWRITTEN):
-        return Found(outcome, errors, {})
+        return Found(outcome, errors, kernel, attention)
     half = _adapted(ktc.load(out, trust_remote_code=True), out), _adapted(stock(model, torch.bfloat16), out)
-    return Found(outcome, errors, _kernel_errors(*half, wanted))
+    return Found(outcome, errors, kernel | _kernel_errors(*half, wanted), attention)
 
 
 def _outcome(model: PreTrainedModel, reasons: list[str]) -> str:
@@ -107,24 +116,6 @@ def _outcome(model: PreTrainedModel, reasons: list[str]) -> str:
 
 
 # reference mode and stock in fp32 ------------------------------------------------------------------------------------
-def inputs() -> dict[str, Inputs]:
-    """Return the calls by name: one token, two ways of padding, and a text longer than every limit of a family."""
-    generator = torch.Generator().manual_seed(_SEED)
-
-    def ids(batch: int, length: int) -> Tensor:
-        return torch.randint(1, _VOCABULARY, (batch, length), generator=generator)
-
-    left = torch.ones(3, 37, dtype=torch.long)
-    left[1, :9], left[2, :20] = 0, 0
-    return {
-        "1 token": {"input_ids": ids(1, 1)},
-        "3 x 37, padded left": {"input_ids": ids(3, 37), "attention_mask": left},
-        "3 x 37, padded right": {"input_ids": ids(3, 37), "attention_mask": left.flip(1)},
-        "5 x 11": {"input_ids": ids(5, 11)},
-        "1 x 700": {"input_ids": ids(1, 700)},
-    }
-
-
 def _reference_errors(ours: PreTrainedModel, exact: PreTrainedModel) -> Iterator[tuple[str, float]]:
     for training in (False, True):
         mode = "training" if training else "evaluation"
@@ -142,7 +133,7 @@ def _forward_errors(name: str, ours: nn.Module, exact: nn.Module, call: Inputs) 
     """Compare logits, what the forward leaves behind, and the random numbers that it drew."""
     wanted, left, state = _seeded(exact, call)
     found, left_by_ours, our_state = _seeded(ours, call)
-    yield name, relative(_real(found, call), _real(wanted, call))
+    yield name, relative(real(found, call), real(wanted, call))
     yield f"random state after {name}", 0.0 if torch.equal(state, our_state) else math.inf
     for place, values in left.items():
         yield f"`{'.'.join(place)}` after {name}", _values_error(left_by_ours.get(place), values)
@@ -151,15 +142,10 @@ def _forward_errors(name: str, ours: nn.Module, exact: nn.Module, call: Inputs) 
 def _seeded(model: nn.Module, call: Inputs) -> tuple[Tensor, dict[observed.Place, list[Any]], Tensor]:
     results = list[Tensor]()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(_SEED)
+        torch.default_generator.manual_seed(SEED)
         left = observed.changes(model, lambda: results.append(model(**call).logits))
         left = {place: [v.clone() if isinstance(v, Tensor) else v for v in values] for place, values in left.items()}
         return results[0], left, torch.get_rng_state()
-
-
-def _real(logits: Tensor, call: Inputs) -> Tensor:
-    """Return the logits of tokens that are not padding."""
-    return logits[call["attention_mask"].bool()] if "attention_mask" in call else logits
 
 
 def _values_error(found: list[Any] | None, wanted: list[Any]) -> float:
@@ -235,7 +221,7 @@ def _gradients(model: nn.Module, call: Inputs) -> tuple[dict[str, Tensor], dict[
     results = list[Tensor]()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_SEED)
+        torch.default_generator.manual_seed(SEED)
         left = observed.changes(model, lambda: results.append(model(**call, labels=call["input_ids"]).loss))
         extra = observed.scalar(left)
         found = [_named(parameters, results[0]), {} if extra is None else _named(parameters, extra)]
@@ -259,7 +245,7 @@ def _kernel_errors(ours: nn.Module, half: nn.Module, exact: nn.Module) -> dict[s
 
 def _all_logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        return torch.cat([_real(model(**call).logits, call).reshape(-1, _VOCABULARY) for call in inputs().values()])
+        return torch.cat([real(model(**call).logits, call).reshape(-1, VOCABULARY) for call in inputs().values()])
 
 
 def _lora_gradients(model: nn.Module) -> Tensor:
@@ -274,7 +260,7 @@ def _lora_gradients(model: nn.Module) -> Tensor:
 # a family and its near-twin ------------------------------------------------------------------------------------------
 def difference(one: PreTrainedModel, other: PreTrainedModel) -> float:
     """Return the largest error between two stock models over every comparison; both keep their own weights."""
-    errors = list(_reference_errors(one, other))
+    errors = [*_reference_errors(one, other), *recorded_errors(one, other)]
     for training in (False, True):
         errors += _gradient_errors(_trainable(one).train(training), _trainable(other).train(training))
     return max((error for _, error in errors), default=0.0)

@@ -21,6 +21,8 @@ class Family:
         expected, near: The outcome of the family and of its near-twin: `rewritten`, `rewritten 2 of 4` (layers), or a
             fragment of the reason why the experts stay as they are.
         settings: Settings of its config beside those that all families share.
+        attention: Fragments of the reasons why attention keeps its own code in the program for inference, for the
+            family and for its near-twin: "" where a kernel decodes. None: the family is not compiled for inference.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Family:
     expected: str = REWRITTEN
     near: str = REWRITTEN
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    attention: tuple[str, str] | None = None
 
     @property
     def trap(self) -> str:
@@ -69,8 +72,15 @@ class Case:
         """The expected outcome."""
         return self.family.near if self.is_near else self.family.expected
 
-    def is_met_by(self, outcome: str) -> bool:
-        """Return whether the outcome of a compilation is the expected one."""
+    @property
+    def attention(self) -> str | None:
+        """A fragment of the reason why attention keeps its own code, None for a family without that trap."""
+        return None if self.family.attention is None else self.family.attention[self.is_near]
+
+    def is_met_by(self, outcome: str, attention: str = "") -> bool:
+        """Return whether the outcome of a compilation is the expected one, and the reasons for its attention."""
+        if (self.attention or "") not in attention or bool(self.attention) != bool(attention):
+            return False
         if self.expected.startswith(REWRITTEN):
             return outcome == self.expected
         return outcome.startswith(("left: ", "refused: ")) and self.expected in outcome

@@ -36,7 +36,7 @@ def _sample(cases: tuple[Case, ...]) -> list[object]:
 def test_a_compiled_model_equals_stock_or_its_experts_stay_as_they_are(case: Case, tmp_path: Path) -> None:
     found = compare(case, tmp_path)
     assert found.faults == []
-    assert case.is_met_by(found.outcome), found.outcome
+    assert case.is_met_by(found.outcome, found.attention), (found.outcome, found.attention)
 
 
 @pytest.mark.slow

@@ -73,7 +73,5 @@ def value(name: str, tensor: Tensor) -> Tensor:
 
 
 def stock(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the stock model of the folder in evaluation mode, each of its experts in its own code."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, dtype=dtype, experts_implementation="eager"
-    ).eval()
+    """Return the stock model of the folder in evaluation mode, with the implementations that it chooses."""
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
