@@ -26,7 +26,8 @@ from ktc.model.watch import HOOKS
 
 KNOWN = {
     "_apply", "_apply_gate", "_attn_implementation", "_attn_implementation_internal", "_base",
-    "_build_generation_config", "_dynamo", "_experts_implementation", "_from_config", "_init_weights",
+    "_build_generation_config", "_can_record_outputs", "_dynamo", "_experts_implementation",
+    "_experts_implementation_internal", "_from_config", "_init_weights",
     "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_make_wrapper_subclass",
     "_non_persistent_buffers_set", "_normalize_input", "_normalize_tools", "_prefill",

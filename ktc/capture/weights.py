@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from ktc.capture.gguf_weights import map_gguf
 from ktc.checkpoint import CheckpointIndex, Part, Quantised, Span, Step, StoredWeight, WeightSource, stored_weights
 from ktc.diagnostics import Diagnostic, InputRefused, listing
-from ktc.graph.typed import named_modules
 from ktc.hf.conversions import STACKED_PARTS, Place, Unmappable, placer
 from ktc.hf.missing import why_missing
 
@@ -52,8 +51,7 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     if broken:
         raise InputRefused(*_shortened(broken))
     places = {weight.name: place(weight.name) for weight in weights}
-    again = _second_names(model)
-    tied = _tied(model, again, {spot.target for spot in places.values() if isinstance(spot, Place)})
+    tied = _tied(model, {spot.target for spot in places.values() if isinstance(spot, Place)})
     problems: list[Diagnostic] = []
     warnings: list[Diagnostic] = []
     unused: list[str] = []
@@ -66,7 +64,7 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
             continue
         target = tied.get(spot.target, spot.target)
         if target is None:
-            warnings.append(_tied_beside(weight, spot, again))
+            warnings.append(_tied_beside(weight, spot))
             continue
         if target not in targets:
             unused.append(weight.entry.name)
@@ -91,24 +89,12 @@ def quantisation(model: PreTrainedModel) -> Mapping[str, Any] | None:
     return cast("dict[str, Any] | None", found if found is None or isinstance(found, dict) else found.to_dict())
 
 
-def _second_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return the first name of each tensor of a module that is at several places, by its other names."""
-    first = {id(module): fqn for fqn, module in named_modules(model)}
-    places = cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
-    return {
-        f"{fqn}.{leaf}": f"{first[id(module)]}.{leaf}"
-        for fqn, module in places
-        if fqn != first[id(module)]
-        for leaf in (*module._parameters, *module._buffers)
-    }
-
-
-def _tied(model: PreTrainedModel, again: Mapping[str, str], present: Collection[str]) -> dict[str, str | None]:
-    """Return the substitutes of tied and second names: the tensor read instead, or `None` if nothing is read.
+def _tied(model: PreTrainedModel, present: Collection[str]) -> dict[str, str | None]:
+    """Return the substitutes of tied names: the tensor read instead, or `None` if nothing is read.
 
     A checkpoint may hold only the tied tensor that the model's code calls the copy; it then fills the other.
     """
-    pairs = {**again, **cast("dict[str, str]", getattr(model, "all_tied_weights_keys", None) or {})}
+    pairs = cast("dict[str, str]", getattr(model, "all_tied_weights_keys", None) or {})
     tied: dict[str, str | None] = dict.fromkeys(pairs)
     for copy, original in pairs.items():
         if copy in present and original not in present and original not in tied.values():
@@ -116,11 +102,7 @@ def _tied(model: PreTrainedModel, again: Mapping[str, str], present: Collection[
     return tied
 
 
-def _tied_beside(weight: StoredWeight, place: Place, again: Mapping[str, str]) -> Diagnostic:
-    if place.target in again:
-        message = f"`{weight.name}` is not read: it is `{again[place.target]}` under a second name"
-        hint = "the model has one module there; keep one of the two in the checkpoint"
-        return Diagnostic("I118", message, hint=hint, severity="warning")
+def _tied_beside(weight: StoredWeight, place: Place) -> Diagnostic:
     message = f"`{weight.name}` is not read: config.json ties `{place.target}` to another tensor of the checkpoint"
     hint = "if the two differ, set `tie_word_embeddings` to false in config.json"
     return Diagnostic("I118", message, hint=hint, severity="warning")

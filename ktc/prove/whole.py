@@ -64,7 +64,8 @@ FORWARDS = (
 def _recordings(model: PreTrainedModel) -> Iterator[_Forward]:
     """Yield a forward for each option of the config or of transformers' recorders that returns inner results."""
     options = {f"output_{key}" for part in _models(model) for key in getattr(part, "_can_record_outputs", None) or {}}
-    options |= {name for name in vars(model.config.get_text_config()) if name.startswith("output_")}
+    settings = vars(model.config.get_text_config()).items()
+    options |= {name for name, value in settings if name.startswith("output_") and isinstance(value, bool)}
     for option in sorted({*options, "output_attentions", "output_hidden_states"}):
         reader = f"its modules, or hooks on them, return what `{option}` asks for"
         yield _Forward(f"`{option}=True`", functools.partial(_recorded, option=option), reader=reader)

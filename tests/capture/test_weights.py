@@ -151,13 +151,17 @@ def test_experts_that_layers_share_are_named_and_not_called_missing(tmp_path: Pa
     config, tensors = AutoConfig.from_pretrained(folder), tensors_of(folder)
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.1.mlp.experts")}
     save_file(kept, tmp_path / "model.safetensors")
-    model = on_meta(config)
-    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    model, index = on_meta(config), open_index(tmp_path)
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(second.experts, name, getattr(first.experts, name))
     with pytest.raises(InputRefused) as error:
-        map_weights(model, open_index(tmp_path))
+        map_weights(model, index)
     found = [problem for problem in error.value.diagnostics if problem.code == "I119"]
     assert len(found) == len(error.value.diagnostics) == 2
     assert "`model.layers.0.mlp.experts.gate_up_proj` under a second name" in found[0].message
+    second.experts = first.experts  # one module at two places is filled once
+    assert not map_weights(model, index).warnings
 
 
 def test_tensors_without_a_place_are_a_warning(written: Path, tmp_path: Path) -> None:

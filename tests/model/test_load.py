@@ -313,6 +313,12 @@ def test_a_pickled_model_is_refused_with_a_hint_unless_it_is_the_reference(compi
     assert "save the adapter" in refused.value.diagnostics[0].hint
 
 
+def test_experts_that_no_rule_replaced_run_as_stock_runs_them(compiled: Path, checkpoint: Path) -> None:
+    chosen = AutoModelForCausalLM.from_pretrained(checkpoint).config._experts_implementation
+    assert load(compiled, reference=True).config._experts_implementation == chosen
+    assert load(compiled).config._experts_implementation == chosen
+
+
 def test_options_that_nobody_knows_are_refused_and_decided_ones_are_told(
     compiled: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -323,12 +329,16 @@ def test_options_that_nobody_knows_are_refused_and_decided_ones_are_told(
     config = AutoConfig.from_pretrained(compiled)
     before = config.to_dict()
     model = model_class.from_pretrained(
-        compiled, config=config, device_map="auto", dtype="float32", token=None, low_cpu_mem_usage=True
-    )
+        compiled, config=config, device_map="auto", dtype="float32", token=None, low_cpu_mem_usage=True,
+        experts_implementation="batched_mm",
+    )  # fmt: skip
     assert config.to_dict() == before
     assert model.config is not config
     (line,) = [record.message for record in caplog.records if record.name.startswith("ktc.")]
-    assert line.endswith("ignored: device_map, low_cpu_mem_usage, dtype torch.float32")
+    assert line.endswith(
+        "ignored: device_map, low_cpu_mem_usage, experts_implementation of compiled experts, dtype torch.float32"
+    )
+    assert model.config._experts_implementation == "batched_mm", "experts that no rule replaced run by it"
 
 
 def test_the_public_function_is_this_one() -> None:
