@@ -67,7 +67,7 @@ def _recordings(model: PreTrainedModel) -> Iterator[_Forward]:
     settings = vars(model.config.get_text_config()).items()
     options |= {name for name, value in settings if name.startswith("output_") and isinstance(value, bool)}
     for option in sorted({*options, "output_attentions", "output_hidden_states"}):
-        reader = f"its modules, or hooks on them, return what `{option}` asks for"
+        reader = f"its modules, or hooks on them, return what `{option}` requests"
         yield _Forward(f"`{option}=True`", functools.partial(_recorded, option=option), reader=reader)
 
 

@@ -42,6 +42,6 @@ def test_a_router_that_is_not_called_is_noticed_by_the_option_that_records_it() 
     for layer in other.model.layers:
         layer.mlp.gate = _Unrecorded(layer.mlp.gate)
     told = difference(stock, other)
-    assert told.endswith("its modules, or hooks on them, return what `output_router_logits` asks for")
+    assert told.endswith("its modules, or hooks on them, return what `output_router_logits` requests")
     assert stock.config.output_router_logits is False, "the config is as before"
     assert stock.config._attn_implementation == "sdpa"

@@ -1,4 +1,4 @@
-"""One attention module in all layers; each layer has a cache of its own."""
+"""One attention module in all layers but the last; each layer has a cache of its own."""
 
 from torch import nn
 
@@ -27,7 +27,7 @@ class Numbered(Layer):
 class OneAttention(Trunk):
     def __init__(self, config, layer, block):
         super().__init__(config, layer, block)
-        for each in self.layers:
+        for each in self.layers[:-1]:
             each.attn = self.layers[0].attn
 
 

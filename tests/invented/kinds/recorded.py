@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from invented.family import Family
 
-_ASKED_FOR = "return what `output_{}` asks for"
+_ASKED_FOR = "return what `output_{}` requests"
 
 FAMILIES = (
     Family(
