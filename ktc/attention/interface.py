@@ -89,7 +89,9 @@ def unknown_function(module: nn.Module) -> str:
 def _function_of(stock: type[nn.Module], implementation: str) -> Attention | None:
     """Return the function that a class calls for `sdpa` or `eager`, None without one for `eager`."""
     registered = _register_of(stock)
-    return registered[implementation] if implementation in registered else _eager_function(stock)
+    if implementation not in registered:
+        return _eager_function(stock)
+    return cast("Attention", cast("Any", registered)[implementation])
 
 
 @functools.cache

@@ -8,7 +8,6 @@ attention under a rule that expects matches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
 
 from ktc.attention.interface import unknown_function
 from ktc.capture import CapturedModel
@@ -16,9 +15,6 @@ from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.match import Matches
 from ktc.plan.types import Carried, Claim
 from ktc.targets import FusedAttention, MlaAbsorbed, SparseAttention
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _CORES = (FusedAttention, MlaAbsorbed, SparseAttention)
 _LISTED = 3  # modules of one warning
@@ -31,7 +27,7 @@ def on_known_functions(captured: CapturedModel, claims: Sequence[Claim], matches
     left: dict[tuple[str, str, str], list[Claim]] = {}
     for claim in claims:
         on_core = isinstance(claim.target, _CORES) and claim.node
-        reason = unknown_function(cast("nn.Module", captured.model.get_submodule(claim.site))) if on_core else ""
+        reason = unknown_function(captured.model.get_submodule(claim.site)) if on_core else ""
         if reason:
             left.setdefault((claim.rule, claim.target.name, reason), []).append(claim)
         else:

@@ -45,10 +45,14 @@ def on_own_modules(captured: CapturedModel, claims: Sequence[Claim], matches: Ma
 def _places(captured: CapturedModel) -> dict[int, tuple[str, ...]]:
     """Return the names of each module that has several: the sites of a block, the attributes that hold a module."""
     found = defaultdict[int, list[str]](list)
-    for name, parent in cast("Iterator[tuple[str, nn.Module]]", captured.model.named_modules()):
-        for attribute, child in cast("Iterator[tuple[str, nn.Module | None]]", parent._modules.items()):
-            if child is not None:
-                found[id(child)].append(f"{name}.{attribute}".lstrip("."))
+    modules = dict(cast("Iterator[tuple[str, nn.Module]]", captured.model.named_modules(remove_duplicate=False)))
+    seen = set[tuple[int, str]]()
+    for name, module in modules.items():
+        parent, _, attribute = name.rpartition(".")
+        place = id(modules[parent]), attribute  # one for all names of a parent that has several itself
+        if name and place not in seen:
+            seen.add(place)
+            found[id(module)].append(name)
     for site in captured.sites:
         names = found[id(captured.model.get_submodule(site.fqn))]
         names += [site.fqn] * (site.fqn not in names)

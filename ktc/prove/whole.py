@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,8 @@ FORWARDS = (
 # Recorded outputs -----------------------------------------------------------------------------------------------------
 def _recordings(model: PreTrainedModel) -> Iterator[_Forward]:
     """Yield a forward for each option of the config or of transformers' recorders that returns inner results."""
-    options = {f"output_{key}" for part in _models(model) for key in getattr(part, "_can_record_outputs", None) or {}}
+    recorders = (cast("dict[str, Any]", getattr(part, "_can_record_outputs", None) or {}) for part in _models(model))
+    options = {f"output_{key}" for recorded in recorders for key in recorded}
     settings = vars(model.config.get_text_config()).items()
     options |= {name for name, value in settings if name.startswith("output_") and isinstance(value, bool)}
     for option in sorted({*options, "output_attentions", "output_hidden_states"}):
