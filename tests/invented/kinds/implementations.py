@@ -7,7 +7,7 @@ from invented.family import Family
 _BESIDE = "holds `shift` beside its matrices"
 
 FAMILIES = (
-    Family("two_loops", "@use_experts_implementation\n", "", expected=_BESIDE, near=_BESIDE),
+    Family("two_loops", "@use_experts_implementation\n", "", expected=_BESIDE, near="its code depends on data"),
     Family(
         "loop_by_config",
         "1.4 * summed",

@@ -9,8 +9,8 @@ _ASKED_FOR = "return what `output_{}` requests"
 FAMILIES = (
     Family(
         "recorded_router",
-        "index=0",
-        "index=1",
+        "0.1 * auxiliary",
+        "0.2 * auxiliary",
         expected=_ASKED_FOR.format("router_logits"),
         near=_ASKED_FOR.format("router_logits"),
         settings={"output_router_logits": False},
