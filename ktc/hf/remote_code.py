@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.dynamic_module_utils import (
     get_class_from_dynamic_module,  # pyright: ignore[reportUnknownVariableType]
 )
+from transformers.models.auto import auto_factory
 
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -84,6 +85,7 @@ def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTraine
         else:
             stock = cast("PreTrainedConfig", AutoConfig.from_pretrained(config_folder or folder, local_files_only=True))
             config = _of_a_class_of_its_own(stock)
+        model_class = _as_auto_model_does(model_class)
         model_class.config_class = type(config)
         AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)
     except Exception as error:  # foreign code raises anything
@@ -108,6 +110,12 @@ def _class(reference: str, folder: Path, wanted: type[Any]) -> Any:
     if not (isinstance(found, type) and issubclass(found, wanted)):
         raise TypeError(f"`{reference}` is not a `{wanted.__name__}`")
     return found
+
+
+def _as_auto_model_does(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Mark the class as code of a checkpoint, and give it `generate` where it was written before that was a mixin."""
+    model_class.register_for_auto_class(_MODEL)
+    return cast("Any", auto_factory).add_generation_mixin_to_remote_model(model_class)
 
 
 def _of_a_class_of_its_own(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -1,7 +1,8 @@
 """The differences of a compiled model from its stock class: loading, and refused saving.
 
 `CompiledModel` precedes the stock class (`class KtcX(CompiledModel, X)`), here for `ktc.load` and in
-`modeling_ktc.py` for `AutoModelForCausalLM`. Refused: writing the base model as a checkpoint, unknown options.
+`modeling_ktc.py` for `AutoModelForCausalLM`. Such a class has the name and the module of X, by which libraries decide.
+Refused: writing the base model as a checkpoint, unknown options.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
 from torch import nn
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedConfig, PreTrainedModel, StoppingCriteriaList
 
@@ -51,16 +51,18 @@ _READS_PROMPT: ContextVar[bool] = ContextVar("generate reads the prompt", defaul
 
 
 class _Empty:
-    """Makes an empty object of a class that is code of a checkpoint, for a copy."""
+    """Makes an empty object of the compiled form of a stock class, for a copy or a pickle."""
 
-    def __init__(self, made: type[Any]) -> None:
-        self._class = made
+    def __init__(self, stock: type[PreTrainedModel]) -> None:
+        self._stock = stock
 
     def __call__(self) -> Any:
-        return object.__new__(self._class)
+        return object.__new__(compiled_class(self._stock))
 
     def __reduce__(self) -> Any:
-        """Raise InputRefused (L435)."""
+        """Name the stock class. Raise InputRefused (L435) for code of a checkpoint, which a pickle cannot name."""
+        if not remote_code.is_own_code(self._stock):
+            return (_Empty, (self._stock,))
         message = "a compiled model whose class is code of its checkpoint cannot be pickled"
         hint = "save the adapter, and load the base from its compiled folder"
         raise InputRefused(Diagnostic("L435", message, hint=hint))
@@ -74,6 +76,20 @@ class CompiledModel:
 
     decode_graphs: DecodeGraphs | None = None
     weights_state: LoadState = LoadState.KERNEL_LAYOUT
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give a compiled form of a stock class its name and module: libraries look both up (docs/design.md)."""
+        super().__init_subclass__(**kwargs)
+        if CompiledModel in cls.__bases__:
+            stock = _stock(cls)
+            cls.__name__, cls.__qualname__, cls.__module__ = stock.__name__, stock.__qualname__, stock.__module__
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: object = "AutoModel") -> None:
+        """Do nothing: `AutoModelForCausalLM` would mark the class as code of a checkpoint, which the stock class is not.
+
+        A stock class that is code of a checkpoint has its own mark, which this class inherits.
+        """
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> PreTrainedModel:
@@ -121,15 +137,13 @@ class CompiledModel:
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As other modules; a class that a pickle could not name is copied, and refused (L435) by `pickle`.
+        """As other modules, but of a class that is made again from the stock class, whose name it has.
 
         Copying goes through here, and not through `__deepcopy__`: PEFT's wrappers have the attributes of the model that
         they wrap, so a wrapper would be copied as a bare model.
         """
         reduced: Any = super().__reduce_ex__(protocol)
-        if not remote_code.is_own_code(cast("type[PreTrainedModel]", type(self))):
-            return reduced
-        return (_Empty(type(self)), (), *reduced[2:])
+        return (_Empty(_stock(type(self))), (), *reduced[2:])
 
     def restore_weights(self) -> None:
         """Let all weights await a load into the same memory; until `process_weights`, calls are refused (L460).
@@ -226,41 +240,15 @@ class CompiledModel:
             return cast("Any", super()).get_compiled_call(*args, **kwargs)
         return functools.partial(self.decode_graphs.step, cast("PreTrainedModel", self))
 
-    # transformers reads the source of the class's module to learn what it can do, and treats classes from elsewhere as
-    # unknown code whose tensors keep their names. Ours is the stock class, so the stock class answers.
 
-    @classmethod
-    def _stock(cls) -> Any:
-        families = ("transformers.", "transformers_modules.")
-        # the class of `modeling_ktc.py` lives among those of remote code too
-        bases = (base for base in cls.__mro__ if CompiledModel not in base.__mro__)
-        return next(base for base in bases if base.__module__.startswith(families))
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return cls._stock()._can_set_attn_implementation()
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return cls._stock()._can_set_experts_implementation()
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        return False
+def _stock(model_class: type[Any]) -> type[PreTrainedModel]:
+    return next(base for base in model_class.__mro__ if not issubclass(base, CompiledModel))
 
 
 @functools.cache
 def compiled_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the compiled form of a stock class, for models that are loaded without `modeling_ktc.py`."""
-    return type(f"Ktc{stock.__name__}", (CompiledModel, stock), {"__module__": __name__, "__doc__": stock.__doc__})
-
-
-def __getattr__(name: str) -> type[PreTrainedModel]:
-    """`compiled_class` by the name of the class: where pickle finds it."""
-    stock = getattr(transformers, name.removeprefix("Ktc"), None) if name.startswith("Ktc") else None
-    if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    return compiled_class(stock)
+    return type(stock.__name__, (CompiledModel, stock), {"__doc__": stock.__doc__})
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -125,7 +125,7 @@ def test_lora_steps_follow_the_stock_model_and_the_router_stays_a_module(model: 
     assert losses == pytest.approx(steps(stock(model, torch.bfloat16))[1], abs=0.03)
     assert losses[0] - losses[-1] > 0.1, "a tolerance must be smaller than what is learned"
     block = tuned.get_submodule("base_model.model.trunk.trees.0.grove")
-    assert type(block).__name__ == "KtcOrchardGrove"
+    assert type(block).__name__ == "OrchardGrove"
     assert type(block.get_submodule("chooser")) is nn.Linear
 
 

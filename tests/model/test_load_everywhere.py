@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV2ForCausalLM, PreTrainedModel
 
 from ktc.model.compiled_model import CompiledModel
 
@@ -123,7 +123,8 @@ def test_an_adapter_on_shared_experts_and_dense_layers_runs_on_the_stock_model_t
 def test_auto_model_gives_the_same_model(compiled: Path, checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(compiled, trust_remote_code=True, device_map="auto", dtype="auto")
     assert isinstance(model, CompiledModel)
-    assert type(model).__name__ == "KtcDeepseekV2ForCausalLM"
+    assert type(model) is not type(stock(checkpoint))
+    assert (type(model).__name__, type(model).__module__) == (DeepseekV2ForCausalLM.__name__, DeepseekV2ForCausalLM.__module__)
     assert (model.dtype, model.name_or_path) == (torch.bfloat16, str(checkpoint))
     options = {"trust_remote_code": True, "reference": True, "attn_implementation": "eager"}
     eager = AutoModelForCausalLM.from_pretrained(compiled, **options)
