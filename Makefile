@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo learn learn-int4 test test-all zoo mutants versions sanitize tiles census fuzz reliability attack kt-environment llama-environment lf-environment check format clean
+.PHONY: setup demo learn learn-int4 test test-all zoo trainer-options mutants versions sanitize tiles census fuzz reliability attack kt-environment llama-environment lf-environment check format clean
 
 setup: $(READY)
 
@@ -65,6 +65,11 @@ test-all: check versions lf-environment
 # The invented models with traps, each compiled and compared with its stock model. CASES="layer_* aux_*" runs some.
 zoo: $(READY)
 	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m invented $(CASES)
+
+# The options of the trainers of transformers and TRL, on a compiled model beside stock, about twenty minutes.
+# CASES="dpo:* sft:loss_type*" runs some.
+trainer-options: $(READY)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m trainer_options $(CASES)
 
 # Changes of recipes, recognised parameters, graphs, modules and weights, each of which has to be noticed: nightly, about
 # ten minutes. MUTANTS="gpt_oss graph" runs some and writes no table.

@@ -86,9 +86,9 @@ class CompiledModel:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: object = "AutoModel") -> None:
-        """Do nothing: `AutoModelForCausalLM` would mark the class as code of a checkpoint, which the stock class is not.
+        """Do nothing: `AutoModelForCausalLM` would mark the class as code of a checkpoint.
 
-        A stock class that is code of a checkpoint has its own mark, which this class inherits.
+        A stock class that is code of a checkpoint has a mark of its own, which this class inherits.
         """
 
     @classmethod
@@ -242,7 +242,8 @@ class CompiledModel:
 
 
 def _stock(model_class: type[Any]) -> type[PreTrainedModel]:
-    return next(base for base in model_class.__mro__ if not issubclass(base, CompiledModel))
+    bases = cast("tuple[type[PreTrainedModel], ...]", model_class.__mro__)
+    return next(base for base in bases if not issubclass(base, CompiledModel))
 
 
 @functools.cache

@@ -50,8 +50,10 @@ def graph_block(block: nn.Module, args: Mapping[str, Any], folder: Path) -> nn.M
             raise ValueError(f"its experts are of other sizes: `{name}` {list(getattr(stack, name).shape)}")
     block.set_submodule(args["experts"], stack)
     stock = type(block)
-    named = {"__module__": stock.__module__, "__qualname__": stock.__qualname__}  # libraries choose blocks by class name
-    block.__class__ = type(stock.__name__, (stock,), {**named, "forward": read_forward(folder / args["file"])})
+    forward = read_forward(folder / args["file"])
+    block.__class__ = type(stock.__name__, (stock,), {  # of the same name: libraries choose blocks by it
+        "__module__": stock.__module__, "__qualname__": stock.__qualname__, "forward": forward
+    })  # fmt: skip
     return block
 
 

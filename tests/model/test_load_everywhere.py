@@ -123,8 +123,7 @@ def test_an_adapter_on_shared_experts_and_dense_layers_runs_on_the_stock_model_t
 def test_auto_model_gives_the_same_model(compiled: Path, checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(compiled, trust_remote_code=True, device_map="auto", dtype="auto")
     assert isinstance(model, CompiledModel)
-    assert type(model) is not type(stock(checkpoint))
-    assert (type(model).__name__, type(model).__module__) == (DeepseekV2ForCausalLM.__name__, DeepseekV2ForCausalLM.__module__)
+    assert issubclass(type(model), DeepseekV2ForCausalLM)
     assert (model.dtype, model.name_or_path) == (torch.bfloat16, str(checkpoint))
     options = {"trust_remote_code": True, "reference": True, "attn_implementation": "eager"}
     eager = AutoModelForCausalLM.from_pretrained(compiled, **options)

@@ -1,0 +1,1 @@
+"""Every option of the trainers, on a compiled model and on its stock model."""

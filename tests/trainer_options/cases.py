@@ -1,0 +1,95 @@
+"""The cases of the table: each value of each option alone, some with stacked micro-batches, and seeded pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from trainer_options.option import Tried
+from trainer_options.trainers import KINDS, Kind
+
+NUM_PAIRS: Final = 40
+REFUSED: Final = frozenset({  # by stock code: a GPU, a package or a second model is missing
+    "fp16", "fp16_full_eval", "use_liger_kernel", "optim of packages", "sync_ref_model", "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run of the trainer `kind` with `settings` beside its defaults, on its rows of that name."""
+
+    kind: str
+    name: str
+    settings: Mapping[str, Any]
+    rows: str = ""
+
+    @property
+    def id(self) -> str:
+        """The name in the table, with the trainer's."""
+        return f"{self.kind}:{self.name}"
+
+
+def unclassified(kind: Kind) -> set[str]:
+    """Return the fields of the argument class that are missing from its table, and names there that are not fields."""
+    fields = {field.name for field in dataclasses.fields(kind.arguments)}
+    return fields ^ {_field(name) for name in kind.options}
+
+
+def _field(name: str) -> str:
+    """`lr_scheduler_kwargs of polynomial` is a further row of `lr_scheduler_kwargs`."""
+    return name.partition(" of ")[0]
+
+
+def alone(kind: str) -> Iterator[Case]:
+    """Return the run without an option, and one for each value of each option."""
+    yield Case(kind, "defaults", {})
+    for name in _tried(kind):
+        yield from _values(kind, name)
+
+
+def _tried(kind: str, *, refused: bool = True) -> list[str]:
+    """Return the options that are tried, and among them those that stock code refuses here."""
+    options = KINDS[kind].options.items()
+    return [name for name, option in options if isinstance(option, Tried) and (refused or name not in REFUSED)]
+
+
+def _values(kind: str, name: str) -> list[Case]:
+    option, field = KINDS[kind].options[name], _field(name)
+    assert isinstance(option, Tried), f"`{name}` has no values"
+    settings = [{**option.beside, field: value} for value in option.values]
+    return [Case(kind, f"{field}={each[field]!r}", each, option.rows) for each in settings]
+
+
+def pairs(number: int = NUM_PAIRS, seed: int = 0) -> Iterator[Case]:
+    """Return cases of two options at once, whose other settings agree, of each trainer in turn."""
+    drawn, chosen = random.Random(seed), dict[str, Case]()
+    while len(chosen) < number:
+        kind = tuple(KINDS)[len(chosen) % len(KINDS)]
+        names = sorted(drawn.sample(_tried(kind, refused=False), 2))
+        one, other = (drawn.choice(_values(kind, name)) for name in names)
+        settings = {**one.settings, **other.settings}
+        agree = all(settings[name] == value for each in (one, other) for name, value in each.settings.items())
+        if agree and one.rows == other.rows:
+            pair = Case(kind, f"{one.name} {other.name}", settings, one.rows)
+            chosen[pair.id] = pair
+    yield from chosen.values()
+
+
+def stacked(kind: str) -> Iterator[Case]:
+    """Return a case for each option's first value with two micro-batches, which share a pass over the experts."""
+    two = {"gradient_accumulation_steps": 2}
+    for name in _tried(kind, refused=False):
+        case = _values(kind, name)[0]
+        if not two.keys() & case.settings.keys():
+            yield Case(kind, f"{case.name} stacked", {**two, **case.settings}, case.rows)
+
+
+CASES: Final = (
+    *(case for kind in KINDS for case in alone(kind)),
+    *(case for kind in ("trainer", "sft") for case in stacked(kind)),
+    *pairs(),
+)
