@@ -61,7 +61,7 @@ class KTrainerMixin(TrainerHooks):
 
     Raises:
         InputRefused: T530 for a model that is not compiled, T531 for training without an adapter, T532 for FSDP and
-            DeepSpeed, T533 for processes that train different parameters.
+            DeepSpeed, T533 for processes that train different parameters, T537 for Liger's code in place of experts.
         KtcError: T534 when another process is gone.
     """
 
@@ -90,6 +90,7 @@ class KTrainerMixin(TrainerHooks):
     def create_accelerator_and_postprocess(self) -> None:
         """Create an accelerator that casts and compiles, and neither places nor wraps."""
         _check_sharding(self.args)
+        _check_liger(self.args)
         use_as_one_device(self.args)
         super().create_accelerator_and_postprocess()
         keep_in_place(self.accelerator)
@@ -222,3 +223,11 @@ def _check_sharding(args: TrainingArguments) -> None:
             message = f"`{name}` would place the weights of a compiled model, which its compilation has placed"
             hint = f"leave `{name}` out; several processes need only torchrun"
             raise InputRefused(Diagnostic("T532", message, hint=hint))
+
+
+def _check_liger(args: TrainingArguments) -> None:
+    """Liger binds its own `forward`, which reads stock weights, to the module of experts."""
+    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("swiglu", True):
+        message = "`use_liger_kernel` would compute the experts by Liger's code, and a compiled model has packed them"
+        hint = 'keep the compiled experts: `liger_kernel_config={"swiglu": False}`'
+        raise InputRefused(Diagnostic("T537", message, hint=hint))

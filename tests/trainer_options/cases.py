@@ -13,19 +13,23 @@ from trainer_options.trainers import KINDS, Kind
 
 NUM_PAIRS: Final = 40
 REFUSED: Final = frozenset({  # by stock code: a GPU, a package or a second model is missing
-    "fp16", "fp16_full_eval", "use_liger_kernel", "optim of packages", "sync_ref_model", "ref_model_mixup_alpha",
-    "ref_model_sync_steps",
+    "use_liger_kernel", "use_liger_kernel of loss and norms", "optim of packages", "sync_ref_model",
+    "ref_model_mixup_alpha", "ref_model_sync_steps",
 })  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run of the trainer `kind` with `settings` beside its defaults, on its rows of that name."""
+    """A run of the trainer `kind` with `settings` beside its defaults, on its rows of that name.
+
+    `refused` is the code by which a trainer of ktc refuses it, and "" if it does not.
+    """
 
     kind: str
     name: str
     settings: Mapping[str, Any]
     rows: str = ""
+    refused: str = ""
 
     @property
     def id(self) -> str:
@@ -61,7 +65,7 @@ def _values(kind: str, name: str) -> list[Case]:
     option, field = KINDS[kind].options[name], _field(name)
     assert isinstance(option, Tried), f"`{name}` has no values"
     settings = [{**option.beside, field: value} for value in option.values]
-    return [Case(kind, f"{field}={each[field]!r}", each, option.rows) for each in settings]
+    return [Case(kind, f"{field}={each[field]!r}", each, option.rows, option.refused) for each in settings]
 
 
 def pairs(number: int = NUM_PAIRS, seed: int = 0) -> Iterator[Case]:

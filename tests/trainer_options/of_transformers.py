@@ -45,7 +45,8 @@ PRECISION: Options = {
     ),
     "gradient_checkpointing": tried(True),
     "gradient_checkpointing_kwargs": tried({"use_reentrant": False}, gradient_checkpointing=True),
-    "use_liger_kernel": tried(True),
+    "use_liger_kernel": tried(True, refused="T537"),
+    "use_liger_kernel of loss and norms": tried(True, liger_kernel_config={"swiglu": False}),
 }
 _IN_TORCH = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 _SCHEDULE_OF = {

@@ -9,11 +9,15 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Values that are tried one by one, each beside the options that it needs, on `rows` other than the usual ones."""
+    """Values that are tried one by one, each beside the options that it needs, on `rows` other than the usual ones.
+
+    `refused` is the code by which ktc's trainers refuse them.
+    """
 
     values: tuple[Any, ...]
     beside: Mapping[str, Any] = field(default_factory=dict[str, Any])
     rows: str = ""
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +31,9 @@ Option: TypeAlias = Tried | Untried
 Options: TypeAlias = Mapping[str, Option]
 
 
-def tried(*values: Any, rows: str = "", **beside: Any) -> Tried:
+def tried(*values: Any, rows: str = "", refused: str = "", **beside: Any) -> Tried:
     """Return the option whose `values` are tried beside other options."""
-    return Tried(values, beside, rows)
+    return Tried(values, beside, rows, refused)
 
 
 def untried(reason: str, *names: str) -> dict[str, Option]:

@@ -30,6 +30,7 @@ from transformers import (
 
 import ktc
 from ktc.model.manifest import read_manifest
+from ktc.training import KTrainerMixin
 from trainer_options.cases import Case
 from trainer_options.trainers import KINDS
 
@@ -75,8 +76,8 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Whether the compiled model did as the stock model does."""
-        return self.verdict == "equal" or self.verdict.startswith("refused alike")
+        """Whether the compiled model did as the stock model does, or was refused as expected."""
+        return self.verdict == "equal" or self.verdict.startswith("refused ")
 
     def __str__(self) -> str:
         name = f"{self.case.kind:8} {self.trainer:15} {self.case.name:60.60}"
@@ -91,11 +92,15 @@ def compare(case: Case, models: Models) -> list[Row]:
     for trainer in kind.compiled:
         ours = run(case, trainer, models.compiled, models.tokenizer)
         logged, weights = difference(stock.logged, ours.logged), difference(stock.weights, ours.weights)
-        rows.append(Row(case, trainer.__name__, stock, logged, weights, _verdict(stock, ours, max(logged, weights))))
+        refused = case.refused if issubclass(trainer, KTrainerMixin) else ""
+        verdict = _verdict(stock, ours, max(logged, weights), refused)
+        rows.append(Row(case, trainer.__name__, stock, logged, weights, verdict))
     return rows
 
 
-def _verdict(stock: Run, ours: Run, difference: float) -> str:
+def _verdict(stock: Run, ours: Run, difference: float, refused: str) -> str:
+    if refused and refused in ours.raised:
+        return f"refused by ktc: {ours.raised:.80}"
     if stock.raised != ours.raised:
         return f"stock: {stock.raised or 'runs'}; compiled: {ours.raised or 'runs'}"
     if stock.raised:
