@@ -31,3 +31,9 @@ class RandomState:
         """Return whether no number was drawn between both states of one device."""
         same = torch.equal(self.host, other.host)
         return same and (self.gpu is None or other.gpu is None or torch.equal(self.gpu[1], other.gpu[1]))
+
+
+def states_of_all() -> tuple[RandomState, ...]:
+    """Return the states of the host's generator and of every GPU's that this process uses."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return (RandomState.now(torch.device("cpu")), *(RandomState.now(torch.device("cuda", gpu)) for gpu in gpus))

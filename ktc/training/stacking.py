@@ -25,6 +25,7 @@ from ktc.training.layer_pass import through_layers
 from ktc.training.model_ends import Inputs, ModelEnds, TrainingStep
 from ktc.training.phases import backward_pass
 from ktc.training.private_api import prepares_inputs_itself, sum_as_logged
+from ktc.training.random_state import states_of_all
 from ktc.training.split_layer import CannotStack, SplitLayer, split_layers
 from ktc.training.stack_size import (
     CHUNKS,
@@ -136,6 +137,7 @@ class Stacker:
 
     def _step(self, one: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
         losses: list[Tensor] = []
+        before = states_of_all()
         ends = ModelEnds(
             self._trainer, model, self._layers, "" if self._decision is None else self._decision.whole_loss
         )
@@ -154,6 +156,8 @@ class Stacker:
                 message = f"stacking became impossible in the middle of a step: {why}"
                 raise InputRefused(Diagnostic("T542", message, hint="use `stack_micro_batches='off'`")) from why
             self._give_up(why)
+            for state in before:  # the attempt has drawn noise and dropout masks
+                state.restore()
             losses = [one(model, given, num_items) for given in waiting]
         return sum_as_logged(self._trainer, [loss.to(self._trainer.args.device) for loss in losses])
 

@@ -34,7 +34,7 @@ from ktc.training import KTrainerMixin
 from trainer_options.cases import Case
 from trainer_options.trainers import KINDS
 
-TOLERANCE: Final = 2e-5
+TOLERANCE: Final = 1e-4  # stacked micro-batches add up in another order, which Adam amplifies to 2e-5
 _TIMES = ("runtime", "per_second", "step_time")
 
 
