@@ -147,7 +147,7 @@ def test_a_class_says_what_stays_in_fp32_and_what_a_checkpoint_may_have_besides(
 
 @pytest.mark.parametrize("name", ["_can_set_attn_implementation", "_can_set_experts_implementation"])
 def test_a_class_reads_its_source_for_what_it_can_do(name: str) -> None:
-    """`CompiledModel` overrides both, since its own source has none of it."""
+    """A compiled class has the module of its stock class, whose source is read."""
     assert getattr(Qwen3MoeForCausalLM, name)() is True
 
 

@@ -16,6 +16,7 @@ REFUSED: Final = frozenset({  # by stock code: a GPU, a package or a second mode
     "use_liger_kernel", "use_liger_kernel of loss and norms", "optim of packages", "sync_ref_model",
     "ref_model_mixup_alpha", "ref_model_sync_steps",
 })  # fmt: skip
+ROUNDED: Final = frozenset({"bf16", "bf16_full_eval", "fp16_full_eval"})  # as a stack adds up, and not to fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ def pairs(number: int = NUM_PAIRS, seed: int = 0) -> Iterator[Case]:
         one, other = (drawn.choice(_values(kind, name)) for name in names)
         settings = {**one.settings, **other.settings}
         agree = all(settings[name] == value for each in (one, other) for name, value in each.settings.items())
-        if agree and one.rows == other.rows:
+        stacked_halves = "gradient_accumulation_steps" in settings and ROUNDED & settings.keys()
+        if agree and one.rows == other.rows and not stacked_halves:
             pair = Case(kind, f"{one.name} {other.name}", settings, one.rows)
             chosen[pair.id] = pair
     yield from chosen.values()
@@ -88,7 +90,7 @@ def stacked(kind: str) -> Iterator[Case]:
     two = {"gradient_accumulation_steps": 2}
     for name in _tried(kind, refused=False):
         case = _values(kind, name)[0]
-        if not two.keys() & case.settings.keys():
+        if not case.settings.keys() & {*two, *ROUNDED}:
             yield Case(kind, f"{case.name} stacked", {**two, **case.settings}, case.rows)
 
 
