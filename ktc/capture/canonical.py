@@ -91,6 +91,7 @@ def _region(graph_module: fx.GraphModule, experts: ExpertList) -> _Region:
     if any(region.weights in _behind(node, cut) for marker in markers for node in tensor_inputs(marker)):
         raise NoExperts(f"the routing weights enter the modules of `{experts.fqn}` instead of scaling their results")
     _require_sums(result=region.result, cut=cut)
+    _require_unread(result=region.result, cut=cut, results=inside)
     return region
 
 
@@ -106,6 +107,14 @@ def _require_sums(result: fx.Node, cut: frozenset[fx.Node]) -> None:
         changed = name in ("add", "mul") and (scalars or ops.argument(node, "alpha", 1) != 1)
         if name not in _SUMS | ops.TRANSPARENT or name == "dropout" or changed:
             raise NoExperts(f"its loop over experts computes `{name}{f' {scalars[0]}' if scalars else ''}` too")
+
+
+def _require_unread(result: fx.Node, cut: frozenset[fx.Node], results: set[fx.Node]) -> None:
+    """Require that no condition depends on the experts' results: `nan_to_num` is a `where` of such conditions."""
+    for node in _behind(result, cut) & results:
+        held = tensor_of(node)
+        if held is not None and not held.is_floating_point():
+            raise NoExperts(f"its loop over experts asks for the values of their results: `{ops.name_of(node)}`")
 
 
 def _cut(result: fx.Node, outside: Sequence[fx.Node], tokens: Sequence[Any], experts: ExpertList) -> _Region | None:

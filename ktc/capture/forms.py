@@ -24,7 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import use_experts_implementation
 
+from ktc.capture.circumstances import Inside, dependence
 from ktc.capture.side_effects import side_effect
+from ktc.capture.states import Given
 from ktc.capture.trace import LAYOUT, MODES, traced, without_sizes
 from ktc.experts.form import Activation, ExpertsForm, Function
 from ktc.experts.reference import activated
@@ -46,6 +48,8 @@ def form_of(module: nn.Module) -> str:
         return f"{UNSUPPORTED}`{name}` does not name its activation"
     try:
         if reason := _effect(module, cast("Callable[[Tensor], Tensor]", code)):
+            return f"{UNSUPPORTED}the activation of `{name}` does more than compute: {reason}"
+        if reason := _dependence(module, cast("Callable[[Tensor], Tensor]", code)):
             return f"{UNSUPPORTED}the activation of `{name}` does more than compute: {reason}"
         found = form_of_code(cast("Callable[[Tensor], Tensor]", code), gated, trained=lambda: _training(module))
     except Exception as error:  # noqa: BLE001 - foreign code on a sample raises anything; the reason quotes it
@@ -84,6 +88,18 @@ def _effect(module: nn.Module, code: Callable[[Tensor], Tensor]) -> str:
             if reason := side_effect(module, lambda: code(sample)):
                 return reason
     return ""
+
+
+def _dependence(module: nn.Module, code: Callable[[Tensor], Tensor]) -> str:
+    """Return in which circumstances gate code computes something else, "" if in none."""
+    own = next(module.parameters())
+    sample = torch.empty(2, 2 * _SAMPLES, dtype=own.dtype, device=own.device)
+
+    def run(given: Given, inside: Inside) -> object:
+        with inside():
+            return code(given(sample))
+
+    return dependence(module, run)
 
 
 def _differs_by_call(code: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
@@ -189,13 +205,15 @@ def _search(
 
 
 def _samples(spread: float, width: int) -> Tensor:
-    """Return rows within the range where functions differ, rows within `spread`, and rows with a NaN."""
+    """Return rows within the range where functions differ, rows within `spread`, and rows with a NaN or an infinity."""
     generator = torch.Generator().manual_seed(0)
     sample = 2 * torch.rand(_SAMPLES, width, generator=generator, dtype=torch.float64) - 1
     sample[: _SAMPLES // 2] *= _SPREAD
     sample[_SAMPLES // 2 :] *= spread
     for row in range(_SAMPLES - 4, _SAMPLES):
         sample[row, (7 * row) % width] = torch.nan
+        sample[row - 4, (7 * row) % width] = torch.inf
+        sample[row - 8, (7 * row) % width] = -torch.inf
     return sample
 
 

@@ -17,12 +17,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ktc.capture.canonical import NoExperts, canonicalise, same_computation
+from ktc.capture.circumstances import Inside, dependence
 from ktc.capture.expert_list import candidates, expert_list
 from ktc.capture.export import BATCH, SEQUENCE, SizeBranch, export_block
 from ktc.capture.identity import LONG, expert_traces, resized
 from ktc.capture.normal_form import normalise
 from ktc.capture.record import Call
 from ktc.capture.side_effects import side_effect
+from ktc.capture.states import Given
 from ktc.capture.trace import MODES, traced, without_sizes
 from ktc.capture.types import ExpertList
 from ktc.capture.unrolled import routed_anyhow
@@ -55,6 +57,7 @@ def capture_loop(
     _require_no_more(modules, experts[0])
     _require_equal(modules, (args, kwargs))
     _require_any_length(block, (args, kwargs), modules)
+    _require_independent(block, (args, kwargs), modules)
     graph = _captured(block, args, kwargs, modules, experts[0])
     with _training(block):
         trained = _captured(block, args, kwargs, modules, experts[0])
@@ -106,6 +109,24 @@ def _require_any_length(block: nn.Module, call: Call, modules: nn.ModuleList) ->
                         again = _operators(block, modules, resized(call, *_SIZES[0]), module is block)
                     if again != found[0]:
                         raise NoExperts(f"{what} something else in inference mode or with autocast")
+
+
+def _require_independent(block: nn.Module, call: Call, modules: nn.ModuleList) -> None:
+    """Require that the block and its experts compute the same in all circumstances about which they may ask."""
+    hidden = next(leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor))
+
+    def whole(given: Given, inside: Inside) -> object:
+        args, kwargs = pytree.tree_map_only(Tensor, given, call)
+        with routed_anyhow(modules), inside():
+            return block(*args, **kwargs)
+
+    def alone(given: Given, inside: Inside) -> object:
+        with inside():
+            return [expert(given(hidden.flatten(0, -2))) for expert in modules]
+
+    for module, run in ((block, whole), (modules, alone)):
+        if reason := dependence(module, run):
+            raise NoExperts(reason)
 
 
 def _operators(block: nn.Module, modules: nn.ModuleList, call: Call, whole: bool) -> list[list[str]]:

@@ -20,9 +20,11 @@ from torch.export import Dim, ExportedProgram
 from torch.nn.utils import parametrize
 
 from ktc.capture.canonical import NoExperts
+from ktc.capture.circumstances import Inside, Run, dependence
 from ktc.capture.loop_reading import read_batched, read_loop
 from ktc.capture.side_effects import has_own_backward, side_effect
 from ktc.capture.size_guards import violated_guard
+from ktc.capture.states import Given
 from ktc.capture.trace import MODES, Trace, without_sizes
 from ktc.capture.unrolled import every_expert
 from ktc.experts.own_module import OwnExperts, Role
@@ -86,6 +88,7 @@ def own_experts(
             side_effect(module.train(mode), lambda: _run(forward, named, count, unused)) for mode in (False, True)
         ]
         plain = [_traced(module, forward, named, count, unused, mode) for mode in MODES]
+        asked = dependence(module, _runs(forward, named, count, unused))
     finally:
         for inner, training in states.items():
             inner.training = training
@@ -93,7 +96,7 @@ def own_experts(
         raise NoExperts("it computes something else in training mode")
     if any(other != plain[0] for other in plain):
         raise NoExperts("it computes something else in inference mode or with autocast")
-    if reason := next(filter(None, effects), ""):
+    if reason := next(filter(None, effects), asked):
         raise NoExperts(reason)
     return OwnExperts("", loop.sizes, loop.form, loop.parts, inputs, loop.called)
 
@@ -118,6 +121,7 @@ def more_than_interface(module: nn.Module) -> str:
                 return reason
         trained = _traced(module, forward, named, count, 0, MODES[0])
         plain = [_traced(module.eval(), forward, named, count, 0, mode) for mode in MODES]
+        asked = dependence(module, _runs(forward, named, count, 0))
     except Exception:  # noqa: BLE001 - foreign code without data raises anything
         return ""
     finally:
@@ -125,7 +129,7 @@ def more_than_interface(module: nn.Module) -> str:
             inner.training = training
     if trained != plain[0]:
         return "it computes something else in training mode"
-    return "it computes something else in inference mode or with autocast" if plain[1:] != plain[:1] * 2 else ""
+    return "it computes something else in inference mode or with autocast" if plain[1:] != plain[:1] * 2 else asked
 
 
 def _named(forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,6 +156,17 @@ def _roles(named: Mapping[str, Any]) -> dict[str, Role]:
     if len(weights) != 1:
         return {}
     return {n: "index" if n in indices else "weights" if n in weights else "hidden" for n in tensors}
+
+
+def _runs(forward: Forward, named: Mapping[str, Any], count: int, unused: int) -> Run:
+    """Return the function that runs `forward` with other tensors, for `dependence`."""
+
+    def run(given: Given, inside: Inside) -> object:
+        tensors = {name: given(tensor) for name, tensor in named.items()}
+        with every_expert(count, unused), inside():
+            return forward(**tensors)
+
+    return run
 
 
 def _run(forward: Forward, named: Mapping[str, Any], count: int, unused: int) -> object:

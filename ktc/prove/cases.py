@@ -65,7 +65,8 @@ class Case:
     """One comparison: a call, the mode, and what of it is compared.
 
     `stress` cases are far from what a model computes: gradients that almost vanish there have no digits to compare.
-    `poisoned` ones contain NaN, and those of `inference` run without gradients: only results are compared.
+    `poisoned` ones contain NaN or infinity, and those of `inference` run without gradients: only results are compared.
+    With `weights` the experts have other ones. With `frozen` only the input needs a gradient, as where PEFT trains.
     """
 
     name: str
@@ -74,6 +75,8 @@ class Case:
     stress: bool = False
     poisoned: bool = False
     inference: bool = False
+    weights: Callable[[Tensor], Tensor] | None = None
+    frozen: bool = False
 
     def trained(self) -> Case:
         """Return the case in train mode."""
@@ -172,6 +175,7 @@ def short_cases(calls: Sequence[tuple[str, Call]]) -> Iterator[Case]:
             yield Case(f"{name}, without gradients", _finite(call), inference=True)
         if name == SHORT[0]:
             yield Case(name, _finite(call)).trained()
+            yield Case(f"{name}, frozen", _finite(call), frozen=True)
 
 
 def long_cases(calls: Sequence[tuple[str, Call]], seed: int) -> Iterator[Case]:
@@ -194,6 +198,31 @@ def long_cases(calls: Sequence[tuple[str, Call]], seed: int) -> Iterator[Case]:
     rows = poisoned.view(-1, hidden.shape[-1])
     rows[3, 0], rows[5, 1], rows[-7, 2] = torch.nan, torch.inf, -torch.inf
     yield Case("NaN and infinity", call.with_hidden(poisoned), poisoned=True)
+
+
+def overflow_cases(calls: Sequence[tuple[str, Call]]) -> Iterator[Case]:
+    """Yield cases in which the experts' products, activations and sums are beyond the largest number of fp32.
+
+    No value is near that number by chance, since the order of a sum would decide: a value of both signs is far beyond
+    it in each term, and values of one sign have no order.
+    """
+    call = next((_finite(call) for name, call in calls if name == "two sequences"), None)
+    if call is None:
+        return
+    hidden = call.hidden
+    rows = torch.logspace(-8, 8, hidden.shape[-2]).to(hidden)[:, None]
+    inputs = {
+        "activations": (hidden * 1e25, None),
+        "products": (hidden, lambda w: w * 1e30),
+        "weights": (hidden * 1e6, lambda w: (w * 1e39).clamp(-3e38, 3e38)),
+        "sums": (hidden.abs() * rows, lambda w: w.abs() * 1e13),
+        "sums behind a limit": (hidden.abs() * rows, lambda w: w.abs() * 1e37),
+    }  # fmt: skip
+    for what, (values, weights) in inputs.items():
+        yield Case(f"{what} that overflow", call.with_hidden(values), poisoned=True, weights=weights)
+        if call.any_length:
+            one = values.flatten(0, -2)[values.shape[-2] // 2].reshape(*[1] * (values.dim() - 1), -1)
+            yield Case(f"{what} that overflow, one token", call.with_hidden(one), poisoned=True, weights=weights)
 
 
 def other_experts_cases(calls: Sequence[tuple[str, Call]], implementation: str) -> Iterator[Case]:

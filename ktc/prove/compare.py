@@ -44,11 +44,12 @@ def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dic
     frozen = {name for name, child in fused.items() if not child.weights.training.trains}
     # A list of experts is not called, so there only the router's own gradients cover the routing weights.
     called = {name for name in fused if not isinstance(stock.get_submodule(name), nn.ModuleList)}
-    try:
-        expected = _run(stock, frozen, called, case, seed)
-    except Exception as error:  # foreign code on an unusual input raises anything
-        raise StockRefuses(str(error)) from error
-    actual = _run(rewritten, frozen, called, case, seed)
+    with _weights(case, *(model.get_submodule(name) for name in fused for model in (stock, rewritten))):
+        try:
+            expected = _run(stock, frozen, called, case, seed)
+        except Exception as error:  # foreign code on an unusual input raises anything
+            raise StockRefuses(str(error)) from error
+        actual = _run(rewritten, frozen, called, case, seed)
     floor = 0.0
     if case.stress:
         norms = [
@@ -60,6 +61,33 @@ def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dic
         of_gradient = name.startswith("gradient")
         found[name] = relative_error(actual.get(name), expected.get(name), floor if of_gradient else 0.0)
     return found
+
+
+@contextmanager
+def _weights(case: Case, *experts: nn.Module) -> Generator[None]:
+    """Give the experts of both sides the weights of a case."""
+    held = {parameter for module in experts for parameter in module.parameters()} if case.weights else set[Tensor]()
+    before = {parameter: parameter.detach().clone() for parameter in held}
+    try:
+        for parameter in held:
+            assert case.weights is not None, "weights are held to be changed"
+            parameter.data.copy_(case.weights(parameter.data))
+        yield
+    finally:
+        for parameter, values in before.items():
+            parameter.data.copy_(values)
+
+
+@contextmanager
+def _frozen(block: nn.Module, case: Case) -> Generator[None]:
+    trained = [p for p in block.parameters() if p.requires_grad] if case.frozen else list[nn.Parameter]()
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 @contextmanager
@@ -164,15 +192,22 @@ def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 tensor.requires_grad_(True)
     before, modes = _kept(block), {module: module.training for module in block.modules()}
-    parameters = {
-        name: p
-        for name, p in block.named_parameters()
-        if p.requires_grad and not any(f == "" or name.startswith(f + ".") for f in frozen)
-    }
+    parameters = (
+        {}
+        if case.frozen
+        else {
+            name: p
+            for name, p in block.named_parameters()
+            if p.requires_grad and not any(f == "" or name.startswith(f + ".") for f in frozen)
+        }
+    )
     block.train(case.training)
     try:
         graded = not case.inference
-        with same_random_numbers(seed), _routing_weights(block, called) as routing, set_grad_enabled(graded):
+        with (
+            _frozen(block, case), same_random_numbers(seed), _routing_weights(block, called) as routing,
+            set_grad_enabled(graded),
+        ):  # fmt: skip
             ready = _with(call, hidden, args, kwargs)
             result = block(*ready[0], **ready[1])
         values = _results(result) | _changes(before, _kept(block)) | {"hidden states after the call": hidden}

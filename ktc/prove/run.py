@@ -18,7 +18,18 @@ from ktc.capture import CapturedModel
 from ktc.diagnostics import KtcError, ProofFailed
 from ktc.host import Host
 from ktc.model.graph_block import modules_forgotten
-from ktc.prove.cases import ALWAYS, SCALES, Call, Case, long_cases, other_experts_cases, record, scaled, short_cases
+from ktc.prove.cases import (
+    ALWAYS,
+    SCALES,
+    Call,
+    Case,
+    long_cases,
+    other_experts_cases,
+    overflow_cases,
+    record,
+    scaled,
+    short_cases,
+)
 from ktc.prove.compare import Constants, InDouble, StockRefuses, errors, replaced_code
 from ktc.prove.copies import copied
 from ktc.prove.types import TOLERANCE, Constant, Proof
@@ -262,6 +273,8 @@ def _compare_long(
         if newly or factor in ALWAYS:
             _compare(fqn, pair, [case], found)
         before = met.found
+    if replaced:
+        _compare(fqn, pair, overflow_cases(calls), found)
     _compare_other_experts(fqn, pair, calls, found)
     return before, needed
 

@@ -11,6 +11,7 @@ from invented.kinds import (
     layers,
     left_behind,
     nested_configs,
+    overflow,
     own_experts,
     recorded,
     routing,
@@ -21,7 +22,7 @@ from invented.kinds import (
 
 _KINDS = (
     derived, own_experts, layers, training, capacity, left_behind, routing, structure, shared, nested_configs,
-    attention, recorded, implementations,
+    attention, recorded, implementations, overflow,
 )  # fmt: skip
 FAMILIES: tuple[Family, ...] = tuple(family for kind in _KINDS for family in kind.FAMILIES)
 CASES: tuple[Case, ...] = tuple(Case(family, is_near) for family in FAMILIES for is_near in (False, True))

@@ -1,0 +1,182 @@
+"""What code does while it runs: the torch functions that it calls, and every name that it mentions.
+
+In: a module, and a function that runs it. Out: `Ran`, whose calls are equal for two runs that compute the same.
+Functions are recorded as the author calls them: which operators they become depends on gradients. Names are read from
+the code objects that ran, so those of branches that were not taken are among them. Code of torch, of Python and of ktc
+is not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+_PYTHON, _PACKAGES = (sysconfig.get_paths()[key] for key in ("stdlib", "purelib"))
+_NOT_OF_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen")
+# Functions whose result has the numbers and the gradients of their first argument, in any dtype and place.
+_COPIES = frozenset({
+    "to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "alias", "view_as", "cpu",
+    "cuda",
+})  # fmt: skip
+_DEVICES = ("meta", "cpu", "cuda")
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+_WRAPPED = re.compile(r"\bbase_layer\.|\bparametrizations\.|\.original\b")  # in the name of a weight that PEFT wraps
+_LIMITS = frozenset(
+    float(getattr(torch.finfo(dtype), limit))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for limit in ("min", "max", "eps", "tiny")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One run.
+
+    `blocked` tells of each call whether the code has switched gradients off for it. `missing` are the attributes that
+    the code asked of modules without them.
+    """
+
+    calls: tuple[str, ...]
+    blocked: tuple[bool, ...]
+    graded: bool
+    mentioned: frozenset[str]
+    missing: tuple[tuple[nn.Module, str], ...]
+
+    def computes_as(self, other: Ran) -> bool:
+        """Return whether both compute the same, with the same gradients if both have any."""
+        graded = self.graded and other.graded
+        return self.calls == other.calls and (not graded or self.blocked == other.blocked)
+
+
+def observed(module: nn.Module, run: Callable[[], object], *, names: bool) -> Ran:
+    """Return what `run`, which runs the code of `module`, does. Raises what `run` raises.
+
+    Without `names`, which take most of the time, only what a tensor was asked is mentioned.
+    """
+    codes, missing = dict[CodeType, bool](), dict[tuple[int, str], tuple[nn.Module, str]]()
+    graded = torch.is_grad_enabled()
+    with _Calls(module) as calls, _missing_attributes(missing), _code_objects(codes) if names else nullcontext():
+        run()
+    mentioned = frozenset[str]().union(*(names_of(code) for code, counts in codes.items() if counts))
+    mentioned |= calls.asked
+    return Ran(tuple(calls.rows), tuple(calls.blocked), graded, mentioned, tuple(missing.values()))
+
+
+def names_of(code: CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in code, and its texts, those of nested functions included."""
+    nested = (names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    texts = (constant for constant in code.co_consts if isinstance(constant, str))
+    return frozenset({*code.co_names, *texts}).union(*nested)
+
+
+def is_of_a_model(file: str) -> bool:
+    """Return whether a file may hold the code of a model: it is not of torch, of Python itself or of ktc."""
+    if file.startswith(_NOT_OF_MODELS):
+        return False
+    return not file.startswith(_PYTHON) or file.startswith(_PACKAGES)
+
+
+class _Calls(TorchFunctionMode):
+    """Records each call that makes or changes a tensor, with its constants and connections; others are `asked`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.rows: list[str] = []
+        self.blocked: list[bool] = []
+        self.asked: set[str] = set()
+        self._num_given = 0
+        held = (*module.named_parameters(), *module.named_buffers())
+        self._names = {id(tensor): _WRAPPED.sub("", name) for name, tensor in held}
+        self._held: list[Tensor] = []  # an id is unique only as long as its tensor lives
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given, name = dict(kwargs or {}), name_of(func)
+        spelled = [self._spelled(leaf) for leaf in pytree.tree_leaves((args, given))]
+        result = func(*args, **given)
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if name in _COPIES and made:
+            self._name(made[0], spelled[0])
+        elif made or result is None or name in _HOOKS:
+            self._add(name, spelled, made)
+        else:
+            self.asked.add(name)
+        return result
+
+    def _add(self, name: str, spelled: list[str], made: list[Tensor]) -> None:
+        if name == "_set_grad_enabled":
+            return
+        self.rows.append(f"{name} {spelled}")
+        self.blocked.append(not torch.is_grad_enabled())
+        for place, tensor in enumerate(made):
+            self._name(tensor, f"%{len(self.rows)}.{place}")
+
+    def _name(self, tensor: Tensor, name: str) -> str:
+        if id(tensor) not in self._names:
+            self._names[id(tensor)] = name
+            self._held.append(tensor)
+        return self._names[id(tensor)]
+
+    def _spelled(self, leaf: object) -> str:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in self._names:
+                self._num_given += 1
+            return self._name(leaf, f"given {self._num_given}")
+        if isinstance(leaf, torch.dtype | torch.device) or (isinstance(leaf, str) and leaf in _DEVICES):
+            return "a dtype or a device"
+        return "a limit of a dtype" if isinstance(leaf, float) and leaf in _LIMITS else repr(leaf)
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a torch function as a mode receives it, or of the property of a tensor that it gets."""
+    name = str(getattr(func, "__name__", func))
+    return str(func.__self__.__name__) if name == "__get__" else name
+
+
+@contextmanager
+def _code_objects(found: dict[CodeType, bool]) -> Generator[None]:
+    """Collect the code objects that run inside, and whether they are of a model."""
+    before = sys.getprofile()
+
+    def event(frame: FrameType, kind: str, _: object) -> None:
+        if kind == "call" and frame.f_code not in found:
+            found[frame.f_code] = is_of_a_model(frame.f_code.co_filename)
+
+    sys.setprofile(event)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextmanager
+def _missing_attributes(found: dict[tuple[int, str], tuple[nn.Module, str]]) -> Generator[None]:
+    """Collect the attributes that the code of models asks of modules without them."""
+    stock = nn.Module.__getattr__
+
+    def asked(self: nn.Module, name: str) -> Any:
+        try:
+            return stock(self, name)
+        except AttributeError:
+            if is_of_a_model(sys._getframe(1).f_code.co_filename):
+                found[id(self), name] = self, name
+            raise
+
+    cast("Any", nn.Module).__getattr__ = asked
+    try:
+        yield
+    finally:
+        cast("Any", nn.Module).__getattr__ = stock
