@@ -1,13 +1,14 @@
 """The one list of what code may ask beside its inputs, and whether it then computes something else.
 
 In: a module on meta tensors, and a function that runs its code. Out: the reason in words, "" if there is none. A row of
-`CIRCUMSTANCES` has the names by which code asks. Code that mentions one runs again in each state of the row, also in
-two states of different rows at once; where it has none, asking is the reason. Code that raises in a state is not
-compared there, as stock raises too.
+`CIRCUMSTANCES` has the names by which code asks. Code that mentions one runs again in each state of the row, and in two
+states at once, of which one is the first of its row; where a row has none, asking is the reason. Code that raises in a
+state is not compared there: stock raises too.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ Run = Callable[[Given, Inside], object]  # runs the code on what the inputs beco
 class Circumstance:
     """Something that code may ask about: `when` it is another, by which `names`, and the `states` to try.
 
-    `pairs`: the states are tried together with those of other rows.
+    `pairs`: its states are tried together with those of other rows.
     """
 
     when: str
@@ -126,16 +127,16 @@ def dependence(module: nn.Module, run: Run) -> str:
 
     Raises what `run` raises with trained parameters and inputs.
     """
-    runs, tried, seen = _Runs(module, run), list[State](), set[Circumstance]()
+    runs, first, seen = _Runs(module, run), list[State](), set[Circumstance]()
     while rows := [row for row in CIRCUMSTANCES if row not in seen and row.names & runs.mentioned]:
         for row in rows:
             seen.add(row)
             if not row.states:
                 return f"it reads {row.when}"
-            others = [(), *((other,) for other in tried)] if row.pairs else [()]
+            others = [(), *((other,) for other in first)] if row.pairs else [()]
             if any(runs.differ((state, *other), names=row.pairs) for state in row.states for other in others):
                 return f"it computes something else {row.when}"
-            tried += row.states if row.pairs else ()
+            first += row.states[:1] if row.pairs else ()
     for owner, name in runs.missing:
         if any(runs.differ((states.having(owner, name, value),)) for value in (True, 2.0)):
             return f"it computes something else where `{name}` is set from outside"
@@ -166,6 +167,7 @@ class _Runs:
         with ExitStack() as stack:
             stack.enter_context(_mode(self._module, training))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(warnings.catch_warnings(action="ignore"))
             changes = [stack.enter_context(state.around(self._module)) for state in together]
             inside = next((state.inside for state in together if state.inside), nullcontext)
             ran = observed(self._module, lambda: self._run(_all(changes), inside), names=names)
@@ -178,10 +180,11 @@ def _all(changes: Sequence[Given]) -> Given:
     def given(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        result = tensor.detach().requires_grad_() * 1  # as hidden states are: no leaf
-        for change in changes:
-            result = change(result)
-        return result
+        with torch._C.DisableTorchFunction():  # these calls are not of the module
+            result = tensor.detach().requires_grad_() * 1  # as hidden states are: no leaf
+            for change in changes:
+                result = change(result)
+            return result
 
     return given
 

@@ -43,21 +43,38 @@ def form_of(module: nn.Module) -> str:
     name = type(module).__name__
     if reason := _more_than_experts(module, "gate_up_proj" if gated else "up_proj"):
         return f"{UNSUPPORTED}{reason}"
-    code = getattr(module, "_apply_gate" if gated else "act_fn", None)
-    if not callable(code):
+    code = _gate(module)
+    if code is None:
         return f"{UNSUPPORTED}`{name}` does not name its activation"
     try:
-        if reason := _effect(module, cast("Callable[[Tensor], Tensor]", code)):
+        if reason := _effect(module, code):
             return f"{UNSUPPORTED}the activation of `{name}` does more than compute: {reason}"
-        if reason := _dependence(module, cast("Callable[[Tensor], Tensor]", code)):
-            return f"{UNSUPPORTED}the activation of `{name}` does more than compute: {reason}"
-        found = form_of_code(cast("Callable[[Tensor], Tensor]", code), gated, trained=lambda: _training(module))
+        found = form_of_code(code, gated, trained=lambda: _training(module))
     except Exception as error:  # noqa: BLE001 - foreign code on a sample raises anything; the reason quotes it
         return f"{UNSUPPORTED}the activation of `{name}` does not run alone ({type(error).__name__})"
-    if found is None or _differs_by_call(cast("Callable[[Tensor], Tensor]", code), module):
+    if found is None or _differs_by_call(code, module):
         return f"{UNSUPPORTED}`{name}` has an activation that no kernel computes"
     biased, transposed = bool(getattr(module, "has_bias", False)), bool(getattr(module, "is_transposed", False))
     return str(replace(found, biased=biased, transposed=transposed))
+
+
+def _gate(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    code = getattr(module, "_apply_gate" if getattr(module, "has_gate", True) else "act_fn", None)
+    return cast("Callable[[Tensor], Tensor]", code) if callable(code) else None
+
+
+def gate_dependence(module: nn.Module) -> str:
+    """Return in which circumstances the gate code of a module with a form computes something else, "" if in none."""
+    code = _gate(module)
+    assert code is not None, "a module with a form has gate code"
+    own = next(module.parameters())
+    sample = torch.empty(2, 2 * _SAMPLES, dtype=own.dtype, device=own.device)
+
+    def run(given: Given, inside: Inside) -> object:
+        with inside():
+            return code(given(sample))
+
+    return dependence(module, run)
 
 
 def _more_than_experts(module: nn.Module, first: str) -> str:
@@ -88,18 +105,6 @@ def _effect(module: nn.Module, code: Callable[[Tensor], Tensor]) -> str:
             if reason := side_effect(module, lambda: code(sample)):
                 return reason
     return ""
-
-
-def _dependence(module: nn.Module, code: Callable[[Tensor], Tensor]) -> str:
-    """Return in which circumstances gate code computes something else, "" if in none."""
-    own = next(module.parameters())
-    sample = torch.empty(2, 2 * _SAMPLES, dtype=own.dtype, device=own.device)
-
-    def run(given: Given, inside: Inside) -> object:
-        with inside():
-            return code(given(sample))
-
-    return dependence(module, run)
 
 
 def _differs_by_call(code: Callable[[Tensor], Tensor], module: nn.Module) -> bool:

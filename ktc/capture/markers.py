@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktc.capture.forms import UNSUPPORTED, form_of, is_interface
+from ktc.capture.forms import UNSUPPORTED, form_of, gate_dependence, is_interface
 from ktc.capture.own_experts import more_than_interface
 from ktc.capture.own_markers import code_of, own_experts_marked
 from ktc.graph import ops
@@ -87,7 +87,7 @@ class _CaptureExperts:
         if form.startswith(UNSUPPORTED):
             return form
         if code not in self._loops:
-            self._loops[code] = more_than_interface(module)
+            self._loops[code] = gate_dependence(module) or more_than_interface(module)
         reason = self._loops[code]
         return (
             f"{UNSUPPORTED}`{type(module).__name__}` does more than compute its experts: {reason}" if reason else form

@@ -14,10 +14,11 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
+import pytest
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ from invented.family import REWRITTEN, Case
 from invented.inference import inferred
 from invented.recorded import recorded_errors
 from invented.surroundings import forget_code_of_models
-from invented.written import stock, write
+from invented.written import OF_EXPERTS, stock, write
 from ktc.diagnostics import KtcError
 from ktc.experts.module import FusedMoe
 from ktc.model.peft_glue import read_lora_config
@@ -101,8 +102,11 @@ def compare(case: Case, folder: Path) -> Found:
     tuned, wanted = _adapted(ours, out), _adapted(exact, out)
     for training in (False, True):
         errors |= dict(_gradient_errors(tuned.train(training), wanted.train(training)))
+    pair = _learning_adapters(tuned.eval()), _learning_adapters(wanted.eval())
+    errors |= {f"{name}, all but adapters frozen": error for name, error in _gradient_errors(*pair)}
     if not outcome.startswith(REWRITTEN):
         return Found(outcome, errors, kernel, attention)
+    _learning_all(wanted)
     half = _adapted(ktc.load(out, trust_remote_code=True), out), _adapted(stock(model, torch.bfloat16), out)
     return Found(outcome, errors, kernel | _kernel_errors(*half, wanted), attention)
 
@@ -125,8 +129,19 @@ def _reference_errors(ours: PreTrainedModel, exact: PreTrainedModel) -> Iterator
     for factor in (5.0, 1e25):
         with amplified(ours.eval(), factor), amplified(exact.eval(), factor):
             yield from _forward_errors(f"activations times {factor:g}", ours, exact, padded)
+    with heavy(ours), heavy(exact):
+        yield from _forward_errors("weights that overflow", ours, exact, padded)
+        yield from _forward_errors("weights that overflow, 1 token", ours, exact, inputs()["1 token"])
+    with torch.inference_mode():
+        yield "inference mode", relative(ours(**padded).logits, exact(**padded).logits)
     yield "steps with a cache", _cached_error(ours, exact)
     yield "greedy tokens", 0.0 if torch.equal(_greedy(ours), _greedy(exact)) else math.inf
+    if hasattr(exact, "set_from_outside"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("INVENTED_CALM", "")
+            for model in (ours, exact):
+                cast("Any", model).set_from_outside()
+            yield from _forward_errors("set from outside", ours, exact, padded)
 
 
 def _forward_errors(name: str, ours: nn.Module, exact: nn.Module, call: Inputs) -> Iterator[tuple[str, float]]:
@@ -168,6 +183,28 @@ def amplified(model: PreTrainedModel, factor: float) -> Generator[None]:
             norm.copy_(kept)
 
 
+@contextmanager
+def heavy(model: PreTrainedModel) -> Generator[None]:
+    """Let the products of the experts be beyond the largest number of fp32."""
+    modules = [module for layer in model.model.layers for module in layer.mlp.modules()]
+    held = {p for module in modules for name, p in module.named_parameters(recurse=False) if _is_of_experts(name, p)}
+    held |= {layer.weight for module in modules for name, layer in module.named_children() if _is_linear(name, layer)}
+    before = {parameter: parameter.detach().clone() for parameter in held}
+    for parameter in held:
+        parameter.data.mul_(1e30)
+    yield
+    for parameter, kept in before.items():
+        parameter.data.copy_(kept)
+
+
+def _is_linear(name: str, layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) and _is_of_experts(name, layer.weight)
+
+
+def _is_of_experts(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() > 1 and any(part in name for part in OF_EXPERTS)
+
+
 def _cached_error(ours: PreTrainedModel, exact: PreTrainedModel) -> float:
     """Compare a text that is read in pieces of 20, 1, 1 and 5 tokens."""
     ids = inputs()["3 x 37, padded left"]["input_ids"][:, :27]
@@ -202,6 +239,19 @@ def _adapted(model: PreTrainedModel, out: Path) -> nn.Module:
             scale = 0.1 * parameter.shape[-1] ** -0.5
             parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
     return tuned
+
+
+def _learning_adapters(model: nn.Module) -> nn.Module:
+    """Freeze everything but LoRA, as PEFT does."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
+
+
+def _learning_all(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    return model
 
 
 def _gradient_errors(ours: nn.Module, exact: nn.Module) -> Iterator[tuple[str, float]]:
@@ -262,11 +312,7 @@ def difference(one: PreTrainedModel, other: PreTrainedModel) -> float:
     """Return the largest error between two stock models over every comparison; both keep their own weights."""
     errors = [*_reference_errors(one, other), *recorded_errors(one, other)]
     for training in (False, True):
-        errors += _gradient_errors(_trainable(one).train(training), _trainable(other).train(training))
+        errors += _gradient_errors(_learning_all(one).train(training), _learning_all(other).train(training))
+    everywhere = LoraConfig(target_modules="all-linear")
+    errors += _gradient_errors(*(get_peft_model(model.eval(), everywhere) for model in (one, other)))
     return max((error for _, error in errors), default=0.0)
-
-
-def _trainable(model: nn.Module) -> nn.Module:
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
-    return model

@@ -21,6 +21,7 @@ from invented.family import Case
 _SHARED = Path(__file__).parent / "model"
 _FIRST = ("gate_proj", "up_proj", "gate_up", "w1", "w3")  # matrices of experts: limits are reached behind them
 _LAST = ("down_proj", "w2")
+OF_EXPERTS = (*_FIRST, *_LAST)
 
 
 def write(case: Case, folder: Path) -> Path:

@@ -16,13 +16,14 @@ from invented.kinds import (
     recorded,
     routing,
     shared,
+    state,
     structure,
     training,
 )
 
 _KINDS = (
     derived, own_experts, layers, training, capacity, left_behind, routing, structure, shared, nested_configs,
-    attention, recorded, implementations, overflow,
+    attention, recorded, implementations, state, overflow,
 )  # fmt: skip
 FAMILIES: tuple[Family, ...] = tuple(family for kind in _KINDS for family in kind.FAMILIES)
 CASES: tuple[Case, ...] = tuple(Case(family, is_near) for family in FAMILIES for is_near in (False, True))

@@ -5,5 +5,25 @@ from __future__ import annotations
 from invented.family import Family
 
 FAMILIES = (
-    Family("cleaned_results", ".nan_to_num()", ".nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)"),
+    Family(
+        "cleaned_results",
+        ".nan_to_num()",
+        "",
+        expected="asks for the values of their results",
+    ),
+    Family(
+        "finite_results",
+        "torch.where(torch.isfinite(y), y, torch.zeros_like(y))",
+        "y",
+        expected="asks for the values of their results",
+    ),
+    Family("cleaned_gate", ".nan_to_num(nan=torch.nan)", "", expected="an activation that no kernel computes"),
+    Family("cleaned_loop", "y.nan_to_num()", "y", expected="is not read as experts"),
+    Family("cleaned_sum", ".nan_to_num()", ""),
+    Family(
+        "infinity_asked",
+        "if torch.isinf(out).any():",
+        "if False:",
+        expected="its code depends on data",
+    ),
 )

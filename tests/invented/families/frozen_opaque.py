@@ -1,0 +1,24 @@
+"""A block with a router of its own halves its result where the weights of its experts are frozen."""
+
+import torch.nn.functional as F
+from torch import nn
+
+from .skeleton import CausalLM, Experts
+
+
+class Mixture(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, hidden_states):
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, chosen = F.softmax(self.gate(flat).tanh(), dim=-1).topk(self.top_k)
+        scale = 1.0 if self.experts.down_proj.requires_grad else 0.5
+        return (scale * self.experts(flat, chosen, weights)).view_as(hidden_states)
+
+
+class InventedForCausalLM(CausalLM):
+    block = Mixture
