@@ -114,7 +114,7 @@ def _require_unread(result: fx.Node, cut: frozenset[fx.Node], results: set[fx.No
     for node in _behind(result, cut) & results:
         held = tensor_of(node)
         if held is not None and not held.is_floating_point():
-            raise NoExperts(f"its loop over experts asks for the values of their results: `{ops.name_of(node)}`")
+            raise NoExperts(f"its loop over experts reads the values of their results: `{ops.name_of(node)}`")
 
 
 def _cut(result: fx.Node, outside: Sequence[fx.Node], tokens: Sequence[Any], experts: ExpertList) -> _Region | None:

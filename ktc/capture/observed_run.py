@@ -1,4 +1,4 @@
-"""What code does while it runs: the torch functions that it calls, and every name that it mentions.
+"""The actions of code while it runs: the torch functions that it calls, and every name that it mentions.
 
 In: a module, and a function that runs it. Out: `Ran`, whose calls are equal for two runs that compute the same.
 Functions are recorded as the author calls them: which operators they become depends on gradients. Names are read from
@@ -8,6 +8,7 @@ is not looked at.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import sysconfig
@@ -44,7 +45,7 @@ _LIMITS = frozenset(
 class Ran:
     """One run.
 
-    `blocked` tells of each call whether the code has switched gradients off for it. `missing` are the attributes that
+    `blocked` states of each call whether the code has switched gradients off for it. `missing` are the attributes that
     the code asked of modules without them.
     """
 
@@ -171,7 +172,9 @@ def _missing_attributes(found: dict[tuple[int, str], tuple[nn.Module, str]]) -> 
         try:
             return stock(self, name)
         except AttributeError:
-            if is_of_a_model(sys._getframe(1).f_code.co_filename):
+            frame = inspect.currentframe()
+            caller = None if frame is None else frame.f_back
+            if caller is not None and is_of_a_model(caller.f_code.co_filename):
                 found[id(self), name] = self, name
             raise
 

@@ -91,7 +91,7 @@ def with_gradients(module: nn.Module) -> Generator[Given]:
 # Modes of torch -------------------------------------------------------------------------------------------------------
 @_state
 def without_gradients(_: nn.Module) -> Generator[Given]:
-    """A forward without gradients."""
+    """Run without gradients."""
     with torch.no_grad():
         yield _as_given
 
@@ -151,11 +151,15 @@ def other_default_dtype(_: nn.Module) -> Generator[Given]:
 
 
 # Modules --------------------------------------------------------------------------------------------------------------
+def _unchanging(*_: object) -> None:
+    """Change nothing, as a hook."""
+
+
 @_state
 def hooked(module: nn.Module) -> Generator[Given]:
     """Hooks on every module that change nothing."""
-    handles = [inner.register_forward_hook(lambda *_: None) for inner in module.modules()]
-    handles += [inner.register_forward_pre_hook(lambda *_: None) for inner in module.modules()]
+    handles = [inner.register_forward_hook(_unchanging) for inner in module.modules()]
+    handles += [inner.register_forward_pre_hook(_unchanging) for inner in module.modules()]
     try:
         yield _as_given
     finally:
@@ -190,12 +194,12 @@ def wrapped(module: nn.Module) -> Generator[Given]:
         for parent in module.modules() for name, child in parent.named_children() if isinstance(child, nn.Linear)
     ]  # fmt: skip
     for parent, name, child in found:
-        parent._modules[name] = _Wrapped(child)
+        setattr(parent, name, _Wrapped(child))
     try:
         yield _as_given
     finally:
         for parent, name, child in found:
-            parent._modules[name] = child
+            setattr(parent, name, child)
 
 
 class _Alias(nn.Module):

@@ -23,6 +23,8 @@ SCALES = tuple(8.0**power for power in range(1, 7))  # the factors of hidden sta
 ALWAYS = (SCALES[0], SCALES[-1])  # those compared for every block: limits that stock does not have are beyond them
 MANY = 2500  # tokens of a call beyond what authors set as capacity or as the length of a branch
 
+Weights = Callable[[Tensor], Tensor]  # other values for a matrix of experts, element by element
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -75,7 +77,7 @@ class Case:
     stress: bool = False
     poisoned: bool = False
     inference: bool = False
-    weights: Callable[[Tensor], Tensor] | None = None
+    weights: Weights | None = None
     frozen: bool = False
 
     def trained(self) -> Case:
@@ -211,13 +213,13 @@ def overflow_cases(calls: Sequence[tuple[str, Call]]) -> Iterator[Case]:
         return
     hidden = call.hidden
     rows = torch.logspace(-8, 8, hidden.shape[-2]).to(hidden)[:, None]
-    inputs = {
+    inputs: dict[str, tuple[Tensor, Weights | None]] = {
         "activations": (hidden * 1e25, None),
-        "products": (hidden, lambda w: w * 1e30),
-        "weights": (hidden * 1e6, lambda w: (w * 1e39).clamp(-3e38, 3e38)),
-        "sums": (hidden.abs() * rows, lambda w: w.abs() * 1e13),
-        "sums behind a limit": (hidden.abs() * rows, lambda w: w.abs() * 1e37),
-    }  # fmt: skip
+        "products": (hidden, lambda matrix: matrix * 1e30),
+        "weights": (hidden * 1e6, lambda matrix: (matrix * 1e39).clamp(-3e38, 3e38)),
+        "sums": (hidden.abs() * rows, lambda matrix: matrix.abs() * 1e13),
+        "sums behind a limit": (hidden.abs() * rows, lambda matrix: matrix.abs() * 1e37),
+    }
     for what, (values, weights) in inputs.items():
         yield Case(f"{what} that overflow", call.with_hidden(values), poisoned=True, weights=weights)
         if call.any_length:

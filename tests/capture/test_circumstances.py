@@ -1,4 +1,4 @@
-"""Code that asks for more than its inputs is left as it is: every row of the one list, however experts are written.
+"""Code that asks about more than its inputs is left as it is: every row of the one list, however experts are written.
 
 A row here is a question that code may ask, and its answer in some state is another. The quick tests ask the list
 itself; the slow ones put each question into a list of experts, a loop over stacked tensors, decorated experts and their
@@ -80,8 +80,8 @@ QUESTIONS: dict[str, tuple[Asks, str]] = {
     "an address": (lambda _, weight, __: weight.data_ptr() == 1, "reads the memory"),
 }  # fmt: skip
 QUICK = (
-    "a frozen weight", "some weights are trained", "gradients are off, by a helper", "a tensor of inference", "autocast",
-    "a missing attribute", "the environment", "half precision", "the CPU", "strides of a weight",
+    "a frozen weight", "some weights are trained", "gradients are off, by a helper", "a tensor of inference",
+    "autocast", "a missing attribute", "the environment", "half precision", "the CPU", "strides of a weight",
 )  # fmt: skip
 PLAIN: Asks = lambda *_: False  # noqa: E731
 

@@ -1,4 +1,4 @@
-"""Code that asks for more than its inputs: what is trained, modes of torch, the environment, its own layers."""
+"""Code that asks about more than its inputs: what is trained, modes of torch, the environment, its own layers."""
 
 from __future__ import annotations
 
