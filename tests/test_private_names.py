@@ -27,7 +27,7 @@ from ktc.model.watch import HOOKS
 KNOWN = {
     "_apply", "_apply_gate", "_attn_implementation", "_attn_implementation_internal", "_base",
     "_build_generation_config", "_can_record_outputs", "_dynamo", "_experts_implementation",
-    "_experts_implementation_internal", "_from_config", "_init_weights",
+    "_experts_implementation_internal", "_from_config", "_init_weights", "_is_compiling_flag", "_is_exporting_flag",
     "_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_make_wrapper_subclass",
     "_non_persistent_buffers_set", "_normalize_input", "_normalize_tools", "_prefill",
@@ -289,3 +289,12 @@ def test_a_write_into_a_tensor_or_a_view_of_it_changes_its_version() -> None:
     before = whole._version
     view.add_(1)
     assert whole._version > before
+
+
+def test_torch_says_that_it_compiles_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch.compiler.is_compiling()
+    assert not torch.compiler.is_exporting()
+    for flag in ("_is_compiling_flag", "_is_exporting_flag"):
+        monkeypatch.setattr(torch.compiler, flag, True)
+    assert torch.compiler.is_compiling()
+    assert torch.compiler.is_exporting()

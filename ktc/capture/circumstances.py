@@ -12,13 +12,12 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ktc.capture import states
-from ktc.capture.observed_run import Ran, observed
+from ktc.capture.observed_run import Ran, observed, unrecorded
 from ktc.capture.states import Given, State
 
 Inside = Callable[[], AbstractContextManager[object]]
@@ -181,7 +180,7 @@ def _all(changes: Sequence[Given]) -> Given:
     def given(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        with cast("Any", torch)._C.DisableTorchFunction():  # these calls are not of the module
+        with unrecorded():  # these calls are not of the module
             result = tensor.detach().requires_grad_() * 1  # as hidden states are: no leaf
             for change in changes:
                 result = change(result)

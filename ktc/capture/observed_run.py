@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -39,6 +40,9 @@ _LIMITS = frozenset(
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for limit in ("min", "max", "eps", "tiny")
 )
+
+
+_unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,16 @@ def observed(module: nn.Module, run: Callable[[], object], *, names: bool) -> Ra
     return Ran(tuple(calls.rows), tuple(calls.blocked), graded, mentioned, tuple(missing.values()))
 
 
+@contextmanager
+def unrecorded() -> Generator[None]:
+    """Record no call inside: those that prepare an input are not of the module."""
+    token = _unrecorded.set(True)
+    try:
+        yield
+    finally:
+        _unrecorded.reset(token)
+
+
 def names_of(code: CodeType) -> frozenset[str]:
     """Return the names of globals and attributes in code, and its texts, those of nested functions included."""
     nested = (names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType))
@@ -106,6 +120,8 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given, name = dict(kwargs or {}), name_of(func)
+        if _unrecorded.get():
+            return func(*args, **given)
         spelled = [self._spelled(leaf) for leaf in pytree.tree_leaves((args, given))]
         result = func(*args, **given)
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
