@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ktc.adapters import adapter as folders
-from ktc.adapters.adapter import read_adapter
+from ktc.adapters.adapter import read_adapter, require_lora
 from ktc.adapters.base_model import BaseModel, find_base, read_base
 from ktc.adapters.factors import FactorReader, Factors
 from ktc.adapters.gguf import read_gguf_adapter, write_gguf
@@ -92,7 +92,7 @@ def open_adapter(source: Path, model: Path | None = None) -> Opened:
             raise InputRefused(Diagnostic("A603", message, hint="name the original with `--model FOLDER`"))
         base = read_base(model)
         return Opened(source, base, "gguf", {"base_model_name_or_path": base.name}, read_gguf_adapter(source, base))
-    adapter = read_adapter(source)
+    adapter = require_lora(read_adapter(source))
     base = find_base(adapter, model)
     placed = place(adapter, base)
     if placed.whole:

@@ -18,9 +18,10 @@ from typing import Any, cast
 from torch import Tensor
 
 from ktc import versions
-from ktc.adapters.adapter import PREFIX, Adapter, require_quick_patterns, split_name
+from ktc.adapters.adapter import Adapter, require_quick_patterns
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Layout, Placed, Slot, Whole
+from ktc.adapters.folder import PREFIX, split_name
 from ktc.checkpoint.header import TensorEntry
 from ktc.diagnostics import Diagnostic, InputRefused
 

@@ -19,7 +19,7 @@ from typing import IO, cast
 import torch
 from torch import Tensor
 
-from ktc.adapters.adapter import read_adapter
+from ktc.adapters.adapter import read_adapter, require_lora
 from ktc.adapters.base_model import BaseModel, Target, find_base
 from ktc.adapters.conversion import write_record
 from ktc.adapters.factors import FactorReader, Placed, Whole
@@ -56,7 +56,7 @@ class Merged:
 
 def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progress | None = None) -> Merged:
     """Write the original with `adapter` added to `out`; `model` is the original, if the adapter does not name it."""
-    opened = read_adapter(adapter)
+    opened = require_lora(read_adapter(adapter))
     base = find_base(opened, model)
     index = open_index(base.folder)
     _require_floats(base, index)

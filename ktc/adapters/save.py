@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ktc.adapters.adapter import CONFIG, WEIGHTS
+from ktc.adapters.folder import CONFIG, WEIGHTS
 from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:

@@ -90,10 +90,10 @@ def command(
 
 def _original(adapter: Path, model: Path | None) -> tuple[Path, Path]:
     """Return the original of an adapter, and the adapter."""
-    from ktc.adapters.adapter import read_adapter
+    from ktc.adapters.adapter import read_adapter, require_lora
     from ktc.adapters.base_model import find_base
 
-    return model or find_base(read_adapter(adapter)).folder, adapter
+    return model or find_base(require_lora(read_adapter(adapter))).folder, adapter
 
 
 def _write_gguf(

@@ -15,6 +15,7 @@ from ktc.checkpoint.header import TensorEntry
 
 LONGEST_PATTERN: Final = 10_000  # characters of a name or of a regular expression
 _TASKS: Final = ("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
+_SMALL_RANK: Final = 4096  # that a file without factors may have: its config allocates none, or a small one
 _Test = Callable[[object], bool]
 
 
@@ -30,13 +31,26 @@ def value_faults(config: Mapping[str, Any]) -> Iterator[str]:
         yield "`megatron_config` is set, by which PEFT imports a module that the file names"
 
 
+def layers_fault(config: Mapping[str, Any]) -> str:
+    """Return why the layers that a config asks for cannot be had, or ""."""
+    if config.get("layer_replication"):
+        return "`layer_replication` repeats layers, of which a compiled model has each one once"
+    return ""
+
+
 def patterns_of(config: Mapping[str, Any]) -> list[str]:
     """Return the values of a valid config that PEFT matches as regular expressions with the names of modules."""
     single = (config.get(name) for name in ("target_modules", "exclude_modules"))
     layers: object = config.get("layers_pattern")
     of_layers = cast("list[str]", layers) if isinstance(layers, list) else [layers]
-    keys = (key for name in ("rank_pattern", "alpha_pattern") for key in cast("dict[str, Any]", config.get(name) or {}))
+    by_name = (value for name, value in config.items() if name.endswith("_pattern"))
+    keys = (key for each in by_name if isinstance(each, dict) for key in cast("dict[str, Any]", each))
     return [each for each in (*single, *of_layers, *keys) if isinstance(each, str)]
+
+
+def is_factor(name: str) -> bool:
+    """Return whether a tensor in the file of a LoRA adapter has the rank as one of its sizes."""
+    return name.removesuffix(".weight").endswith((".lora_A", ".lora_B", ".lora_embedding_A", ".lora_embedding_B"))
 
 
 def rank_fault(config: Mapping[str, Any], factors: Iterable[TensorEntry]) -> str:
@@ -51,7 +65,7 @@ def rank_fault(config: Mapping[str, Any], factors: Iterable[TensorEntry]) -> str
         if not any(size and size % rank == 0 for rank in ranks for size in entry.shape):
             return f"`{entry.name}` has the sizes {list(entry.shape)}, and no rank of the config divides one"
         largest = max(largest, *entry.shape)
-    return f"no tensor has the rank {max(ranks)}" if max(ranks) > largest else ""
+    return f"no tensor has the rank {max(ranks)}" if max(ranks) > (largest or _SMALL_RANK) else ""
 
 
 def _shown(value: object) -> str:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ktc.adapters.adapter import Adapter, read_adapter
+from ktc.adapters.adapter import Adapter, read_adapter, require_lora
 from ktc.adapters.base_model import BaseModel, find_base, read_base
 from ktc.adapters.factors import FactorReader
 from ktc.adapters.layouts import place
@@ -72,7 +72,7 @@ class Original:
 
 def open_original(model: Path, adapter: Path | None) -> Original:
     """Return the weights of `model`, with `adapter` added. Raises InputRefused (Q501 for a GGUF file, A6xx)."""
-    opened = read_adapter(adapter) if adapter else None
+    opened = require_lora(read_adapter(adapter)) if adapter else None
     base = find_base(opened, model) if opened else read_base(model)
     index = open_index(base.folder)
     if index.gguf is not None:

@@ -1,0 +1,83 @@
+"""Kinds of adapters beside LoRA: which of them attach to a model, and which values their configs can have.
+
+In: the JSON object of a config. Out: reasons, in words. PEFT's own classes check no types and allocate by the config
+before the file is read, so numbers are bounded by the sizes in the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, cast
+
+from ktc.checkpoint.header import TensorEntry
+from ktc.hf.lora_values import LONGEST_PATTERN
+
+_NOT_ATTACHED: Final[Mapping[str, str]] = {
+    "XLORA": "it mixes other adapters, whose folders its config names",
+    "POLY": "every call of the model names the task",
+    "MULTITASK_PROMPT_TUNING": "every call of the model names the task",
+    "ADAPTION_PROMPT": "it replaces the attention modules of a few stock classes",
+    "SHADOW": "it runs a second model beside this one, which batches and caches do not have",
+}
+_PREPENDS: Final = "it puts tokens of its own before the prompt, which batches and caches do not have"
+_SMALL: Final = 4096  # of a rank or a block: what a layer may always allocate
+# Fields that count steps or seed random numbers, and allocate nothing.
+_NO_SIZES: Final = frozenset(
+    {"total_step", "tinit", "tfinal", "deltaT", "init_warmup", "final_warmup", "mask_interval"}
+)  # fmt: skip
+_SEEDS: Final = ("_seed", "_key")
+_DEPTH: Final = 4
+
+
+def reason_against(kind: object) -> str:
+    """Return why adapters of a kind do not attach, or ""."""
+    if kind == "LORA":
+        return ""
+    if not isinstance(kind, str) or kind not in (configs := _configs()):
+        return "the installed peft does not know it"
+    if found := _NOT_ATTACHED.get(kind):
+        return found
+    return _PREPENDS if _prepends(configs[kind]) else ""
+
+
+def value_faults(config: Mapping[str, Any], tensors: Iterable[TensorEntry]) -> Iterator[str]:
+    """Yield the fields of a config, of another kind than LoRA, whose values no adapter of these tensors has."""
+    largest = max((size for entry in tensors for size in entry.shape), default=0)
+    for name, value in config.items():
+        if fault := _fault(value, _DEPTH):
+            yield f"`{name:.40}` {fault}"
+        elif type(value) is int and _is_size(name) and not -1 <= value <= max(largest, _SMALL):
+            yield f"`{name:.40}` is {value}, and no tensor has that size"
+
+
+def _configs() -> Mapping[str, type]:
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    return {str(kind.value): cast("type", made) for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+
+
+def _prepends(config: type) -> bool:
+    from peft import PromptLearningConfig
+
+    return issubclass(config, PromptLearningConfig)
+
+
+def _is_size(name: str) -> bool:
+    return name not in _NO_SIZES and not name.endswith(_SEEDS)
+
+
+def _fault(value: object, depth: int) -> str:
+    """Return what is wrong with a value of JSON, or ""."""
+    if isinstance(value, str):
+        return "" if len(value) <= LONGEST_PATTERN else "is a text of more than 10,000 characters"
+    if type(value) is float:
+        return "" if math.isfinite(value) else "is not finite"
+    if type(value) is int:
+        return "" if abs(value) < 1 << 53 else "is a number of more than 53 bits"
+    if isinstance(value, list | dict):
+        if not depth:
+            return "is nested too deeply"
+        inner = cast("Iterable[object]", value.values() if isinstance(value, dict) else value)
+        return next((fault for each in inner if (fault := _fault(each, depth - 1))), "")
+    return ""

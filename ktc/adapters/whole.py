@@ -1,0 +1,74 @@
+"""Whether PEFT took the whole of an adapter, by its own report of the load and by the values that it then holds.
+
+In: the tensors of the file, and the model that they were loaded on. Out: what is lost, in words, "" for nothing.
+PEFT alone says which names an adapter has, and it may convert them while it loads (experts one by one to stacks).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import peft
+from torch import Tensor, nn
+
+from ktc.adapters.own_weights import own_name, own_weights
+from ktc.diagnostics import listing
+from ktc.linears.absent_weight import AbsentWeight
+
+_peft = cast("Any", peft)  # its types are partly unknown
+Read = Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+def find_loss(read: Read, attached: nn.Module, adapter_name: str) -> str:
+    """Return what the model does not hold of the tensors that `read` yields, or "".
+
+    A file of the names that PEFT would save is compared by value. Otherwise PEFT is asked for its report of the load:
+    what it did not expect, and what it missed. What it converted has the same sum of squares, since a conversion
+    permutes values and adds zeros.
+    """
+    held: dict[str, Tensor] = _peft.get_peft_model_state_dict(
+        attached, adapter_name=adapter_name, save_embedding_layers=False
+    )
+    base = own_weights(cast("Any", attached).get_base_model())
+    others: set[str] = set()
+    for name, tensor in read():
+        if name not in held:
+            others.update([name] if own_name(name, base) is None else [])
+        elif not _same(tensor, held[name]):
+            return f"`{name}` has other values in the model than in the file"
+    absent = held.keys() - {name for name, _ in read()}
+    if not others and not absent:
+        return ""
+    return _reported(read, attached, adapter_name, base) or _unconserved(read, others, (held[name] for name in absent))
+
+
+def _same(tensor: Tensor, held: Tensor) -> bool:
+    """Compare in the model's dtype, to which PEFT converts what it loads."""
+    if isinstance(held, AbsentWeight):
+        return True  # a base layer's weight, which the model holds in another form
+    same_size = tensor.shape == held.shape
+    return same_size and bool((tensor.to(held.dtype) == held.detach().to(tensor.device)).all())
+
+
+def _reported(read: Read, attached: nn.Module, adapter_name: str, base: Mapping[str, Tensor]) -> str:
+    """Return PEFT's report of loading the same tensors once more."""
+    tensors = dict(read())
+    result = _peft.set_peft_model_state_dict(attached, tensors, adapter_name=adapter_name)
+    unexpected = sorted(name for name in cast("list[str]", result.unexpected_keys) if own_name(name, base) is None)
+    if unexpected:
+        return f"peft left out {listing(unexpected, 2)}"
+    missing = sorted(name for name in cast("list[str]", result.missing_keys) if f".{adapter_name}." in f"{name}.")
+    return f"the file lacks {listing(missing, 2)}, which its config names" if missing else ""
+
+
+def _unconserved(read: Read, names: set[str], held: Iterable[Tensor]) -> str:
+    wanted = _squares(tensor for name, tensor in read() if name in names)
+    if math.isclose(_squares(held), wanted, rel_tol=1e-3, abs_tol=1e-12):
+        return ""
+    return f"the values of {listing(sorted(names), 2)} are not those that the model holds"
+
+
+def _squares(tensors: Iterable[Tensor]) -> float:
+    return sum(float(tensor.detach().double().square().sum()) for tensor in tensors)
