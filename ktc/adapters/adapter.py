@@ -140,7 +140,8 @@ def attach(
 
     One that is not trainable gets the model's dtype. So a bf16 model computes it as under the autocast of its training,
     and not in fp32, which would differ from what was trained. Factors that are merged before the sum is rounded stay
-    in fp32, as they were merged in training. Only one that is `alone` may change the model's biases.
+    in fp32, as they were merged in training. Only one that is `alone` may change weights of the
+    model, as some do.
 
     Raise `InputRefused`: the errors of `read_adapter` and `require_fit`, and A605 if PEFT omitted tensors.
     """
@@ -222,8 +223,8 @@ def _cast_to_model(attached: PeftModel) -> None:
             continue
         if isinstance(layer, TrainedLinear) and layer.weight_training.merged:
             continue
-        for factors in (getattr(module, "lora_A", None), getattr(module, "lora_B", None)):
-            if isinstance(factors, nn.ModuleDict):
+        for name in ("lora_A", "lora_B", "lora_diag"):  # KaSA's singular values stand between the factors
+            if isinstance(factors := getattr(module, name, None), nn.ModuleDict | nn.ParameterDict):
                 factors.to(dtype)
 
 
@@ -256,7 +257,7 @@ def _loading(adapter: Adapter, model: PreTrainedModel, alone: bool) -> Generator
 
     name = adapter.folder.name
     try:
-        with unchanged(read_tensors(adapter), model, name, biases=alone):
+        with unchanged(read_tensors(adapter), model, name, alone=alone):
             yield
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OSError, ImportError) as error:
         message = f"adapter `{name}` does not load on `{model.name_or_path}`: {_first_line(error)}"

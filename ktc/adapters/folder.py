@@ -14,7 +14,8 @@ from ktc.adapters import kinds
 from ktc.checkpoint.header import HeaderRefused, TensorEntry, read_header
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, listing
-from ktc.hf.lora_values import is_factor, layers_fault, rank_fault, value_faults
+from ktc.hf import lora_values
+from ktc.hf.lora_values import is_factor, rank_fault, value_faults
 from ktc.regular_files import read_regular
 
 CONFIG: Final = "adapter_config.json"
@@ -77,7 +78,7 @@ def read_entries(folder: Path, problems: list[Diagnostic]) -> tuple[TensorEntry,
 def config_faults(folder: Path, config: Mapping[str, Any], tensors: tuple[TensorEntry, ...]) -> Iterator[Diagnostic]:
     """Yield the faults of a config that does not attach, or has values that no adapter can have."""
     kind = config.get("peft_type")
-    if reason := kinds.reason_against(kind) or layers_fault(config):
+    if reason := kinds.reason_against(kind, tensors) or lora_values.reason_against(config):
         message = f"adapter `{folder}` of kind `{kind!s:.40}` does not attach to a compiled model: {reason}"
         yield Diagnostic("A604", message, hint="train with `LoraConfig`")
         return

@@ -30,15 +30,20 @@ _SEEDS: Final = ("_seed", "_key")
 _DEPTH: Final = 4
 
 
-def reason_against(kind: object) -> str:
-    """Return why adapters of a kind do not attach, or ""."""
+def reason_against(kind: object, tensors: Iterable[TensorEntry]) -> str:
+    """Return why an adapter of a kind with these tensors does not attach, or ""."""
     if kind == "LORA":
         return ""
     if not isinstance(kind, str) or kind not in (configs := _configs()):
         return "the installed peft does not know it"
     if found := _NOT_ATTACHED.get(kind):
         return found
-    return _PREPENDS if _prepends(configs[kind]) else ""
+    if _prepends(configs[kind]):
+        return _PREPENDS
+    names, prefix = [entry.name for entry in tensors], _prefix(kind)
+    if names and not any(prefix in name for name in names):
+        return f"its file has no tensor of that kind, such as `{prefix}...`"
+    return ""
 
 
 def value_faults(config: Mapping[str, Any], tensors: Iterable[TensorEntry]) -> Iterator[str]:
@@ -61,6 +66,13 @@ def _prepends(config: type) -> bool:
     from peft import PromptLearningConfig
 
     return issubclass(config, PromptLearningConfig)
+
+
+def _prefix(kind: str) -> str:
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    prefixes = cast("Mapping[Any, str]", PEFT_TYPE_TO_PREFIX_MAPPING)
+    return next((prefix for each, prefix in prefixes.items() if each.value == kind), "")
 
 
 def _is_size(name: str) -> bool:

@@ -1,14 +1,16 @@
-"""The model's own weights in the file of an adapter, which PEFT writes over those of the model when it loads them.
+"""The model's own weights, which PEFT changes when it loads some adapters.
 
-PEFT saves the base layer of an adapted embedding with the factors, and with `bias` the biases of the model. In: the
-tensors of a file, and a model without it. Refused (A603): other values than the model has, where the model may not
-change. It is then as before, also after any other error.
+PEFT saves the base layer of an adapted embedding with the factors, and with `bias` the biases of the model. Some
+initialisations (PiSSA, OLoRA, KaSA) subtract the factors from the weights, whenever they are loaded. In: the tensors of
+a file, and a model without it. Refused (A603): such a change where the model may not change. It is then as before, also
+after any other error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -39,42 +41,69 @@ def own_name(name: str, weights: Mapping[str, Tensor]) -> str | None:
     return plain if plain in weights else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A weight before the load: its storage, and its values if the file may write others into it."""
+
+    weight: Tensor
+    storage: Tensor
+    values: Tensor | None
+
+    @property
+    def is_changed(self) -> bool:
+        moved = self.weight.data_ptr() != self.storage.data_ptr()
+        return moved or (self.values is not None and not torch.equal(self.storage, self.values))
+
+    def put_back(self) -> None:
+        if self.values is not None:
+            self.storage.copy_(self.values)
+        self.weight.data = self.storage
+
+
 @contextmanager
 def unchanged(
-    tensors: Iterable[tuple[str, Tensor]], model: nn.Module, whose: str, *, biases: bool = False
+    tensors: Iterable[tuple[str, Tensor]], model: nn.Module, whose: str, *, alone: bool = False
 ) -> Generator[None]:
-    """Load an adapter in the context, and put the weights of `model` back that it changes; `biases` may change.
+    """Load an adapter in the context, and put the weights of `model` back that it changes.
 
-    Raise `InputRefused` (A603) if it changed some.
+    One that is `alone` may change biases by its file, and any weight by its initialisation, as it does on the stock
+    model. Raise `InputRefused` (A603) for other changes.
     """
-    weights = own_weights(model)
+    weights = {name: each for name, each in own_weights(model).items() if not isinstance(each, AbsentWeight)}
+    written = {name: tensor for key, tensor in tensors if (name := own_name(key, weights)) is not None}
+    differing = {name for name, tensor in written.items() if _differs(tensor, weights[name])}
     before = {
-        name: (weights[name], weights[name].detach().clone())
-        for key, tensor in tensors
-        if (name := own_name(key, weights)) is not None and _differs(tensor, weights[name])
+        name: _Before(held, held.detach(), held.detach().clone() if name in differing else None)
+        for name, held in weights.items()
     }
     try:
         yield
     except BaseException:
         _put_back(before)
         raise
-    changed = {name: each for name, each in before.items() if not torch.equal(each[0].detach(), each[1])}
-    if wrong := [name for name in changed if not (biases and name.endswith(".bias"))]:
-        _put_back(changed)
-        message = f"adapter `{whose}` holds other values of `{wrong[0]}` than the model, which it would replace"
+    changed = sorted(name for name, each in before.items() if each.is_changed)
+    if wrong := [name for name in changed if not alone or (name in differing and not name.endswith(".bias"))]:
+        _put_back(before)
+        raise InputRefused(_changing(whose, wrong[0], wrong[0] in differing))
+
+
+def _changing(whose: str, weight: str, by_file: bool) -> Diagnostic:
+    if by_file and not weight.endswith(".bias"):
+        message = f"adapter `{whose}` holds other values of `{weight}` than the model, which it would replace"
         hint = "use the model that the adapter was trained on, or save it with `save_embedding_layers=False`"
-        if wrong[0].endswith(".bias"):
-            hint = "an adapter that trains the model's biases is attached alone: `ktc generate --adapter`"
-        raise InputRefused(Diagnostic("A603", message, hint=hint))
+        return Diagnostic("A603", message, hint=hint)
+    message = f"adapter `{whose}` changes `{weight}` of the model, which other adapters and requests use too"
+    return Diagnostic("A603", message, hint="attach it alone: `ktc generate OUT --adapter FOLDER`")
 
 
 def _differs(tensor: Tensor, held: Tensor) -> bool:
-    if isinstance(held, AbsentWeight) or tensor.shape != held.shape:
-        return False  # PEFT leaves it out, or refuses it
+    if tensor.shape != held.shape:
+        return False  # PEFT refuses it
     return not torch.equal(tensor.to(held.dtype), held.detach().to(tensor.device))
 
 
-def _put_back(before: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+def _put_back(before: Mapping[str, _Before]) -> None:
     with torch.no_grad():
-        for held, values in before.values():
-            held.copy_(values)
+        for each in before.values():
+            if each.is_changed:
+                each.put_back()

@@ -31,10 +31,12 @@ def value_faults(config: Mapping[str, Any]) -> Iterator[str]:
         yield "`megatron_config` is set, by which PEFT imports a module that the file names"
 
 
-def layers_fault(config: Mapping[str, Any]) -> str:
-    """Return why the layers that a config asks for cannot be had, or ""."""
+def reason_against(config: Mapping[str, Any]) -> str:
+    """Return why an adapter with this config does not attach, or ""."""
     if config.get("layer_replication"):
         return "`layer_replication` repeats layers, of which a compiled model has each one once"
+    if str(config.get("init_lora_weights")).startswith("pissa_niter"):
+        return "peft draws random numbers for `pissa_niter` whenever it loads, and they are not those of the training"
     return ""
 
 

@@ -59,3 +59,88 @@ KINDS: Final[Mapping[str, Mapping[str, Any] | str]] = {
     "WAVEFT": {"n_frequency": 20, **Q},
     "XLORA": "a mixture of other adapters, whose folders it names",
 }
+
+_HEAD: Final = {"target_modules": ["q_proj", "lm_head"]}
+_EXPERTS: Final = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+_METADATA: Final = "says where the adapter is from, and no code computes with it"
+
+FIELDS: Final[Mapping[str, tuple[Mapping[str, Any], ...] | str]] = {
+    "r": ({"r": 1}, {"r": 16}),
+    "target_modules": (
+        {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        {"target_modules": r".*layers\.1\..*\.(q|o)_proj"},
+        {"target_modules": "all-linear"},
+        _HEAD,
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "gate"]},
+    ),
+    "exclude_modules": ({"exclude_modules": ["v_proj"]}, {"exclude_modules": r".*layers\.0\..*"}),
+    "lora_alpha": ({"lora_alpha": 3}, {"lora_alpha": 64}),
+    "lora_dropout": ({"lora_dropout": 0.2},),
+    "fan_in_fan_out": ({"fan_in_fan_out": True},),
+    "bias": ({"bias": "all"}, {"bias": "lora_only"}),
+    "use_rslora": ({"use_rslora": True},),
+    "modules_to_save": (
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["input_layernorm"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["o_proj"]},
+        {"modules_to_save": ["gate"]},
+    ),
+    "init_lora_weights": tuple(
+        {"init_lora_weights": each}
+        for each in (True, False, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora", "eva", "corda", "loftq", "lora_ga")
+    ),
+    "layers_to_transform": ({"layers_to_transform": [1]}, {"layers_to_transform": 0}),
+    "layers_pattern": ({"layers_to_transform": [1], "layers_pattern": "layers"},),
+    "rank_pattern": ({"rank_pattern": {"v_proj": 2}}, {"rank_pattern": {r".*layers\.1\.self_attn\.q_proj": 8}}),
+    "alpha_pattern": ({"alpha_pattern": {"v_proj": 2}},),
+    "megatron_config": "a module that the file names is imported (A602)",
+    "megatron_core": "read with `megatron_config` alone",
+    "trainable_token_indices": (
+        {"trainable_token_indices": [17, 33]},
+        {"trainable_token_indices": {"embed_tokens": [5, 44]}},
+        {"trainable_token_indices": {"embed_tokens": [5], "lm_head": [44]}},
+        {"trainable_token_indices": [17], **_HEAD},
+    ),
+    "loftq_config": "read by an initialisation alone (`init_lora_weights`), of which the file has the result",
+    "eva_config": "read by an initialisation alone (`init_lora_weights`), of which the file has the result",
+    "corda_config": "read by an initialisation alone (`init_lora_weights`), of which the file has the result",
+    "lora_ga_config": "read by an initialisation alone (`init_lora_weights`), of which the file has the result",
+    "use_dora": ({"use_dora": True}, {"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}),
+    "velora_config": ({"velora_config": {}},),
+    "alora_invocation_tokens": ({"alora_invocation_tokens": [33, 9], **_CAUSAL},),
+    "use_qalora": ({"use_qalora": True},),
+    "qalora_group_size": ({"use_qalora": True, "qalora_group_size": 8},),
+    "monteclora_config": ({"monteclora_config": {"num_samples": 2}},),
+    "layer_replication": ({"layer_replication": [[0, 2], [1, 2]]},),
+    "runtime_config": "of one process: PEFT does not save it",
+    "lora_bias": ({"lora_bias": True},),
+    "target_parameters": (
+        {"target_parameters": _EXPERTS},
+        {"target_parameters": [_EXPERTS[1]]},
+        {"target_modules": [], "target_parameters": _EXPERTS},
+        {"target_parameters": ["mlp.gate.weight"]},
+        {"target_parameters": _EXPERTS, "trainable_token_indices": [17]},
+        {"target_parameters": _EXPERTS, **_HEAD},
+    ),
+    "use_bdlora": ({"use_bdlora": {"target_modules_bd_a": ["q_proj"], "nblocks": 2, "match_strict": False}},),
+    "arrow_config": ({"arrow_config": {"top_k": 1}},),
+    "kasa_config": ({"kasa_config": {}},),
+    "ensure_weight_tying": (
+        {"ensure_weight_tying": True, "modules_to_save": ["embed_tokens"]},
+        {"ensure_weight_tying": True, "modules_to_save": ["lm_head"]},
+        {"ensure_weight_tying": True, "trainable_token_indices": [17]},
+        {"ensure_weight_tying": True, "target_modules": ["q_proj", "embed_tokens"]},
+    ),
+    "task_type": ({"task_type": "CAUSAL_LM"},),
+    "peft_type": "`KINDS` has all of them",
+    "auto_mapping": _METADATA,
+    "peft_version": _METADATA,
+    "base_model_name_or_path": _METADATA,
+    "revision": _METADATA,
+    "inference_mode": ({"inference_mode": True},),
+}
