@@ -108,7 +108,8 @@ def require_fit(adapter: Adapter, model: nn.Module, model_name: str) -> None:
     require_base(adapter, model_name)
     modules = {str(name): module for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
     require_quick_patterns(adapter, list(modules))
-    wrong = [fault for entry in adapter.tensors if (fault := _misfit(entry, modules))]
+    whole = not adapter.config.get("use_bdlora")  # whose factors are blocks of the layer's
+    wrong = [fault for entry in adapter.tensors if (fault := _misfit(entry, modules, whole))]
     if wrong:
         whose = f"of `{adapter.base}`" if adapter.base else "without a base"
         message = f"adapter `{adapter.folder.name}` {whose} does not fit `{model_name}`: {wrong[0]}"
@@ -289,7 +290,7 @@ def read_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
 # What does not fit a model
 
 
-def _misfit(entry: TensorEntry, modules: Mapping[str, nn.Module]) -> str:
+def _misfit(entry: TensorEntry, modules: Mapping[str, nn.Module], whole: bool) -> str:
     """Return the fault of one tensor of the adapter on these modules, "" if it is valid."""
     found = split_name(entry.name)
     if found is None:
@@ -300,7 +301,7 @@ def _misfit(entry: TensorEntry, modules: Mapping[str, nn.Module]) -> str:
     if module is None:
         return f"the model has no layer `{layer}`"
     outside, inside = getattr(module, "out_features", None), getattr(module, "in_features", None)
-    if expert is None and isinstance(outside, int) and isinstance(inside, int):
+    if whole and expert is None and isinstance(outside, int) and isinstance(inside, int):
         dim, wanted = (1, inside) if side == "lora_A" else (0, outside)
         if len(entry.shape) != 2 or entry.shape[dim] != wanted:
             return f"`{layer}` is {outside} x {inside} and its {side} is {' x '.join(map(str, entry.shape))}"

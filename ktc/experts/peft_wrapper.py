@@ -22,8 +22,8 @@ from ktc import versions
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.lora import MAX_RANK, NO_LORA, ExpertsLora, Lora
 
-_ADAPTED: Final = ("gate_up_proj", "up_proj", "down_proj")
-_PUT_BY_PEFT: Final = frozenset({"gate_up_proj", "down_proj"})  # in `target_parameters`, for names of modules
+ADAPTED: Final = ("gate_up_proj", "up_proj", "down_proj")
+PUT_BY_PEFT: Final = frozenset({"gate_up_proj", "down_proj"})  # in `target_parameters`, for names of modules
 # Before 0.19 PEFT took every stacked weight for (E, inputs, outputs). If it is stored the other way round, A meets the
 # outputs.
 _READS_TRANSPOSED: Final = versions.release(versions.installed("peft") or "0") < (0, 19)
@@ -50,7 +50,7 @@ class ExpertsParamWrapper(ParamWrapper):
     """One parameter of a `FusedMoe`, adapted. `base_layer` is the module, or the wrapper of its other parameter."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, parameter_name: str | None = None, **kwargs: Any):
-        if parameter_name is None or parameter_name not in _ADAPTED:
+        if parameter_name is None or parameter_name not in ADAPTED:
             raise _refused_target(adapter_name, parameter_name)
         _require_asked_for(adapter_name, kwargs.get("config"))
         _require_suited(adapter_name, int(kwargs["r"]), kwargs)  # stock PEFT would say less, and too late
@@ -129,7 +129,7 @@ def _require_asked_for(adapter_name: str, config: LoraConfig | None) -> None:
     asked: AskedTargets | None = getattr(config, ASKED, None)
     if asked is None or config is None:
         return
-    added = (set(config.target_parameters or ()) - asked.parameters) & _PUT_BY_PEFT
+    added = (set(config.target_parameters or ()) - asked.parameters) & PUT_BY_PEFT
     if not added:  # what a user names later has a path
         return
     taken = (

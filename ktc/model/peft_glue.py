@@ -11,7 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from peft import LoraConfig
+from peft import LoraConfig, LoraModel
+from torch import nn
 
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -20,6 +21,7 @@ from ktc.experts.peft_wrapper import ASKED, AskedTargets, ExpertsParamWrapper
 from ktc.hf.lora_values import value_faults
 from ktc.linears.merged_lora import MergedLoraLinear
 from ktc.linears.trained_linear import TrainedLinear
+from ktc.model import all_linear
 from ktc.regular_files import read_regular
 
 FILE = "lora.json"
@@ -27,7 +29,9 @@ _INSTALLED = "_ktc_installed"
 
 
 def install() -> None:
-    """Make every `LoraConfig` that is built from now on know ktc's modules. A second call changes nothing.
+    """Make every `LoraConfig` that is built from now on know ktc's modules, and `all-linear` of compiled models.
+
+    A second call changes nothing.
 
     PEFT, TRL and LLaMA-Factory build their configs themselves, so the class is where all of them pass.
     """
@@ -44,6 +48,14 @@ def install() -> None:
 
     setattr(with_modules, _INSTALLED, True)
     cast("Any", LoraConfig).__post_init__ = with_modules
+    inject = cast("Any", LoraModel).inject_adapter
+
+    @functools.wraps(inject)
+    def inject_adapter(self: LoraModel, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        all_linear.resolve(cast("Any", self).peft_config[adapter_name], model)
+        return inject(self, model, adapter_name, *args, **kwargs)
+
+    cast("Any", LoraModel).inject_adapter = inject_adapter
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
