@@ -49,7 +49,9 @@ class TrainSettings:
     alpha: float | None = _setting(None, "LoRA's alpha; default: the rules' alpha, or 32.", low=0)
     dropout: float | None = _setting(None, "LoRA's dropout; default: the rules' dropout, or 0.1.", low=0, above=1)
     rslora: bool | None = _setting(None, "Scale LoRA by alpha / sqrt(rank).")
-    targets: tuple[str, ...] = _setting((), "Linear layers to adapt, instead of those that the rules chose.")
+    targets: tuple[str, ...] = _setting(
+        (), "Linear layers to adapt, instead of those of the rules; all-linear: all but the routed experts."
+    )
     learning_rate: float = _setting(1e-4, "Peak learning rate.", low=0)
     scheduler: Scheduler = _setting("cosine", "Schedule of the learning rate.")
     warmup: float = _setting(0.03, "Steps of warm-up; below 1 a share of all steps.", low=0)

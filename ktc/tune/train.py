@@ -2,12 +2,15 @@
 
 In: a compiled model, training data, settings. Out: a folder with the adapter in PEFT's format, checkpoints, the
 settings of the run, and a report. Refused before anything is loaded: bad settings and data (T501 to T520), a folder
-in use or occupied (T521 to T525), layers that the model does not have (T526).
+in use or occupied (T521 to T525), settings that a library refuses (T508). Then: layers that the model does not have
+(T526).
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,12 +99,26 @@ def run(
     """
     from ktc.tune.training_run import TrainingRun
 
-    if environment.process_rank() == 0:  # the one that will claim the folder
-        run_folder.require_usable(paths.output, resume=paths.resume, force=paths.force)
-        if paths.trace is not None:
-            with refusing(paths.trace):
-                write_file(paths.trace, "{}\n")  # before the long work
-    data = prepare(paths, settings)
-    observe("data", data)
-    with TrainingRun(paths, settings, data, observe, stop) as running:
-        return running.finish()
+    with ExitStack() as undone:
+        if environment.process_rank() == 0:  # the one that will claim the folder
+            run_folder.require_usable(paths.output, resume=paths.resume, force=paths.force)
+            if paths.trace is not None:
+                undone.enter_context(_empty_trace(paths.trace))
+        data = prepare(paths, settings)
+        observe("data", data)
+        with TrainingRun(paths, settings, data, observe, stop) as running:
+            return running.finish()
+
+
+@contextmanager
+def _empty_trace(file: Path) -> Generator[None]:
+    """Write an empty trace before the long work, and remove it if the input is refused."""
+    existed = file.exists()
+    with refusing(file):
+        write_file(file, "{}\n")
+    try:
+        yield
+    except InputRefused:
+        if not existed:
+            file.unlink(missing_ok=True)
+        raise

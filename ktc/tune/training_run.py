@@ -1,21 +1,20 @@
 """One training run on a loaded model: add the adapter, set up and run TRL's trainer, and keep its results.
 
-In: the paths, the settings and the data as tokens. Out: a `TrainResult`. Refused: layers to adapt that the model does
-not have (T526), a load-balancing loss for a model without one (T506).
+In: the paths, the settings and the data as tokens. Out: a `TrainResult`. Refused before the model is loaded: settings
+that a library refuses (T508). Nothing is written before the trainer is built.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import fields
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from peft import PeftModel
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -28,19 +27,24 @@ from transformers import (
 )
 from trl.trainer.sft_config import SFTConfig
 
-from ktc.diagnostics import Diagnostic, InputRefused, suggest
+from ktc import environment
 from ktc.hf.tokenizer import read_tokenizer
-from ktc.model import peft_glue
 from ktc.model.load import load
 from ktc.training import KTSFTTrainer
 from ktc.training.checkpoints import faults_named
+from ktc.training.library_refusals import refused_by_libraries
 from ktc.training.report import KTReport, report_of, write_report
 from ktc.training.step_trace import StepTrace
 from ktc.tune import run_folder
 from ktc.tune.adapter_notes import adapter_notes
+from ktc.tune.arguments import arguments
+from ktc.tune.lora import adapted
+from ktc.tune.rehearsal import rehearse
 from ktc.tune.run_page import write_page
 from ktc.tune.settings import TrainSettings
 from ktc.tune.types import Observe, PreparedData, Progress, RunPaths, Stop, TrainResult
+
+_HINT = "change the settings that the message names; nothing was written"
 
 
 class TrainingRun:
@@ -68,15 +72,21 @@ class TrainingRun:
 
     def _finish(self) -> TrainResult:
         datasets.disable_progress_bars()  # they would overwrite ours
+        if environment.world_size() == 1:  # with several, the trainer of the twin would open their group of processes
+            rehearse(self._paths, self._settings, self._data)
         set_seed(self._settings.seed)
-        model = adapted(self._load(), self._paths.out, self._settings)
-        args = arguments(self._paths.output, self._settings, has_held_out=self._data.held_out is not None, model=model)
+        stopper = _Stopper(self._stop)
+        with _leaving_nothing(self._paths.output), refused_by_libraries("T508", "the settings", _HINT):
+            model = adapted(self._load(), self._paths.out, self._settings)
+            has_held_out = self._data.held_out is not None
+            args = arguments(self._paths.output, self._settings, has_held_out=has_held_out, model=model)
+            trainer = self._trainer(model, args, stopper)
         folder = self._claim() if args.process_index == 0 else None
         if folder is not None:
             self._observe("adapter", adapter_notes(self._paths, model))
         resume = folder.resume if folder else self._resumed()
-        stopper = _Stopper(self._stop)
-        trainer = self._trainer(model, args, stopper)
+        if self._settings.tensorboard:
+            trainer.add_callback(_tensorboard(self._paths.output))
         self._observe("model", model)
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         report = report_of(trainer).report(finished=not stopper.stopped)
@@ -118,8 +128,6 @@ class TrainingRun:
         trainer.add_callback(_Narrator(self._observe, report_of(trainer)))
         if self._settings.early_stopping:
             trainer.add_callback(EarlyStoppingCallback(self._settings.early_stopping))
-        if self._settings.tensorboard:
-            trainer.add_callback(_tensorboard(self._paths.output))
         return trainer
 
     def _keep(self, folder: run_folder.RunFolder, model: PeftModel, report: Any, stopped: bool) -> None:
@@ -131,105 +139,17 @@ class TrainingRun:
         self._observe("saved", folder.path)
 
 
-# The adapter ---------------------------------------------------------------------------------------------------------
-def adapted(model: PreTrainedModel, out: Path, settings: TrainSettings) -> PeftModel:
-    """Return the model with the rules' adapter, changed by the settings. Raise InputRefused (T526, T527)."""
-    config = lora_config(out, settings)
-    if settings.targets:
-        _check_targets(model, settings.targets)
-    return cast("PeftModel", get_peft_model(model, config))
-
-
-def lora_config(out: Path, settings: TrainSettings) -> LoraConfig:
-    """Return the rules' `LoraConfig`, overridden by the settings. Without one, `targets` must name the layers."""
+@contextmanager
+def _leaving_nothing(output: Path) -> Generator[None]:
+    """Remove the folder that the trainer makes when it is built, if an error follows."""
+    existed = output.exists()
     try:
-        config = peft_glue.read_lora_config(out)
-    except InputRefused as error:
-        if error.diagnostics[0].code != "L431" or not settings.targets:
-            raise
-        config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.1, task_type="CAUSAL_LM")
-    if settings.rank is not None:
-        config.r, config.rank_pattern = settings.rank, {}
-    if settings.alpha is not None:
-        config.lora_alpha, config.alpha_pattern = cast("int", settings.alpha), {}
-    if settings.dropout is not None:
-        config.lora_dropout = settings.dropout
-    if settings.rslora is not None:
-        config.use_rslora = settings.rslora
-    if settings.targets:
-        config.target_modules, config.target_parameters = list(settings.targets), None
-    return config
-
-
-def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    """Raise InputRefused (T526) for names that match no layer: PEFT ignores one of several."""
-    modules: dict[str, nn.Module] = dict(cast("Any", model).named_modules())
-    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    faults: list[Diagnostic] = []
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linears):
-            last = {name.rpartition(".")[2] for name in linears}
-            hint = suggest(target, last) or f"there are {', '.join(f'`{name}`' for name in sorted(last))}"
-            faults.append(Diagnostic("T526", f"the model has no linear layer `{target}`", hint=hint))
-    if faults:
-        raise InputRefused(*faults)
-
-
-# The trainer ---------------------------------------------------------------------------------------------------------
-def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, model: nn.Module) -> SFTConfig:
-    """Return the settings as TRL's arguments."""
-    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-    base = cast("PreTrainedModel", cast("Any", model).get_base_model())
-    saving, evaluating = _rhythm(settings.save_steps), _rhythm(settings.eval_steps)
-    if settings.early_stopping:
-        saving = evaluating  # the best model must have been saved
-    if settings.router_aux_loss and not hasattr(base.config.get_text_config(), "output_router_logits"):
-        message = f"`router_aux_loss` is {settings.router_aux_loss:g}, and the model has no load-balancing loss"
-        raise InputRefused(Diagnostic("T506", message, hint="leave it out"))
-    known = {each.name for each in fields(SFTConfig)}
-    # Its name since transformers 5.22; the other one still works there, with a warning.
-    checkpointing = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in known)
-    checkpointed: dict[str, Any] = {
-        checkpointing: settings.gradient_checkpointing,
-        f"{checkpointing}_kwargs": {"use_reentrant": False},
-    }
-    return SFTConfig(
-        output_dir=str(output),
-        per_device_train_batch_size=settings.batch,
-        per_device_eval_batch_size=settings.batch,
-        gradient_accumulation_steps=settings.accumulation,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type=settings.scheduler,
-        warmup_steps=settings.warmup,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        num_train_epochs=settings.epochs,
-        max_steps=settings.max_steps or -1,
-        bf16=settings.precision == "bf16" and base.dtype == torch.bfloat16,
-        router_aux_loss_coef=settings.router_aux_loss,
-        seed=settings.seed,
-        logging_steps=settings.logging_steps,
-        save_strategy=saving[0],
-        save_steps=saving[1],
-        save_total_limit=settings.save_total_limit,
-        eval_strategy=evaluating[0] if has_held_out else "no",
-        eval_steps=evaluating[1],
-        load_best_model_at_end=bool(settings.early_stopping),
-        metric_for_best_model="eval_loss" if settings.early_stopping else None,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=not on_gpu,
-        dataloader_pin_memory=on_gpu,
-        max_length=settings.length,
-        packing=settings.packing,
-        eval_packing=False,
-        **checkpointed,
-    )
-
-
-def _rhythm(steps: int | None) -> tuple[str, int]:
-    """Return the Trainer's strategy and number: by steps, or once per epoch."""
-    return ("epoch", 1) if steps is None else ("steps", steps)
+        yield
+    except BaseException:
+        if not existed:
+            with suppress(OSError):  # there is none, or another process has written into it
+                output.rmdir()
+        raise
 
 
 def _tensorboard(output: Path) -> TrainerCallback:

@@ -1,0 +1,57 @@
+"""Refusals of the libraries below: a `ValueError` of TRL, transformers or PEFT about a setting is a user's mistake.
+
+In: an exception. Out: the library that raised it and its words, or None for any other error, which stays a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+from ktc.diagnostics import Diagnostic, InputRefused
+
+_LIBRARIES: Final = {
+    "trl": "TRL", "transformers": "transformers", "peft": "PEFT", "accelerate": "accelerate", "datasets": "datasets",
+    "torch": "PyTorch", "bitsandbytes": "bitsandbytes",
+}  # fmt: skip
+_ABOUT_SETTINGS: Final = (ValueError, NotImplementedError, ImportError)  # others are faults of a call, or of a machine
+_MOST_WORDS: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryRefusal:
+    """Who refuses, and its words on one line."""
+
+    library: str
+    words: str
+
+
+def refusal_in(error: BaseException) -> LibraryRefusal | None:
+    """Return what a library said about a setting, or None if `error` is of another kind."""
+    name = _LIBRARIES.get(_origin(error.__traceback__).partition(".")[0])
+    if name is None or not isinstance(error, _ABOUT_SETTINGS) or isinstance(error, UnicodeError):
+        return None
+    return LibraryRefusal(name, " ".join(str(error).split())[:_MOST_WORDS] or type(error).__name__)
+
+
+@contextmanager
+def refused_by_libraries(code: str, what: str, hint: str) -> Generator[None]:
+    """Raise `InputRefused` with `code` where a library refuses `what`, a part of the message."""
+    try:
+        yield
+    except _ABOUT_SETTINGS as error:
+        if (refusal := refusal_in(error)) is None:
+            raise
+        message = f"{refusal.library} refuses {what}: {refusal.words}"
+        raise InputRefused(Diagnostic(code, message, hint=hint)) from error
+
+
+def _origin(trace: TracebackType | None) -> str:
+    """Return the module that raised the error."""
+    name = ""
+    while trace is not None:
+        name, trace = str(trace.tb_frame.f_globals.get("__name__", "")), trace.tb_next
+    return name
