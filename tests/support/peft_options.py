@@ -15,8 +15,8 @@ _TOKENS: Final = {"num_virtual_tokens": 4, **_CAUSAL}
 KINDS: Final[Mapping[str, Mapping[str, Any] | str]] = {
     "LORA": {"r": 4, **Q},
     "ADALORA": {"init_r": 4, "target_r": 2, "total_step": 10, **Q},
-    "ADAMSS": {"r": 8, "num_subspaces": 2, "subspace_rank": 2, **Q},
-    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 1, **_CAUSAL},
+    "ADAMSS": "needs scikit-learn, which no one of ktc's extras installs",
+    "ADAPTION_PROMPT": "PEFT makes it for a few dense families",
     "BEFT": {"target_modules": ["v_proj"]},
     "BOFT": {"boft_block_size": 4, **Q},
     "C3A": {"block_size": 16, **Q},
@@ -39,11 +39,11 @@ KINDS: Final[Mapping[str, Mapping[str, Any] | str]] = {
     "OFT": {"oft_block_size": 16, **Q},
     "SHIRA": {"r": 4, "random_seed": 0, **Q},
     "PROMPT_TUNING": _TOKENS,
-    "MULTITASK_PROMPT_TUNING": _TOKENS,
+    "MULTITASK_PROMPT_TUNING": "every call of the model names the task",
     "OSF": {"effective_rank": 4, **Q},
     "P_TUNING": {"encoder_hidden_size": 16, **_TOKENS},
     "PEANUT": {"r": 4, **Q},
-    "POLY": {"r": 4, "n_skills": 2, **Q},
+    "POLY": "every call of the model names the task",
     "PREFIX_TUNING": _TOKENS,
     "PSOFT": {"r": 4, **Q},
     "PVERA": {"r": 4, **Q},
@@ -59,6 +59,12 @@ KINDS: Final[Mapping[str, Mapping[str, Any] | str]] = {
     "WAVEFT": {"n_frequency": 20, **Q},
     "XLORA": "a mixture of other adapters, whose folders it names",
 }
+
+KINDS_REFUSED: Final = {
+    "CARTRIDGE": "A604", "CPT": "A604", "PROMPT_TUNING": "A604", "P_TUNING": "A604", "PREFIX_TUNING": "A604",
+    "SHADOW": "A604", "GLORA": "A603",
+}  # fmt: skip
+FIELDS_REFUSED: Final = {"layer_replication [[0, 2], [1, 2]]": "A604", "init_lora_weights pissa_niter_4": "A604"}
 
 _HEAD: Final = {"target_modules": ["q_proj", "lm_head"]}
 _EXPERTS: Final = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -92,8 +98,8 @@ FIELDS: Final[Mapping[str, tuple[Mapping[str, Any], ...] | str]] = {
     ),
     "init_lora_weights": tuple(
         {"init_lora_weights": each}
-        for each in (True, False, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora", "eva", "corda", "loftq", "lora_ga")
-    ),
+        for each in (True, False, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora", "eva", "lora_ga")
+    ),  # CorDA needs data, LoftQ scipy; their files are those of PiSSA
     "layers_to_transform": ({"layers_to_transform": [1]}, {"layers_to_transform": 0}),
     "layers_pattern": ({"layers_to_transform": [1], "layers_pattern": "layers"},),
     "rank_pattern": ({"rank_pattern": {"v_proj": 2}}, {"rank_pattern": {r".*layers\.1\.self_attn\.q_proj": 8}}),
@@ -128,7 +134,7 @@ FIELDS: Final[Mapping[str, tuple[Mapping[str, Any], ...] | str]] = {
         {"target_parameters": _EXPERTS, **_HEAD},
     ),
     "use_bdlora": ({"use_bdlora": {"target_modules_bd_a": ["q_proj"], "nblocks": 2, "match_strict": False}},),
-    "arrow_config": ({"arrow_config": {"top_k": 1}},),
+    "arrow_config": "of a router over other adapters that are attached, which PEFT does not save",
     "kasa_config": ({"kasa_config": {}},),
     "ensure_weight_tying": (
         {"ensure_weight_tying": True, "modules_to_save": ["embed_tokens"]},
@@ -144,3 +150,9 @@ FIELDS: Final[Mapping[str, tuple[Mapping[str, Any], ...] | str]] = {
     "revision": _METADATA,
     "inference_mode": ({"inference_mode": True},),
 }
+
+
+def rows_of_fields() -> list[tuple[str, Mapping[str, Any]]]:
+    """Every row with a label: the field, and the value or the names of what is beside it."""
+    rows = [(name, row) for name, values in FIELDS.items() if not isinstance(values, str) for row in values]
+    return [(f"{name} {row.get(name, [*row])}", {"r": 4, **Q, **row}) for name, row in rows]
