@@ -62,6 +62,13 @@ class RunFolder:
         with suppress(OSError):  # the error that a failing disk caused is on its way
             (self.path / _LOCK).unlink(missing_ok=True)
 
+    def discard(self) -> None:
+        """Remove what the run has written, and the folder if nothing else is in it."""
+        _remove_run(self.path)
+        self.release()
+        with suppress(OSError):
+            self.path.rmdir()
+
     def keep_settings(self, settings: TrainSettings) -> None:
         """Write `train.yaml`, which marks the folder as a run's."""
         write_file(self.path / SETTINGS, settings.to_yaml())

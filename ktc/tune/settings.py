@@ -238,6 +238,8 @@ def _contradictions(settings: TrainSettings) -> list[tuple[str, str]]:
             found.append((f"`{name}` needs held-out data", "give `eval_data` or `eval_split`"))
     if settings.eval_data and settings.eval_split:
         found.append(("`eval_data` and `eval_split` are two ways to hold data out", "give one of them"))
+    if settings.stack == "on" and settings.accumulation == 1:
+        found.append(("`stack: on` stacks the micro-batches of a step, and `accumulation` is 1", "give it 2 or more"))
     if settings.stack == "on" and settings.router_aux_loss:
         hint = "the load-balancing loss is that of one micro-batch; leave one of them out"
         found.append(("`stack: on` and `router_aux_loss` exclude each other", hint))

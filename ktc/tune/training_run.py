@@ -28,6 +28,7 @@ from transformers import (
 from trl.trainer.sft_config import SFTConfig
 
 from ktc import environment
+from ktc.diagnostics import InputRefused
 from ktc.hf.tokenizer import read_tokenizer
 from ktc.model.load import load
 from ktc.training import KTSFTTrainer
@@ -88,7 +89,12 @@ class TrainingRun:
         if self._settings.tensorboard:
             trainer.add_callback(_tensorboard(self._paths.output))
         self._observe("model", model)
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        try:
+            trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        except InputRefused:
+            if folder is not None and resume is None and not trainer.state.global_step:
+                folder.discard()  # refused in its first step
+            raise
         report = report_of(trainer).report(finished=not stopper.stopped)
         if folder is not None:
             self._keep(folder, trainer.model, report, stopper.stopped)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktc
-from ktc.adapters.adapter import attach, read_adapter
+from ktc.adapters.adapter import attach, attach_several, detach, read_adapter
 from ktc.diagnostics import InputRefused
 from ktc.model.manifest import read_manifest
 from ktc.model.peft_glue import read_lora_config
@@ -199,3 +199,78 @@ def test_layers_that_peft_would_leave_out_are_noticed(compiled_model: Path, adap
     targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
     change(adapter, target_modules=[name for name in targets if "q_proj" not in name])
     assert codes(lambda: attach(ktc.load(compiled_model, reference=True), adapter)) == ("A605",)
+
+
+def test_shared_experts_that_peft_takes_for_routed_ones_are_noticed(compiled: Path, tmp_path: Path) -> None:
+    """As an old peft saves them: a newer one reads the names as the routed experts, without an error."""
+    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(stock(compiled), LoraConfig(r=4, target_modules=["q_proj"]))
+    model.save_pretrained(str(tmp_path))
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    for name, linear in stock(compiled).named_modules():
+        if isinstance(linear, torch.nn.Linear) and name.rpartition(".")[2] in names[1:]:
+            prefix = f"base_model.model.{name}.lora"
+            tensors |= {f"{prefix}_A.weight": torch.randn(4, linear.in_features)}
+            tensors |= {f"{prefix}_B.weight": torch.randn(linear.out_features, 4)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    change(tmp_path, target_modules=names)
+    with pytest.raises(InputRefused, match=r"A605: .*left out `base_model.model.model.layers.\d.mlp.") as refusal:
+        attach(ktc.load(compiled, reference=True), tmp_path)
+    assert "proj.lora_" in str(refusal.value)
+
+
+def test_factors_that_the_file_lacks_are_noticed(compiled_model: Path, adapter: Path) -> None:
+    targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    change(adapter, target_modules=[*targets, "gate"])
+    with pytest.raises(InputRefused, match=r"A605: .*the file lacks"):
+        attach(ktc.load(compiled_model, reference=True), adapter)
+
+
+def head_adapter(out: Path, folder: Path, **settings: Any) -> Path:
+    model = get_peft_model(stock(out), LoraConfig(**{"r": 4, "target_modules": ["q_proj", "lm_head"], **settings}))
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def test_a_head_that_the_file_would_replace_is_refused_and_stays(compiled: Path, tmp_path: Path) -> None:
+    weights = head_adapter(compiled, tmp_path) / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith("lm_head.base_layer.weight"))
+    save_file({**tensors, name: tensors[name] + 1}, weights)
+    model = ktc.load(compiled, reference=True)
+    before = logits(model)
+    with pytest.raises(InputRefused, match=r"A603: .*other values of `lm_head.weight`"):
+        attach(model, tmp_path)
+    assert torch.equal(logits(detach(model)), before)
+
+
+def test_one_that_changes_the_model_is_attached_alone(compiled: Path, tmp_path: Path) -> None:
+    folders = {name: head_adapter(compiled, tmp_path / name) for name in ("one", "two")}
+    folders["three"] = head_adapter(compiled, tmp_path / "three", target_modules=["q_proj"], init_lora_weights="pissa")
+    model = ktc.load(compiled, reference=True)
+    before = logits(model)
+    with pytest.raises(InputRefused, match=r"A603: .*changes `model.layers.0.self_attn.q_proj.weight`"):
+        attach_several(model, folders)
+    assert torch.equal(logits(detach(model)), before)
+
+
+def test_several_are_of_one_kind_and_an_export_reads_lora(compiled: Path, tmp_path: Path) -> None:
+    from peft import IA3Config
+
+    from ktc.adapters.export import open_adapter
+
+    other = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    get_peft_model(stock(compiled), other).save_pretrained(str(tmp_path / "other"))
+    folders = {"one": head_adapter(compiled, tmp_path / "one"), "two": tmp_path / "other"}
+    assert codes(lambda: attach_several(ktc.load(compiled, reference=True), folders)) == ("A604",)
+    assert codes(lambda: open_adapter(folders["two"])) == ("A604",)
+
+
+def test_numbers_that_allocate_are_refused_for_every_kind(compiled: Path, tmp_path: Path) -> None:
+    from peft import LoHaConfig
+
+    made = LoHaConfig(r=4, target_modules=["q_proj"])
+    get_peft_model(stock(compiled), made).save_pretrained(str(tmp_path))
+    for values in ({"r": 1 << 30}, {"alpha": 1e400}, {"target_modules": "q" * 20_000}):
+        change(tmp_path, **{"r": 4, "alpha": 8, "target_modules": ["q_proj"], **values})
+        assert codes(lambda: read_adapter(tmp_path)) == ("A602",)

@@ -81,7 +81,7 @@ def tied(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = twin.shrink(twin.default_config("qwen3_moe"))
     config.tie_word_embeddings = config.attention_bias = True
     folder = tmp_path_factory.mktemp("tied")
-    twin.build(config, seed=3).save_pretrained(folder / "model")
+    twin.build(config, seed=3, dtype=torch.bfloat16).save_pretrained(folder / "model")
     return ktc.compile(folder / "model", "moe-lora", folder / "out_tied")
 
 
@@ -91,18 +91,17 @@ def test_every_kind_and_every_field_has_a_row() -> None:
 
 
 SAMPLE: tuple[dict[str, Any], ...] = (
-    {"target_modules": ["q_proj", "lm_head"]},
-    {"target_modules": ["embed_tokens"], "trainable_token_indices": {"lm_head": [7]}},
+    {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": {"embed_tokens": [17]}},
     {"modules_to_save": ["lm_head", "input_layernorm"], "use_dora": True},
 )
 
 
-@pytest.mark.parametrize("settings", SAMPLE, ids=["head", "tokens", "saved"])
+@pytest.mark.parametrize("settings", SAMPLE, ids=["head", "saved"])
 def test_valid_adapters_attach_as_on_the_stock_model(settings: dict[str, Any], out: Path, tmp_path: Path) -> None:
     assert outcome(out, LoraConfig(r=4, **{**Q, **settings}), tmp_path / "adapter") == "equal"
 
 
-@pytest.mark.parametrize(("kind", "wanted"), [("IA3", "equal"), ("LOHA", "equal"), ("PREFIX_TUNING", "A604")])
+@pytest.mark.parametrize(("kind", "wanted"), [("LOHA", "equal"), ("PREFIX_TUNING", "A604")])
 def test_other_kinds_attach_or_are_refused(kind: str, wanted: str, out: Path, tmp_path: Path) -> None:
     assert outcome(out, CONFIGS[kind](**cast("Any", KINDS[kind])), tmp_path / "adapter") == wanted
 
@@ -137,4 +136,4 @@ def test_fields_of_lora(model: str, request: pytest.FixtureRequest, tmp_path: Pa
 def _print(found: Mapping[str, str], table: Mapping[str, Any]) -> None:
     reasons = {name: f"not tried: {reason}" for name, reason in table.items() if isinstance(reason, str)}
     lines = (f"{label:80.80} {result}" for label, result in {**found, **reasons}.items())
-    print("", *lines, sep="\n")  # noqa: T201
+    print("", *lines, sep="\n")

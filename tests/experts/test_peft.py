@@ -171,3 +171,21 @@ def test_shared_experts_are_adapted_by_their_weights(models: tuple[Any, ...]) ->
     trained = [name for name, p in ours.named_parameters() if p.requires_grad]
     assert any("shared_experts" in name for name in trained)
     assert not any(".mlp.experts." in name for name in trained)
+
+
+def test_all_linear_layers_are_those_of_the_stock_model_without_the_experts(
+    models: tuple[Any, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock, ours = adapted(models, target_modules="all-linear", target_parameters=None)
+    trained = [{name for name, p in model.named_parameters() if p.requires_grad} for model in (stock, ours)]
+    assert trained[1] == {name for name in trained[0] if ".experts." not in name}
+    assert any("q_proj" in name for name in trained[1])
+    assert "L438" in caplog.text and 'target_parameters=["mlp.experts.gate_up_proj"' in caplog.text
+    ours.save_pretrained(tmp_path)
+    assert_close(PeftModel.from_pretrained(stock.unload(), tmp_path).eval(), ours)
+
+
+def test_experts_beside_all_linear_layers_are_those_that_were_named(models: tuple[Any, ...]) -> None:
+    stock, ours = adapted(models, target_modules="all-linear")
+    trained = [{name for name, p in model.named_parameters() if p.requires_grad} for model in (stock, ours)]
+    assert trained[0] == trained[1]
