@@ -20,6 +20,7 @@ from ktc.generate.prompts import Prompt, require_fit
 
 Finish = Literal["stop", "length", "interrupted"]
 DEFAULT_NEW_TOKENS = 256
+_COLDEST = 1e-6  # logits divided by less have no fp32 numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ class Sampling:
         if self.temperature == 0 and (self.top_p != 1 or self.top_k != 0):
             message = "`--top-p` and `--top-k` apply to sampling, and without a temperature decoding is greedy"
             raise InputRefused(Diagnostic("G707", message, hint="add `--temperature 0.7`, or remove them"))
+        if self.temperature != 0 and not _COLDEST <= self.temperature < float("inf"):
+            message = f"`--temperature` must be 0 or from {_COLDEST:g} up, found {self.temperature:g}"
+            raise InputRefused(Diagnostic("G707", message, hint="0 is greedy: the most probable token"))
         if not 0 < self.top_p <= 1:
             raise InputRefused(Diagnostic("G707", f"`--top-p` must be above 0 and at most 1, found {self.top_p:g}"))
         if "" in self.stop:

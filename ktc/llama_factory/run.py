@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from ktc import environment
@@ -146,21 +146,15 @@ def _arguments(words: tuple[str, ...]) -> Generator[None]:
 @contextmanager
 def _its_refusals() -> Generator[None]:
     """Turn an error about settings or data into InputRefused (F920); any other error is a bug."""
+    from ktc.training.library_refusals import origin_of, refusal_in
+
     try:
         yield
     except KtcError:
         raise
     except Exception as error:
-        origin = _origin(error.__traceback__)
-        if not origin.startswith(_JUDGES):
+        origin = origin_of(error.__traceback__)
+        if not origin.startswith(_JUDGES) and refusal_in(error) is None:
             raise
         message = f"LLaMA-Factory refuses ({origin}): {' '.join(str(error).split())}"
         raise InputRefused(Diagnostic("F920", message, hint="the message concerns the settings or the data")) from error
-
-
-def _origin(trace: TracebackType | None) -> str:
-    """Return the module that raised the error."""
-    name = ""
-    while trace is not None:
-        name, trace = str(trace.tb_frame.f_globals.get("__name__", "")), trace.tb_next
-    return name

@@ -31,7 +31,7 @@ class LibraryRefusal:
 
 def refusal_in(error: BaseException) -> LibraryRefusal | None:
     """Return what a library said about a setting, or None if `error` is of another kind."""
-    name = _LIBRARIES.get(_origin(error.__traceback__).partition(".")[0])
+    name = _LIBRARIES.get(origin_of(error.__traceback__).partition(".")[0])
     if name is None or not isinstance(error, _ABOUT_SETTINGS) or isinstance(error, UnicodeError):
         return None
     return LibraryRefusal(name, " ".join(str(error).split())[:_MOST_WORDS] or type(error).__name__)
@@ -49,8 +49,8 @@ def refused_by_libraries(code: str, what: str, hint: str) -> Generator[None]:
         raise InputRefused(Diagnostic(code, message, hint=hint)) from error
 
 
-def _origin(trace: TracebackType | None) -> str:
-    """Return the module that raised the error."""
+def origin_of(trace: TracebackType | None) -> str:
+    """Return the name of the module that raised the error."""
     name = ""
     while trace is not None:
         name, trace = str(trace.tb_frame.f_globals.get("__name__", "")), trace.tb_next

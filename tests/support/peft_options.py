@@ -1,4 +1,4 @@
-"""Every kind of adapter of the installed PEFT and every field of `LoraConfig`, with values to try or why there are none.
+"""Every kind of adapter of the installed PEFT and every field of `LoraConfig`: values to try, or why there are none.
 
 The tests compare the keys with PEFT's own tables, so a new kind or field appears there by itself.
 """
