@@ -88,7 +88,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def require_lora(adapter: Adapter) -> Adapter:
-    """Return `adapter`. Raise `InputRefused` (A604) for another kind than LoRA: only its weight `W + s B A` is known."""
+    """Return `adapter`. Raise `InputRefused` (A604) for another kind than LoRA, whose weight is `W + s B A`."""
     if adapter.kind == "LORA":
         return adapter
     message = f"adapter `{adapter.folder}` is of kind `{adapter.kind}`; exports and merges read LoRA"
