@@ -24,8 +24,8 @@ Read = Callable[[], Iterator[tuple[str, Tensor]]]
 def find_loss(read: Read, attached: nn.Module, adapter_name: str) -> str:
     """Return what the model does not hold of the tensors that `read` yields, or "".
 
-    A file of the names that PEFT would save is compared by value. Otherwise PEFT is asked for its report of the load:
-    what it did not expect, and what it missed. What it converted has the same sum of squares, since a conversion
+    A file of the names that PEFT would save is compared by value. Otherwise PEFT's report of the load has the names
+    that it did not expect and that it missed. Converted tensors have the same sum of squares, since a conversion
     permutes values and adds zeros.
     """
     held: dict[str, Tensor] = _peft.get_peft_model_state_dict(
@@ -53,7 +53,7 @@ def _same(tensor: Tensor, held: Tensor) -> bool:
 
 
 def _reported(read: Read, attached: nn.Module, adapter_name: str, base: Mapping[str, Tensor]) -> str:
-    """Return PEFT's report of loading the same tensors once more."""
+    """Return PEFT's report of loading the same tensors again."""
     tensors = dict(read())
     result = _peft.set_peft_model_state_dict(attached, tensors, adapter_name=adapter_name)
     unexpected = sorted(name for name in cast("list[str]", result.unexpected_keys) if own_name(name, base) is None)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def resolve(config: Any, model: nn.Module) -> None:
-    """Name the layers in `config` if it asks for all linear ones of a model with compiled experts."""
+    """Name the layers in `config` if it means all linear ones of a model with compiled experts."""
     modules = config.target_modules
     if not isinstance(modules, str) or modules.lower() != NAME:
         return

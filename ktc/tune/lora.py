@@ -16,7 +16,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.model import all_linear, peft_glue
 from ktc.tune.settings import TrainSettings
 
-_ALONE = f"`{all_linear.NAME}` stands alone: it has every linear layer but the head and the routed experts"
+_ALONE = f"`{all_linear.NAME}` excludes other names: it has every linear layer but the head and the routed experts"
 
 
 def adapted(model: PreTrainedModel, out: Path, settings: TrainSettings) -> PeftModel:

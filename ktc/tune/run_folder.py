@@ -63,7 +63,7 @@ class RunFolder:
             (self.path / _LOCK).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove what the run has written, and the folder if nothing else is in it."""
+        """Remove what the run has written, and the folder if it is empty then."""
         _remove_run(self.path)
         self.release()
         with suppress(OSError):
