@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 _SHARD: Final = re.compile(r"(?P<stem>.*?)-(?P<number>\d+)-of-(?P<total>\d+)(?P<ending>\.\w+)")
-_MOST: Final = 10_000  # a larger total is no number of shards
+_MOST: Final = 10_000  # a larger total does not count shards
 
 
 def absent_shards(files: Iterable[str]) -> tuple[str, ...]:
