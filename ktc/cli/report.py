@@ -233,7 +233,7 @@ def _trial(value: Trial) -> str:
     of = f" of {value.all_layers}" * (value.layers < value.all_layers)
     kernels = "" if value.kernels == "built" else " by its references"
     told = f"ran {value.layers}{of} layers{kernels}: {count(len(value.ran), 'step')}"
-    return "; ".join((told, *value.notes))
+    return "; ".join((*([told] if value.ran else []), *value.notes))
 
 
 def _link(value: Path) -> str:

@@ -80,8 +80,19 @@ class _Subject:
 def try_out(folder: Path, *, has_weights: bool = True) -> Trial:
     """Load and use the linked `folder`, with random weights; `has_weights`: its rows have to fill the model.
 
+    A machine that lacks memory for the trial, and not for the compilation, tries nothing: that is a note.
     Raises `InputRefused` (I147) with the step that failed, and what it raised.
     """
+    try:
+        return _tried(folder, has_weights)
+    except Exception as error:
+        short = memory_fault(error)
+        if short is None:
+            raise
+        return Trial(0, 0, "built", (), (f"not tried: {short.message}",))
+
+
+def _tried(folder: Path, has_weights: bool) -> Trial:
     with _undisturbed():
         with _telling("reading the folder"):
             subject, notes = _opened(folder)

@@ -72,6 +72,16 @@ def test_what_was_built_for_another_machine_is_tried_by_its_references(
     assert found.notes == ("what was built for another machine was not run: this machine lacks amx",)
 
 
+def test_a_machine_without_memory_for_the_trial_compiles(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: object) -> None:
+        raise MemoryError("cannot allocate 24,000,000,000 bytes for weights")
+
+    monkeypatch.setattr(trial, "fill_within", lacking)
+    found = try_out(compiled)
+    assert found.ran == ()
+    assert found.notes[0].startswith("not tried: ")
+
+
 def test_rows_that_leave_a_tensor_empty_are_refused(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = load_as.read_rows(compiled, load_as.read_manifest(compiled))
     left = tuple(row for row in rows if "layers.1." not in row.target or "down_proj" not in row.target)
