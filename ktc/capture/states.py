@@ -209,9 +209,8 @@ class _Alias(nn.Module):
 
 @_state
 def parametrised(module: nn.Module) -> Generator[Given]:
-    """Stacked parameters that PEFT computes from others while a layer runs."""
+    """Parameters that PEFT computes from others while a layer runs."""
     found = [(inner, name) for inner in module.modules() for name, _ in inner.named_parameters(recurse=False)]
-    found = [(inner, name) for inner, name in found if not type(inner).__module__.startswith("torch.")]
     for inner, name in found:
         parametrize.register_parametrization(inner, name, _Alias(), unsafe=True)
     try:
