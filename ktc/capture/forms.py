@@ -7,6 +7,7 @@ an unsupported one is reliably reported. A module whose class does more than cal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -239,7 +240,7 @@ def _candidates(constants: frozenset[float], gated: bool) -> Iterator[ExpertsFor
 
 
 class _Numbers(TorchDispatchMode):
-    """Collects the numbers that operators inside are given, apart from places and sizes."""
+    """Collects the finite numbers that operators inside are given, apart from places and sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,5 +253,5 @@ class _Numbers(TorchDispatchMode):
         self.reads_values |= "_local_scalar_dense" in str(func)
         if not any(layout in str(func) for layout in LAYOUT):
             leaves = pytree.tree_leaves((args, dict(kwargs or {})))
-            self.found |= {float(leaf) for leaf in leaves if type(leaf) in (int, float)}
+            self.found |= {float(leaf) for leaf in leaves if type(leaf) in (int, float) and math.isfinite(leaf)}
         return func(*args, **(kwargs or {}))

@@ -2,8 +2,8 @@
 
 In: a module, and a function that runs it. Out: `Ran`, whose calls are equal for two runs that compute the same.
 Functions are recorded as the author calls them: which operators they become depends on gradients. Names are read from
-the code objects that ran, so those of branches that were not taken are among them. Code of torch, of Python and of ktc
-is not looked at.
+the code objects that ran, so those of branches that were not taken are among them, and from the functions that they
+called. Code of torch, of Python and of ktc is not read.
 """
 
 from __future__ import annotations
@@ -70,12 +70,11 @@ def observed(module: nn.Module, run: Callable[[], object], *, names: bool) -> Ra
 
     Without `names`, which take most of the time, only what a tensor was asked is mentioned.
     """
-    codes, missing = dict[CodeType, bool](), dict[tuple[int, str], tuple[nn.Module, str]]()
+    found, missing = set[str](), dict[tuple[int, str], tuple[nn.Module, str]]()
     graded = torch.is_grad_enabled()
-    with _Calls(module) as calls, _missing_attributes(missing), _code_objects(codes) if names else nullcontext():
+    with _Calls(module) as calls, _missing_attributes(missing), _names(found) if names else nullcontext():
         run()
-    mentioned = frozenset[str]().union(*(names_of(code) for code, counts in codes.items() if counts))
-    mentioned |= calls.asked
+    mentioned = frozenset(found | calls.asked)
     return Ran(tuple(calls.rows), tuple(calls.blocked), graded, mentioned, tuple(missing.values()))
 
 
@@ -164,19 +163,34 @@ def name_of(func: Any) -> str:
 
 
 @contextmanager
-def _code_objects(found: dict[CodeType, bool]) -> Generator[None]:
-    """Collect the code objects that run inside, and whether they are of a model."""
-    before = sys.getprofile()
+def _names(found: set[str]) -> Generator[None]:
+    """Collect what the code of models mentions inside, and the functions that it calls, by their own names.
 
-    def event(frame: FrameType, kind: str, _: object) -> None:
-        if kind == "call" and frame.f_code not in found:
-            found[frame.f_code] = is_of_a_model(frame.f_code.co_filename)
+    An author may import a function by another name, or keep it as an attribute.
+    """
+    before, own = sys.getprofile(), dict[CodeType, bool]()
+
+    def event(frame: FrameType, kind: str, called: Any) -> None:
+        code, caller = frame.f_code, frame.f_back
+        if code not in own:
+            own[code] = is_of_a_model(code.co_filename)
+            found.update(_mentioned(frame) if own[code] else ())
+        if kind == "c_call" and own[code]:
+            found.add(str(called.__name__))
+        elif kind == "call" and not own[code] and caller is not None and own.get(caller.f_code):
+            found.add(code.co_name)
 
     sys.setprofile(event)
     try:
         yield
     finally:
         sys.setprofile(before)
+
+
+def _mentioned(frame: FrameType) -> frozenset[str]:
+    """Return the names in the code of a frame, and those that its globals have themselves."""
+    names = names_of(frame.f_code)
+    return names | {str(getattr(frame.f_globals.get(name), "__name__", name)) for name in names}
 
 
 @contextmanager

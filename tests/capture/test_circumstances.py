@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 from torch import Tensor, is_grad_enabled, nn
+from torch import is_grad_enabled as learns
 from torch.nn import functional
 from transformers.integrations.moe import use_experts_implementation
 
@@ -29,6 +30,8 @@ from ktc.capture.own_experts import more_than_interface, own_experts
 
 EXPERTS, HIDDEN, WIDTH, TOKENS = 3, 8, 6, 5
 Asks = Callable[[nn.Module, Tensor, Tensor], object]  # of the module, one of its weights, and the hidden states
+
+LEARNS = [torch.is_grad_enabled]
 
 
 def helper() -> bool:
@@ -47,6 +50,8 @@ QUESTIONS: dict[str, tuple[Asks, str]] = {
     "by a text": (lambda _, weight, __: not getattr(weight, "requires_grad"), FROZEN),  # noqa: B009 - the question
     "gradients are off": (lambda *_: not torch.is_grad_enabled(), "without gradients"),
     "gradients are off, by a helper": (lambda *_: helper(), "without gradients"),
+    "gradients are off, by another name": (lambda *_: not learns(), "without gradients"),
+    "gradients are off, by an attribute": (lambda *_: not LEARNS[0](), "without gradients"),
     "frozen and without gradients": (lambda _, w, __: not (w.requires_grad or torch.is_grad_enabled()), "something"),
     "training with gradients off": (lambda module, *_: module.training and not torch.is_grad_enabled(), "without grad"),
     "inference mode": (lambda *_: torch.is_inference_mode_enabled(), "in inference mode"),
@@ -80,7 +85,7 @@ QUESTIONS: dict[str, tuple[Asks, str]] = {
     "an address": (lambda _, weight, __: weight.data_ptr() == 1, "reads the memory"),
 }  # fmt: skip
 QUICK = (
-    "a frozen weight", "some weights are trained", "gradients are off, by a helper", "a tensor of inference",
+    "a frozen weight", "some weights are trained", "gradients are off, by another name", "a tensor of inference",
     "autocast", "a missing attribute", "the environment", "half precision", "the CPU", "strides of a weight",
 )  # fmt: skip
 PLAIN: Asks = lambda *_: False  # noqa: E731

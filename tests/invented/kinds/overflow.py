@@ -15,7 +15,7 @@ FAMILIES = (
         "finite_results",
         "torch.where(torch.isfinite(y), y, torch.zeros_like(y))",
         "y",
-        expected="reads the values of their results",
+        expected="its loop over experts computes `abs` too",
     ),
     Family("cleaned_gate", ".nan_to_num(nan=torch.nan)", "", expected="an activation that no kernel computes"),
     Family("cleaned_loop", "y.nan_to_num()", "y", expected="is not read as experts"),
