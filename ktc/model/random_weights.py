@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from ktc import host
 from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.experts.anonymous_memory import HUGE_PAGE
 from ktc.experts.block_reference import random_blocks
 from ktc.experts.module import FusedMoe
+from ktc.experts.packed import huge_pages
 from ktc.experts.random_experts import STD, RandomExperts
 from ktc.linears.stored_linear import StoredLinear
 from ktc.model.memory import tensor_bytes
@@ -62,7 +64,9 @@ def fill_random(model: nn.Module, placement: Mapping[str, str], seed: int, progr
 
 
 def fill_within(model: nn.Module, placement: Mapping[str, str], seed: int, most: int) -> None:
-    """Fill a model on meta for a trial: random values in up to `most` bytes, then zeros, which take no memory unread.
+    """Fill a model on meta for a trial: random values in up to `most` bytes, then zeros.
+
+    Zeros on a CPU are pages that are only read, which take no memory.
 
     Tensors of integers are zeros too.
     """
@@ -75,9 +79,7 @@ def fill_within(model: nn.Module, placement: Mapping[str, str], seed: int, most:
         device = device_of(name, placement)
         is_random = like.is_floating_point() and like.nbytes <= left
         left -= like.nbytes * is_random
-        value = (
-            _value(name, like, device, seed) if is_random else torch.zeros(like.shape, dtype=like.dtype, device=device)
-        )
+        value = _value(name, like, device, seed) if is_random else _zeros(like, device)
         is_parameter = isinstance(like, nn.Parameter)
         held = nn.Parameter(value, like.requires_grad) if is_parameter else value
         setattr(model.get_submodule(parent), leaf, held)
@@ -93,6 +95,12 @@ def fill_within(model: nn.Module, placement: Mapping[str, str], seed: int, most:
             random.fill(layer, number, lambda size: None)
         else:
             layer.weights.loaded_all()
+
+
+def _zeros(like: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cpu" or like.nbytes < HUGE_PAGE:
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+    return huge_pages(like.nbytes).view(like.dtype).view(like.shape)  # `torch.zeros` writes them
 
 
 def _require_floats(tensors: Mapping[str, Tensor]) -> None:
