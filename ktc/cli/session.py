@@ -155,6 +155,11 @@ class Session:
         return self._stdout.isatty() and "NO_COLOR" not in os.environ
 
     @property
+    def _silent(self) -> bool:
+        """Whether only errors are printed: another process reports, or `-q --json` has all of it in its object."""
+        return self._muted or (self.quiet and self.as_json)
+
+    @property
     def console(self) -> Console:
         """The console for progress: stderr."""
         from rich.console import Console
@@ -172,8 +177,7 @@ class Session:
 
         stream = sys.stderr if self.as_json else self._stdout
         width = None if stream.isatty() else _PLAIN_WIDTH
-        silent = self._muted or (self.quiet and self.as_json)
-        console = Console(file=stream, quiet=silent, highlight=False, width=width)
+        console = Console(file=stream, quiet=self._silent, highlight=False, width=width)
         if isinstance(what, str):
             console.print(Text(what), soft_wrap=True)  # a line of text stays one line, also in a file
         else:
@@ -220,7 +224,7 @@ class Session:
             *self._result.get("diagnostics", []),
             *(words.to_json(each, sources) for each in found),
         ]
-        hidden = ("note", "warning") if self._muted else ("note",) if self.quiet else ()
+        hidden = ("note", "warning") if self._silent else ("note",) if self.quiet else ()
         shown = [each for each in found if each.severity not in hidden]
         if not shown:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +30,8 @@ def read_tokenizer(folder: Path, code: str, **settings: Any) -> Any:
 
 def _remedy(folder: Path) -> str:
     config = folder / "tokenizer_config.json"
-    if config.is_file() and b'"auto_map"' in read_regular(config):
-        return f"`{config.name}` names code for the tokenizer, which ktc does not run"
+    with suppress(OSError):
+        if b'"auto_map"' in read_regular(config):
+            return f"`{config.name}` names code for the tokenizer, which ktc does not run"
     state = "are not all valid" if any(folder.glob("*token*")) else "are not there"
     return f"the tokenizer's files {state}: copy those of the original"

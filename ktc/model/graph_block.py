@@ -8,13 +8,10 @@ file that is not such code, a list of other experts.
 from __future__ import annotations
 
 import hashlib
-import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -22,6 +19,7 @@ from torch import Tensor, nn
 
 from ktc.experts.form import ExpertsForm, parse_form
 from ktc.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.model.python_files import module_of
 from ktc.regular_files import read_regular
 
 Forward = Callable[..., Any]
@@ -87,22 +85,6 @@ def stacked_experts(experts: nn.ModuleList, form: ExpertsForm, names: Mapping[st
         raise ValueError(str(error).partition("\n")[0]) from error
 
 
-class _Text(importlib.abc.InspectLoader):
-    """A module from its text, without the cache of compiled code that nothing seals.
-
-    The text stays readable for tracebacks and `torch.compile` where the file is gone.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._text = path, read_regular(path).decode()
-
-    def get_source(self, fullname: str) -> str:
-        return self._text
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self._text, str(self._path))
-
-
 @contextmanager
 def modules_forgotten() -> Generator[None]:
     """Take the modules that `read_forward` makes inside the context out of the interpreter's list at its end."""
@@ -121,11 +103,7 @@ def read_forward(path: Path) -> Forward:
     """
     try:
         name = f"{_PREFIX}{hashlib.sha256(read_regular(path)).hexdigest()[:16]}"
-        spec = importlib.util.spec_from_loader(name, _Text(path))
-        assert spec is not None and spec.loader is not None, "a loader gives a spec"
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[name] = module
+        module = sys.modules[name] = module_of(path, name)
         return cast("Forward", module.forward)
     except (OSError, SyntaxError, AttributeError) as error:
         raise ValueError(f"`{path.name}` holds no block: {error}") from error

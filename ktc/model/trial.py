@@ -17,8 +17,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -35,6 +34,7 @@ from ktc.model.compiled_model import compiled_class
 from ktc.model.first_layers import FirstLayers, keep_first_layers, parameter_bytes
 from ktc.model.manifest import Manifest, read_manifest
 from ktc.model.placement import check_devices
+from ktc.model.python_files import module_of
 from ktc.model.random_weights import fill_within
 from ktc.model.realise import realise
 from ktc.model.trial_steps import attempted
@@ -125,19 +125,11 @@ def _opened(folder: Path) -> tuple[_Subject, list[str]]:
     if manifest.model.own_code:
         compiled = compiled_class(stock)
     else:
-        compiled = getattr(_executed(folder / "modeling_ktc.py"), f"Ktc{manifest.model.class_name}")
-    package = _executed(folder / "__init__.py")
+        compiled = getattr(module_of(folder / "modeling_ktc.py", "modeling_ktc"), f"Ktc{manifest.model.class_name}")
+    package = module_of(folder / "__init__.py", folder.name)
     has_adapter = (folder / peft_glue.FILE).read_text(encoding="utf-8").strip() != "null"
     lora = package.lora_config() if has_adapter else None
     return _Subject(folder, manifest, stock, compiled, lora, library, reference), notes
-
-
-def _executed(path: Path) -> Any:
-    """Return a file of the folder as a module outside `sys.modules`, without a `__pycache__` beside it."""
-    module = ModuleType(path.stem)
-    module.__file__ = str(path)
-    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), vars(module))
-    return module
 
 
 # The model -----------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from ktc.cli.app import main
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.load import load
 from ktc.tune.adapter_notes import adapter_notes
+from ktc.tune.lora import lora_config
 from ktc.tune.settings import TrainSettings
-from ktc.tune.training_run import lora_config
 from ktc.tune.types import RunPaths
 
 LATENT = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
