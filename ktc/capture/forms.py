@@ -142,11 +142,11 @@ def reads_rows(code: Callable[[Tensor], Tensor], sample: Tensor) -> bool:
 def is_interface(module: nn.Module) -> bool:
     """Return whether `forward` of a module is only the experts interface of transformers."""
     code = getattr(type(module).forward, "__code__", None)
-    return code is _interface() and "forward" not in vars(module)
+    return code is interface_code() and "forward" not in vars(module)
 
 
 @cache
-def _interface() -> CodeType:
+def interface_code() -> CodeType:
     """Return the code of the `forward` with which transformers calls the chosen implementation of experts."""
 
     class Experts(nn.Module):

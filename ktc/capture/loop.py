@@ -57,12 +57,12 @@ def capture_loop(
     _require_no_more(modules, experts[0])
     _require_equal(modules, (args, kwargs))
     _require_any_length(block, (args, kwargs), modules)
-    _require_independent(block, (args, kwargs), modules)
     graph = _captured(block, args, kwargs, modules, experts[0])
     with _training(block):
         trained = _captured(block, args, kwargs, modules, experts[0])
     if not same_computation(graph, trained):
         raise NoExperts("it computes something else in training mode")
+    _require_independent(block, (args, kwargs), modules)
     return graph, experts[0]
 
 

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from ktc.capture.canonical import NoExperts
 from ktc.capture.circumstances import Inside, Run, dependence
+from ktc.capture.forms import interface_code
 from ktc.capture.loop_reading import read_batched, read_loop
 from ktc.capture.side_effects import has_own_backward, side_effect
 from ktc.capture.size_guards import violated_guard
@@ -108,6 +109,8 @@ def more_than_interface(module: nn.Module) -> str:
     proof compares its results.
     """
     code = getattr(type(module).forward, "__wrapped__", None)
+    while getattr(code, "__code__", None) is interface_code():  # a derived class was decorated again
+        code = code.__wrapped__
     if code is None or code.__module__.startswith("transformers."):
         return ""
     down, states = cast("Tensor", module.down_proj), {inner: inner.training for inner in module.modules()}

@@ -12,6 +12,7 @@ class TransposedExperts(nn.Module):
     def __init__(self, config):
         super().__init__()
         count, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.num_experts = count
         self.gate_up_proj = nn.Parameter(torch.empty(count, hidden, 2 * width))
         self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * width))
         self.down_proj = nn.Parameter(torch.empty(count, width, hidden))
