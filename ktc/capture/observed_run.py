@@ -3,7 +3,7 @@
 In: a module, and a function that runs it. Out: `Ran`, whose calls are equal for two runs that compute the same.
 Functions are recorded as the author calls them: which operators they become depends on gradients. Names are read from
 the code objects that ran, so those of branches that were not taken are among them, and from the functions that they
-called. Code of torch, of Python and of ktc is not read.
+called. Code of torch, of Python, of transformers' configs and of ktc is not read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, cast
 
+import huggingface_hub
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from transformers import configuration_utils
 
 _PYTHON, _PACKAGES = (sysconfig.get_paths()[key] for key in ("stdlib", "purelib"))
-_NOT_OF_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen")
+_NOT_OF_MODELS = (
+    *(str(Path(str(library.__file__)).parent) for library in (torch, huggingface_hub)),
+    # Every read of a setting runs these two.
+    str(configuration_utils.__file__),
+    str(Path(configuration_utils.__file__).parent / "integrations" / "heterogeneity"),
+    *(str(Path(__file__).parents[1]), "<frozen"),
+)
 # Functions whose result has the numbers and the gradients of their first argument, in any dtype and place.
 _COPIES = frozenset({
     "to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "alias", "view_as", "cpu",
