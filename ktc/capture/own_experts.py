@@ -108,9 +108,9 @@ def more_than_interface(module: nn.Module) -> str:
     "" for experts of transformers itself, whose files are known, and for a loop that does not run without data: the
     proof compares its results.
     """
-    code = getattr(type(module).forward, "__wrapped__", None)
+    code: Any = getattr(type(module).forward, "__wrapped__", None)
     while getattr(code, "__code__", None) is interface_code():  # a derived class was decorated again
-        code = code.__wrapped__
+        code = getattr(code, "__wrapped__", None)
     if code is None or code.__module__.startswith("transformers."):
         return ""
     down, states = cast("Tensor", module.down_proj), {inner: inner.training for inner in module.modules()}
