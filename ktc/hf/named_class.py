@@ -17,18 +17,26 @@ _KINDS: Final[Mapping[str, str]] = {
     "RewardModel": "a reward model",
     "Model": "a model without a language-model head",
 }
+_WITH_A_HEAD: Final = ("LMHeadModel", "HeadsModel")
 _GENERATION: Final = "ForConditionalGeneration"
 
 
 def not_a_causal_lm(config: PreTrainedConfig) -> str:
     """Return which other kind of model config.json names, as a sentence; empty if it names a causal LM or nothing."""
     named = cast("list[str]", getattr(config, "architectures", None) or [""])[0]
-    if named in cast("dict[str, Any]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).values():
+    causal = {*cast("dict[str, Any]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).values(), _own_causal_lm(config)}
+    if named in causal or named.endswith(_WITH_A_HEAD):
         return ""
     kind = next((words for ending, words in _KINDS.items() if named.endswith(ending)), "")
     if named.endswith(_GENERATION):
         kind = "an encoder-decoder model" if config.is_encoder_decoder else "a multimodal model" * _has_parts(config)
     return f"config.json names `{named}`, {kind}; ktc compiles causal LMs" if kind else ""
+
+
+def _own_causal_lm(config: PreTrainedConfig) -> str:
+    """Return the class that a checkpoint with its own code names for causal language models, "" without one."""
+    named = cast("Mapping[str, object]", getattr(config, "auto_map", None) or {})
+    return str(named.get("AutoModelForCausalLM", "")).rpartition(".")[2]
 
 
 def _has_parts(config: PreTrainedConfig) -> bool:

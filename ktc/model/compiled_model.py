@@ -140,9 +140,11 @@ class CompiledModel:
         """As other modules, but of a class that is made again from the stock class, whose name it has.
 
         Copying goes through here, and not through `__deepcopy__`: PEFT's wrappers have the attributes of the model that
-        they wrap, so a wrapper would be copied as a bare model.
+        they wrap, so a wrapper would be copied as a bare model. A caller's class derived from this one keeps its own.
         """
         reduced: Any = super().__reduce_ex__(protocol)
+        if CompiledModel not in type(self).__bases__:
+            return reduced
         return (_Empty(_stock(type(self))), (), *reduced[2:])
 
     def restore_weights(self) -> None:

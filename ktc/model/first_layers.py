@@ -2,7 +2,7 @@
 
 In: the stock model of a compiled folder, its recipe, and the bytes up to which a model is kept whole. Out: the same
 model with a shorter list of layers, and the part of the recipe that it has. Settings stay, so caches have room for all
-layers.
+layers. Weights of removed layers are tied no more.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, cast
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ktc.model.manifest import Rewrite
 
@@ -45,13 +46,45 @@ def keep_first_layers(model: nn.Module, recipe: Sequence[Rewrite], most_whole: i
     if parameter_bytes(model) <= most_whole:
         return FirstLayers(tuple(recipe), total, total)
     kept = min(total, _MOST, max(_LEAST, _last_new(name, recipe) + 1))
+    before = _tensor_names(model)
     del layers[kept:]
+    _untie_removed(model, before)
     return FirstLayers(tuple(step for step in recipe if _number(name, step) < kept), kept, total)
 
 
 def parameter_bytes(model: nn.Module) -> int:
     """Return the bytes of all parameters, which may be on meta."""
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _tensor_names(model: nn.Module) -> dict[nn.Module, frozenset[str]]:
+    """Return the names of the tensors of every model within a model, as each names them itself."""
+    return {
+        inner: frozenset(name for name, _ in (*inner.named_parameters(remove_duplicate=False), *inner.named_buffers()))
+        for inner in model.modules()
+        if isinstance(inner, PreTrainedModel)
+    }
+
+
+def _untie_removed(model: nn.Module, before: Mapping[nn.Module, frozenset[str]]) -> None:
+    """Keep, in place, the ties whose patterns match tensors that are left.
+
+    A tie that matched nothing before stays: transformers refuses it with its own words.
+    """
+    for inner, left in _tensor_names(model).items():
+        ties = getattr(inner, "_tied_weights_keys", None)
+        if not isinstance(ties, dict):
+            continue
+        removed = before[inner] - left
+        cast("Any", inner)._tied_weights_keys = {
+            target: source
+            for target, source in cast("dict[str, str]", ties).items()
+            if not any(_matches(end, removed) and not _matches(end, left) for end in (target, source))
+        }
+
+
+def _matches(pattern: str, names: frozenset[str]) -> bool:
+    return any(re.search(f"^{pattern}", name) for name in names)
 
 
 def _layers(model: nn.Module, recipe: Sequence[Rewrite]) -> tuple[str, nn.ModuleList | None]:

@@ -3,7 +3,7 @@
 In: the folder, and whether its weights come from a checkpoint. Out: a `Trial`. The whole model is built on meta, and
 PEFT attaches. Then the model, or its first layers if it is large, runs with random weights (`trial_steps.py`). The
 classes are those that the folder's own files define.
-Refused (I147): a step that raises, unless the stock model raises in the same step.
+Refused (I147): a step that raises, unless the stock model raises the same in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gc
 import logging
 import traceback
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,9 +100,9 @@ def _tried(folder: Path, has_weights: bool) -> Trial:
             model, layers, remembered = _built(subject, has_weights=has_weights)
         with _telling("loading it with random weights"):
             model = _filled(subject, model, layers, remembered)
-        ran, failure = attempted(model, subject.lora)
-        if failure is not None:
-            notes.append(_excused(subject, *failure))
+        ran, failed = attempted(model, subject.lora)
+        if failed:
+            notes += _excused(subject, failed, layers)
         if layers.kept < layers.all:
             del model
             gc.collect()  # modules refer to each other, and these take memory
@@ -192,15 +192,29 @@ def _loaded_stock(subject: _Subject) -> PreTrainedModel:
 
 
 # Failures ------------------------------------------------------------------------------------------------------------
-def _excused(subject: _Subject, step: str, error: Exception) -> str:
-    """Return a note if the stock model raises in the same step, or memory is short. Raise `InputRefused` otherwise."""
-    if memory_fault(error) is not None:
-        return f"{step}: not tried to the end, this machine lacks memory"
-    lora = _of_stock(subject)
-    _, theirs = attempted(_loaded_stock(subject), lora)
-    if theirs is None or theirs[0] != step:
-        raise _refused(step, error) from error
-    return f"{step}: the stock model raises {_in_words(theirs[1])}"
+def _excused(subject: _Subject, failed: Mapping[str, Exception], layers: FirstLayers) -> list[str]:
+    """Return a note for each step in which the stock model raises the same, or memory is short.
+
+    Raises `InputRefused` for a step in which it does not.
+    """
+    if all(memory_fault(error) is not None for error in failed.values()):
+        return [f"{step}: not tried to the end, this machine lacks memory" for step in failed]
+    _, theirs = attempted(_loaded_stock(subject), _of_stock(subject))
+    who = "the stock model" if layers.is_whole else f"the stock model's first {layers.kept} layers alone"
+    notes = list[str]()
+    for step, error in failed.items():
+        if memory_fault(error) is not None:
+            notes.append(f"{step}: not tried to the end, this machine lacks memory")
+        elif step in theirs and _is_alike(error, theirs[step]):
+            notes.append(f"{step}: {who} raise{'s' if layers.is_whole else ''} {_in_words(theirs[step])}")
+        else:
+            raise _refused(step, error) from error
+    return notes
+
+
+def _is_alike(ours: Exception, theirs: Exception) -> bool:
+    """Return whether two exceptions are one fault: of one type, with the same words or from the same line."""
+    return type(ours) is type(theirs) and (str(ours) == str(theirs) or _place(ours) == _place(theirs))
 
 
 def _of_stock(subject: _Subject) -> LoraConfig | None:
@@ -233,9 +247,13 @@ def _refused(step: str, error: Exception) -> InputRefused:
 def _in_words(error: Exception) -> str:
     """Return the exception with the place that raised it."""
     words = (str(error).strip().splitlines() or [""])[0][:200]
+    place = _place(error)
+    return f"{type(error).__name__}: {words}{place and f' ({place})'}"
+
+
+def _place(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {words}{place}"
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 @contextmanager

@@ -1,14 +1,14 @@
 """The steps of a trial: what users do with a loaded model, once each, on a few tokens.
 
-In: a model with any weights, and the adapter of its rules if they have one. Out: the steps that ran, and the exception
-of the step that did not.
+In: a model with any weights, and the adapter of its rules if they have one. Out: the steps that ran, and the exceptions
+of those that did not. A step that fails ends the trial only if the later ones need its result.
 """
 
 from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, cast
 
 import peft
@@ -23,37 +23,39 @@ from ktc.hf.stock_model import vocabulary_of
 TOKENS: Final = 8
 NEW_TOKENS: Final = 4
 _SEED: Final = 4711
-Failure = tuple[str, Exception]
+_ATTACHING: Final = "attaching the adapter"  # the one step whose result the later ones need
 
 
-def attempted(model: PreTrainedModel, lora: LoraConfig | None) -> tuple[tuple[str, ...], Failure | None]:
-    """Return the steps that ran, and the first one that raised with its exception."""
-    begun = list[str]()
-    try:
-        for step in _steps(model, lora):
-            begun.append(step)
-    except Exception as error:  # noqa: BLE001 - code of models and libraries raises anything
-        return tuple(begun[:-1]), (begun[-1], error)
-    return tuple(begun), None
+def attempted(
+    model: PreTrainedModel, lora: LoraConfig | None
+) -> tuple[tuple[str, ...], Mapping[str, Exception]]:  # fmt: skip
+    """Return the steps that ran, and the exception of each step that did not."""
+    ran, failed = list[str](), dict[str, Exception]()
+    for step, run in _steps(model, lora):
+        try:
+            run()
+        except Exception as error:  # noqa: BLE001 - code of models and libraries raises anything
+            failed[step] = error
+            if step == _ATTACHING:
+                break
+        else:
+            ran.append(step)
+    return tuple(ran), failed
 
 
-def _steps(model: PreTrainedModel, lora: LoraConfig | None) -> Iterator[str]:
-    """Yield the name of each step before it runs."""
+def _steps(model: PreTrainedModel, lora: LoraConfig | None) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the name of each step, and the function that runs it before the next one is taken."""
     tokens = torch.randint(
         0, vocabulary_of(model), (1, TOKENS), generator=torch.Generator().manual_seed(_SEED), device="cpu"
     ).to(model.device)
-    yield f"generating {NEW_TOKENS} tokens"
-    _generate(model, tokens)
+    yield f"generating {NEW_TOKENS} tokens", lambda: _generate(model, tokens)
     if lora is None:
         return
-    yield "attaching the adapter"
-    tuned = cast("PeftModel", get_peft_model(model, copy.deepcopy(lora)))
-    yield "a loss and its gradients"
-    _backward(tuned, tokens)
-    yield f"generating {NEW_TOKENS} tokens with the adapter"
-    _generate(tuned, tokens)
-    yield "saving and loading the adapter"
-    _save_and_load(tuned)
+    tuned = list[PeftModel]()
+    yield _ATTACHING, lambda: tuned.append(cast("PeftModel", get_peft_model(model, copy.deepcopy(lora))))
+    yield "a loss and its gradients", lambda: _backward(tuned[0], tokens)
+    yield f"generating {NEW_TOKENS} tokens with the adapter", lambda: _generate(tuned[0], tokens)
+    yield "saving and loading the adapter", lambda: _save_and_load(tuned[0])
 
 
 def _generate(model: Any, tokens: Tensor) -> None:

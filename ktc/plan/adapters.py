@@ -57,6 +57,16 @@ def plan_lora(
     )
 
 
+def without_adapter(rules: RuleSet, lora: LoraPlan | None) -> tuple[Diagnostic, ...]:
+    """Return a finding (M094) for a program whose rules adapt layers, none of which this model has."""
+    adapting = [action for rule in rules.rules for action in rule.actions if action.facet == "adapter"]
+    if lora is not None or not adapting:
+        return ()
+    message = "no layer of this model gets an adapter, so nothing trains: the rules that adapt layers match nothing"
+    hint = "`ktc check` shows what each rule nearly matched; `ktc train --targets` names layers to adapt"
+    return (Diagnostic("M094", message, adapting[0].span, hint=hint, severity="warning"),)
+
+
 def _setting(claim: Claim, rules: RuleSet, name: str) -> float:
     """Return the rule's own value or that of the `lora` block; alpha defaults to the rank, as in PEFT's r = alpha."""
     value = claim.target.settings.get(name)

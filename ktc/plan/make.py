@@ -15,7 +15,7 @@ from ktc.graph.typed import nodes_by_name, nodes_of
 from ktc.host import Host
 from ktc.match import Matches
 from ktc.plan.adapter_uses import adapter_warnings
-from ktc.plan.adapters import plan_lora
+from ktc.plan.adapters import plan_lora, without_adapter
 from ktc.plan.availability import not_built, planned_only
 from ktc.plan.claims import resolve_claims
 from ktc.plan.decode_attention import choose_attention, coded_caches, with_int8_caches
@@ -123,6 +123,7 @@ def make_plan(
             *_left_alone(captured, rewrites, own.sites),
             *(() if step.spec else graph.warnings(rules)),  # the program names both, for either place
             *step.warnings(rules),
+            *without_adapter(rules, lora),
             *adapter_warnings(captured, lora),
         ),
         over_budget=over_budget(memory, mode, asked),

@@ -65,6 +65,8 @@ def test_absent_shards_are_counted_by_the_names_of_the_others() -> None:
     [
         ("qwen3_moe", "Qwen3MoeForCausalLM", ""),
         ("qwen3_moe", "OurOwnForCausalLM", ""),
+        ("qwen3_moe", "QwenLMHeadModel", ""),
+        ("qwen3_moe", "GPT2DoubleHeadsModel", ""),
         ("qwen3_moe", "Qwen3MoeModel", "a model without a language-model head"),
         ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "a multimodal model"),
         ("switch_transformers", "SwitchTransformersForConditionalGeneration", "an encoder-decoder model"),
@@ -74,6 +76,13 @@ def test_absent_shards_are_counted_by_the_names_of_the_others() -> None:
 def test_the_class_in_the_config_says_which_kind_of_model_it_is(kind: str, named: str, words: str) -> None:
     said = not_a_causal_lm(AutoConfig.for_model(kind, architectures=[named]))
     assert (words in said and said != "") if words else said == ""
+
+
+def test_the_class_that_a_checkpoint_names_for_causal_models_is_one() -> None:
+    own = AutoConfig.for_model("qwen3_moe", architectures=["OwnModel"])
+    assert not_a_causal_lm(own)
+    own.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnModel"}
+    assert not_a_causal_lm(own) == ""
 
 
 def test_a_config_that_cannot_be_built_is_blamed_on_what_differs() -> None:

@@ -101,6 +101,9 @@ def test_a_class_of_the_users_keeps_its_name(ours: PreTrainedModel) -> None:
     made = type("Mine", (type(ours),), {})
     assert made.__name__ == "Mine"
     assert made.__module__ != type(ours).__module__
+    copied = copy.deepcopy(ours)
+    copied.__class__ = made
+    assert type(copy.deepcopy(copied)) is made
 
 
 def test_code_of_a_checkpoint_stays_known_as_such(tmp_path: Path) -> None:

@@ -44,8 +44,19 @@ def test_a_step_that_the_stock_model_fails_too_is_a_note(compiled: Path, monkeyp
 
     monkeypatch.setattr(trial_steps, "_generate", failing)
     found = try_out(compiled)
-    assert found.ran == ()
+    assert [step.split()[0] for step in found.ran] == ["attaching", "a", "saving"]  # the others are tried
     assert found.notes[0].startswith("generating 4 tokens: the stock model raises KeyError: 'no such cache'")
+
+
+def test_another_fault_in_a_step_that_the_stock_model_fails_too_is_refused(
+    compiled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(model: Any, tokens: torch.Tensor) -> None:
+        raise KeyError("of ktc") if isinstance(model, CompiledModel) else RuntimeError("of stock")
+
+    monkeypatch.setattr(trial_steps, "_generate", failing)
+    with pytest.raises(InputRefused, match=r"I147: .*it raises KeyError: 'of ktc'"):
+        try_out(compiled)
 
 
 def test_a_large_model_is_tried_by_its_first_layers(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +65,15 @@ def test_a_large_model_is_tried_by_its_first_layers(compiled: Path, monkeypatch:
     found = try_out(compiled)
     assert 2 <= found.layers <= found.all_layers
     assert len(found.ran) == 5
+
+
+def test_what_fails_for_the_first_layers_alone_is_not_said_of_the_stock_model(
+    compiled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "WHOLE", 0)
+    monkeypatch.setattr(trial_steps, "_generate", lambda model, tokens: [][2])
+    notes = try_out(compiled).notes
+    assert notes[0].startswith("generating 4 tokens: the stock model's first 2 layers alone raise IndexError")
 
 
 def test_what_was_built_for_another_machine_is_tried_by_its_references(

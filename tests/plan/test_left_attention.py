@@ -119,3 +119,12 @@ def test_a_program_of_which_nothing_is_left_says_why(tmp_path: Path) -> None:
     with pytest.raises(InputRefused, match="M071") as refused:
         planned(choosing(captured("deepseek_v2"), "capped"), rules(MLA, tmp_path))
     assert "the model chooses the attention function `capped`" in refused.value.diagnostics[0].hint
+
+
+def test_rules_that_train_and_match_nothing_are_told(tmp_path: Path) -> None:
+    adapting = "rule a { match attn.mla as a  expect >= 0  => lora_linear(rank = 8) on a.o }\n"
+    _, plan = planned(captured("qwen3_moe"), rules(EXPERTS + adapting, tmp_path))
+    assert plan.lora is None
+    assert [each.code for each in plan.warnings] == ["M094"]
+    _, plan = planned(captured("qwen3_moe"), rules(EXPERTS, tmp_path))
+    assert "M094" not in [each.code for each in plan.warnings]
