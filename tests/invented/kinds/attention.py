@@ -9,7 +9,7 @@ _CHOSEN = "chooses the attention function `capped`"
 FAMILIES = (
     Family("chosen_attention", '_implementation = "capped"', '_implementation = "sdpa"', attention=(_CHOSEN, "")),
     Family("chosen_later", '_implementation = "capped"', '_implementation = "sdpa"', attention=(_CHOSEN, "")),
-    Family("attention_by_layer", "layer_idx % 2", "not layer_idx % 2", attention=("", "")),
+    Family("attention_by_layer", "layer_idx % 2", "not layer_idx % 2", attention=(_CHOSEN,) * 2),
     Family("sdpa_replaced", 'FUNCTIONS["sdpa"]', 'FUNCTIONS["capped"]', attention=("own function `capped`", "")),
     Family("eager_only", "0.3 * distance", "0.1 * distance", attention=("own function `near_first`",) * 2),
     Family(
