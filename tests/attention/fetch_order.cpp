@@ -1,6 +1,8 @@
 // Records what kernels of attention fetch ahead of their use: `__builtin_prefetch` is a function of this file. Prints
 // one line per mistake, and nothing where every line of keys and values is fetched once, in time, and in the order of
 // reading.
+#define KTC_UNIT fetch_order
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

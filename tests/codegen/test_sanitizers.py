@@ -19,7 +19,7 @@ import jinja2
 import pytest
 from kernel_layers import EVERYWHERE, FORMS, ISAS, spec_of
 
-from ktc import host
+from ktc import host, resources
 from ktc.codegen import toolchain
 from ktc.codegen.render import render
 from ktc.codegen.toolchain import Toolchain
@@ -117,12 +117,13 @@ def built(specs: tuple[Spec, ...], isa: Isa, sanitizer: str, folder: Path) -> Pa
     for unit in kernels:
         (folder / unit.name).write_text(unit.text)
     units = [(folder / unit.name, isa) for unit in kernels]
-    units += [(path, "scalar") for path in (folder / "kernels.cpp", *(SOURCES / name for name in PROGRAM))]
+    program = (folder / "kernels.cpp", *(SOURCES / name for name in PROGRAM))
+    units += [(path, "scalar") for path in (resources.runtime_sources() / "interface.cpp", *program)]
     with ThreadPoolExecutor(host.usable_threads()) as pool:
         objects = list(pool.map(lambda unit: compiled(tools, *unit, sanitizer, folder), units))
-    program = folder / "stress"
-    subprocess.run([tools.compiler.path, "-pthread", f"-fsanitize={sanitizer}", *objects, "-o", program], check=True)
-    return program
+    built = folder / "stress"
+    subprocess.run([tools.compiler.path, "-pthread", f"-fsanitize={sanitizer}", *objects, "-o", built], check=True)
+    return built
 
 
 def entries(specs: tuple[Spec, ...]) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 // `Lanes` of one instruction set: before they are rounded to bf16. `test_block_formats.py` builds it with KTC_LANES,
 // KTC_PANELS (a list of panel types) and their headers, and names the format.
 
+#define KTC_UNIT decode_blocks
+
 #include "ktc/weight_format/decode_blocks.hpp"
 
 #include <cstddef>

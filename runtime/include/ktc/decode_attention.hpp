@@ -18,13 +18,15 @@
 #include "ktc/attention_plan.hpp"
 #include "ktc/cache_view.hpp"
 #include "ktc/element.hpp"
-#include "ktc/engine.hpp"
 #include "ktc/lane_dots.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/listed_rows.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/team.hpp"
+#include "ktc/unit.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class Isa, class Element>
 class DecodeAttention final : public AttentionKernel {
@@ -43,7 +45,7 @@ class DecodeAttention final : public AttentionKernel {
  public:
   void forward(Engine& engine, const AttentionArguments& arguments) const override {
     const Plan plan(arguments);
-    engine.exclusively([&](const Team& team, Workspace& workspace) {
+    exclusively(engine, [&](const Team& team, Workspace& workspace) {
       Region<Query> queries(plan.all_rows * plan.query_width);
       Region<Sums> sums(plan.all_rows * plan.stretches);
       Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
@@ -380,4 +382,4 @@ class DecodeAttention final : public AttentionKernel {
   };
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace ktc {
+#include "ktc/unit.hpp"
+
+namespace ktc::inline KTC_UNIT {
 
 inline constexpr std::int64_t kKeysTogether = 16;
 inline constexpr std::int64_t kGroupBytes = 64;
@@ -83,4 +85,4 @@ struct KeyDots {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -5,8 +5,9 @@
 #include <cstdint>
 
 #include "ktc/prefetch.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // Row i is at the i-th position of the list. A template, so that each instruction set has its own copy.
 template <class Isa, class Element>
@@ -59,4 +60,4 @@ class ListedAhead {
   bool active_ = true;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

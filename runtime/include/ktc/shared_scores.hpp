@@ -9,8 +9,9 @@
 
 #include "ktc/element.hpp"
 #include "ktc/key_dots.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // A template, so that each instruction set has its own copy.
 template <class Isa>
@@ -73,4 +74,4 @@ struct SharedScores {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

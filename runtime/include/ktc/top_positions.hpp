@@ -10,8 +10,9 @@
 #include <limits>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 inline constexpr std::int32_t kHidden = std::numeric_limits<std::int32_t>::min();  // a position that is not chosen
 
@@ -184,4 +185,4 @@ class TopPositions {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT
