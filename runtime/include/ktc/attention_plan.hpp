@@ -29,7 +29,7 @@ std::unique_ptr<AttentionKernel> make_attention() {
   return std::make_unique<Kernel>();
 }
 
-// Widths are filled up to multiples of `kUnit`. A template, so that each instruction set has its own copy.
+// Widths are filled up to multiples of `kUnit`.
 template <class Isa, std::int64_t kUnit>
 struct AttentionPlan {
   using Lanes = typename Isa::Lanes;

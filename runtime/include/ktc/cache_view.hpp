@@ -41,8 +41,8 @@ struct HeadViews {
   }
 };
 
-// Rows of a cache at neighbouring positions. A template, so that each instruction set has its own copy.
-template <class Isa, class Element>
+// Rows of a cache at neighbouring positions.
+template <class Element>
 struct AdjoiningRows {
   const Element* data;
   std::int64_t stride;
@@ -63,7 +63,7 @@ struct CachePieces {
 
 // The order in which keys and values are fetched: block by block the keys, their second part, the values. Rows that
 // adjoin are cut into pieces of four lines, which come evenly; others are a piece each.
-template <class Isa, class Element, std::int64_t kBlock>
+template <class Element, std::int64_t kBlock>
 class CacheOrder {
  public:
   // For heads with the strides of this one.
@@ -146,12 +146,12 @@ class CacheOrder {
 // distance; evenly spread it comes to 33.
 //
 // Products copy it, so that its numbers are in registers. With the order of the rows in it, 568 bytes, copies took a
-// tenth of the time of int8 codes from L2. A template, so that each instruction set has its own copy. All of it is
+// tenth of the time of int8 codes from L2. All of it is
 // inlined: a call for each piece would save the sums that the caller has in registers.
-template <class Isa, class Element, std::int64_t kBlock>
+template <class Element, std::int64_t kBlock>
 class CacheAhead {
  public:
-  using Order = CacheOrder<Isa, Element, kBlock>;
+  using Order = CacheOrder<Element, kBlock>;
 
   explicit CacheAhead(Order& order) : order_(&order), owed_(order.lead()) {}
 

@@ -102,9 +102,9 @@ class DecodeAttention final : public AttentionKernel {
     for (; each < count; ++each) body(each, RowTile<1>{});
   }
 
-  using Ahead = CacheAhead<Isa, Element, kBlock>;
-  using Chosen = ListedRows<Isa, Element>;
-  using ChosenAhead = ListedAhead<Isa, Element>;
+  using Ahead = CacheAhead<Element, kBlock>;
+  using Chosen = ListedRows<Element>;
+  using ChosenAhead = ListedAhead<Element>;
 
   // Queries, scaled where they are fp32, so that no sum overflows that is finite when scaled; each part is followed by
   // zeros.
@@ -161,7 +161,7 @@ class DecodeAttention final : public AttentionKernel {
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
         const HeadViews of_block = views.of_block<Element>(block);
-        using Near = AdjoiningRows<Isa, Element>;
+        using Near = AdjoiningRows<Element>;
         const Block<Near> own{Near::of(of_block.keys), Near::of(of_block.more_keys), Near::of(of_block.values)};
         ahead.start_block(length, block_work(item.count, length));
         attend(own, rows, length, scores, ahead, [&](std::int64_t row, float* of_row) {

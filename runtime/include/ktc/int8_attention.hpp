@@ -99,7 +99,7 @@ class Int8Attention final : public Int8AttentionKernel {
   }
 
  private:
-  using Ahead = CacheAhead<Isa, std::int8_t, kBlock>;
+  using Ahead = CacheAhead<std::int8_t, kBlock>;
   static constexpr float kLeast = 0x1p-100f;
 
   // Of one worker.

@@ -23,7 +23,7 @@ namespace ktc::inline KTC_UNIT {
 template <class Isa, class Element>
 class KeyChoice {
   using Lanes = typename Isa::Lanes;
-  using Codes = KeyCodes<Isa>;
+  using Codes = KeyCodes;
   using Dots = KeyDots<Isa>;
   using Top = TopPositions<Isa>;
   using Shared = SharedScores<Isa>;
@@ -99,7 +99,7 @@ class KeyChoice {
     // Of one query; 0 where products are not read from tables.
     static std::int64_t table_bytes(const KeyLayout& layout) {
       if constexpr (Dots::kTables) {
-        if (layout.format == KeyFormat::kSign) return groups_of(layout) * SignTables<Isa>::kBytes;
+        if (layout.format == KeyFormat::kSign) return groups_of(layout) * SignTables::kBytes;
       }
       return 0;
     }
@@ -153,7 +153,7 @@ class KeyChoice {
         std::int8_t* of_row = codes + row * padded_width(layout);
         const float scale = Codes::encode_query(numbers, layout, of_row);
         if constexpr (Dots::kTables) {
-          if (sizes.of_tables > 0) SignTables<Isa>::fill(of_row, groups_of(layout), tables + row * sizes.of_tables);
+          if (sizes.of_tables > 0) SignTables::fill(of_row, groups_of(layout), tables + row * sizes.of_tables);
         }
         std::int32_t sum = 0;
         for (std::int64_t k = 0; k < layout.width; ++k) sum += of_row[k];

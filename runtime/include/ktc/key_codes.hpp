@@ -33,8 +33,6 @@ inline std::int64_t padded_width(const KeyLayout& layout) {
   return groups_of(layout) * group_size(layout);
 }
 
-// A template, so that each instruction set has its own copy.
-template <class Isa>
 struct KeyCodes {
   // Multiplies `width` numbers by their signs and by one orthogonal Hadamard matrix per power of two in `width`.
   static void rotate(float* numbers, std::int64_t width, const float* signs) {

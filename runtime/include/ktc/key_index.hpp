@@ -17,7 +17,7 @@ namespace ktc::inline KTC_UNIT {
 
 template <class Isa, class Element>
 class KeyIndex {
-  using Codes = KeyCodes<Isa>;
+  using Codes = KeyCodes;
 
  public:
   static void encode(Engine& engine, const EncodeArguments& a) {

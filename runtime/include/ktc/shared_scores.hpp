@@ -13,7 +13,6 @@
 
 namespace ktc::inline KTC_UNIT {
 
-// A template, so that each instruction set has its own copy.
 template <class Isa>
 struct SharedScores {
   using Lanes = typename Isa::Lanes;

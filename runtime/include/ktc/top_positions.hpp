@@ -62,7 +62,6 @@ struct ScoreLanes {
   }
 };
 
-// A template, so that each instruction set has its own copy.
 template <class Isa>
 class TopPositions {
  public:

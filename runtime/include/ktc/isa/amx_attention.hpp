@@ -65,7 +65,7 @@ class Attention final : public AttentionKernel {
   using Plan = AttentionPlan<Isa, kDepth>;
   using Item = Plan::Item;
   using Sums = Plan::Sums;
-  using Ahead = CacheAhead<FewRows, bf16, Plan::kBlock>;
+  using Ahead = CacheAhead<bf16, Plan::kBlock>;
   static constexpr std::int64_t kBlock = Plan::kBlock;
   static constexpr std::int64_t kMostRows = Plan::kMostRows;
   static_assert(kBlock % kGroup == 0 && kMostRows % kTileRows == 0);

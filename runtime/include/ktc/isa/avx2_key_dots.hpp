@@ -49,7 +49,7 @@ struct KeyProducts {
   }
 
  private:
-  using Tables = SignTables<KeyProducts>;
+  using Tables = SignTables;
   static constexpr std::int64_t kAhead = 8192;
 
   template <int kRows>

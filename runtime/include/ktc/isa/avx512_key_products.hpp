@@ -90,7 +90,7 @@ struct KeyProducts {
   }
 
  protected:
-  using Tables = SignTables<Add>;
+  using Tables = SignTables;
 
  private:
   template <int kRows>

@@ -16,6 +16,7 @@
 
 #include "ktc/interface/step.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/step/functions.hpp"
 #include "ktc/step/view.hpp"
 #include "ktc/unit.hpp"
 
