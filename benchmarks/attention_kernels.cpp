@@ -2,9 +2,11 @@
 // memory, after calls over 16 positions. Wall time, GB/s, and the share of what the same threads read in the same
 // rounds.
 //
-//     g++ -std=c++20 -pthread -ffp-contract=off -fno-ipa-pure-const -O3 -Iruntime/include -include ktc/isa/avx2.hpp
+//     g++ -std=c++20 -pthread -O3 -Iruntime/include -c runtime/src/interface.cpp -o interface.o
+//     g++ -std=c++20 -pthread -ffp-contract=off -fno-ipa-pure-const -O3 -Iruntime/include -DKTC_UNIT=attention_kernels
+//         -include ktc/isa/avx2.hpp
 //         -include ktc/isa/avx2_cache_codes.hpp -DKTC_ISA=avx2 -mavx2 -mfma -mf16c
-//         benchmarks/attention_kernels.cpp -o attention_kernels
+//         benchmarks/attention_kernels.cpp interface.o -o attention_kernels
 //     with avx512.hpp and avx512_cache_codes.hpp:            -mavx512f -mavx512bw -mavx512vl -mavx512dq too
 //     with avx512_bf16.hpp and avx512_bf16_cache_codes.hpp:  -mavx512bf16 -mavx512vnni too
 //     with amx_attention.hpp after them (-DKTC_ISA=avx512_bf16): -mamx-tile -mamx-bf16 too
@@ -27,7 +29,9 @@
 #include <vector>
 
 #include "ktc/decode_attention.hpp"
+#include "ktc/huge_pages.hpp"
 #include "ktc/int8_attention.hpp"
+#include "ktc/team.hpp"
 #include "ktc/workspace.hpp"
 
 namespace {
@@ -71,7 +75,7 @@ class ColdMemory {
   ColdMemory() : memory_(kCold) { std::fill_n(memory_.data(), kCold, std::byte{1}); }
 
   void read(Engine& engine) {
-    engine.exclusively([&](const Team& team, Workspace&) {
+    exclusively(engine, [&](const Team& team, Workspace&) {
       team.run([&](const Worker& worker) {
         using Lanes = std::uint64_t __attribute__((vector_size(64)));
         const auto* from = reinterpret_cast<const Lanes*>(memory_.data());

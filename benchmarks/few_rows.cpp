@@ -1,6 +1,7 @@
 // One row times panels of each format that come from memory: GB/s of packed weights beside the sum of the same array.
 //
-//     g++ -std=c++20 -ffp-contract=off -fno-ipa-pure-const -O3 -Iruntime/include -include ktc/isa/avx2.hpp
+//     g++ -std=c++20 -ffp-contract=off -fno-ipa-pure-const -O3 -Iruntime/include -DKTC_UNIT=few_rows
+//         -include ktc/isa/avx2.hpp
 //         -DKTC_ISA=avx2 -mavx2 -mfma -mf16c benchmarks/few_rows.cpp -o few_rows
 //     with ktc/isa/avx512.hpp:      -mavx512f -mavx512bw -mavx512vl -mavx512dq too
 //     with ktc/isa/avx512_bf16.hpp: -mavx512bf16 -mavx512vnni too
@@ -25,6 +26,7 @@
 #include <vector>
 
 #include "ktc/code_products.hpp"
+#include "ktc/huge_pages.hpp"
 #include "ktc/machine_peak.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/weight_format/dense.hpp"

@@ -1,7 +1,9 @@
 // Linear layers of few rows whose weights come from memory, in bf16: GB/s of weights for 1 to 8 rows, one thread.
 //
-//     g++ -std=c++20 -pthread -ffp-contract=off -fno-ipa-pure-const -O3 -Iruntime/include -include ktc/isa/avx2.hpp
-//         -DKTC_ISA=avx2 -mavx2 -mfma -mf16c benchmarks/linear_rows.cpp -o linear_rows
+//     g++ -std=c++20 -pthread -O3 -Iruntime/include -c runtime/src/interface.cpp -o interface.o
+//     g++ -std=c++20 -pthread -ffp-contract=off -fno-ipa-pure-const -O3 -Iruntime/include -DKTC_UNIT=linear_rows
+//         -include ktc/isa/avx2.hpp
+//         -DKTC_ISA=avx2 -mavx2 -mfma -mf16c benchmarks/linear_rows.cpp interface.o -o linear_rows
 //     with ktc/isa/avx512.hpp:      -mavx512f -mavx512bw -mavx512vl -mavx512dq too
 //     with ktc/isa/avx512_bf16.hpp: -mavx512bf16 -mavx512vnni too
 //     taskset -c 0 ./linear_rows huge|small [ROUNDS] [INPUTS]
@@ -19,6 +21,7 @@
 #include <string_view>
 #include <vector>
 
+#include "ktc/huge_pages.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/workspace.hpp"
 

@@ -1,8 +1,10 @@
 // A kernel without Python: first checked against the scalar oracle in fp64, then timed on the given numbers of threads.
 //
-//     g++ -std=c++20 -ffp-contract=off -O3 -pthread -Iruntime/include -include ktc/isa/amx.hpp -DKTC_ISA=amx
+//     g++ -std=c++20 -pthread -O3 -Iruntime/include -c runtime/src/interface.cpp -o interface.o
+//     g++ -std=c++20 -ffp-contract=off -O3 -pthread -Iruntime/include -DKTC_UNIT=native_moe
+//         -include ktc/isa/amx.hpp -DKTC_ISA=amx
 //         -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni
-//         -mamx-tile -mamx-bf16 -mamx-int8 benchmarks/native_moe.cpp -o native_moe
+//         -mamx-tile -mamx-bf16 -mamx-int8 benchmarks/native_moe.cpp interface.o -o native_moe
 //     for int8 with -include ktc/isa/amx_int8.hpp -DKTC_PANEL=Int8Panel
 //     native_moe check | native_moe THREADS,.. H I E K TOKENS,..
 //
@@ -36,6 +38,7 @@
 
 #include "ktc/activation.hpp"
 #include "ktc/fused_moe.hpp"
+#include "ktc/huge_pages.hpp"
 #include "ktc/isa/scalar.hpp"
 #include "ktc/machine_peak.hpp"
 #include "ktc/weight_format/dense.hpp"

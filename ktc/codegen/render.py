@@ -1,4 +1,4 @@
-"""Specs of kernels to C++: one translation unit per kernel, one that lists them and one for the Python module.
+"""Specs of kernels to C++: a translation unit per kernel, one that lists them, and those that every library has.
 
 The templates choose and instantiate; the computation is in `runtime/include/ktc`. Refused: a spec for which no kernel
 is written.
@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Final
 
 import jinja2
@@ -71,18 +72,20 @@ def render(specs: Sequence[Spec], origin: Mapping[Spec, str]) -> KernelSource:
     units = [_kernel(environment, spec, origin.get(spec, "none")) for spec in distinct]
     bindings = environment.get_template("bindings.cpp.j2").render(specs=distinct)
     units.append(TranslationUnit("bindings.cpp", bindings, "scalar"))
-    units.extend(_of_runtime(name) for name in _modules(distinct))
+    units.extend(_of_runtime(path) for path in _runtime_units(distinct))
     return KernelSource(tuple(units), distinct)
 
 
-def _modules(specs: Sequence[Spec]) -> Iterator[str]:
-    yield "module.cpp"
-    if any(spec.op == "step" for spec in specs):
-        yield "step_module.cpp"  # a unit of its own, which most libraries need not compile
+def _runtime_units(specs: Sequence[Spec]) -> Iterator[Path]:
+    """Yield the files of C++ that a library with these kernels has as they are."""
+    yield resources.runtime_sources() / "interface.cpp"
+    yield resources.runtime_bindings() / "module.cpp"
+    if any(spec.op == "step" for spec in specs):  # most libraries have no steps and need not compile their classes
+        yield resources.runtime_bindings() / "step_module.cpp"
 
 
-def _of_runtime(name: str) -> TranslationUnit:
-    return TranslationUnit(name, (resources.runtime_bindings() / name).read_text(encoding="utf-8"), "scalar")
+def _of_runtime(path: Path) -> TranslationUnit:
+    return TranslationUnit(path.name, path.read_text(encoding="utf-8"), "scalar")
 
 
 def _kernel(environment: jinja2.Environment, spec: Spec, origin: str) -> TranslationUnit:

@@ -43,7 +43,7 @@ class Engine(Protocol):
 
 
 class NativeHostCall(Protocol):
-    """`ktc::HostCall`; see `host_call.hpp`."""
+    """`ktc::HostCall`; see `interface/host_call.hpp`."""
 
     function: int
     address: int
@@ -52,7 +52,7 @@ class NativeHostCall(Protocol):
 
 
 class NativeKernel(Protocol):
-    """`ktc::MoeKernel`. Pointers are addresses; see `moe_kernel.hpp` for the shapes behind them."""
+    """`ktc::MoeKernel`. Pointers are addresses; see `interface/moe.hpp` for the shapes behind them."""
 
     packed_bytes: int
     expert_bytes: int
@@ -121,7 +121,7 @@ class NativeKernel(Protocol):
 
 
 class NativeLinear(Protocol):
-    """`ktc::LinearKernel`; see `linear.hpp`."""
+    """`ktc::LinearKernel`; see `interface/linear.hpp`."""
 
     def forward(
         self, engine: Engine, x: int, weight: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
@@ -158,7 +158,7 @@ class NativeLinear(Protocol):
 
 
 class NativePackedLinear(Protocol):
-    """`ktc::PackedLinearKernel`; see `packed_linear.hpp`."""
+    """`ktc::PackedLinearKernel`; see `interface/packed_linear.hpp`."""
 
     def packed_bytes(self, inputs: int, outputs: int, /) -> int: ...
     def pack(self, packed: int, blocks: int, outputs: int, row_bytes: int, /) -> None: ...
@@ -180,7 +180,7 @@ NativePages = tuple[int, int, int, int, int]
 
 
 class NativeAttention(Protocol):
-    """`ktc::AttentionKernel`; see `attention_plan.hpp`."""
+    """`ktc::AttentionKernel`; see `interface/attention.hpp`."""
 
     def forward(
         self,
@@ -223,7 +223,7 @@ class NativeAttention(Protocol):
 
 
 class NativeInt8Attention(NativeAttention, Protocol):
-    """`ktc::Int8AttentionKernel`; see `int8_attention.hpp`."""
+    """`ktc::Int8AttentionKernel`; see `interface/attention.hpp`."""
 
     def quantise(
         self, rows: int, strides: tuple[int, int, int], codes: NativeCacheView, sizes: tuple[int, int, int], /
@@ -231,7 +231,7 @@ class NativeInt8Attention(NativeAttention, Protocol):
 
 
 class NativeSparseAttention(NativeAttention, Protocol):
-    """`ktc::SparseAttentionKernel`; see `key_index.hpp`. An index is addresses of its parts, and its sizes."""
+    """`ktc::SparseAttentionKernel`; see `interface/attention.hpp`. An index has addresses of its parts and sizes."""
 
     def encode(
         self,

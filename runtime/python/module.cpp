@@ -1,4 +1,6 @@
 // The Python module of a kernel library: its classes, and one function per entry that makes a kernel.
+#define KTC_UNIT module
+
 #include <pybind11/pybind11.h>
 
 #include <cstdint>

@@ -1,4 +1,6 @@
 // The classes of decoding steps, for the libraries that have a kernel for them.
+#define KTC_UNIT step_module
+
 #include "ktc_python/entries.hpp"
 #include "ktc_python/step.hpp"
 

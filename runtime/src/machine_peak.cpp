@@ -1,5 +1,7 @@
 // The limits of `ktc/machine_peak.hpp` as plain functions, for `ktc bench`.
 
+#define KTC_UNIT machine_peak
+
 #include "ktc/machine_peak.hpp"
 
 extern "C" __attribute__((visibility("default"))) std::int64_t multiply_in_registers(std::int64_t rounds) {

@@ -1,6 +1,8 @@
 // Records what kernels of attention fetch ahead of their use: `__builtin_prefetch` is a function of this file. Prints
 // one line per mistake, and nothing where every line of keys and values is fetched once, in time, and in the order of
 // reading.
+#define KTC_UNIT fetch_order
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -31,8 +33,8 @@ using ktc::CacheView;
 using ktc::HeadViews;
 using Element = std::uint16_t;
 constexpr std::int64_t kBlock = ktc::kPagePositions;
-using Order = ktc::CacheOrder<void, Element, kBlock>;
-using Ahead = ktc::CacheAhead<void, Element, kBlock>;
+using Order = ktc::CacheOrder<Element, kBlock>;
+using Ahead = ktc::CacheAhead<Element, kBlock>;
 
 struct Case {
   std::string name;
@@ -176,8 +178,8 @@ void check_lists() {
   const Case of{"list", 128, 0, 0, false, false, {}};
   std::vector<Element> data(1000 * 160);
   const std::vector<std::int32_t> positions{5, 7, 8, 30, 31, 90, 400, 401, 999, 3};
-  const ktc::ListedRows<void, Element> rows{data.data(), 160, positions.data(), 10};
-  ktc::ListedAhead<void, Element> ahead(1280);  // eight rows are ahead
+  const ktc::ListedRows<Element> rows{data.data(), 160, positions.data(), 10};
+  ktc::ListedAhead<Element> ahead(1280);  // eight rows are ahead
   fetched.clear();
   ahead.fetch<2>(rows, 0, 64, 128);
   const auto lines = [&](std::int64_t position, std::int64_t begin, std::int64_t end) {

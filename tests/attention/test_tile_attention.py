@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from software_tiles import HEADER
 
-from ktc import host
+from ktc import host, resources
 from ktc.codegen import toolchain
 
 PROGRAM = Path(__file__).parent / "tile_attention.cpp"
@@ -19,8 +19,11 @@ PROGRAM = Path(__file__).parent / "tile_attention.cpp"
 def test_tiles_compute_what_avx512_bf16_does(tmp_path: Path) -> None:
     tools = toolchain.find(host.detect())
     tools = replace(tools, include=(*tools.include, HEADER.parent))
-    compiled, program = tmp_path / PROGRAM.with_suffix(".o").name, tmp_path / PROGRAM.stem
-    subprocess.run(tools.compile_command(PROGRAM, compiled, "avx512_bf16"), check=True)
-    subprocess.run([tools.compiler.path, "-pthread", str(compiled), "-o", str(program)], check=True)
+    program = tmp_path / PROGRAM.stem
+    sources = (PROGRAM, resources.runtime_sources() / "interface.cpp")
+    objects = [tmp_path / f"{source.stem}.o" for source in sources]
+    for source, compiled in zip(sources, objects, strict=True):
+        subprocess.run(tools.compile_command(source, compiled, "avx512_bf16"), check=True)
+    subprocess.run([tools.compiler.path, "-pthread", *map(str, objects), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")

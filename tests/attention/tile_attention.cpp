@@ -1,5 +1,7 @@
 // Compares decode attention by tiles, which are software here, with that of AVX512-BF16. Prints one line per mistake,
 // and nothing where outputs agree and do not depend on the number of threads. The workspace holds NaN before a call.
+#define KTC_UNIT tile_attention
+
 #include "software_tiles.hpp"
 //
 #include "ktc/isa/avx512_bf16.hpp"
@@ -17,6 +19,8 @@
 #include <vector>
 
 #include "ktc/isa/amx_attention.hpp"
+#include "ktc/team.hpp"
+#include "ktc/workspace.hpp"
 
 namespace {
 
@@ -62,7 +66,7 @@ class Caches {
     ktc::Engine engine(threads);
     const std::int64_t rows = case_.batch * case_.key_heads * case_.rows, width = arguments_.values.width;
     const std::int64_t sums = rows * width * 64 + (std::int64_t{1} << 20);  // at least all that a call takes
-    engine.exclusively([sums](const ktc::Team&, ktc::Workspace& workspace) {
+    exclusively(engine, [sums](const ktc::Team&, ktc::Workspace& workspace) {
       ktc::Region<float> all(sums);
       workspace.lay_out(all);
       std::fill_n(all.data(), sums, std::numeric_limits<float>::quiet_NaN());

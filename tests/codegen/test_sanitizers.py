@@ -9,29 +9,24 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jinja2
 import pytest
-from kernel_layers import EVERYWHERE, FORMS, ISAS, spec_of
+from every_kernel import every_spec
+from kernel_layers import ISAS
 
-from ktc import host
+from ktc import host, resources
 from ktc.codegen import toolchain
 from ktc.codegen.render import render
 from ktc.codegen.toolchain import Toolchain
-from ktc.formats import BLOCKS, CODES, FORMATS, Blocks, Codes, Dense, Exponent, Halves, ScaleAndZero, WeightFormat
+from ktc.formats import FORMATS, Blocks, Codes, Exponent, Halves, ScaleAndZero, WeightFormat
 from ktc.isa import PREFERENCE, Isa
-from ktc.plan.attention_spec import ISAS as ATTENTION_ISAS
-from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
-from ktc.plan.kernel_spec import KERNELS, KernelSpec
-from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
-from ktc.plan.linear_spec import Dtype, LinearSpec, PackedLinearSpec
+from ktc.plan.kernel_spec import KernelSpec
+from ktc.plan.linear_spec import PackedLinearSpec
 from ktc.plan.spec import Spec
-from ktc.plan.step_spec import StepSpec
 
 pytestmark = pytest.mark.slow
 
@@ -46,33 +41,6 @@ OPTIONS = {
     },
 }
 ELEMENTS = {"bf16": "kBf16", "fp16": "kFp16", "fp32": "kFp32", "fp64": "kFp64"}
-
-
-def specs_of(isa: Isa) -> tuple[Spec, ...]:
-    """Every kernel that the product generates for an instruction set, up to forms of experts that differ in nothing
-    but the activation: all of those are with the best one."""
-    forms = FORMS if isa == ISAS[0] else EVERYWHERE
-    dtypes: tuple[Dtype, ...] = get_args(Dtype)
-    specs: list[Spec] = [*moe_specs(isa), *(spec_of(isa, form=form) for form in forms)]
-    if isa in LINEAR_ISAS:
-        specs += [LinearSpec("linear", dtype, isa) for dtype in dtypes]
-        specs += [Int8AttentionSpec("int8_attention", dtype, isa) for dtype in dtypes]
-        specs += [StepSpec("step", "fp32", isa)]
-    cached: list[Dtype] = [dtype for dtype in dtypes if isa in ATTENTION_ISAS[dtype]]
-    specs += [AttentionSpec("attention", dtype, isa) for dtype in cached]
-    specs += [SparseAttentionSpec("sparse_attention", dtype, isa) for dtype in cached]
-    specs += [PackedLinearSpec("packed_linear", "bf16", name, isa) for name in BLOCKS if name in KERNELS[isa]]
-    return tuple(dict.fromkeys(specs))
-
-
-def moe_specs(isa: Isa) -> Iterator[KernelSpec]:
-    """Experts in every weight format, with every size of groups, and with two formats in one layer."""
-    for name in KERNELS[isa]:
-        row = FORMATS[name]
-        for group in CODES[name].group_sizes if name in CODES else (0,):
-            dtype = row.computes if isinstance(row, Dense) else "bf16"
-            yield spec_of(isa, dtype, codes=(name, group))
-    yield replace(spec_of(isa, codes=("q4_k", 0)), format_down="q6_k")
 
 
 def facts(spec: Spec) -> dict[str, Any]:
@@ -117,12 +85,13 @@ def built(specs: tuple[Spec, ...], isa: Isa, sanitizer: str, folder: Path) -> Pa
     for unit in kernels:
         (folder / unit.name).write_text(unit.text)
     units = [(folder / unit.name, isa) for unit in kernels]
-    units += [(path, "scalar") for path in (folder / "kernels.cpp", *(SOURCES / name for name in PROGRAM))]
+    program = (folder / "kernels.cpp", *(SOURCES / name for name in PROGRAM))
+    units += [(path, "scalar") for path in (resources.runtime_sources() / "interface.cpp", *program)]
     with ThreadPoolExecutor(host.usable_threads()) as pool:
         objects = list(pool.map(lambda unit: compiled(tools, *unit, sanitizer, folder), units))
-    program = folder / "stress"
-    subprocess.run([tools.compiler.path, "-pthread", f"-fsanitize={sanitizer}", *objects, "-o", program], check=True)
-    return program
+    built = folder / "stress"
+    subprocess.run([tools.compiler.path, "-pthread", f"-fsanitize={sanitizer}", *objects, "-o", built], check=True)
+    return built
 
 
 def entries(specs: tuple[Spec, ...]) -> tuple[str, ...]:
@@ -153,7 +122,7 @@ def at_fixed_addresses() -> list[str]:
 def test_nothing_is_found(isa: Isa, sanitizer: str, tmp_path: Path) -> None:
     if isa not in ISAS:
         pytest.skip(f"this machine cannot run `{isa}` kernels")
-    specs = specs_of(isa)
+    specs = every_spec(isa)
     program = built(specs, isa, sanitizer, tmp_path)
     shares = host.usable_threads()
     environment = {**os.environ, **OPTIONS[sanitizer]}

@@ -1,6 +1,6 @@
 // Reads blocks of 32 rows of 512 weights from standard input and writes the weights as fp32, row by row, decoded by the
 // `Lanes` of one instruction set: before they are rounded to bf16. `test_block_formats.py` builds it with KTC_LANES,
-// KTC_PANELS (a list of panel types) and their headers, and names the format.
+// KTC_UNIT, KTC_PANELS (a list of panel types) and their headers, and names the format.
 
 #include "ktc/weight_format/decode_blocks.hpp"
 

@@ -1,6 +1,6 @@
 // Reads fp32 weights from standard input and writes the blocks that a format makes of them. `test_block_formats.py`
-// builds it with the flags of one instruction set, KTC_PANELS (a list of panel types) and their headers, and names the
-// format.
+// builds it with the flags of one instruction set, KTC_UNIT, KTC_PANELS (a list of panel types) and their headers, and
+// names the format.
 
 #include <cstdint>
 #include <cstdio>

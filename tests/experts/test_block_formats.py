@@ -143,7 +143,7 @@ def compiled(name: str, isa: Isa, folder: Path, formats: Iterable[str], *options
     source, program = Path(__file__).with_name(f"{name}.cpp"), folder / name
     tools = toolchain.find(host.detect())
     includes = [f"-I{path}" for path in tools.include]
-    command = [tools.compiler.path, *tools.flags(isa, source.name), *includes, *options, *headers]
+    command = [tools.compiler.path, *tools.flags(isa, source.name), f"-DKTC_UNIT={name}", *includes, *options, *headers]
     subprocess.run([*command, f"-DKTC_PANELS={types}", str(source), "-o", str(program)], check=True)
     return program
 

@@ -7,7 +7,9 @@
 
 #include <limits>
 
-namespace ktc {
+#include "ktc/unit.hpp"
+
+namespace ktc::inline KTC_UNIT {
 
 template <class Lanes>
 struct ValueAndGradient {
@@ -262,4 +264,4 @@ struct Ungated {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

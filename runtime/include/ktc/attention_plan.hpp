@@ -11,70 +11,25 @@
 
 #include "ktc/cache_view.hpp"
 #include "ktc/element.hpp"
-#include "ktc/engine.hpp"
+#include "ktc/interface/attention.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/team.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
-// query (batch, key heads, rows, keys.width + more_keys.width) is contiguous, where the rows of a key head are its
-// query heads and their tokens; out (batch, tokens, query heads, values.width) is too. Without a mask, the new tokens
-// are the last positions and see those up to their own. mask (batch, tokens, positions) has a byte for each, 0 where it
-// is not seen, and strides of its first two dimensions; sinks (query heads) are further scores without a value.
-//
-// Sequences of other lengths than the longest are aligned at their last position, where a mask has them too.
-struct AttentionArguments {
-  const void* query = nullptr;
-  CacheView keys;
-  CacheView more_keys;
-  CacheView values;
-  const std::uint8_t* mask = nullptr;
-  std::int64_t mask_batch = 0;
-  std::int64_t mask_token = 0;
-  const float* sinks = nullptr;
-  void* out = nullptr;
-  std::int64_t batch = 0;
-  std::int64_t key_heads = 0;
-  std::int64_t group = 0;  // query heads of a key head
-  std::int64_t tokens = 0;
-  std::int64_t positions = 0;
-  float scale = 1.0f;
-  // How many of the last positions are each sequence's own, (batch), from 1 to `positions`: others are not read.
-  // Without a mask at least `tokens`. Null for all.
-  const std::int64_t* lengths = nullptr;
-  // Of a cache in pages, the pages of every sequence, (batch, longest): its position 0 is the first of its first page.
-  // Then `lengths` is not null.
-  const std::int32_t* pages = nullptr;
-  std::int64_t pages_of_sequence = 0;  // from one sequence to the next
-  // Lists (batch, key heads, positions), of which the first counts (batch, key heads) are attended to; null for all
-  // positions of the cache. Then there is one token and no mask, `sequences` neighbours of the batch share a sequence
-  // of the cache, and `choosers` neighbours of the key heads share a key head of it.
-  const std::int32_t* chosen = nullptr;
-  const std::int32_t* counts = nullptr;
-  std::int64_t sequences = 1;
-  std::int64_t choosers = 1;
-
-  // The number of positions of a sequence that are read.
-  std::int64_t length_of(std::int64_t sequence) const { return lengths == nullptr ? positions : lengths[sequence]; }
-};
-
-class AttentionKernel {
- public:
-  virtual ~AttentionKernel() = default;
-  virtual void forward(Engine& engine, const AttentionArguments& arguments) const = 0;
-};
-
-struct AttentionEntry {
-  const char* name;
-  std::unique_ptr<AttentionKernel> (*make)();
-};
+// The number of positions of a sequence that are read.
+inline std::int64_t length_of(const AttentionArguments& a, std::int64_t sequence) {
+  return a.lengths == nullptr ? a.positions : a.lengths[sequence];
+}
 
 template <class Kernel>
 std::unique_ptr<AttentionKernel> make_attention() {
   return std::make_unique<Kernel>();
 }
 
-// Widths are filled up to multiples of `kUnit`. A template, so that each instruction set has its own copy.
+// Widths are filled up to multiples of `kUnit`.
 template <class Isa, std::int64_t kUnit>
 struct AttentionPlan {
   using Lanes = typename Isa::Lanes;
@@ -136,7 +91,7 @@ struct AttentionPlan {
           head(item / (plan.row_groups * plan.stretches)),
           first(item % plan.row_groups * kMostRows),
           count(std::min(kMostRows, plan.rows - first)) {
-      const std::int64_t whole = a.length_of(head / a.key_heads), length = plan.stretch_of(whole);
+      const std::int64_t whole = length_of(a, head / a.key_heads), length = plan.stretch_of(whole);
       begin = stretch * length;
       end = std::min(begin + length, whole);
     }
@@ -160,13 +115,13 @@ struct AttentionPlan {
   static HeadViews head_views(const AttentionArguments& a, std::int64_t head) {
     const std::int64_t own = head % a.key_heads, number = head / a.key_heads;
     const std::int64_t sequence = a.pages == nullptr ? number : 0;
-    const std::int64_t first = a.pages == nullptr ? a.positions - a.length_of(number) : 0;
+    const std::int64_t first = a.pages == nullptr ? a.positions - length_of(a, number) : 0;
     const auto of_head = [&](CacheView view) {
       if (view.data != nullptr) {
         view.data = static_cast<const Stored*>(view.data) + sequence * view.batch + own * view.head;
         if (view.scales != nullptr) view.scales += sequence * view.scale_batch + own * view.scale_head;
       }
-      return view.template from<Stored>(nullptr, first);
+      return view_from<Stored>(view, nullptr, first);
     };
     return {of_head(a.keys), of_head(a.more_keys), of_head(a.values),
             a.pages == nullptr ? nullptr : a.pages + number * a.pages_of_sequence};
@@ -200,7 +155,7 @@ struct AttentionPlan {
   // Marks the positions of a block that a row does not see, and those beyond it.
   static void hide(const AttentionArguments& a, std::int64_t head, std::int64_t row, std::int64_t block,
                    std::int64_t length, float* scores) {
-    const std::int64_t token = row % a.tokens, sequence = head / a.key_heads, whole = a.length_of(sequence);
+    const std::int64_t token = row % a.tokens, sequence = head / a.key_heads, whole = length_of(a, sequence);
     fill_up(length, scores);
     if (a.mask != nullptr) {
       const std::uint8_t* seen =
@@ -292,7 +247,7 @@ struct AttentionPlan {
                         const Place& place) const {
     const std::int64_t head = row / rows, of_head = row % rows;
     const std::int64_t query_head = head % a.key_heads * a.group + of_head / a.tokens;
-    const std::int64_t whole_length = a.length_of(head / a.key_heads), length = stretch_of(whole_length);
+    const std::int64_t whole_length = length_of(a, head / a.key_heads), length = stretch_of(whole_length);
     const std::int64_t own = (whole_length + length - 1) / length;  // stretches of the sequence
     float greatest = a.sinks == nullptr ? kUnseen : a.sinks[query_head];
     for (std::int64_t each = 0; each < own; ++each) {
@@ -335,4 +290,4 @@ struct AttentionPlan {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

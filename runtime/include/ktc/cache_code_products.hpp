@@ -8,8 +8,9 @@
 #include <cstdint>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // The largest codes of a query and of a weight: 127 * kWeightCode * 128 positions and 127 * kQueryCode * 1032 columns
 // fit 32 bits.
@@ -74,4 +75,4 @@ struct CacheCodeProducts {
   static constexpr std::int64_t place(std::int64_t column) { return column; }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

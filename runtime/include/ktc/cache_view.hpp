@@ -4,40 +4,24 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ktc/interface/attention.hpp"
 #include "ktc/prefetch.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
-// Positions of a page of a cache: those of a block of scores, so a block is in one page.
-inline constexpr std::int64_t kPagePositions = 128;
-
-// (batch, key heads, positions, width); the elements of a position are neighbours. Strides count elements. Of codes,
-// `scales` (batch, key heads, positions) has a factor for each position, with strides of its own. Of a cache in pages,
-// the first dimension is pages instead of sequences, each of kPagePositions.
-struct CacheView {
-  const void* data = nullptr;
-  std::int64_t batch = 0;
-  std::int64_t head = 0;
-  std::int64_t position = 0;
-  std::int64_t width = 0;
-  const float* scales = nullptr;
-  std::int64_t scale_batch = 0;
-  std::int64_t scale_head = 0;
-  std::int64_t scale_position = 0;
-
-  // The view whose position 0 is `position` of this one, of numbers of this type. `pages` are those of its sequence;
-  // null where positions follow each other.
-  template <class Stored>
-  CacheView from(const std::int32_t* pages, std::int64_t position) const {
-    CacheView moved = *this;
-    if (data == nullptr) return moved;
-    const std::int64_t page = pages == nullptr ? 0 : pages[position / kPagePositions];
-    const std::int64_t within = pages == nullptr ? position : position % kPagePositions;
-    moved.data = static_cast<const Stored*>(data) + page * batch + within * this->position;
-    if (scales != nullptr) moved.scales = scales + page * scale_batch + within * scale_position;
-    return moved;
-  }
-};
+// Returns the view whose position 0 is `position` of this one, of numbers of this type. `pages` are those of its
+// sequence; null where positions follow each other.
+template <class Stored>
+CacheView view_from(const CacheView& view, const std::int32_t* pages, std::int64_t position) {
+  CacheView moved = view;
+  if (view.data == nullptr) return moved;
+  const std::int64_t page = pages == nullptr ? 0 : pages[position / kPagePositions];
+  const std::int64_t within = pages == nullptr ? position : position % kPagePositions;
+  moved.data = static_cast<const Stored*>(view.data) + page * view.batch + within * view.position;
+  if (view.scales != nullptr) moved.scales = view.scales + page * view.scale_batch + within * view.scale_position;
+  return moved;
+}
 
 // The keys and values of one key head: `data` of each view is its position 0, or that of page 0.
 struct HeadViews {
@@ -52,12 +36,13 @@ struct HeadViews {
   // The views whose position 0 is the first one of a block, for positions of that block.
   template <class Stored>
   HeadViews of_block(std::int64_t block) const {
-    return {keys.from<Stored>(pages, block), more_keys.from<Stored>(pages, block), values.from<Stored>(pages, block)};
+    return {view_from<Stored>(keys, pages, block), view_from<Stored>(more_keys, pages, block),
+            view_from<Stored>(values, pages, block)};
   }
 };
 
-// Rows of a cache at neighbouring positions. A template, so that each instruction set has its own copy.
-template <class Isa, class Element>
+// Rows of a cache at neighbouring positions.
+template <class Element>
 struct AdjoiningRows {
   const Element* data;
   std::int64_t stride;
@@ -78,7 +63,7 @@ struct CachePieces {
 
 // The order in which keys and values are fetched: block by block the keys, their second part, the values. Rows that
 // adjoin are cut into pieces of four lines, which come evenly; others are a piece each.
-template <class Isa, class Element, std::int64_t kBlock>
+template <class Element, std::int64_t kBlock>
 class CacheOrder {
  public:
   // For heads with the strides of this one.
@@ -113,7 +98,7 @@ class CacheOrder {
                             : part_ == Part::kMoreKeys ? now_.head.more_keys
                                                        : now_.head.values;
     advance();
-    return pieces(view.template from<Element>(now_.head.pages, block), rows);
+    return pieces(view_from<Element>(view, now_.head.pages, block), rows);
   }
 
  private:
@@ -161,12 +146,12 @@ class CacheOrder {
 // distance; evenly spread it comes to 33.
 //
 // Products copy it, so that its numbers are in registers. With the order of the rows in it, 568 bytes, copies took a
-// tenth of the time of int8 codes from L2. A template, so that each instruction set has its own copy. All of it is
+// tenth of the time of int8 codes from L2. All of it is
 // inlined: a call for each piece would save the sums that the caller has in registers.
-template <class Isa, class Element, std::int64_t kBlock>
+template <class Element, std::int64_t kBlock>
 class CacheAhead {
  public:
-  using Order = CacheOrder<Isa, Element, kBlock>;
+  using Order = CacheOrder<Element, kBlock>;
 
   explicit CacheAhead(Order& order) : order_(&order), owed_(order.lead()) {}
 
@@ -220,4 +205,4 @@ class CacheAhead {
   CachePieces now_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

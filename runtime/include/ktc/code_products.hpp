@@ -23,11 +23,12 @@
 
 #if defined(__AVX512BF16__)
 #include "ktc/isa/avx512_bf16_words.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/multiply_blocks.hpp"
 #include "ktc/weight_format/multiply_codes.hpp"
 #endif
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class Isa, class Panel>
 class CodeProducts {
@@ -168,4 +169,4 @@ class CodeProducts<Isa, Panel> {
 };
 #endif
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -9,8 +9,9 @@
 #include "ktc/panel_source.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class Isa, class PanelType>
 class CodedPanels {
@@ -39,4 +40,4 @@ class CodedPanels {
   std::int64_t contraction_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

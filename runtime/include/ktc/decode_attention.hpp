@@ -18,13 +18,15 @@
 #include "ktc/attention_plan.hpp"
 #include "ktc/cache_view.hpp"
 #include "ktc/element.hpp"
-#include "ktc/engine.hpp"
 #include "ktc/lane_dots.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/listed_rows.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/team.hpp"
+#include "ktc/unit.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class Isa, class Element>
 class DecodeAttention final : public AttentionKernel {
@@ -43,7 +45,7 @@ class DecodeAttention final : public AttentionKernel {
  public:
   void forward(Engine& engine, const AttentionArguments& arguments) const override {
     const Plan plan(arguments);
-    engine.exclusively([&](const Team& team, Workspace& workspace) {
+    exclusively(engine, [&](const Team& team, Workspace& workspace) {
       Region<Query> queries(plan.all_rows * plan.query_width);
       Region<Sums> sums(plan.all_rows * plan.stretches);
       Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
@@ -100,9 +102,9 @@ class DecodeAttention final : public AttentionKernel {
     for (; each < count; ++each) body(each, RowTile<1>{});
   }
 
-  using Ahead = CacheAhead<Isa, Element, kBlock>;
-  using Chosen = ListedRows<Isa, Element>;
-  using ChosenAhead = ListedAhead<Isa, Element>;
+  using Ahead = CacheAhead<Element, kBlock>;
+  using Chosen = ListedRows<Element>;
+  using ChosenAhead = ListedAhead<Element>;
 
   // Queries, scaled where they are fp32, so that no sum overflows that is finite when scaled; each part is followed by
   // zeros.
@@ -159,7 +161,7 @@ class DecodeAttention final : public AttentionKernel {
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
         const HeadViews of_block = views.of_block<Element>(block);
-        using Near = AdjoiningRows<Isa, Element>;
+        using Near = AdjoiningRows<Element>;
         const Block<Near> own{Near::of(of_block.keys), Near::of(of_block.more_keys), Near::of(of_block.values)};
         ahead.start_block(length, block_work(item.count, length));
         attend(own, rows, length, scores, ahead, [&](std::int64_t row, float* of_row) {
@@ -380,4 +382,4 @@ class DecodeAttention final : public AttentionKernel {
   };
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

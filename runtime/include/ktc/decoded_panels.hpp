@@ -12,6 +12,7 @@
 #include "ktc/prefetch.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/decode.hpp"
 #include "ktc/weight_format/decode_blocks.hpp"
@@ -20,7 +21,7 @@
 #include "ktc/weight_format/quantised.hpp"
 #include "ktc/word_panels.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class Isa, class PanelType>
 class DecodedPanels : public CodedPanels<Isa, PanelType> {
@@ -166,4 +167,4 @@ struct PanelSources<Isa, Panel> {
   using Transposed = DecodedTransposedPanels<Isa, Panel>;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

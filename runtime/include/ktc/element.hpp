@@ -5,7 +5,9 @@
 #include <cmath>
 #include <cstdint>
 
-namespace ktc {
+#include "ktc/unit.hpp"
+
+namespace ktc::inline KTC_UNIT {
 
 // The upper half of an fp32: storage only, every sum is in fp32.
 struct bf16 {
@@ -52,4 +54,4 @@ struct ElementTraits<double> {
 template <class Element>
 using AccumulatorOf = typename ElementTraits<Element>::Accumulator;
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -12,10 +12,11 @@
 #include "ktc/moe_layer.hpp"
 #include "ktc/moe_sweep.hpp"
 #include "ktc/thread_pool.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/word_panels.hpp"
 #include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // The scratch of one worker for a sweep: `sums_at_hand()` accumulators, and `panel_scratch()` elements.
 template <class Layer>
@@ -92,4 +93,4 @@ class ElementProducts {
   Region<std::byte> words_S_;  // of the rows of one product, then of the other's
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

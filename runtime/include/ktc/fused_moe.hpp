@@ -10,14 +10,15 @@
 #include <type_traits>
 #include <vector>
 
+#include "ktc/interface/moe.hpp"
 #include "ktc/moe_backward.hpp"
 #include "ktc/moe_forward.hpp"
-#include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
 #include "ktc/numa.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class Isa, class Format, class Activation, bool kBiased, class Shape>
 class FusedMoe final : public MoeKernel {
@@ -112,4 +113,9 @@ class FusedMoe final : public MoeKernel {
   Layer layer_;
 };
 
-}  // namespace ktc
+template <class Kernel>
+std::unique_ptr<MoeKernel> make_kernel(const MoeSizes& sizes) {
+  return std::make_unique<Kernel>(sizes);
+}
+
+}  // namespace ktc::inline KTC_UNIT

@@ -20,34 +20,13 @@
 #include "ktc/cache_code_products.hpp"
 #include "ktc/cache_view.hpp"
 #include "ktc/element.hpp"
-#include "ktc/engine.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/team.hpp"
+#include "ktc/unit.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc {
-
-// Keys or values (batch, heads, tokens, width) to be written as codes, with the strides of their first three
-// dimensions. `codes` and its scales are written.
-struct QuantiseArguments {
-  const void* rows = nullptr;
-  std::int64_t batch_stride = 0;
-  std::int64_t head_stride = 0;
-  std::int64_t token_stride = 0;
-  CacheView codes;
-  std::int64_t batch = 0;
-  std::int64_t heads = 0;
-  std::int64_t tokens = 0;
-};
-
-class Int8AttentionKernel : public AttentionKernel {
- public:
-  virtual void quantise(const QuantiseArguments& arguments) const = 0;
-};
-
-struct Int8AttentionEntry {
-  const char* name;
-  std::unique_ptr<Int8AttentionKernel> (*make)();
-};
+namespace ktc::inline KTC_UNIT {
 
 template <class Kernel>
 std::unique_ptr<Int8AttentionKernel> make_int8_attention() {
@@ -68,7 +47,7 @@ class Int8Attention final : public Int8AttentionKernel {
   // `scales` of keys and values is not null; `chosen` is.
   void forward(Engine& engine, const AttentionArguments& arguments) const override {
     const Plan plan(arguments);
-    engine.exclusively([&](const Team& team, Workspace& workspace) {
+    exclusively(engine, [&](const Team& team, Workspace& workspace) {
       Region<std::int16_t> queries(plan.all_rows * plan.query_width);
       Region<float> factors(plan.all_rows * 2);
       Region<float> numbers(plan.query_width);
@@ -120,7 +99,7 @@ class Int8Attention final : public Int8AttentionKernel {
   }
 
  private:
-  using Ahead = CacheAhead<Isa, std::int8_t, kBlock>;
+  using Ahead = CacheAhead<std::int8_t, kBlock>;
   static constexpr float kLeast = 0x1p-100f;
 
   // Of one worker.
@@ -343,4 +322,4 @@ class Int8Attention final : public Int8AttentionKernel {
   };
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

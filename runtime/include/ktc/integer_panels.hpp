@@ -8,9 +8,10 @@
 #include "ktc/panel_source.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/int8.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class IntegerIsa>
 class IntegerPanels {
@@ -49,4 +50,4 @@ class IntegerPanels {
   std::int64_t contraction_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

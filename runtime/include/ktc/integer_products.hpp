@@ -17,9 +17,10 @@
 #include "ktc/moe_sweep.hpp"
 #include "ktc/quantise_rows.hpp"
 #include "ktc/thread_pool.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // Turns a tile of integer sums into one of accumulators for the epilogue inside.
 template <class Layer, class Inner>
@@ -196,4 +197,4 @@ class IntegerProducts {
   Region<Accumulator> tile_W_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

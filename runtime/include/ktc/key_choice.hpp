@@ -7,32 +7,33 @@
 #include <cstdint>
 #include <limits>
 
-#include "ktc/engine.hpp"
-#include "ktc/index_view.hpp"
 #include "ktc/key_codes.hpp"
 #include "ktc/key_dots.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/shared_scores.hpp"
+#include "ktc/team.hpp"
 #include "ktc/top_positions.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class Isa, class Element>
 class KeyChoice {
   using Lanes = typename Isa::Lanes;
-  using Codes = KeyCodes<Isa>;
+  using Codes = KeyCodes;
   using Dots = KeyDots<Isa>;
   using Top = TopPositions<Isa>;
   using Shared = SharedScores<Isa>;
 
  public:
   static void choose(Engine& engine, const SelectArguments& a) {
-    engine.exclusively([&](const Team& team, Workspace& workspace) {
+    exclusively(engine, [&](const Team& team, Workspace& workspace) {
       const Sizes sizes(a, team.threads());
       const std::int64_t width = round_up(a.index.layout.width, kHalfPanel);
-      Region<std::int8_t> codes(sizes.all_rows * a.index.layout.padded());
+      Region<std::int8_t> codes(sizes.all_rows * padded_width(a.index.layout));
       Region<std::uint8_t> tables(sizes.all_rows * sizes.of_tables);
       Region<Row> rows(sizes.all_rows);
       Region<Bounds> bounds(a.batch * a.tokens);
@@ -98,7 +99,7 @@ class KeyChoice {
     // Of one query; 0 where products are not read from tables.
     static std::int64_t table_bytes(const KeyLayout& layout) {
       if constexpr (Dots::kTables) {
-        if (layout.format == KeyFormat::kSign) return layout.groups() * SignTables<Isa>::kBytes;
+        if (layout.format == KeyFormat::kSign) return groups_of(layout) * SignTables::kBytes;
       }
       return 0;
     }
@@ -149,10 +150,10 @@ class KeyChoice {
         const auto* query = static_cast<const Element*>(a.query) + row * layout.width;
         for (std::int64_t k = 0; k < layout.width; ++k) numbers[k] = static_cast<float>(query[k]);
         Codes::rotate(numbers, layout.width, a.index.signs);
-        std::int8_t* of_row = codes + row * layout.padded();
+        std::int8_t* of_row = codes + row * padded_width(layout);
         const float scale = Codes::encode_query(numbers, layout, of_row);
         if constexpr (Dots::kTables) {
-          if (sizes.of_tables > 0) SignTables<Isa>::fill(of_row, layout.groups(), tables + row * sizes.of_tables);
+          if (sizes.of_tables > 0) SignTables::fill(of_row, groups_of(layout), tables + row * sizes.of_tables);
         }
         std::int32_t sum = 0;
         for (std::int64_t k = 0; k < layout.width; ++k) sum += of_row[k];
@@ -296,9 +297,9 @@ class KeyChoice {
     template <class Use>
     [[gnu::always_inline]] void estimates(std::int64_t head, std::int64_t first, std::int64_t count,
                                           const Use& use) const {
-      const std::int64_t at = head * a.index.capacity + first, of_block = a.index.layout.block_bytes();
+      const std::int64_t at = head * a.index.capacity + first, of_block = block_bytes(a.index.layout);
       const std::uint8_t* keys = a.index.blocks + at * of_block;
-      const weight_format::fp16* scales = a.index.scales + at * kKeysTogether;
+      const auto* scales = static_cast<const weight_format::fp16*>(a.index.scales) + at * kKeysTogether;
       by_rows(sizes.rows, [&]<int kCount>(std::int64_t row, Rows<kCount>) {
         alignas(64) std::int32_t of_codes[kRun * kCount * kKeysTogether];
         std::int64_t block = 0;
@@ -328,14 +329,14 @@ class KeyChoice {
     template <int kRows, int kBlocks>
     [[gnu::always_inline]] void multiply(const std::uint8_t* keys, std::int64_t row, std::int32_t* sums) const {
       const KeyLayout& layout = a.index.layout;
-      const std::int8_t* query = codes + row * layout.padded();
+      const std::int8_t* query = codes + row * padded_width(layout);
       if (layout.format == KeyFormat::kInt4) {
-        Dots::template of_nibbles<kRows, kBlocks>(keys, layout.groups(), query, layout.padded(), sums);
+        Dots::template of_nibbles<kRows, kBlocks>(keys, groups_of(layout), query, padded_width(layout), sums);
       } else if constexpr (Dots::kTables) {
         const std::uint8_t* of_rows = tables + row * sizes.of_tables;
-        Dots::template of_tables<kRows, kBlocks>(keys, layout.groups(), of_rows, sizes.of_tables, sums);
+        Dots::template of_tables<kRows, kBlocks>(keys, groups_of(layout), of_rows, sizes.of_tables, sums);
       } else {
-        Dots::template of_bits<kRows, kBlocks>(keys, layout.groups(), query, layout.padded(), sums);
+        Dots::template of_bits<kRows, kBlocks>(keys, groups_of(layout), query, padded_width(layout), sums);
       }
     }
 
@@ -385,4 +386,4 @@ class KeyChoice {
   };
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -6,28 +6,33 @@
 #include <cmath>
 #include <cstdint>
 
+#include "ktc/interface/attention.hpp"
 #include "ktc/key_dots.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
-enum class KeyFormat : int { kInt4, kSign };
+// The numbers whose codes are a group.
+inline std::int64_t group_size(const KeyLayout& layout) {
+  return layout.format == KeyFormat::kInt4 ? 8 : 32;
+}
 
-// The sizes of a key's codes.
-struct KeyLayout {
-  KeyFormat format;
-  std::int64_t width;
+inline std::int64_t groups_of(const KeyLayout& layout) {
+  return (layout.width + group_size(layout) - 1) / group_size(layout);
+}
 
-  std::int64_t together() const { return format == KeyFormat::kInt4 ? 8 : 32; }
-  std::int64_t groups() const { return (width + together() - 1) / together(); }
-  std::int64_t block_bytes() const { return groups() * kGroupBytes; }  // of 16 keys
-  std::int64_t padded() const { return groups() * together(); }
-};
+// Of 16 keys.
+inline std::int64_t block_bytes(const KeyLayout& layout) {
+  return groups_of(layout) * kGroupBytes;
+}
 
-// A template, so that each instruction set has its own copy.
-template <class Isa>
+inline std::int64_t padded_width(const KeyLayout& layout) {
+  return groups_of(layout) * group_size(layout);
+}
+
 struct KeyCodes {
   // Multiplies `width` numbers by their signs and by one orthogonal Hadamard matrix per power of two in `width`.
   static void rotate(float* numbers, std::int64_t width, const float* signs) {
@@ -54,7 +59,7 @@ struct KeyCodes {
     for (std::int64_t k = 0; k < layout.width; ++k) {
       codes[k] = static_cast<std::int8_t>(code(numbers[k] / scale, largest));
     }
-    std::fill(codes + layout.width, codes + layout.padded(), std::int8_t{0});
+    std::fill(codes + layout.width, codes + padded_width(layout), std::int8_t{0});
     return scale;
   }
 
@@ -103,7 +108,7 @@ struct KeyCodes {
     const auto nibble = [&](std::int64_t k) {
       return k < layout.width && step != 0.0f ? code(numbers[k] / step, 7) + 8 : 8;
     };
-    for (std::int64_t group = 0; group < layout.groups(); ++group) {
+    for (std::int64_t group = 0; group < groups_of(layout); ++group) {
       std::uint8_t* four = block + group * kGroupBytes + key * 4;
       for (std::int64_t k = 0; k < 4; ++k) {
         four[k] = static_cast<std::uint8_t>(nibble(group * 8 + k) | nibble(group * 8 + 4 + k) << 4);
@@ -120,7 +125,7 @@ struct KeyCodes {
       squares += number * number;
       magnitudes += std::abs(number);
     }
-    for (std::int64_t group = 0; group < layout.groups(); ++group) {
+    for (std::int64_t group = 0; group < groups_of(layout); ++group) {
       std::uint8_t* four = block + group * kGroupBytes + key * 4;
       for (std::int64_t byte = 0; byte < 4; ++byte) {
         unsigned bits = 0;
@@ -135,4 +140,4 @@ struct KeyCodes {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace ktc {
+#include "ktc/unit.hpp"
+
+namespace ktc::inline KTC_UNIT {
 
 inline constexpr std::int64_t kKeysTogether = 16;
 inline constexpr std::int64_t kGroupBytes = 64;
@@ -22,8 +24,7 @@ inline constexpr int kLargestBesideBits = 15;
 inline constexpr std::int64_t kNibbleGroupsInWords = 32767 / (2 * 15 * 127) / 2;
 
 // Products of a query with codes of one bit, from tables: half a byte has one bit of four neighbours of a key, and a
-// table of 16 has the sums of the query's numbers. A template, so that each instruction set has its own copy.
-template <class Isa>
+// table of 16 has the sums of the query's numbers.
 struct SignTables {
   static constexpr std::int64_t kBytes = 128;  // of a group: tables for the low halves of four bytes, and the high ones
   static constexpr int kBias = 4 * kLargestBesideBits;  // that is in every number of a table
@@ -83,4 +84,4 @@ struct KeyDots {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

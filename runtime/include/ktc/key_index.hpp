@@ -5,25 +5,26 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "ktc/engine.hpp"
-#include "ktc/index_view.hpp"
 #include "ktc/key_choice.hpp"
 #include "ktc/key_codes.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/team.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class Isa, class Element>
 class KeyIndex {
-  using Codes = KeyCodes<Isa>;
+  using Codes = KeyCodes;
 
  public:
   static void encode(Engine& engine, const EncodeArguments& a) {
     const std::int64_t width = a.index.layout.width, heads = a.batch * a.key_heads;
     const std::int64_t first = a.begin / kKeysTogether, blocks = (a.end - 1) / kKeysTogether + 1 - first;
     if (a.end <= a.begin) return;
-    engine.exclusively([&](const Team& team, Workspace& workspace) {
+    exclusively(engine, [&](const Team& team, Workspace& workspace) {
       Region<float> numbers(team.threads() * round_up(width, kHalfPanel));
       workspace.lay_out(numbers);
       team.run([&](const Worker& worker) {
@@ -45,8 +46,9 @@ class KeyIndex {
 
   static void encode_block(const EncodeArguments& a, std::int64_t head, std::int64_t block, float* numbers) {
     const KeyLayout& layout = a.index.layout;
-    std::uint8_t* codes = a.index.blocks + (head * a.index.capacity + block) * layout.block_bytes();
-    weight_format::fp16* scales = a.index.scales + (head * a.index.capacity + block) * kKeysTogether;
+    std::uint8_t* codes = a.index.blocks + (head * a.index.capacity + block) * block_bytes(layout);
+    auto* scales =
+        static_cast<weight_format::fp16*>(a.index.scales) + (head * a.index.capacity + block) * kKeysTogether;
     const float* mean = a.index.mean + head * layout.width;
     const std::int64_t begin = std::max(a.begin, block * kKeysTogether);
     const std::int64_t end = std::min(a.end, (block + 1) * kKeysTogether);
@@ -63,4 +65,4 @@ class KeyIndex {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

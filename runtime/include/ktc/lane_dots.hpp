@@ -7,8 +7,9 @@
 #include "ktc/element.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // sums[row][column] of a[row] . b[column] in fp32, with the lanes of any instruction set.
 template <class Isa, class Element, int kRows, int kColumns>
@@ -82,4 +83,4 @@ struct QueryDots<Isa, Element, kRows, kColumns> {
   using Query = typename Sums::Query;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -15,41 +15,17 @@
 #include <type_traits>
 
 #include "ktc/element.hpp"
-#include "ktc/engine.hpp"
+#include "ktc/interface/linear.hpp"
 #include "ktc/linear_panels.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/team.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc {
-
-// x (rows, inputs), weight (outputs, inputs), bias (outputs) or null, and out (rows, outputs) are contiguous and of the
-// kernel's element type; nothing need be aligned.
-struct LinearArguments {
-  const void* x;
-  const void* weight;
-  const void* bias;
-  void* out;
-  std::int64_t rows;
-  std::int64_t inputs;
-  std::int64_t outputs;
-};
-
-class LinearKernel {
- public:
-  virtual ~LinearKernel() = default;
-  virtual void forward(Engine& engine, const LinearArguments& arguments) const = 0;
-  // The same for many rows, and with `transposed` x (rows, outputs) times W. Throws std::invalid_argument for elements
-  // other than bf16.
-  virtual void multiply(Engine& engine, const LinearArguments& arguments, bool transposed) const = 0;
-};
-
-// How a library lists a kernel for linear layers: its name, and the function that makes one.
-struct LinearEntry {
-  const char* name;
-  std::unique_ptr<LinearKernel> (*make)();
-};
+namespace ktc::inline KTC_UNIT {
 
 template <class Kernel>
 std::unique_ptr<LinearKernel> make_linear() {
@@ -86,7 +62,7 @@ class Linear final : public LinearKernel {
  public:
   void forward(Engine& engine, const LinearArguments& arguments) const override {
     const std::int64_t padded = (arguments.inputs + kHalfPanel - 1) / kHalfPanel * kHalfPanel;
-    engine.exclusively([&](const Team& team, Workspace& workspace) {
+    exclusively(engine, [&](const Team& team, Workspace& workspace) {
       Region<float> x(arguments.rows * padded);
       workspace.lay_out(x);
       widen_rows(arguments, x.data(), padded);
@@ -278,4 +254,4 @@ class Linear final : public LinearKernel {
   };
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

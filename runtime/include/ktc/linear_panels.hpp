@@ -17,13 +17,14 @@
 #include <utility>
 
 #include "ktc/element.hpp"
-#include "ktc/engine.hpp"
 #include "ktc/moe_sweep.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/team.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // x (rows, contraction), out (rows, columns), bias (columns) or null. The matrix is W (columns, contraction), or with
 // `transposed` W (contraction, columns). All are contiguous; nothing need be aligned.
@@ -76,7 +77,7 @@ class PanelProduct {
  public:
   static void run(Engine& engine, const PanelArguments& arguments) {
     if (arguments.rows == 0) return;
-    engine.exclusively([&](const Team& team, Workspace& workspace) {
+    exclusively(engine, [&](const Team& team, Workspace& workspace) {
       const std::int64_t at_a_time = kRows * groups_at_a_time(arguments.contraction);
       Region<float> rows(std::min(arguments.rows, at_a_time) * arguments.contraction);
       Region<float> scratch(team.threads() * kScratch);
@@ -265,4 +266,4 @@ class PanelProduct {
   std::int64_t parts_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

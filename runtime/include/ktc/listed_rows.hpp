@@ -5,11 +5,12 @@
 #include <cstdint>
 
 #include "ktc/prefetch.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
-// Row i is at the i-th position of the list. A template, so that each instruction set has its own copy.
-template <class Isa, class Element>
+// Row i is at the i-th position of the list.
+template <class Element>
 struct ListedRows {
   const Element* data;
   std::int64_t stride;
@@ -24,7 +25,7 @@ struct ListedRows {
 // predicts their addresses. On Zen 5, keys and values of 256 bytes, a step of attention takes 2.1 ms so, 2.5 where all
 // rows are fetched evenly over the computation, as by `CacheAhead`, and 3.5 where they were fetched a block ahead into
 // L2 and copied.
-template <class Isa, class Element>
+template <class Element>
 class ListedAhead {
  public:
   // A position has `width` numbers of keys.
@@ -36,7 +37,7 @@ class ListedAhead {
 
   // Columns [begin, end) of kRows rows from `row` on are read next.
   template <int kRows>
-  [[gnu::always_inline]] void fetch(const ListedRows<Isa, Element>& rows, std::int64_t row, std::int64_t begin,
+  [[gnu::always_inline]] void fetch(const ListedRows<Element>& rows, std::int64_t row, std::int64_t begin,
                                     std::int64_t end) const {
     asm volatile("");  // GCC drops a function that only prefetches
     if (!active_) return;
@@ -59,4 +60,4 @@ class ListedAhead {
   bool active_ = true;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -9,16 +9,17 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ktc/moe_kernel.hpp"
+#include "ktc/interface/moe.hpp"
 #include "ktc/moe_layer.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/tensor_view.hpp"
 #include "ktc/thread_pool.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/panel.hpp"
 #include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // Rows of the plain low-rank values and of gradients' tiles are this much or a multiple: they live in registers.
 inline constexpr std::int64_t kRankUnit = 8;
@@ -388,4 +389,4 @@ void to_low_rank(const LoraProduct<Layer>& product, const Routing& routing, Rang
   }
 }
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -3,12 +3,14 @@
 
 #include <cstdint>
 
+#include "ktc/interface/moe.hpp"
 #include "ktc/lora.hpp"
 #include "ktc/lora_epilogue.hpp"
-#include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
+#include "ktc/unit.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // u and v of both products, with their operands. Nothing is allocated or done for a product without LoRA.
 template <class Layer>
@@ -145,4 +147,4 @@ class LoraBackward {
   const Accumulator* saved_u_down_S_ = nullptr;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

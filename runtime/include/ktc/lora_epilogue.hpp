@@ -10,9 +10,10 @@
 
 #include "ktc/lora.hpp"
 #include "ktc/moe_layer.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // One worker's scratch for both products of a layer.
 template <class Layer>
@@ -311,4 +312,4 @@ class LoraHiddenGradients {
   Inner inner_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

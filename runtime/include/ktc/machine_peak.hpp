@@ -7,11 +7,12 @@
 
 #if defined(__AMX_BF16__)
 #include "ktc/isa/amx_tiles.hpp"
+#include "ktc/unit.hpp"
 #elif defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // Independent accumulators: enough to cover the latency of a multiply-add, few enough to stay in registers.
 inline constexpr int kPeakAccumulators = 24;
@@ -90,4 +91,4 @@ inline std::uint64_t read_in_order(const std::byte* data, std::size_t bytes) {
   return total;
 }
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

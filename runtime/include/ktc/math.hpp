@@ -2,7 +2,9 @@
 // overflows to infinity, as in PyTorch: a diverging model must look the same with and without the kernel.
 #pragma once
 
-namespace ktc {
+#include "ktc/unit.hpp"
+
+namespace ktc::inline KTC_UNIT {
 
 // Of 2^-100 and 2^100 in fp32, as integers. Shares of the former are not denormal, which is slow, unless others
 // weigh 2^26 times as much.
@@ -38,4 +40,4 @@ template <class Lanes>
   return with_sign_of(Lanes(1.0f) - tail, x);
 }
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

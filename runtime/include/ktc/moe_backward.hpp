@@ -10,12 +10,15 @@
 #include <cstdint>
 #include <optional>
 
+#include "ktc/interface/moe.hpp"
 #include "ktc/lora_backward.hpp"
 #include "ktc/moe_forward.hpp"
-#include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
+#include "ktc/team.hpp"
+#include "ktc/unit.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // The parts of each routing weight's gradient: (S, Ip / 32 and one for the bias of down). Fixed columns, summed in
 // order afterwards, so the result does not depend on the workers' shares.
@@ -193,7 +196,7 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
   const auto* weight = static_cast<const Accumulator*>(arguments.top_k_weights);
   auto* grad_weight = static_cast<Accumulator*>(arguments.grad_top_k_weights);
 
-  engine.exclusively([&](const Team& team, Workspace& workspace) {
+  exclusively(engine, [&](const Team& team, Workspace& workspace) {
     LoraBackward<Layer> lora(layer, routing, arguments, team.threads());
     std::optional<ForwardProducts<Layer>> products;
     if (recompute) products.emplace(layer, routing, arguments.packed, team.threads());
@@ -273,4 +276,4 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
   });
 }
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -6,12 +6,16 @@
 #include <type_traits>
 
 #include "ktc/forward_products.hpp"
+#include "ktc/huge_pages.hpp"
 #include "ktc/integer_products.hpp"
+#include "ktc/interface/moe.hpp"
 #include "ktc/lora_epilogue.hpp"
-#include "ktc/moe_kernel.hpp"
 #include "ktc/moe_layer.hpp"
+#include "ktc/team.hpp"
+#include "ktc/unit.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class Layer>
 using ForwardProducts = std::conditional_t<Layer::kIntegerProducts, IntegerProducts<Layer>, ElementProducts<Layer>>;
@@ -40,7 +44,7 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   const std::int64_t repacked_size =
       Products::kPacksRows && lora_down.active() ? slots * shape.padded_intermediate() : 0;
 
-  engine.exclusively([&](const Team& team, Workspace& workspace) {
+  exclusively(engine, [&](const Team& team, Workspace& workspace) {
     LoraScratch<Layer> lora_scratch(layer, lora_first, lora_down, team.threads());
     Products products(layer, routing, arguments.packed, team.threads());
     Region<Element> hidden(hidden_size), activated(slots * shape.padded_intermediate()), repacked(repacked_size);
@@ -104,4 +108,4 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   });
 }
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -13,8 +13,9 @@
 #include "ktc/panel_places.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class IsaType, class FormatType, class ActivationType, bool kHasBiases, class ShapeType>
 struct MoeLayer {
@@ -305,4 +306,4 @@ class AddToTokens {
   const std::byte* packed_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -22,8 +22,9 @@
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // The block of one expert's product that an ISA keeps in caches: `groups` of slots against `panels`, `contraction` at a
 // time.
@@ -421,4 +422,4 @@ void gather_slots(const Routing& routing, const MatrixView<const typename Isa::E
   }
 }
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -9,10 +9,9 @@
 #include <iterator>
 #include <vector>
 
-namespace ktc {
+#include "ktc/unit.hpp"
 
-// The CPUs of each node that a process uses; empty, or those of one node only, if threads may run anywhere.
-using NodeCpus = std::vector<std::vector<int>>;
+namespace ktc::inline KTC_UNIT {
 
 // The node that a worker belongs to: as with panels, each has a contiguous run of them.
 inline int node_of(int worker, int workers, int nodes) {
@@ -61,4 +60,4 @@ class OnCpus {
   bool moved_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

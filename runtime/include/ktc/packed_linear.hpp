@@ -16,47 +16,20 @@
 #include <vector>
 
 #include "ktc/decoded_panels.hpp"
-#include "ktc/engine.hpp"
+#include "ktc/element.hpp"
+#include "ktc/interface/packed_linear.hpp"
 #include "ktc/moe_sweep.hpp"
 #include "ktc/panel_places.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/team.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/layout.hpp"
 #include "ktc/workspace.hpp"
 
-namespace ktc {
-
-// x (rows, inputs), bias (outputs) or null and out (rows, outputs) are contiguous bf16; `packed` is 64-byte aligned.
-struct PackedLinearArguments {
-  const bf16* x;
-  const std::byte* packed;
-  const bf16* bias;
-  bf16* out;
-  std::int64_t rows;
-  std::int64_t inputs;
-  std::int64_t outputs;
-};
-
-class PackedLinearKernel {
- public:
-  virtual ~PackedLinearKernel() = default;
-  virtual std::int64_t packed_bytes(std::int64_t inputs, std::int64_t outputs) const = 0;
-  // `blocks` as a GGUF file stores them, (outputs, row_bytes). Throws std::invalid_argument unless rows are
-  // whole numbers of blocks.
-  virtual void pack(std::byte* packed, const std::uint8_t* blocks, std::int64_t outputs,
-                    std::int64_t row_bytes) const = 0;
-  // The weights (outputs, inputs), rounded to bf16.
-  virtual void unpack(const std::byte* packed, bf16* target, std::int64_t inputs, std::int64_t outputs) const = 0;
-  virtual void forward(Engine& engine, const PackedLinearArguments& arguments) const = 0;
-};
-
-// How a library lists such a kernel: its name, and the function that makes one.
-struct PackedLinearEntry {
-  const char* name;
-  std::unique_ptr<PackedLinearKernel> (*make)();
-};
+namespace ktc::inline KTC_UNIT {
 
 template <class Kernel>
 std::unique_ptr<PackedLinearKernel> make_packed_linear() {
@@ -86,8 +59,9 @@ class PackedLinear final : public PackedLinearKernel {
     Panel::pack_blocks(MatrixView(blocks, outputs, row_bytes), lanes(packed, inputs, outputs));
   }
 
-  void unpack(const std::byte* packed, bf16* target, std::int64_t inputs, std::int64_t outputs) const override {
-    Panel::unpack(lanes(const_cast<std::byte*>(packed), inputs, outputs), MatrixView(target, outputs, inputs));
+  void unpack(const std::byte* packed, void* target, std::int64_t inputs, std::int64_t outputs) const override {
+    Panel::unpack(lanes(const_cast<std::byte*>(packed), inputs, outputs),
+                  MatrixView(static_cast<bf16*>(target), outputs, inputs));
   }
 
   void forward(Engine& engine, const PackedLinearArguments& arguments) const override {
@@ -96,11 +70,11 @@ class PackedLinear final : public PackedLinearKernel {
     const std::vector<std::int64_t> only_expert(static_cast<std::size_t>(arguments.rows), 0);
     const Routing routing(only_expert.data(), arguments.rows, 1, 1,
                           {.most = Isa::kMaxRows, .least = Isa::kBlocked ? Isa::kStreamRows + 1 : 0});
-    const MatrixView x(arguments.x, arguments.rows, arguments.inputs);
+    const MatrixView x(static_cast<const bf16*>(arguments.x), arguments.rows, arguments.inputs);
     const std::int64_t panels = num_panels(arguments.outputs);
     PanelPlaces places(Panel::bytes(padded));
     places.add(arguments.packed, 0, {0, panels});
-    engine.exclusively([&](const Team& team, Workspace& workspace) {
+    exclusively(engine, [&](const Team& team, Workspace& workspace) {
       Region<bf16> rows(arguments.rows * padded), scratch(Panels::scratch_size(padded) * team.threads());
       Region<Accumulator> sums(sums_at_hand<Isa>() * team.threads());
       Region<std::byte> words(word_bytes<Panels>(arguments.rows, padded));
@@ -145,9 +119,11 @@ class PackedLinear final : public PackedLinearKernel {
       const std::int64_t first = part.panel * kPanelWidth;
       const std::int64_t columns = std::min(kPanelWidth, arguments.outputs - first);
       bf16 bias[kPanelWidth] = {};
-      if (arguments.bias != nullptr) std::copy_n(arguments.bias + first, columns, bias);
+      if (arguments.bias != nullptr) {
+        std::copy_n(static_cast<const bf16*>(arguments.bias) + first, columns, bias);
+      }
       for (int row = 0; row < group.rows; ++row) {
-        bf16* out = arguments.out + (group.first_slot + row) * arguments.outputs + first;
+        bf16* out = static_cast<bf16*>(arguments.out) + (group.first_slot + row) * arguments.outputs + first;
         alignas(64) bf16 rounded[kPanelWidth];
         bf16* target = columns == kPanelWidth ? out : rounded;
         for (int half = 0; half < kPanelWidth; half += kHalfPanel) {
@@ -161,4 +137,4 @@ class PackedLinear final : public PackedLinearKernel {
   };
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

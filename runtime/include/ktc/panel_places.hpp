@@ -8,8 +8,9 @@
 #include <cstdint>
 
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 inline constexpr int kMaxNodes = 16;
 
@@ -60,4 +61,4 @@ class PanelPlaces {
   std::int64_t panel_bytes_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -12,8 +12,9 @@
 #include "ktc/routing.hpp"
 #include "ktc/tensor_view.hpp"
 #include "ktc/thread_pool.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // Whether the experts add to a panel's columns one after the other, in their order, or each expert has its own columns.
 enum class PanelTurns { kNone, kByExpert };
@@ -72,4 +73,4 @@ class PanelQueue {
   alignas(64) std::atomic<std::int64_t> next_{0};
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -13,9 +13,10 @@
 #include "ktc/panel_places.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/panel.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // A panel, or of its contraction the stretch [first_k, first_k + size_k), whole blocks.
 struct PanelPart {
@@ -204,4 +205,4 @@ class TransposedPanels {
   std::array<typename Ahead::Crossing, kMaxNodes> crossings_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

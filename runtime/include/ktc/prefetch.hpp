@@ -8,7 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ktc {
+#include "ktc/unit.hpp"
+
+namespace ktc::inline KTC_UNIT {
 
 inline constexpr std::int64_t kCacheLine = 64;
 
@@ -116,4 +118,4 @@ class FetchAhead {
   std::int64_t lines_per_step_ = 0;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

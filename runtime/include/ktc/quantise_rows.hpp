@@ -6,8 +6,9 @@
 #include <limits>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // Added to a code: VPDPBUSD multiplies unsigned bytes with signed ones.
 inline constexpr int kCodeOffset = 128;
@@ -40,4 +41,4 @@ float quantise_row(const Element* row, std::int64_t size, std::uint8_t* codes) {
   return of_row / 127.0f;
 }
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -7,7 +7,9 @@
 #include <string>
 #include <vector>
 
-namespace ktc {
+#include "ktc/unit.hpp"
+
+namespace ktc::inline KTC_UNIT {
 
 // Slots of one expert that the micro-kernel computes together.
 struct SlotGroup {
@@ -91,4 +93,4 @@ class Routing {
   std::vector<ActiveExpert> active_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -10,8 +10,9 @@
 #include <vector>
 
 #include "ktc/attention_plan.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // The same attention, of each sequence over the positions from the first that a row sees to the last that any row of
 // the batch sees, `element` bytes each value; lengths that are given stay. `lengths` is their memory. No longer than
@@ -64,7 +65,7 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::int64_t 
   }
   bool all = arguments.tokens == 1;
   for (std::int64_t batch = 0; all && batch < arguments.batch; ++batch) {
-    const std::int64_t own = arguments.length_of(batch);
+    const std::int64_t own = length_of(arguments, batch);
     const std::uint8_t* row = row_of(batch, 0) + arguments.positions - own;
     all = std::memchr(row, 0, static_cast<std::size_t>(own)) == nullptr;
   }
@@ -78,7 +79,7 @@ inline void require_pages(const AttentionArguments& arguments, std::int64_t most
   if (arguments.pages == nullptr) return;
   if (arguments.chosen != nullptr) throw std::invalid_argument("lists of positions in pages");
   for (std::int64_t batch = 0; batch < arguments.batch; ++batch) {
-    const std::int64_t length = arguments.length_of(batch);
+    const std::int64_t length = length_of(arguments, batch);
     const std::int32_t* pages = arguments.pages + batch * arguments.pages_of_sequence;
     const std::int64_t count = (length + kPagePositions - 1) / kPagePositions;
     if (length < arguments.tokens || length > arguments.positions || count > most) {
@@ -90,4 +91,4 @@ inline void require_pages(const AttentionArguments& arguments, std::int64_t most
   }
 }
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -5,7 +5,10 @@
 #include <stdexcept>
 #include <string>
 
-namespace ktc {
+#include "ktc/interface/moe.hpp"
+#include "ktc/unit.hpp"
+
+namespace ktc::inline KTC_UNIT {
 
 inline constexpr std::int64_t kDynamic = -1;
 
@@ -40,14 +43,6 @@ struct Dim<kDynamic> {
   std::int64_t size_;
 };
 
-struct MoeSizes {
-  std::int64_t num_experts;
-  std::int64_t hidden;
-  std::int64_t intermediate;
-  std::int64_t top_k;
-  int nodes = 1;  // of NUMA: the number of shards of the packed weights
-};
-
 template <std::int64_t Hidden, std::int64_t Intermediate, std::int64_t NumExperts, std::int64_t TopK>
 class MoeShape {
  public:
@@ -72,4 +67,4 @@ class MoeShape {
   [[no_unique_address]] Dim<TopK> top_k_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -9,10 +9,10 @@
 
 #include "ktc/element.hpp"
 #include "ktc/key_dots.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
-// A template, so that each instruction set has its own copy.
 template <class Isa>
 struct SharedScores {
   using Lanes = typename Isa::Lanes;
@@ -73,4 +73,4 @@ struct SharedScores {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -6,19 +6,9 @@
 
 #include "ktc/decode_attention.hpp"
 #include "ktc/key_index.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
-
-class SparseAttentionKernel : public AttentionKernel {
- public:
-  virtual void encode(Engine& engine, const EncodeArguments& arguments) const = 0;
-  virtual void select(Engine& engine, const SelectArguments& arguments) const = 0;
-};
-
-struct SparseAttentionEntry {
-  const char* name;
-  std::unique_ptr<SparseAttentionKernel> (*make)();
-};
+namespace ktc::inline KTC_UNIT {
 
 template <class Kernel>
 std::unique_ptr<SparseAttentionKernel> make_sparse_attention() {
@@ -43,4 +33,4 @@ class SparseAttention final : public SparseAttentionKernel {
   Dense attention_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -3,7 +3,9 @@
 
 #include <cstdint>
 
-namespace ktc {
+#include "ktc/unit.hpp"
+
+namespace ktc::inline KTC_UNIT {
 
 template <class T>
 struct MatrixView {
@@ -30,4 +32,4 @@ struct Range {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -16,10 +16,12 @@
 #include <utility>
 #include <vector>
 
+#include "ktc/interface/engine.hpp"
 #include "ktc/numa.hpp"
 #include "ktc/openmp.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 inline constexpr int kMostThreads = 4096;  // a larger number is a mistake, and none are started
 
@@ -47,22 +49,12 @@ inline void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint3
   value.wait(seen, std::memory_order_acquire);
 }
 
-// Called by each worker when it starts a phase and when it is done and waits for the others. From this a benchmark
-// computes the time of every phase of a call, and the waits between workers.
-class PhaseObserver {
- public:
-  virtual ~PhaseObserver() = default;
-  virtual void started() = 0;
-  virtual void finished() = 0;
-};
-inline PhaseObserver* phase_observer = nullptr;  // set while nothing runs
-
-class Barrier {
+class SpinningBarrier final : public Barrier {
  public:
   // Not while a thread waits.
   void reset(int count) { count_ = count; }
 
-  void arrive_and_wait() {
+  void arrive_and_wait() override {
     if (phase_observer != nullptr) phase_observer->finished();
     wait_for_all();
     if (phase_observer != nullptr) phase_observer->started();
@@ -85,12 +77,6 @@ class Barrier {
   int count_ = 1;
   std::atomic<int> arrived_{0};
   std::atomic<std::uint32_t> round_{0};
-};
-
-struct Worker {
-  int index;
-  int count;
-  Barrier& barrier;
 };
 
 // Threads that sleep until they are called. Their number is that of the largest call, and every call uses the first
@@ -120,17 +106,14 @@ class ThreadPool {
     }
   }
 
-  // Call `body(Worker)` once on each of `threads` threads and return when all are done. `body` must not throw. They are
-  // those of `openmp` if it offers as many, otherwise the pool's own. Where there are several nodes, each thread is the
-  // pool's own and stays on the CPUs of its node, the caller until this returns.
-  template <class Body>
-  void run(int threads, const NodeCpus& nodes, const OpenMp& openmp, Body&& body) {
-    if (nodes.size() <= 1 && openmp.offers(threads) && run_on(openmp, threads, body)) return;
+  // Calls `task` once on each of `threads` threads and returns when all are done. `task` must not throw. Where there
+  // are several nodes, each thread stays on the CPUs of its node, the caller until this returns.
+  void run(int threads, const NodeCpus& nodes, Crew::Task task, void* context) {
     require(threads);
     const auto stay = nodes.size() > 1 ? std::make_unique<OnCpus>(nodes.front()) : nullptr;
     nodes_ = &nodes;
-    task_ = [](void* context, Worker worker) { (*static_cast<std::remove_reference_t<Body>*>(context))(worker); };
-    context_ = &body;
+    task_ = task;
+    context_ = context;
     count_ = threads;
     barrier_.reset(threads);
     for (int index = 1; index < threads; ++index) workers_[static_cast<std::size_t>(index) - 1]->call();
@@ -138,20 +121,6 @@ class ThreadPool {
   }
 
  private:
-  template <class Body>
-  static bool run_on(const OpenMp& openmp, int threads, Body& body) {
-    Barrier barrier;
-    barrier.reset(threads);
-    const auto work = [&](int index) {
-      if (phase_observer != nullptr) phase_observer->started();
-      body(Worker{index, threads, barrier});
-      if (phase_observer != nullptr) phase_observer->finished();
-    };
-    return openmp.run(threads, work);
-  }
-
-  using Task = void (*)(void*, Worker);
-
   // A thread and the number of its calls, on a cache line of its own.
   struct alignas(64) Member {
     void call() {
@@ -208,33 +177,45 @@ class ThreadPool {
     self.cpus = cpus;
   }
 
-  Barrier barrier_;
-  Task task_ = nullptr;
+  SpinningBarrier barrier_;
+  Crew::Task task_ = nullptr;
   void* context_ = nullptr;
   const NodeCpus* nodes_ = nullptr;
   int count_ = 1;
   std::vector<std::unique_ptr<Member>> workers_;
 };
 
-// The threads of one call.
-class Team {
+// The threads of one call: those of an OpenMP runtime if it offers as many, otherwise the pool's own.
+class SharedThreads final : public Crew {
  public:
-  Team(ThreadPool& pool, int threads, const NodeCpus& nodes, const OpenMp& openmp)
-      : pool_(pool), threads_(threads), nodes_(nodes), openmp_(openmp) {}
+  // `owner` is the process in which `openmp` has threads.
+  SharedThreads(ThreadPool& pool, int threads, const NodeCpus& nodes, const OpenMp& openmp, pid_t owner)
+      : pool_(pool), threads_(threads), nodes_(nodes), openmp_(openmp), owner_(owner) {}
 
-  int threads() const { return threads_; }
+  int threads() const override { return threads_; }
 
-  // Call `body(Worker)` once on each thread and return when all are done. `body` must not throw.
-  template <class Body>
-  void run(Body&& body) const {
-    pool_.run(threads_, nodes_, openmp_, std::forward<Body>(body));
+  void run(Task task, void* context) override {
+    if (nodes_.size() <= 1 && offers(openmp_, owner_, threads_) && on_openmp(task, context)) return;
+    pool_.run(threads_, nodes_, task, context);
   }
 
  private:
+  bool on_openmp(Task task, void* context) const {
+    SpinningBarrier barrier;
+    barrier.reset(threads_);
+    const auto work = [&](int index) {
+      if (phase_observer != nullptr) phase_observer->started();
+      task(context, Worker{index, threads_, barrier});
+      if (phase_observer != nullptr) phase_observer->finished();
+    };
+    return run_on(openmp_, threads_, work);
+  }
+
   ThreadPool& pool_;
   int threads_;
   const NodeCpus& nodes_;
   const OpenMp& openmp_;
+  pid_t owner_;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -10,8 +10,9 @@
 #include <limits>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 inline constexpr std::int32_t kHidden = std::numeric_limits<std::int32_t>::min();  // a position that is not chosen
 
@@ -61,7 +62,6 @@ struct ScoreLanes {
   }
 };
 
-// A template, so that each instruction set has its own copy.
 template <class Isa>
 class TopPositions {
  public:
@@ -184,4 +184,4 @@ class TopPositions {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

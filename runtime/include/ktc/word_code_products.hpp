@@ -6,8 +6,9 @@
 
 #include "ktc/cache_code_products.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // A tile of sums in registers has `kTileRows` rows, and keys or units of values beside them.
 template <class Words, int kTileRows, int kTileSides, int kTileUnits>
@@ -160,4 +161,4 @@ struct WordCodeProducts {
   }
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -11,13 +11,14 @@
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/code_words.hpp"
 #include "ktc/weight_format/fixed_point_rows.hpp"
 #include "ktc/weight_format/multiply_decoded.hpp"
 #include "ktc/weight_format/multiply_word_panel.hpp"
 #include "ktc/weight_format/multiply_words.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 // Blocks whose codes are integers. Codes of other formats are decoded: int4 as well, whose weights are by definition
 // code x scale rounded to bf16 (training quantises to these values).
@@ -119,4 +120,4 @@ void rows_to_words([[maybe_unused]] const Routing& routing, [[maybe_unused]] Ran
   }
 }
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -4,7 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ktc_python {
+#include "ktc/unit.hpp"
+
+namespace ktc_python::inline KTC_UNIT {
 
 using Address = std::uintptr_t;
 
@@ -13,4 +15,4 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-}  // namespace ktc_python
+}  // namespace ktc_python::inline KTC_UNIT

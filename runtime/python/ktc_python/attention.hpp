@@ -9,12 +9,13 @@
 #include <memory>
 #include <vector>
 
-#include "ktc/attention_plan.hpp"
+#include "ktc/interface/attention.hpp"
 #include "ktc/seen_positions.hpp"
+#include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
 #include "ktc_python/host_call.hpp"
 
-namespace ktc_python::attention {
+namespace ktc_python::attention::inline KTC_UNIT {
 
 namespace py = pybind11;
 
@@ -112,4 +113,4 @@ inline void add_class(py::module_& library) {
   add_methods(library, &arguments_of);
 }
 
-}  // namespace ktc_python::attention
+}  // namespace ktc_python::attention::inline KTC_UNIT

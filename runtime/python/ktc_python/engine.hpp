@@ -7,10 +7,11 @@
 #include <array>
 #include <memory>
 
-#include "ktc/engine.hpp"
+#include "ktc/interface/engine.hpp"
+#include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
 
-namespace ktc_python {
+namespace ktc_python::inline KTC_UNIT {
 
 namespace py = pybind11;
 
@@ -39,4 +40,4 @@ inline void add_engine(py::module_& library) {
       .def_property_readonly("workspace_bytes", py::cpp_function(&ktc::Engine::workspace_bytes, WithoutGil()));
 }
 
-}  // namespace ktc_python
+}  // namespace ktc_python::inline KTC_UNIT

@@ -10,11 +10,12 @@
 #include <tuple>
 #include <vector>
 
-#include "ktc/moe_kernel.hpp"
+#include "ktc/interface/moe.hpp"
+#include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
 #include "ktc_python/host_call.hpp"
 
-namespace ktc_python::fused_moe {
+namespace ktc_python::fused_moe::inline KTC_UNIT {
 
 namespace py = pybind11;
 using ktc::MoeKernel;
@@ -185,4 +186,4 @@ inline void add_classes(py::module_& library) {
       .def("backward", &backward);
 }
 
-}  // namespace ktc_python::fused_moe
+}  // namespace ktc_python::fused_moe::inline KTC_UNIT

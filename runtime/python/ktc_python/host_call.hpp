@@ -7,10 +7,11 @@
 #include <memory>
 #include <utility>
 
-#include "ktc/host_call.hpp"
+#include "ktc/interface/host_call.hpp"
+#include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
 
-namespace ktc_python {
+namespace ktc_python::inline KTC_UNIT {
 
 namespace py = pybind11;
 
@@ -26,4 +27,4 @@ inline void add_host_call(py::module_& library) {
       .def("rethrow", &ktc::HostCall::rethrow);
 }
 
-}  // namespace ktc_python
+}  // namespace ktc_python::inline KTC_UNIT

@@ -7,12 +7,13 @@
 #include <array>
 #include <cstdint>
 
-#include "ktc/int8_attention.hpp"
+#include "ktc/interface/attention.hpp"
+#include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
 #include "ktc_python/attention.hpp"
 #include "ktc_python/host_call.hpp"
 
-namespace ktc_python::int8_attention {
+namespace ktc_python::int8_attention::inline KTC_UNIT {
 
 namespace py = pybind11;
 
@@ -40,4 +41,4 @@ inline void add_class(py::module_& library) {
       .def("quantise", &quantise);
 }
 
-}  // namespace ktc_python::int8_attention
+}  // namespace ktc_python::int8_attention::inline KTC_UNIT

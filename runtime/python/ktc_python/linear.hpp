@@ -6,11 +6,12 @@
 #include <cstdint>
 #include <memory>
 
-#include "ktc/linear.hpp"
+#include "ktc/interface/linear.hpp"
+#include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
 #include "ktc_python/host_call.hpp"
 
-namespace ktc_python::linear {
+namespace ktc_python::linear::inline KTC_UNIT {
 
 namespace py = pybind11;
 
@@ -59,4 +60,4 @@ inline void add_class(py::module_& library) {
       .def("multiply_call", &multiply_call, py::keep_alive<0, 1>(), py::keep_alive<0, 2>());
 }
 
-}  // namespace ktc_python::linear
+}  // namespace ktc_python::linear::inline KTC_UNIT

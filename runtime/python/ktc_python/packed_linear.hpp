@@ -6,11 +6,12 @@
 #include <cstdint>
 #include <memory>
 
-#include "ktc/packed_linear.hpp"
+#include "ktc/interface/packed_linear.hpp"
+#include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
 #include "ktc_python/host_call.hpp"
 
-namespace ktc_python::packed_linear {
+namespace ktc_python::packed_linear::inline KTC_UNIT {
 
 namespace py = pybind11;
 
@@ -23,16 +24,16 @@ inline void pack(const ktc::PackedLinearKernel& kernel, Address packed, Address 
 inline void unpack(const ktc::PackedLinearKernel& kernel, Address packed, Address target, std::int64_t inputs,
                    std::int64_t outputs) {
   const py::gil_scoped_release release;
-  kernel.unpack(at(packed), at<ktc::bf16>(target), inputs, outputs);
+  kernel.unpack(at(packed), at(target), inputs, outputs);
 }
 
 inline void forward(const ktc::PackedLinearKernel& kernel, ktc::Engine& engine, Address x, Address packed, Address bias,
                     Address out, std::int64_t rows, std::int64_t inputs, std::int64_t outputs) {
   const py::gil_scoped_release release;
-  kernel.forward(engine, {.x = at<ktc::bf16>(x),
+  kernel.forward(engine, {.x = at(x),
                           .packed = at(packed),
-                          .bias = at<ktc::bf16>(bias),
-                          .out = at<ktc::bf16>(out),
+                          .bias = at(bias),
+                          .out = at(out),
                           .rows = rows,
                           .inputs = inputs,
                           .outputs = outputs});
@@ -41,10 +42,10 @@ inline void forward(const ktc::PackedLinearKernel& kernel, ktc::Engine& engine, 
 inline std::unique_ptr<ktc::HostCall> call(const ktc::PackedLinearKernel& kernel, ktc::Engine& engine, Address x,
                                            Address packed, Address bias, Address out, std::int64_t rows,
                                            std::int64_t inputs, std::int64_t outputs) {
-  const ktc::PackedLinearArguments arguments{.x = at<ktc::bf16>(x),
+  const ktc::PackedLinearArguments arguments{.x = at(x),
                                              .packed = at(packed),
-                                             .bias = at<ktc::bf16>(bias),
-                                             .out = at<ktc::bf16>(out),
+                                             .bias = at(bias),
+                                             .out = at(out),
                                              .rows = rows,
                                              .inputs = inputs,
                                              .outputs = outputs};
@@ -60,4 +61,4 @@ inline void add_class(py::module_& library) {
       .def("call", &call, py::keep_alive<0, 1>(), py::keep_alive<0, 2>());
 }
 
-}  // namespace ktc_python::packed_linear
+}  // namespace ktc_python::packed_linear::inline KTC_UNIT

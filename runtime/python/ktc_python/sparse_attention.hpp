@@ -7,11 +7,12 @@
 #include <array>
 #include <cstdint>
 
-#include "ktc/sparse_attention.hpp"
+#include "ktc/interface/attention.hpp"
+#include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
 #include "ktc_python/attention.hpp"
 
-namespace ktc_python::sparse_attention {
+namespace ktc_python::sparse_attention::inline KTC_UNIT {
 
 namespace py = pybind11;
 
@@ -20,7 +21,7 @@ using Index = std::array<std::uintptr_t, 7>;
 
 inline ktc::IndexView index_of(const Index& index) {
   return {.blocks = at<std::uint8_t>(index[0]),
-          .scales = at<ktc::weight_format::fp16>(index[1]),
+          .scales = at(index[1]),
           .mean = at<const float>(index[2]),
           .signs = at<const float>(index[3]),
           .capacity = static_cast<std::int64_t>(index[4]),
@@ -73,4 +74,4 @@ inline void add_class(py::module_& library) {
       .def("select", &select);
 }
 
-}  // namespace ktc_python::sparse_attention
+}  // namespace ktc_python::sparse_attention::inline KTC_UNIT

@@ -10,32 +10,48 @@
 #include <utility>
 #include <vector>
 
-#include "ktc/host_call.hpp"
+#include "ktc/interface/host_call.hpp"
+#include "ktc/step/functions.hpp"
+#include "ktc/step/indexing.hpp"
 #include "ktc/step/program.hpp"
+#include "ktc/step/rows.hpp"
+#include "ktc/step/view.hpp"
+#include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
 
-namespace ktc_python::step {
+namespace ktc_python::step::inline KTC_UNIT {
 
 namespace py = pybind11;
 using ktc::step::Program;
 using ktc::step::StepKernel;
+using ktc::step::TensorArgument;
 using ktc::step::Type;
 
 // Address, type, sizes, and strides in elements.
 using View = std::tuple<Address, int, std::vector<std::int64_t>, std::vector<std::int64_t>>;
 
-inline ktc::step::View view_of(const View& view) {
+// Its arrays are those of the view.
+inline TensorArgument argument_of(const View& view) {
   const auto& [address, type, sizes, strides] = view;
-  return {.data = at(address), .type = static_cast<Type>(type), .sizes = sizes, .strides = strides};
+  return {.data = at(address),
+          .type = static_cast<Type>(type),
+          .dims = static_cast<std::int64_t>(sizes.size()),
+          .sizes = sizes.data(),
+          .strides = strides.data()};
+}
+
+inline ktc::step::View view_of(const View& view) {
+  return ktc::step::view_of(argument_of(view));
 }
 
 inline void pointwise(Program& program, const StepKernel& kernel, const std::string& function, const View& out,
                       const std::vector<View>& inputs, int computed) {
   const ktc::step::NamedFunction& named = ktc::step::function_named(function);
   if (named.inputs != inputs.size()) throw py::value_error("`" + function + "` has another number of inputs");
-  std::vector<ktc::step::View> from;
-  for (const View& input : inputs) from.push_back(view_of(input));
-  program.add(kernel.pointwise(named.function, view_of(out), std::move(from), static_cast<Type>(computed)));
+  std::vector<TensorArgument> from;
+  for (const View& input : inputs) from.push_back(argument_of(input));
+  program.add(
+      kernel.pointwise(named.function, argument_of(out), from.data(), from.size(), static_cast<Type>(computed)));
 }
 
 inline ktc::step::Reduction reduction_named(const std::string& name) {
@@ -58,18 +74,19 @@ inline void add_classes(py::module_& library) {
       .def("reduce",
            [](Program& program, const StepKernel& kernel, const std::string& reduction, const View& out,
               const View& input, int computed) {
-             program.add(
-                 kernel.reduce(reduction_named(reduction), view_of(out), view_of(input), static_cast<Type>(computed)));
+             program.add(kernel.reduce(reduction_named(reduction), argument_of(out), argument_of(input),
+                                       static_cast<Type>(computed)));
            })
       .def("softmax",
            [](Program& program, const StepKernel& kernel, const View& out, const View& input, int computed) {
-             program.add(kernel.softmax(view_of(out), view_of(input), static_cast<Type>(computed)));
+             program.add(kernel.softmax(argument_of(out), argument_of(input), static_cast<Type>(computed)));
            })
       .def(
           "matrix_product",
           [](Program& program, const StepKernel& kernel, ktc::Engine& engine, const View& out, const View& a,
              const View& b, const View& bias) {
-            program.add(kernel.matrix_product(engine, view_of(out), view_of(a), view_of(b), view_of(bias)));
+            program.add(
+                kernel.matrix_product(engine, argument_of(out), argument_of(a), argument_of(b), argument_of(bias)));
           },
           py::keep_alive<1, 3>())
       .def("top_k",
@@ -90,4 +107,4 @@ inline void add_classes(py::module_& library) {
       });
 }
 
-}  // namespace ktc_python::step
+}  // namespace ktc_python::step::inline KTC_UNIT

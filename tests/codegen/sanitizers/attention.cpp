@@ -1,11 +1,13 @@
 // Calls of kernels for decode attention: over all positions, over chosen ones, over int8 codes, and the index that
 // chooses.
+#define KTC_UNIT attention
+
+#include "ktc/interface/attention.hpp"
+
 #include <cstdint>
 #include <limits>
 
 #include "calls.hpp"
-#include "ktc/int8_attention.hpp"
-#include "ktc/sparse_attention.hpp"
 #include "memory.hpp"
 
 namespace stress {

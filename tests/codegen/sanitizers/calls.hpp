@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "ktc/engine.hpp"
+#include "ktc/interface/engine.hpp"
 #include "ktc_python/entries.hpp"
 
 namespace stress {

@@ -1,10 +1,12 @@
 // Calls of kernels for linear layers.
-#include "ktc/linear.hpp"
+#define KTC_UNIT linear
+
+#include "ktc/interface/linear.hpp"
 
 #include <stdexcept>
 
 #include "calls.hpp"
-#include "ktc/packed_linear.hpp"
+#include "ktc/interface/packed_linear.hpp"
 #include "memory.hpp"
 
 namespace stress {

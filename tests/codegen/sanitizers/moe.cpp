@@ -1,4 +1,8 @@
 // Calls of fused-MoE kernels: forward and backward with everything that they can write.
+#define KTC_UNIT moe
+
+#include "ktc/interface/moe.hpp"
+
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -6,7 +10,6 @@
 #include <stdexcept>
 
 #include "calls.hpp"
-#include "ktc/moe_kernel.hpp"
 #include "memory.hpp"
 
 namespace stress {

@@ -1,10 +1,18 @@
 // Calls of kernels for decoding steps: a program of every operation, and indices that are out of range.
+#define KTC_UNIT step
+
+#include "ktc/interface/step.hpp"
+
 #include <limits>
 #include <numeric>
 #include <stdexcept>
 
 #include "calls.hpp"
+#include "ktc/step/functions.hpp"
+#include "ktc/step/indexing.hpp"
 #include "ktc/step/program.hpp"
+#include "ktc/step/rows.hpp"
+#include "ktc/step/view.hpp"
 #include "memory.hpp"
 
 namespace stress {
@@ -14,6 +22,14 @@ using namespace ktc;
 using namespace ktc::step;
 
 constexpr std::int64_t kRows = 3, kWidth = 333, kChosen = 5;
+
+TensorArgument argument(const View& view) {
+  return {.data = view.data,
+          .type = view.type,
+          .dims = view.dims(),
+          .sizes = view.sizes.data(),
+          .strides = view.strides.data()};
+}
 
 // A contiguous tensor of its own memory.
 struct Tensor {
@@ -139,17 +155,23 @@ class Recording {
       for (const auto& views : rows) {
         const auto end = views.begin() + static_cast<std::ptrdiff_t>(named.inputs);
         const View out = made(type, {kRows, kWidth}).view;
-        program_.add(kernel_.pointwise(named.function, out, {views.begin(), end}, computed_in(type)));
+        pointwise(named.function, out, {views.begin(), end}, type);
       }
       const std::vector<View> columns = {x.transposed(), y.transposed(), z.transposed()};
       const auto end = columns.begin() + static_cast<std::ptrdiff_t>(named.inputs);
       const View out = made(type, {kWidth, kRows}).view;
-      program_.add(kernel_.pointwise(named.function, out, {columns.begin(), end}, computed_in(type)));
+      pointwise(named.function, out, {columns.begin(), end}, type);
     }
     if (type == Type::kComplex64) return;
     for (const Type other : {Type::kBool, Type::kInt32, Type::kBf16, Type::kFp32, Type::kFp64}) {
-      program_.add(kernel_.pointwise(Function::kCopy, made(other, {kRows, kWidth}).view, {x.view}, computed_in(type)));
+      pointwise(Function::kCopy, made(other, {kRows, kWidth}).view, {x.view}, type);
     }
+  }
+
+  void pointwise(Function function, const View& out, const std::vector<View>& inputs, Type type) {
+    std::vector<TensorArgument> given;
+    for (const View& input : inputs) given.push_back(argument(input));
+    program_.add(kernel_.pointwise(function, argument(out), given.data(), given.size(), computed_in(type)));
   }
 
   void along_rows(Type type) {
@@ -157,21 +179,21 @@ class Recording {
     for (const std::int64_t width : {kWidth, std::int64_t{1}, std::int64_t{640}}) {
       Tensor& x = random(type, {kRows, width});
       for (const Reduction reduction : {Reduction::kSum, Reduction::kMean, Reduction::kMaximum}) {
-        program_.add(kernel_.reduce(reduction, made(type, {kRows}).view, x.view, computed));
+        program_.add(kernel_.reduce(reduction, argument(made(type, {kRows}).view), argument(x.view), computed));
       }
-      program_.add(kernel_.softmax(made(type, {kRows, width}).view, x.view, computed));
+      program_.add(kernel_.softmax(argument(made(type, {kRows, width}).view), argument(x.view), computed));
       const std::int64_t k = std::min(kChosen, width);
       for (const bool largest : {true, false}) {
         program_.add(TopK(made(type, {kRows, k}).view, made(Type::kInt64, {kRows, k}).view, x.view, largest, largest));
       }
     }
-    program_.add(kernel_.reduce(Reduction::kSum, made(type, {kWidth}).view, random(type, {kRows, kWidth}).transposed(),
-                                computed));
+    const View columns = random(type, {kRows, kWidth}).transposed();
+    program_.add(kernel_.reduce(Reduction::kSum, argument(made(type, {kWidth}).view), argument(columns), computed));
   }
 
   void products(Type type) {
     const auto product = [&](const View& out, const View& a, const View& b, const View& bias) {
-      program_.add(kernel_.matrix_product(engine_, out, a, b, bias));
+      program_.add(kernel_.matrix_product(engine_, argument(out), argument(a), argument(b), argument(bias)));
     };
     const View none{.type = type, .sizes = {1, 1, 1}, .strides = {0, 0, 0}};
     const auto three = [&](std::int64_t batch, std::int64_t m, std::int64_t k, std::int64_t n) {

@@ -2,6 +2,8 @@
 // sanitizer: any number of threads, several callers, and children forked while nothing or while another thread's call
 // runs. All must agree to the last bit, and hostile arguments must be refused. `tests/codegen/test_sanitizers.py`
 // builds it. `stress SHARE OF` takes every OF-th kernel, and prints each with the number of its calls.
+#define KTC_UNIT stress
+
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,6 +16,8 @@
 #include <vector>
 
 #include "calls.hpp"
+#include "ktc/team.hpp"
+#include "ktc/workspace.hpp"
 
 namespace {
 
@@ -76,7 +80,7 @@ bool child_agrees(const Call& call, const Written& expected) {
 bool child_of_a_busy_process_agrees(const Call& call, const Written& expected) {
   std::atomic<int> inside{0}, forked{0};
   std::thread caller([&] {
-    Engine(2).exclusively([&](const ktc::Team& team, ktc::Workspace&) {
+    exclusively(Engine(2), [&](const ktc::Team& team, ktc::Workspace&) {
       team.run([&](ktc::Worker) {
         inside.fetch_add(1), inside.notify_one();
         forked.wait(0);

@@ -16,8 +16,9 @@
 #include "ktc/moe_sweep.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::amx {
+namespace ktc::amx::inline KTC_UNIT {
 
 // The four products of one step, of rows in tiles 4 and 5 with weights in 6 and 7. Their instructions contain the
 // numbers of the registers; other types have their own under the same names.
@@ -168,4 +169,4 @@ class Isa {
   Tiles tiles_;
 };
 
-}  // namespace ktc::amx
+}  // namespace ktc::amx::inline KTC_UNIT

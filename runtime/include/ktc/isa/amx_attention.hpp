@@ -15,12 +15,14 @@
 #include "ktc/cache_view.hpp"
 #include "ktc/decode_attention.hpp"
 #include "ktc/element.hpp"
-#include "ktc/engine.hpp"
 #include "ktc/isa/amx.hpp"
 #include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/team.hpp"
+#include "ktc/unit.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc::amx {
+namespace ktc::amx::inline KTC_UNIT {
 
 // For fewer rows than fill a tile: a type of its own, since it is compiled with other flags.
 struct FewRows : avx512_bf16::Isa {};
@@ -63,7 +65,7 @@ class Attention final : public AttentionKernel {
   using Plan = AttentionPlan<Isa, kDepth>;
   using Item = Plan::Item;
   using Sums = Plan::Sums;
-  using Ahead = CacheAhead<FewRows, bf16, Plan::kBlock>;
+  using Ahead = CacheAhead<bf16, Plan::kBlock>;
   static constexpr std::int64_t kBlock = Plan::kBlock;
   static constexpr std::int64_t kMostRows = Plan::kMostRows;
   static_assert(kBlock % kGroup == 0 && kMostRows % kTileRows == 0);
@@ -74,7 +76,7 @@ class Attention final : public AttentionKernel {
   void forward(Engine& engine, const AttentionArguments& arguments) const override {
     if (!fills_tiles(arguments)) return few_rows_.forward(engine, arguments);
     const Plan plan(arguments);
-    engine.exclusively([&](const Team& team, Workspace& workspace) {
+    exclusively(engine, [&](const Team& team, Workspace& workspace) {
       const std::int64_t packed_rows = round_up(plan.rows, kTileRows);
       Region<bf16> queries(arguments.batch * arguments.key_heads * packed_rows * plan.query_width);
       Region<Sums> sums(plan.all_rows * plan.stretches);
@@ -434,4 +436,4 @@ class Attention final : public AttentionKernel {
   DecodeAttention<FewRows, bf16> few_rows_;
 };
 
-}  // namespace ktc::amx
+}  // namespace ktc::amx::inline KTC_UNIT

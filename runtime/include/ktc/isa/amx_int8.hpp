@@ -11,8 +11,9 @@
 #include "ktc/isa/integer.hpp"
 #include "ktc/moe_sweep.hpp"
 #include "ktc/prefetch.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::amx {
+namespace ktc::amx::inline KTC_UNIT {
 
 struct ByteProducts {
   using Row = std::uint8_t;
@@ -82,13 +83,13 @@ class IntegerIsa {
   Isa elements_;
 };
 
-}  // namespace ktc::amx
+}  // namespace ktc::amx::inline KTC_UNIT
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct IntegerIsa<amx::Isa> {
   using type = amx::IntegerIsa;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -10,8 +10,9 @@
 #include <stdexcept>
 
 #include "ktc/element.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::amx {
+namespace ktc::amx::inline KTC_UNIT {
 
 inline constexpr int kTileRows = 16;
 inline constexpr int kTileBytes = 64;  // of a row
@@ -71,4 +72,4 @@ class Tiles {
   int rows_ = 0;
 };
 
-}  // namespace ktc::amx
+}  // namespace ktc::amx::inline KTC_UNIT

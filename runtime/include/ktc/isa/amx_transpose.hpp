@@ -9,8 +9,9 @@
 #include <cstdint>
 
 #include "ktc/element.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::amx {
+namespace ktc::amx::inline KTC_UNIT {
 
 // Exchanges the two middle ones of every four words.
 alignas(64) inline constexpr auto kMiddleWords = [] {
@@ -51,4 +52,4 @@ alignas(64) inline constexpr auto kMiddleWords = [] {
   _mm512_store_si512(to + kStride, _mm512_unpackhi_epi64(even, odd));
 }
 
-}  // namespace ktc::amx
+}  // namespace ktc::amx::inline KTC_UNIT

@@ -14,9 +14,10 @@
 #include "ktc/math.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
 
-namespace ktc::avx2 {
+namespace ktc::avx2::inline KTC_UNIT {
 
 class Lanes {
  public:
@@ -319,4 +320,4 @@ struct Isa {
   }
 };
 
-}  // namespace ktc::avx2
+}  // namespace ktc::avx2::inline KTC_UNIT

@@ -7,9 +7,10 @@
 #include <cstring>
 
 #include "ktc/isa/avx2.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/word_code_products.hpp"
 
-namespace ktc::avx2 {
+namespace ktc::avx2::inline KTC_UNIT {
 
 struct CacheWords : Words {
   using Words::load;
@@ -45,11 +46,11 @@ struct CacheWords : Words {
   }
 };
 
-}  // namespace ktc::avx2
+}  // namespace ktc::avx2::inline KTC_UNIT
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct CacheCodeProducts<avx2::Isa> : WordCodeProducts<avx2::CacheWords, 4, 2, 1> {};
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -8,9 +8,10 @@
 #include <cstdint>
 
 #include "ktc/element.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
 
-namespace ktc::avx2 {
+namespace ktc::avx2::inline KTC_UNIT {
 
 // Eight numbers as fp32.
 [[gnu::always_inline]] inline __m256 widened(const bf16* source) {
@@ -105,4 +106,4 @@ class DotSums {
   __m256 sums_[kRows][kColumns];
 };
 
-}  // namespace ktc::avx2
+}  // namespace ktc::avx2::inline KTC_UNIT

@@ -12,8 +12,9 @@
 #include "ktc/isa/integer.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx2 {
+namespace ktc::avx2::inline KTC_UNIT {
 
 // Up to this many rows the panel is streamed ahead of use, and all of its outputs are multiplied in one pass.
 inline constexpr int kCodeStreamRows = 1;
@@ -96,13 +97,13 @@ class IntegerIsa {
   Isa elements_;
 };
 
-}  // namespace ktc::avx2
+}  // namespace ktc::avx2::inline KTC_UNIT
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct IntegerIsa<avx2::Isa> {
   using type = avx2::IntegerIsa;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

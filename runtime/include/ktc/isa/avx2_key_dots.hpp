@@ -10,8 +10,9 @@
 #include "ktc/isa/avx2.hpp"
 #include "ktc/key_dots.hpp"
 #include "ktc/top_positions.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx2 {
+namespace ktc::avx2::inline KTC_UNIT {
 
 struct KeyProducts {
   static constexpr int kMostRows = 4;
@@ -48,7 +49,7 @@ struct KeyProducts {
   }
 
  private:
-  using Tables = SignTables<KeyProducts>;
+  using Tables = SignTables;
   static constexpr std::int64_t kAhead = 8192;
 
   template <int kRows>
@@ -173,9 +174,9 @@ struct ScoreLanes : ktc::ScoreLanes<void> {
   }
 };
 
-}  // namespace ktc::avx2
+}  // namespace ktc::avx2::inline KTC_UNIT
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct ScoreLanes<avx2::Isa> : avx2::ScoreLanes {};
@@ -183,4 +184,4 @@ struct ScoreLanes<avx2::Isa> : avx2::ScoreLanes {};
 template <>
 struct KeyDots<avx2::Isa> : avx2::KeyProducts {};
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -7,8 +7,9 @@
 #include <cstdint>
 
 #include "ktc/element.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx2 {
+namespace ktc::avx2::inline KTC_UNIT {
 
 struct Words {
   using Vector = __m256i;
@@ -78,4 +79,4 @@ struct Words {
   static Floats subtract_product(Floats a, Floats b, Floats sum) { return _mm256_fnmadd_ps(a, b, sum); }
 };
 
-}  // namespace ktc::avx2
+}  // namespace ktc::avx2::inline KTC_UNIT

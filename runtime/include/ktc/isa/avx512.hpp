@@ -14,8 +14,9 @@
 #include "ktc/isa/avx512_words.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512 {
+namespace ktc::avx512::inline KTC_UNIT {
 
 struct IntegerRounding {
   // A NaN keeps its upper bits and becomes quiet.
@@ -118,4 +119,4 @@ struct Isa {
   }
 };
 
-}  // namespace ktc::avx512
+}  // namespace ktc::avx512::inline KTC_UNIT

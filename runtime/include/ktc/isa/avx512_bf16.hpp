@@ -16,8 +16,9 @@
 #include "ktc/isa/avx512_transpose.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512_bf16 {
+namespace ktc::avx512_bf16::inline KTC_UNIT {
 
 struct Rounding {
   static __m256i to_bf16(__m512 x) { return std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
@@ -107,4 +108,4 @@ struct Isa {
   }
 };
 
-}  // namespace ktc::avx512_bf16
+}  // namespace ktc::avx512_bf16::inline KTC_UNIT

@@ -6,19 +6,20 @@
 
 #include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/isa/avx512_cache_words.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/word_code_products.hpp"
 
-namespace ktc::avx512_bf16 {
+namespace ktc::avx512_bf16::inline KTC_UNIT {
 
 struct CacheWords : avx512::CacheWords {
   static Vector add_products(Vector sums, Vector a, Vector b) { return _mm512_dpwssd_epi32(sums, a, b); }
 };
 
-}  // namespace ktc::avx512_bf16
+}  // namespace ktc::avx512_bf16::inline KTC_UNIT
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct CacheCodeProducts<avx512_bf16::Isa> : WordCodeProducts<avx512_bf16::CacheWords, 4, 4, 2> {};
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

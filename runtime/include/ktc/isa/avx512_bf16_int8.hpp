@@ -8,8 +8,9 @@
 #include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/isa/avx512_codes.hpp"
 #include "ktc/isa/integer.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512_bf16 {
+namespace ktc::avx512_bf16::inline KTC_UNIT {
 
 class VnniProducts {
  public:
@@ -34,13 +35,13 @@ class VnniProducts {
 
 using IntegerIsa = avx512::CodesIsa<Isa, VnniProducts, 4>;
 
-}  // namespace ktc::avx512_bf16
+}  // namespace ktc::avx512_bf16::inline KTC_UNIT
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct IntegerIsa<avx512_bf16::Isa> {
   using type = avx512_bf16::IntegerIsa;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

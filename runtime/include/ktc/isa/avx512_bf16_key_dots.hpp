@@ -11,8 +11,9 @@
 #include "ktc/isa/avx512_key_products.hpp"
 #include "ktc/key_dots.hpp"
 #include "ktc/top_positions.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512_bf16 {
+namespace ktc::avx512_bf16::inline KTC_UNIT {
 
 struct AddBytes {
   static constexpr std::int64_t kNibbleGroups = std::numeric_limits<std::int32_t>::max();  // 32 bits hold any width
@@ -85,9 +86,9 @@ struct KeyProducts : avx512::KeyProducts<AddBytes> {
   }
 };
 
-}  // namespace ktc::avx512_bf16
+}  // namespace ktc::avx512_bf16::inline KTC_UNIT
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct KeyDots<avx512_bf16::Isa> : avx512_bf16::KeyProducts {};
@@ -95,4 +96,4 @@ struct KeyDots<avx512_bf16::Isa> : avx512_bf16::KeyProducts {};
 template <>
 struct ScoreLanes<avx512_bf16::Isa> : avx512::ScoreLanes {};
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

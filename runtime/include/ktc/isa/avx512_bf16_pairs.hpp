@@ -10,8 +10,9 @@
 
 #include "ktc/element.hpp"
 #include "ktc/isa/avx512_lanes.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512_bf16 {
+namespace ktc::avx512_bf16::inline KTC_UNIT {
 
 // Up to 32 neighbours, zeros after them.
 [[gnu::always_inline]] inline __m512i loaded(const bf16* source, std::int64_t count) {
@@ -146,4 +147,4 @@ class WeightedSums {
   __m512 high_[kRows][kUnits];
 };
 
-}  // namespace ktc::avx512_bf16
+}  // namespace ktc::avx512_bf16::inline KTC_UNIT

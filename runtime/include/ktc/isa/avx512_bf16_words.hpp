@@ -5,8 +5,9 @@
 #include <immintrin.h>
 
 #include "ktc/isa/avx512_words.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512_bf16 {
+namespace ktc::avx512_bf16::inline KTC_UNIT {
 
 struct Words : avx512::Words {
   static Vector add_products(Vector sums, Vector a, Vector b) { return _mm512_dpwssd_epi32(sums, a, b); }
@@ -21,4 +22,4 @@ struct Words : avx512::Words {
   }
 };
 
-}  // namespace ktc::avx512_bf16
+}  // namespace ktc::avx512_bf16::inline KTC_UNIT

@@ -3,11 +3,12 @@
 
 #include "ktc/isa/avx512.hpp"
 #include "ktc/isa/avx512_cache_words.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/word_code_products.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct CacheCodeProducts<avx512::Isa> : WordCodeProducts<avx512::CacheWords, 4, 4, 2> {};
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -6,8 +6,9 @@
 #include <cstdint>
 
 #include "ktc/isa/avx512_words.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512 {
+namespace ktc::avx512::inline KTC_UNIT {
 
 struct CacheWords : Words {
   using Words::load;
@@ -39,4 +40,4 @@ struct CacheWords : Words {
   }
 };
 
-}  // namespace ktc::avx512
+}  // namespace ktc::avx512::inline KTC_UNIT

@@ -11,8 +11,9 @@
 #include "ktc/isa/integer.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512 {
+namespace ktc::avx512::inline KTC_UNIT {
 
 template <class Products, int kUnroll, int kStreamRows, int kRows, class Fetched, class Ahead>
 [[gnu::noinline]] void multiply_code_rows(std::int64_t steps, const std::uint8_t* a, const std::int8_t* panel,
@@ -82,4 +83,4 @@ class CodesIsa {
   ElementIsa elements_;
 };
 
-}  // namespace ktc::avx512
+}  // namespace ktc::avx512::inline KTC_UNIT

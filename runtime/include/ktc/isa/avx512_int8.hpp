@@ -9,8 +9,9 @@
 #include "ktc/isa/avx512.hpp"
 #include "ktc/isa/avx512_codes.hpp"
 #include "ktc/isa/integer.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512 {
+namespace ktc::avx512::inline KTC_UNIT {
 
 // One panel vector of four neighbours of k, widened: the even ones and the odd ones.
 class WidenedProducts {
@@ -41,13 +42,13 @@ class WidenedProducts {
 
 using IntegerIsa = CodesIsa<Isa, WidenedProducts, 1>;
 
-}  // namespace ktc::avx512
+}  // namespace ktc::avx512::inline KTC_UNIT
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct IntegerIsa<avx512::Isa> {
   using type = avx512::IntegerIsa;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

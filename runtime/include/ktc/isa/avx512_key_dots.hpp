@@ -7,8 +7,9 @@
 #include "ktc/isa/avx512_key_products.hpp"
 #include "ktc/key_dots.hpp"
 #include "ktc/top_positions.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512 {
+namespace ktc::avx512::inline KTC_UNIT {
 
 struct AddWords {
   static constexpr std::int64_t kNibbleGroups = kNibbleGroupsInWords;
@@ -19,9 +20,9 @@ struct AddWords {
   [[gnu::always_inline]] static __m512i widened(__m512i sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
 };
 
-}  // namespace ktc::avx512
+}  // namespace ktc::avx512::inline KTC_UNIT
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct KeyDots<avx512::Isa> : avx512::KeyProducts<avx512::AddWords> {};
@@ -29,4 +30,4 @@ struct KeyDots<avx512::Isa> : avx512::KeyProducts<avx512::AddWords> {};
 template <>
 struct ScoreLanes<avx512::Isa> : avx512::ScoreLanes {};
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

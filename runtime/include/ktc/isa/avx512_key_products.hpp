@@ -10,8 +10,9 @@
 
 #include "ktc/key_dots.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512 {
+namespace ktc::avx512::inline KTC_UNIT {
 
 struct ScoreLanes {
   [[gnu::always_inline]] static void order(const float* scores, std::int32_t* ordered) {
@@ -89,7 +90,7 @@ struct KeyProducts {
   }
 
  protected:
-  using Tables = SignTables<Add>;
+  using Tables = SignTables;
 
  private:
   template <int kRows>
@@ -206,4 +207,4 @@ struct KeyProducts {
   }
 };
 
-}  // namespace ktc::avx512
+}  // namespace ktc::avx512::inline KTC_UNIT

@@ -9,9 +9,10 @@
 
 #include "ktc/element.hpp"
 #include "ktc/math.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
 
-namespace ktc::avx512 {
+namespace ktc::avx512::inline KTC_UNIT {
 
 // Two fp32 read as one double, without a violation of the aliasing rules.
 using AnyDouble [[gnu::may_alias]] = double;
@@ -118,4 +119,4 @@ class Lanes {
   __m512 v_;
 };
 
-}  // namespace ktc::avx512
+}  // namespace ktc::avx512::inline KTC_UNIT

@@ -7,8 +7,9 @@
 #include <cstdint>
 
 #include "ktc/element.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512 {
+namespace ktc::avx512::inline KTC_UNIT {
 
 // Transposing a 16 x 16 quarter of a block: k and n are its two indices; before, register k/2 holds (n, k%2) in its
 // 16-bit places, after, register n/2 holds (k, n%2). Of two neighbouring registers, one two-register permutation each
@@ -57,4 +58,4 @@ alignas(64) inline constexpr WordOrder kUpperWords = word_order(1);
   }
 }
 
-}  // namespace ktc::avx512
+}  // namespace ktc::avx512::inline KTC_UNIT

@@ -7,8 +7,9 @@
 #include <cstdint>
 
 #include "ktc/element.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::avx512 {
+namespace ktc::avx512::inline KTC_UNIT {
 
 struct Words {
   using Vector = __m512i;
@@ -81,4 +82,4 @@ struct Words {
   static Floats subtract_product(Floats a, Floats b, Floats sum) { return _mm512_fnmadd_ps(a, b, sum); }
 };
 
-}  // namespace ktc::avx512
+}  // namespace ktc::avx512::inline KTC_UNIT

@@ -8,8 +8,9 @@
 #include <cstdint>
 
 #include "ktc/element.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <>
 struct ElementTraits<std::uint8_t> {
@@ -27,4 +28,4 @@ using IntegerIsaOf = typename IntegerIsa<Isa>::type;
 // Four neighbours of k as one integer, without a violation of the aliasing rules.
 using Quad [[gnu::may_alias]] = std::int32_t;
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

@@ -16,9 +16,10 @@
 #include "ktc/element.hpp"
 #include "ktc/math.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/panel.hpp"
 
-namespace ktc::scalar {
+namespace ktc::scalar::inline KTC_UNIT {
 
 template <class Element>
 class Lanes {
@@ -184,4 +185,4 @@ struct Isa {
   }
 };
 
-}  // namespace ktc::scalar
+}  // namespace ktc::scalar::inline KTC_UNIT

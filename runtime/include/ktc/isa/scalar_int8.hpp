@@ -7,8 +7,9 @@
 #include "ktc/isa/integer.hpp"
 #include "ktc/isa/scalar.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::scalar {
+namespace ktc::scalar::inline KTC_UNIT {
 
 template <class ElementType>
 class IntegerIsa {
@@ -47,13 +48,13 @@ class IntegerIsa {
   Isa<ElementType> elements_;
 };
 
-}  // namespace ktc::scalar
+}  // namespace ktc::scalar::inline KTC_UNIT
 
-namespace ktc {
+namespace ktc::inline KTC_UNIT {
 
 template <class Element>
 struct IntegerIsa<scalar::Isa<Element>> {
   using type = scalar::IntegerIsa<Element>;
 };
 
-}  // namespace ktc
+}  // namespace ktc::inline KTC_UNIT

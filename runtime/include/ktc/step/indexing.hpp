@@ -11,8 +11,9 @@
 #include <vector>
 
 #include "ktc/step/view.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::step {
+namespace ktc::step::inline KTC_UNIT {
 
 inline std::int64_t index_at(const View& indices, std::int64_t offset, std::int64_t size) {
   const std::int64_t index = reinterpret_cast<const std::int64_t*>(indices.data)[offset];
@@ -138,4 +139,4 @@ class IndexedRows {
   View row_;
 };
 
-}  // namespace ktc::step
+}  // namespace ktc::step::inline KTC_UNIT

@@ -9,12 +9,14 @@
 #include <utility>
 #include <vector>
 
-#include "ktc/engine.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/step/view.hpp"
+#include "ktc/team.hpp"
+#include "ktc/unit.hpp"
+#include "ktc/workspace.hpp"
 
-namespace ktc::step {
+namespace ktc::step::inline KTC_UNIT {
 
 // out (B, M, N) = a (B, M, K) b (B, K, N) + bias (B, M, N), which may have no data, summed in fp32 (fp64 for doubles)
 // and rounded once. An output is one sum in an order that the sizes decide, so the number of threads changes no bit.
@@ -90,7 +92,7 @@ class MatrixProduct {
       for (std::int64_t each = 0; each < all; ++each) piece(each);
       return;
     }
-    engine_.exclusively([&](const Team& team, Workspace&) {
+    exclusively(engine_, [&](const Team& team, Workspace&) {
       std::atomic<std::int64_t> next{0};
       team.run([&](const Worker&) {
         for (std::int64_t each = next.fetch_add(1); each < all; each = next.fetch_add(1)) piece(each);
@@ -181,4 +183,4 @@ class MatrixProduct {
   View bias_;
 };
 
-}  // namespace ktc::step
+}  // namespace ktc::step::inline KTC_UNIT

@@ -9,12 +9,12 @@
 #include <utility>
 #include <vector>
 
+#include "ktc/interface/step.hpp"
 #include "ktc/step/pointwise.hpp"
 #include "ktc/step/view.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::step {
-
-enum class Reduction : int { kSum, kMean, kMaximum };
+namespace ktc::step::inline KTC_UNIT {
 
 // out (...) = the reduction of input (..., n), whose first sizes are those of `out`.
 template <class Lanes>
@@ -187,4 +187,4 @@ class TopK {
   View input_;
 };
 
-}  // namespace ktc::step
+}  // namespace ktc::step::inline KTC_UNIT

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "ktc/element.hpp"
+#include "ktc/interface/step.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
 
-namespace ktc::step {
-
-enum class Type : int { kBool, kInt32, kInt64, kFp16, kBf16, kFp32, kFp64, kComplex64 };
+namespace ktc::step::inline KTC_UNIT {
 
 using weight_format::fp16;
 using complex64 = std::complex<float>;
@@ -64,6 +64,13 @@ struct View {
     return product;
   }
 };
+
+inline View view_of(const TensorArgument& tensor) {
+  return {.data = tensor.data,
+          .type = tensor.type,
+          .sizes = {tensor.sizes, tensor.sizes + tensor.dims},
+          .strides = {tensor.strides, tensor.strides + tensor.dims}};
+}
 
 // Calls `body(offsets)` for each index into the first `dims` of `sizes`, where offsets[i] is what the strides of
 // `views[i]` make of the index, in elements.
@@ -147,4 +154,4 @@ struct Blocks {
   }
 };
 
-}  // namespace ktc::step
+}  // namespace ktc::step::inline KTC_UNIT

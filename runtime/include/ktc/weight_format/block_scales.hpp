@@ -7,13 +7,14 @@
 #include <type_traits>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 inline void store_half(float value, std::uint8_t* stored) {
   const fp16 half(value);
@@ -171,4 +172,4 @@ struct ScalesAndMins {
   static constexpr std::int64_t kPlanesAt = 2 * kMinsAt;
 };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -27,12 +27,13 @@
 #include "ktc/element.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
 #include "ktc/weight_format/layout.hpp"
 #include "ktc/weight_format/packed.hpp"
 #include "ktc/weight_format/panel.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // In fp32, the scales of 32 weights of each of a panel's outputs: of the whole 32, or of 16 and 16.
 template <class Format>
@@ -209,4 +210,4 @@ struct BlockPanel {
 template <class Panel>
 concept StoredInBlocks = requires { Panel::kStored; };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

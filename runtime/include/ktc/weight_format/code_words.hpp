@@ -9,11 +9,12 @@
 
 #include "ktc/element.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/codes.hpp"
 #include "ktc/weight_format/quantised.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // The bits of a panel's codes, the integers that they stand for, and the scales of a span of blocks. Only
 // panels whose numbers are integers of up to 8 bits have them.
@@ -216,4 +217,4 @@ class CodeWords {
   Vector high_;
 };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -10,8 +10,9 @@
 #include <stdexcept>
 
 #include "ktc/element.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // Signed 4-bit integers, held as code + 8. The grid is symmetric, -7 to 7, of scales rounded to bf16 first, so that
 // quantising the dequantised weights gives the same codes again; a checkpoint may use -8 as well.
@@ -83,4 +84,4 @@ struct Fp8 {
   }();
 };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

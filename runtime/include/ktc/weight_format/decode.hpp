@@ -12,7 +12,7 @@
 #include "ktc/weight_format/codes.hpp"
 #include "ktc/weight_format/quantised.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // The factor by which the bits of an E4M3 number, as those of an fp16, are too small.
 inline constexpr float kFp8AsHalf = 0x1p8f;
@@ -77,8 +77,9 @@ void decode_blocks(const std::byte* panel, std::int64_t first, std::int64_t last
   }
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT
 
 #if defined(__AVX512BW__)
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/decode_avx512.hpp"
 #endif

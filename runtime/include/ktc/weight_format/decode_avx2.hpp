@@ -10,11 +10,12 @@
 #include "ktc/element.hpp"
 #include "ktc/isa/avx2.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/code_words.hpp"
 #include "ktc/weight_format/decode.hpp"
 #include "ktc/weight_format/decode_blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 template <>
 struct Decoding<avx2::Lanes> {
@@ -87,4 +88,4 @@ class BlockNumbers<avx2::Lanes, Panel> {
   const fp16* halves_;
 };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -7,9 +7,10 @@
 
 #include "ktc/element.hpp"
 #include "ktc/isa/avx512_lanes.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/decode.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 template <class Rounding>
 struct Decoding<avx512::Lanes<Rounding>> {
@@ -48,4 +49,4 @@ struct Decoding<avx512::Lanes<Rounding>> {
   static Lanes pairs(__m512i even) { return Lanes(_mm512_moveldup_ps(_mm512_castsi512_ps(even))); }
 };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

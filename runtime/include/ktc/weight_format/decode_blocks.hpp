@@ -11,7 +11,7 @@
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // The numbers of `kVectors` vectors of a block, from vector `index` x `kVectors` on: the step that an ISA may
 // specialise.
@@ -98,10 +98,11 @@ void decode_blocks(const std::byte* panel, std::int64_t first, std::int64_t last
   }
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT
 
 #if defined(__AVX512BW__)
 #include "ktc/weight_format/decode_blocks_avx512.hpp"
 #elif defined(__AVX2__)
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/decode_avx2.hpp"
 #endif

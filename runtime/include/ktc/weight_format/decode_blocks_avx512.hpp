@@ -11,10 +11,11 @@
 
 #include "ktc/isa/avx512_lanes.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/decode_blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // The values of the codes of up to six bits, as bf16. A look-up reads five bits of an index, or six: shorter tables are
 // repeated.
@@ -115,4 +116,4 @@ class BlockNumbers<avx512::Lanes<Rounding>, Panel> {
   CodeLines<Panel> lines_;
 };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -12,9 +12,10 @@
 
 #if defined(__AVX512BW__)
 #include "ktc/isa/avx512_lanes.hpp"
+#include "ktc/unit.hpp"
 #endif
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // Of 8 outputs with four neighbours of k each, pair 0 or 1 of the neighbours.
 template <class Lanes>
@@ -61,4 +62,4 @@ void decode_blocks(const std::byte* panel, std::int64_t first, std::int64_t last
   }
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -6,10 +6,11 @@
 
 #include "ktc/element.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/packed.hpp"
 #include "ktc/weight_format/panel.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 template <class ElementType>
 struct DensePanel {
@@ -44,4 +45,4 @@ using Fp64Panel = DensePanel<double>;
 
 using Bf16 = Packed<Bf16Panel>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -13,8 +13,9 @@
 
 #include "ktc/element.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // Of 32 values of a row: a value is `scale` times its word. The words' sums are of the first 16 and of the others, and
 // `sum` is that of all values.
@@ -127,4 +128,4 @@ inline void split_words(std::int64_t padded_k, std::byte* row) {
   }
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

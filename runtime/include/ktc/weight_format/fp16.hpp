@@ -3,11 +3,12 @@
 
 #include <cstdint>
 
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/block_scales.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/half_precision.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 struct FP16 {
   static constexpr const char* kName = "f16";
@@ -29,4 +30,4 @@ struct FP16 {
 };
 using FP16Panel = BlockPanel<FP16>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <stdexcept>
 
-namespace ktc::weight_format {
+#include "ktc/unit.hpp"
+
+namespace ktc::weight_format::inline KTC_UNIT {
 
 struct fp16 {
   std::uint16_t bits = 0;
@@ -39,4 +41,4 @@ struct fp16 {
   }
 };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

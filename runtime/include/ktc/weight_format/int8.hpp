@@ -17,11 +17,12 @@
 #include "ktc/quantise_rows.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/codes.hpp"
 #include "ktc/weight_format/layout.hpp"
 #include "ktc/weight_format/panel.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 struct Int8Panel {
   using Element = bf16;
@@ -116,4 +117,4 @@ struct Int8Panel {
   }
 };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

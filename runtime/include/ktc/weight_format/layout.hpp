@@ -10,11 +10,11 @@
 #include <stdexcept>
 #include <string>
 
+#include "ktc/interface/moe.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::weight_format {
-
-enum class Part { kGate, kUp, kDown, kGateBias, kUpBias, kDownBias };
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // The parts that an expert has beside up and down.
 struct Parts {
@@ -85,4 +85,4 @@ class ExpertLayout {
   Parts parts_;
 };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

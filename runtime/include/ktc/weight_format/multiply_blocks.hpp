@@ -15,11 +15,12 @@
 #include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/decode_blocks.hpp"
 #include "ktc/weight_format/multiply_codes.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // 32 numbers, which are exact in bf16, or fp16 rounded to it.
 template <class Panel>
@@ -112,4 +113,4 @@ void multiply_blocks(int rows, std::int64_t padded_k, const bf16* a, const std::
   kByRows[static_cast<std::size_t>(rows - 1)](padded_k, a, panel, tile);
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

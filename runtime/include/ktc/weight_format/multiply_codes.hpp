@@ -16,11 +16,12 @@
 #include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/codes.hpp"
 #include "ktc/weight_format/decode.hpp"
 #include "ktc/weight_format/quantised.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // For this many rows, sums of a group, sums of all groups, the table and a broadcast value fit 32 registers.
 inline constexpr int kMaxCodeRows = 6;
@@ -129,4 +130,4 @@ void multiply_codes(int rows, std::int64_t padded_k, const bf16* a, const std::b
   kByRows[static_cast<std::size_t>(rows - 1)](padded_k, a, panel, tile);
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

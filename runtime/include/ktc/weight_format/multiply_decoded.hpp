@@ -9,10 +9,11 @@
 #include "ktc/element.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/decode.hpp"
 #include "ktc/weight_format/decode_blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // tile[row][32] = sum over k of a[k][row] * panel[k][32], of up to a group's rows.
 template <class Isa, class Panel>
@@ -28,4 +29,4 @@ void multiply_decoded(int rows, std::int64_t padded_k, const bf16* a, const std:
   }
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

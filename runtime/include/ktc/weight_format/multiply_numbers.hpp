@@ -9,13 +9,14 @@
 #include "ktc/element.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/codes.hpp"
 #include "ktc/weight_format/decode.hpp"
 #include "ktc/weight_format/half_precision.hpp"
 #include "ktc/weight_format/quantised.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // Half a vector of a block as fp32, 8 outputs with two neighbours of k each; sums of `kSumBlocks` blocks are multiplied
 // with the scale of their output and with `kFactor`.
@@ -133,4 +134,4 @@ void multiply_numbers(int rows, std::int64_t padded_k, const float* x, const std
   }
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

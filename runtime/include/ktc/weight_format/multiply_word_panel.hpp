@@ -10,11 +10,12 @@
 #include <utility>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/code_words.hpp"
 #include "ktc/weight_format/fixed_point_rows.hpp"
 #include "ktc/weight_format/multiply_words.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // The decoded panel: words [k / 2][32 outputs][2], then for each 32 of k the scales, [1 or 2][32], and minima, [32].
 template <class Panel>
@@ -157,4 +158,4 @@ void multiply_word_panel(std::int64_t padded_k, const FixedPointRows& x, const s
   }
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -13,10 +13,11 @@
 
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/code_words.hpp"
 #include "ktc/weight_format/fixed_point_rows.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 // For this many rows at a time, AVX2's registers hold the sums of a strip beside codes and a row's value.
 inline constexpr int kWordRows = 4;
@@ -241,4 +242,4 @@ void multiply_words(std::int64_t padded_k, const FixedPointRows& x, const std::b
   }
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -10,10 +10,11 @@
 #include <cstring>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/block_scales.hpp"
 #include "ktc/weight_format/blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 struct MXFP4 {
   static constexpr const char* kName = "mxfp4";
@@ -71,4 +72,4 @@ struct MXFP4 {
 };
 using MXFP4Panel = BlockPanel<MXFP4>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -19,9 +19,10 @@
 #include "ktc/panel_places.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/layout.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 template <class FirstPanelType, class DownPanelType = FirstPanelType>
 class Packed {
@@ -242,4 +243,4 @@ class Packed {
   int nodes_;
 };
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -12,8 +12,9 @@
 #include "ktc/element.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 inline constexpr std::int64_t kBlock = kPanelWidth * kPanelWidth;
 // Every ISA transposes a block in this many pieces.
@@ -56,4 +57,4 @@ void unpack_lanes(const Element* panel, std::int64_t first_lane, std::int64_t la
   }
 }
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

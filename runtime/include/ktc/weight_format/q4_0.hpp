@@ -6,10 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/block_scales.hpp"
 #include "ktc/weight_format/blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 struct Q4_0 : OneHalfScale {
   static constexpr const char* kName = "q4_0";
@@ -39,4 +40,4 @@ struct Q4_0 : OneHalfScale {
 };
 using Q4_0Panel = BlockPanel<Q4_0>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -7,10 +7,11 @@
 #include <cstdint>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/block_scales.hpp"
 #include "ktc/weight_format/blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 struct Q4_1 {
   static constexpr const char* kName = "q4_1";
@@ -55,4 +56,4 @@ struct Q4_1 {
 };
 using Q4_1Panel = BlockPanel<Q4_1>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

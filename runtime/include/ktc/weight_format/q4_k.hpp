@@ -4,10 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/block_scales.hpp"
 #include "ktc/weight_format/blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 struct Q4_K : ScalesAndMins {
   static constexpr const char* kName = "q4_k";
@@ -21,4 +22,4 @@ struct Q4_K : ScalesAndMins {
 };
 using Q4_KPanel = BlockPanel<Q4_K>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

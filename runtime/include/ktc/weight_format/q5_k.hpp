@@ -4,10 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/block_scales.hpp"
 #include "ktc/weight_format/blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 struct Q5_K : ScalesAndMins {
   static constexpr const char* kName = "q5_k";
@@ -22,4 +23,4 @@ struct Q5_K : ScalesAndMins {
 };
 using Q5_KPanel = BlockPanel<Q5_K>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -6,10 +6,11 @@
 #include <cstdint>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/block_scales.hpp"
 #include "ktc/weight_format/blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 struct Q6_K {
   static constexpr const char* kName = "q6_k";
@@ -67,4 +68,4 @@ struct Q6_K {
 };
 using Q6_KPanel = BlockPanel<Q6_K>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

@@ -8,10 +8,11 @@
 #include <cstring>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/block_scales.hpp"
 #include "ktc/weight_format/blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 struct Q8_0 : OneHalfScale {
   static constexpr const char* kName = "q8_0";
@@ -35,4 +36,4 @@ struct Q8_0 : OneHalfScale {
 };
 using Q8_0Panel = BlockPanel<Q8_0>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

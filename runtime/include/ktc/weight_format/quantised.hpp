@@ -16,12 +16,13 @@
 #include "ktc/element.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/codes.hpp"
 #include "ktc/weight_format/layout.hpp"
 #include "ktc/weight_format/packed.hpp"
 #include "ktc/weight_format/panel.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 inline constexpr std::int64_t kLine = 64;
 
@@ -154,4 +155,4 @@ using Int4Panel = QuantisedPanel<Int4, kGroup>;
 template <std::int64_t kGroup>
 using Fp8Panel = QuantisedPanel<Fp8, kGroup>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

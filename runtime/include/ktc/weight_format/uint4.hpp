@@ -11,10 +11,11 @@
 #include <cstring>
 
 #include "ktc/shape.hpp"
+#include "ktc/unit.hpp"
 #include "ktc/weight_format/block_scales.hpp"
 #include "ktc/weight_format/blocks.hpp"
 
-namespace ktc::weight_format {
+namespace ktc::weight_format::inline KTC_UNIT {
 
 template <int kGroup>
 struct UInt4 {
@@ -47,4 +48,4 @@ struct UInt4 {
 template <int kGroup>
 using UInt4Panel = BlockPanel<UInt4<kGroup>>;
 
-}  // namespace ktc::weight_format
+}  // namespace ktc::weight_format::inline KTC_UNIT

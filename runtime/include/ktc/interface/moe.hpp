@@ -1,4 +1,4 @@
-// The interface of a kernel, the same for every specialisation.
+// Kernels of routed experts: the same for every specialisation.
 #pragma once
 
 #include <cstddef>
@@ -7,11 +7,24 @@
 #include <string_view>
 #include <vector>
 
-#include "ktc/engine.hpp"
-#include "ktc/shape.hpp"
-#include "ktc/weight_format/layout.hpp"
+#include "ktc/interface/engine.hpp"
+
+namespace ktc::weight_format {
+
+// Of an expert.
+enum class Part { kGate, kUp, kDown, kGateBias, kUpBias, kDownBias };
+
+}  // namespace ktc::weight_format
 
 namespace ktc {
+
+struct MoeSizes {
+  std::int64_t num_experts;
+  std::int64_t hidden;
+  std::int64_t intermediate;
+  std::int64_t top_k;
+  int nodes = 1;  // of NUMA: the number of shards of the packed weights
+};
 
 enum class SourceType { kBf16, kFp32, kFp64 };
 
@@ -84,7 +97,7 @@ struct Coding {
 
 class MoeKernel {
  public:
-  virtual ~MoeKernel() = default;
+  virtual ~MoeKernel();
 
   // Bytes of all experts' packed weights; the storage must begin at a multiple of 64 bytes, and of a huge page where
   // weights are cut for several NUMA nodes.
@@ -128,10 +141,5 @@ struct KernelEntry {
   const char* name;
   std::unique_ptr<MoeKernel> (*make)(const MoeSizes&);
 };
-
-template <class Kernel>
-std::unique_ptr<MoeKernel> make_kernel(const MoeSizes& sizes) {
-  return std::make_unique<Kernel>(sizes);
-}
 
 }  // namespace ktc

@@ -1,0 +1,113 @@
+// The functions of `ktc/interface/`, once in a library.
+#define KTC_UNIT interface
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "ktc/interface/attention.hpp"
+#include "ktc/interface/engine.hpp"
+#include "ktc/interface/host_call.hpp"
+#include "ktc/interface/linear.hpp"
+#include "ktc/interface/moe.hpp"
+#include "ktc/interface/packed_linear.hpp"
+#include "ktc/interface/step.hpp"
+#include "ktc/scratch_block.hpp"
+#include "ktc/thread_pool.hpp"
+
+namespace ktc {
+
+PhaseObserver* phase_observer = nullptr;
+
+namespace {
+
+struct Shared {
+  std::mutex busy;
+  ThreadPool pool;
+  ScratchBlock memory;
+  pid_t owner = getpid();
+};
+
+// A forked child has the parent's objects but none of its threads, and perhaps a mutex that stays locked. The child
+// cannot destroy these, so it leaves the parent's objects alone and makes its own. Several threads of the child may
+// make their first call together: one stores its object, the others drop theirs. A lock around this could itself have
+// been held during the fork. Nothing is destroyed when the process ends, because a thread may still be inside a call.
+Shared& of_this_process() {
+  static std::atomic<Shared*> current{nullptr};
+  Shared* shared = current.load(std::memory_order_acquire);
+  while (shared == nullptr || shared->owner != getpid()) {
+    auto made = std::make_unique<Shared>();
+    if (current.compare_exchange_strong(shared, made.get(), std::memory_order_acq_rel)) return *made.release();
+  }
+  return *shared;
+}
+
+}  // namespace
+
+Engine::Engine(int threads, NodeCpus nodes, const OpenMp& openmp)
+    : threads_(threads), nodes_(std::move(nodes)), openmp_(openmp), owner_(getpid()) {
+  if (nodes_.size() <= 1 && offers(openmp_, owner_, threads)) return;
+  Shared& shared = of_this_process();
+  const std::lock_guard lock(shared.busy);
+  shared.pool.require(threads);
+}
+
+Engine::~Engine() = default;
+
+int Engine::threads() const {
+  return threads_;
+}
+
+std::size_t Engine::workspace_bytes() const {
+  Shared& shared = of_this_process();
+  const std::lock_guard lock(shared.busy);
+  return shared.memory.size();
+}
+
+void Engine::exclusively(Call call, void* context) const {
+  Shared& shared = of_this_process();
+  const std::lock_guard lock(shared.busy);
+  SharedThreads threads(shared.pool, threads_, nodes_, openmp_, owner_);
+  call(context, threads, shared.memory);
+}
+
+HostCall::HostCall(std::function<void()> call) : call_(std::move(call)) {}
+
+HostCall::~HostCall() = default;
+
+const std::function<void()>& HostCall::call() const {
+  return call_;
+}
+
+void HostCall::run(void* call) noexcept {
+  auto& self = *static_cast<HostCall*>(call);
+  try {
+    self.call_();
+  } catch (...) {
+    const std::lock_guard lock(self.busy_);
+    if (!self.thrown_) self.thrown_ = std::current_exception();
+  }
+}
+
+void HostCall::rethrow() {
+  std::exception_ptr thrown;
+  {
+    const std::lock_guard lock(busy_);
+    thrown = std::exchange(thrown_, nullptr);
+  }
+  if (thrown) std::rethrow_exception(thrown);
+}
+
+AttentionKernel::~AttentionKernel() = default;
+LinearKernel::~LinearKernel() = default;
+MoeKernel::~MoeKernel() = default;
+PackedLinearKernel::~PackedLinearKernel() = default;
+
+namespace step {
+
+StepKernel::~StepKernel() = default;
+
+}  // namespace step
+
+}  // namespace ktc
