@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,13 +41,16 @@ class Linked:
 
 def linked(specs: Sequence[Spec], folder: Path) -> Linked:
     tools = toolchain.find(host.detect())
-    objects: dict[Path, TranslationUnit] = {}
-    for unit in render(specs, {}).units:
+
+    def compiled(unit: TranslationUnit) -> Path:
         source = folder / unit.name
         source.write_text(unit.text)
-        target = source.with_suffix(".o")
-        subprocess.run(tools.compile_command(source, target, unit.isa), check=True)
-        objects[target] = unit
+        subprocess.run(tools.compile_command(source, source.with_suffix(".o"), unit.isa), check=True)
+        return source.with_suffix(".o")
+
+    units = render(specs, {}).units
+    with ThreadPoolExecutor(host.usable_threads()) as pool:
+        objects = dict(zip(pool.map(compiled, units), units, strict=True))
     library = folder / "library.so"
     subprocess.run(tools.link_command(objects, library), check=True)
     return Linked(library, objects)
