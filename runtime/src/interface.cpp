@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 
 #include "ktc/interface/attention.hpp"
@@ -13,6 +14,7 @@
 #include "ktc/interface/moe.hpp"
 #include "ktc/interface/packed_linear.hpp"
 #include "ktc/interface/step.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/scratch_block.hpp"
 #include "ktc/thread_pool.hpp"
 
@@ -97,6 +99,10 @@ void HostCall::rethrow() {
     thrown = std::exchange(thrown_, nullptr);
   }
   if (thrown) std::rethrow_exception(thrown);
+}
+
+std::string decimal(std::int64_t number) {
+  return std::to_string(number);
 }
 
 AttentionKernel::~AttentionKernel() = default;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ktc/interface/moe.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/moe_backward.hpp"
 #include "ktc/moe_forward.hpp"
 #include "ktc/moe_layer.hpp"
@@ -106,8 +107,8 @@ class FusedMoe final : public MoeKernel {
  private:
   void check_expert(std::int64_t expert) const {
     if (expert >= 0 && expert < layer_.shape.num_experts()) return;
-    throw std::out_of_range("this layer has " + std::to_string(layer_.shape.num_experts()) + " experts, found index " +
-                            std::to_string(expert));
+    throw std::out_of_range("this layer has " + decimal(layer_.shape.num_experts()) + " experts, found index " +
+                            decimal(expert));
   }
 
   Layer layer_;

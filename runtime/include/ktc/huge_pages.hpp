@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "ktc/interface/text.hpp"
 #include "ktc/unit.hpp"
 
 namespace ktc::inline KTC_UNIT {
@@ -28,7 +29,7 @@ inline void prefer_huge_pages(void* begin, std::size_t bytes) {
 class OutOfMemory final : public std::bad_alloc {
  public:
   explicit OutOfMemory(std::size_t bytes)
-      : text_("cannot allocate " + std::to_string(bytes) + " bytes for the kernels' workspace") {}
+      : text_("cannot allocate " + decimal(static_cast<std::int64_t>(bytes)) + " bytes for the kernels' workspace") {}
   const char* what() const noexcept override { return text_.c_str(); }
 
  private:

@@ -18,6 +18,7 @@
 #include "ktc/decoded_panels.hpp"
 #include "ktc/element.hpp"
 #include "ktc/interface/packed_linear.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/moe_sweep.hpp"
 #include "ktc/panel_places.hpp"
 #include "ktc/routing.hpp"
@@ -52,8 +53,7 @@ class PackedLinear final : public PackedLinearKernel {
   void pack(std::byte* packed, const std::uint8_t* blocks, std::int64_t outputs,
             std::int64_t row_bytes) const override {
     if (row_bytes % Format::kStoredBytes != 0) {
-      throw std::invalid_argument("rows of " + std::to_string(row_bytes) + " bytes are no whole blocks of " +
-                                  Panel::kStored);
+      throw std::invalid_argument("rows of " + decimal(row_bytes) + " bytes are no whole blocks of " + Panel::kStored);
     }
     const std::int64_t inputs = row_bytes / Format::kStoredBytes * Format::kWeights;
     Panel::pack_blocks(MatrixView(blocks, outputs, row_bytes), lanes(packed, inputs, outputs));

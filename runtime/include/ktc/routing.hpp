@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "ktc/interface/text.hpp"
 #include "ktc/unit.hpp"
 
 namespace ktc::inline KTC_UNIT {
@@ -60,8 +61,8 @@ class Routing {
     std::vector<std::int64_t> first(num_experts + 1, 0);
     for (std::int64_t pair = 0; pair < slots; ++pair) {
       if (index[pair] < 0 || index[pair] >= num_experts) {
-        throw std::out_of_range("`top_k_index` names expert " + std::to_string(index[pair]) +
-                                "; this layer has experts 0 to " + std::to_string(num_experts - 1));
+        throw std::out_of_range("`top_k_index` names expert " + decimal(index[pair]) +
+                                "; this layer has experts 0 to " + decimal(num_experts - 1));
       }
       ++first[index[pair] + 1];
     }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ktc/interface/moe.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/unit.hpp"
 
 namespace ktc::inline KTC_UNIT {
@@ -25,8 +26,8 @@ template <std::int64_t Constant>
 struct Dim {
   constexpr Dim(std::int64_t size, const char* name) {
     if (size == Constant) return;
-    throw std::invalid_argument(std::string("this kernel was built for ") + name + " = " + std::to_string(Constant) +
-                                ", found " + std::to_string(size));
+    throw std::invalid_argument(std::string("this kernel was built for ") + name + " = " + decimal(Constant) +
+                                ", found " + decimal(size));
   }
   static constexpr std::int64_t value() { return Constant; }
 };
@@ -35,7 +36,7 @@ template <>
 struct Dim<kDynamic> {
   constexpr Dim(std::int64_t size, const char* name) : size_(size) {
     if (size > 0) return;
-    throw std::invalid_argument(std::string(name) + " must be positive, found " + std::to_string(size));
+    throw std::invalid_argument(std::string(name) + " must be positive, found " + decimal(size));
   }
   constexpr std::int64_t value() const { return size_; }
 

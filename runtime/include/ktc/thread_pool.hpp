@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "ktc/interface/engine.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/numa.hpp"
 #include "ktc/openmp.hpp"
 #include "ktc/unit.hpp"
@@ -92,8 +93,8 @@ class ThreadPool {
   // has, and std::runtime_error if they cannot be started; the number of threads is then unchanged.
   void require(int threads) {
     if (threads < 1 || threads > kMostThreads) {
-      throw std::invalid_argument("threads must be at least 1 and at most " + std::to_string(kMostThreads) +
-                                  ", found " + std::to_string(threads));
+      throw std::invalid_argument("threads must be at least 1 and at most " + decimal(kMostThreads) + ", found " +
+                                  decimal(threads));
     }
     const std::size_t before = workers_.size();
     try {
@@ -101,7 +102,7 @@ class ThreadPool {
     } catch (const std::system_error& error) {
       const std::size_t found = workers_.size();
       dismiss(before);
-      throw std::runtime_error("only " + std::to_string(found + 1) + " of " + std::to_string(threads) +
+      throw std::runtime_error("only " + decimal(static_cast<std::int64_t>(found) + 1) + " of " + decimal(threads) +
                                " kernel threads could be started: " + error.what());
     }
   }

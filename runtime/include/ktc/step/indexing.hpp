@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "ktc/interface/text.hpp"
 #include "ktc/step/view.hpp"
 #include "ktc/unit.hpp"
 
@@ -18,8 +19,7 @@ namespace ktc::step::inline KTC_UNIT {
 inline std::int64_t index_at(const View& indices, std::int64_t offset, std::int64_t size) {
   const std::int64_t index = reinterpret_cast<const std::int64_t*>(indices.data)[offset];
   if (index >= 0 && index < size) return index;
-  throw std::out_of_range("index " + std::to_string(index) + " is out of range for a dimension of " +
-                          std::to_string(size));
+  throw std::out_of_range("index " + decimal(index) + " is out of range for a dimension of " + decimal(size));
 }
 
 inline void copy_element(const View& to, std::int64_t to_offset, const View& from, std::int64_t from_offset) {

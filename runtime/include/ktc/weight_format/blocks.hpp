@@ -25,6 +25,7 @@
 #include <string>
 
 #include "ktc/element.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
 #include "ktc/unit.hpp"
@@ -78,8 +79,8 @@ struct BlockPanel {
 
   static void check(const char* name, std::int64_t size) {
     if (size % Format::kWeights == 0) return;
-    throw std::invalid_argument(std::string(kStored) + " weights in blocks of " + std::to_string(Format::kWeights) +
-                                ": " + name + " = " + std::to_string(size) + " is no multiple of it");
+    throw std::invalid_argument(std::string(kStored) + " weights in blocks of " + decimal(Format::kWeights) + ": " +
+                                name + " = " + decimal(size) + " is no multiple of it");
   }
 
   // Throws std::invalid_argument for weights that are not finite, and for formats that are only read.

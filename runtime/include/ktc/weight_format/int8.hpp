@@ -13,6 +13,7 @@
 #include <string>
 
 #include "ktc/element.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/isa/integer.hpp"
 #include "ktc/quantise_rows.hpp"
 #include "ktc/shape.hpp"
@@ -43,8 +44,8 @@ struct Int8Panel {
   static void check(const char* name, std::int64_t size) {
     constexpr std::int64_t kLargest = 65536;
     if (size <= kLargest) return;
-    throw std::invalid_argument(std::string("int8 products: ") + name + " = " + std::to_string(size) +
-                                " is more than " + std::to_string(kLargest) + ", and a sum could overflow 32 bits");
+    throw std::invalid_argument(std::string("int8 products: ") + name + " = " + decimal(size) + " is more than " +
+                                decimal(kLargest) + ", and a sum could overflow 32 bits");
   }
 
   // Quantises, after rounding to bf16. Throws std::invalid_argument for weights that are not finite.
@@ -67,8 +68,8 @@ struct Int8Panel {
   static void pack_codes(const MatrixView<const std::uint8_t>& codes, const MatrixView<const float>& scales,
                          const PartLanes& part) {
     if (scales.rows != codes.rows || scales.columns != 1) {
-      throw std::invalid_argument("expected scales of " + std::to_string(codes.rows) + " x 1, found " +
-                                  std::to_string(scales.rows) + " x " + std::to_string(scales.columns));
+      throw std::invalid_argument("expected scales of " + decimal(codes.rows) + " x 1, found " + decimal(scales.rows) +
+                                  " x " + decimal(scales.columns));
     }
     for (std::int64_t row = 0; row < codes.rows; ++row) {
       put_row(part, row, codes.columns, scales.row(row)[0], [&](std::int64_t k) { return codes.row(row)[k]; });

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "ktc/interface/moe.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/unit.hpp"
 
@@ -72,9 +73,8 @@ class ExpertLayout {
     const std::int64_t expected_rows = is_bias(part) ? 1 : outputs(part);
     const std::int64_t expected_columns = is_bias(part) ? outputs(part) : is_down(part) ? intermediate_ : hidden_;
     if (rows == expected_rows && columns == expected_columns) return;
-    throw std::invalid_argument("expected a matrix of " + std::to_string(expected_rows) + " x " +
-                                std::to_string(expected_columns) + ", found " + std::to_string(rows) + " x " +
-                                std::to_string(columns));
+    throw std::invalid_argument("expected a matrix of " + decimal(expected_rows) + " x " + decimal(expected_columns) +
+                                ", found " + decimal(rows) + " x " + decimal(columns));
   }
 
  private:

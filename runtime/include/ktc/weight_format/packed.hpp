@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "ktc/element.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/panel_places.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
@@ -39,8 +40,8 @@ class Packed {
     FirstPanel::check("hidden", sizes.hidden);
     DownPanel::check("intermediate", sizes.intermediate);
     if (nodes_ < 1 || nodes_ > kMaxNodes) {
-      throw std::invalid_argument("weights are cut for 1 to " + std::to_string(kMaxNodes) + " NUMA nodes, found " +
-                                  std::to_string(nodes_));
+      throw std::invalid_argument("weights are cut for 1 to " + decimal(kMaxNodes) + " NUMA nodes, found " +
+                                  decimal(nodes_));
     }
   }
 

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "ktc/element.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/tensor_view.hpp"
 #include "ktc/unit.hpp"
@@ -52,8 +53,8 @@ struct QuantisedPanel {
 
   static void check(const char* name, std::int64_t size) {
     if (Code::kBits == 8 || size % kGroup == 0) return;
-    throw std::invalid_argument(std::string(kCode) + " weights in groups of " + std::to_string(kGroup) + ": " + name +
-                                " = " + std::to_string(size) + " is no multiple of it");
+    throw std::invalid_argument(std::string(kCode) + " weights in groups of " + decimal(kGroup) + ": " + name + " = " +
+                                decimal(size) + " is no multiple of it");
   }
 
   // Quantises, after rounding to bf16. Throws std::invalid_argument for weights that are not finite.
@@ -80,9 +81,9 @@ struct QuantisedPanel {
   static void pack_codes(const MatrixView<const std::uint8_t>& codes, const MatrixView<const float>& scales,
                          const PartLanes& part) {
     if (scales.rows != codes.rows || scales.columns != num_groups(codes.columns)) {
-      throw std::invalid_argument("expected scales of " + std::to_string(codes.rows) + " x " +
-                                  std::to_string(num_groups(codes.columns)) + ", found " + std::to_string(scales.rows) +
-                                  " x " + std::to_string(scales.columns));
+      throw std::invalid_argument("expected scales of " + decimal(codes.rows) + " x " +
+                                  decimal(num_groups(codes.columns)) + ", found " + decimal(scales.rows) + " x " +
+                                  decimal(scales.columns));
     }
     for (std::int64_t row = 0; row < codes.rows; ++row) {
       const Lane lane(part, row);
