@@ -1,8 +1,8 @@
 """The one list of what code may ask beside its inputs, and whether it then computes something else.
 
 In: a module on meta tensors, and a function that runs its code. Out: the reason in words, "" if there is none. A row of
-`CIRCUMSTANCES` has the names by which code asks. Code that mentions one runs again in each state of the row, and in each
-together with the first state of every other such row; where a row has none, asking is the reason. So it is for an
+`CIRCUMSTANCES` has the names by which code asks. Code that mentions one runs again in each state of the row, alone and
+together with the first state of each row before it; where a row has none, asking is the reason. So it is for an
 attribute that its module lacks, and for a value outside of modules that may change. Code that raises in a state is not
 compared there, since stock raises too, unless it reads data there or needs a device that is only pretended.
 """
@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class Circumstance:
     names: frozenset[str]
     states: tuple[State, ...] = ()
     more: Callable[[nn.Module], Sequence[State]] | None = None
+
 
 def _asked_by(names: str) -> frozenset[str]:
     return frozenset(names.split())
@@ -271,7 +273,8 @@ def _partials(module: nn.Module) -> Iterator[str]:
     """Yield the functions that `functools.partial` holds as attributes of modules: calling one is no event."""
     for inner in module.modules():
         for held in (vars(inner), *map(vars, type(inner).__mro__)):
-            yield from (name for value in held.values() if isinstance(value, partial) for name in own_names(value))
+            parts = (cast("object", value) for value in held.values() if isinstance(value, partial))
+            yield from (name for part in parts for name in own_names(part))
 
 
 def _all(changes: Sequence[Given]) -> Given:

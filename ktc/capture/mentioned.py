@@ -17,7 +17,16 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import (
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+)
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
@@ -131,8 +140,8 @@ def own_names(value: object) -> Iterator[str]:
     if isinstance(value, partial):
         yield from own_names(cast("partial[object]", value).func)
     elif isinstance(value, dict | list | tuple | set | frozenset):
-        held = cast("Mapping[object, object]", value).values() if isinstance(value, dict) else value
-        yield from (name for each in cast("Sequence[object]", held) if callable(each) for name in own_names(each))
+        held = cast("Iterable[object]", value.values() if isinstance(value, dict) else value)
+        yield from (name for each in held if callable(each) for name in own_names(each))
     else:
         name = getattr(value, "__name__", None)
         yield from (name,) if isinstance(name, str) else ()

@@ -105,8 +105,8 @@ def own_experts(
 def more_than_interface(module: nn.Module) -> str:
     """Return why the loop that a model gave its decorated experts is more than what transformers runs instead.
 
-    "" for experts of transformers itself, whose files are known. The results of a loop that does not run without data are
-    compared by the proof.
+    "" for experts of transformers itself, whose files are known. The proof compares the results of a loop that does not
+    run without data.
     """
     code: Any = getattr(type(module).forward, "__wrapped__", None)
     while getattr(code, "__code__", None) is interface_code():  # a derived class was decorated again

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -59,9 +60,10 @@ def helper() -> bool:
     return not is_grad_enabled()
 
 
-def trains_alone(module: nn.Module, place: int) -> bool:
-    trained = [parameter.requires_grad for parameter in module.parameters()]
-    return trained.count(True) == 1 and trained[place % len(trained)]
+def trains_last(module: nn.Module) -> bool:
+    """Return whether the last parameter alone is trained, the same one of all members of a list."""
+    trained = {re.sub(r"\d+\.", "", name): p.requires_grad for name, p in module.named_parameters()}
+    return list(trained.values()).count(True) == 1 and list(trained.values())[-1]
 
 
 def rounded(x: Tensor) -> bool:
@@ -80,7 +82,7 @@ QUESTIONS: dict[str, tuple[Asks, str]] = {
     "some weights are trained": (lambda module, _, __: len({p.requires_grad for p in module.parameters()}) > 1, FROZEN),
     "an input without gradient": (lambda _, __, x: not x.requires_grad, FROZEN),
     "an input without history": (lambda _, __, x: x.grad_fn is None, FROZEN),
-    "the fifth weight alone": (lambda module, *_: trains_alone(module, 4), FROZEN),
+    "the last weight alone": (lambda module, *_: trains_last(module), FROZEN),
     "a leaf": (lambda _, __, x: x.is_leaf, FROZEN),
     "a weight with a gradient": (lambda _, weight, __: weight.grad is not None, FROZEN),
     "by a text": (lambda _, weight, __: not getattr(weight, "requires_grad"), FROZEN),  # noqa: B009 - the question
@@ -158,7 +160,8 @@ QUESTIONS: dict[str, tuple[Asks, str]] = {
 }  # fmt: skip
 QUICK = (
     "a frozen weight", "some weights are trained", "gradients are off, by another name", "a tensor of inference",
-    "autocast", "a missing attribute", "the environment", "half precision", "the CPU", "strides of a weight",
+    "autocast", "a missing text", "a table of the file", "off and data", "a GPU, frozen", "the last weight alone",
+    "the environment", "half precision", "the CPU", "strides of a weight",
 )  # fmt: skip
 PLAIN: Asks = lambda *_: False  # noqa: E731
 

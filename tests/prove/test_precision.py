@@ -18,16 +18,16 @@ SIZE = 8
 class Halves(nn.Linear):
     """A layer that halves its result where a sum is beyond the largest number of fp32."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        result = super().forward(hidden_states)
-        return result * 0.5 if torch.isinf(hidden_states.abs().sum() * 1e30 * 1e9) else result
+    def forward(self, input: Tensor) -> Tensor:
+        result = super().forward(input)
+        return result * 0.5 if torch.isinf(input.abs().sum() * 1e30 * 1e9) else result
 
 
 class Rounded(nn.Linear):
     """A layer that loses digits of fp32."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        result = super().forward(hidden_states)
+    def forward(self, input: Tensor) -> Tensor:
+        result = super().forward(input)
         return (result + 1e3) - 1e3
 
 
