@@ -198,7 +198,7 @@ def dependence(module: nn.Module, run: Run) -> str:
 def question(module: nn.Module, run: Run) -> str:
     """Return what the code of a module that does not run without data asks, "" if nothing.
 
-    Stock code asks for dtypes, devices and classes too, of which no answer is known: these do not count.
+    Stock code reads dtypes, devices and classes too, of which no answer is known: these do not count.
     """
     mentions = Mentions()
     with suppress(Exception):
@@ -213,7 +213,7 @@ _OF_ANY_CODE = frozenset({"dtype", "device", "isinstance", "is_contiguous"})
 
 def _outside(missing: Collection[str], outside: Collection[str]) -> str:
     if missing:
-        return f"it asks for what it lacks until `{next(iter(missing))}` is set from outside"
+        return f"it may compute something else where `{next(iter(missing))}` is set from outside"
     return f"it reads `{next(iter(outside))}` outside of its modules, which may change" if outside else ""
 
 
@@ -270,7 +270,7 @@ def _run(module: nn.Module, run: Run, together: Sequence[State], mentions: Menti
 
 
 def _partials(module: nn.Module) -> Iterator[str]:
-    """Yield the functions that `functools.partial` holds as attributes of modules: calling one is no event."""
+    """Yield the functions that `functools.partial` holds as attributes of modules: a call of one is not an event."""
     for inner in module.modules():
         for held in (vars(inner), *map(vars, type(inner).__mro__)):
             parts = (cast("object", value) for value in held.values() if isinstance(value, partial))

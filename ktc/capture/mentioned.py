@@ -1,4 +1,4 @@
-"""What code of models mentions while it runs: names, attributes that its modules lack, values outside of modules.
+"""Mentions of code of models while it runs: names, attributes that its modules lack, values outside of modules.
 
 In: code that runs inside `Mentions`. Names are read from the code objects that ran, so those of branches that were not
 taken are among them, and from the functions that they called. Code of torch, of Python, of transformers' configs and of
@@ -195,7 +195,7 @@ def _changes(held: Mapping[str, Any], file: str, name: str, attribute: str) -> b
 
 @lru_cache(maxsize=1024)
 def _rebound(file: str) -> frozenset[str]:
-    """Return the names that functions of a file bind anew by `global`, and `name.attribute` for those they set."""
+    """Return the names that functions of a file rebind by `global`, and `name.attribute` for those they set."""
     text = "".join(linecache.getlines(file))
     names = (name.strip() for found in _GLOBAL.findall(text) for name in found.split(","))
     return frozenset(names) | {f"{name}.{attribute}" for name, attribute in _STORED.findall(text) if name != "self"}
@@ -204,7 +204,7 @@ def _rebound(file: str) -> frozenset[str]:
 def _may_change(value: object) -> bool:
     """Return whether a value is made to be changed: a container, a variable of a context or a thread, an object.
 
-    A table of functions or classes is none, nor are objects of torch and transformers.
+    A table of functions or classes is not, and objects of torch and transformers are not.
     """
     if isinstance(value, ContextVar | threading.local | SimpleNamespace | argparse.Namespace):
         return True

@@ -336,7 +336,7 @@ def _compare(fqn: str, pair: _Pair, cases: Sequence[Case] | Iterator[Case], foun
 def _errors(fqn: str, pair: _Pair, case: Case) -> dict[str, float]:
     """Return the errors in fp32, or in fp64 where rounding may explain those in fp32.
 
-    Stock code that computes something else in fp64 explains nothing: it may ask for the dtype, or for an overflow.
+    Stock code that computes something else in fp64 explains nothing: it may read the dtype, or branch on an overflow.
     """
     found = errors(*pair.at(fqn), case, SEED)
     if all(error <= TOLERANCE for error in found.values()) or case.poisoned:
