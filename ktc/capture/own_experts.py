@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torch.nn.utils import parametrize
 
 from ktc.capture.canonical import NoExperts
-from ktc.capture.circumstances import Inside, Run, dependence
+from ktc.capture.circumstances import Inside, Run, dependence, is_asked_before, question
 from ktc.capture.forms import interface_code
 from ktc.capture.loop_reading import read_batched, read_loop
 from ktc.capture.side_effects import has_own_backward, side_effect
@@ -105,13 +105,13 @@ def own_experts(
 def more_than_interface(module: nn.Module) -> str:
     """Return why the loop that a model gave its decorated experts is more than what transformers runs instead.
 
-    "" for experts of transformers itself, whose files are known, and for a loop that does not run without data: the
-    proof compares its results.
+    "" for experts of transformers itself, whose files are known. The proof compares the results of a loop that does not
+    run without data.
     """
     code: Any = getattr(type(module).forward, "__wrapped__", None)
     while getattr(code, "__code__", None) is interface_code():  # a derived class was decorated again
         code = getattr(code, "__wrapped__", None)
-    if code is None or code.__module__.startswith("transformers."):
+    if code is None or code.__module__.startswith("transformers.") or is_asked_before():
         return ""
     down, states = cast("Tensor", module.down_proj), {inner: inner.training for inner in module.modules()}
     hidden = down.new_empty(_TOKENS, down.shape[-1 if getattr(module, "is_transposed", False) else -2])
@@ -119,20 +119,33 @@ def more_than_interface(module: nn.Module) -> str:
     forward, count = code.__get__(module), int(down.shape[0])
     named = _named(forward, (hidden, index, down.new_empty(_TOKENS, 2)), {})
     try:
+        return _more_than_operators(module, forward, named, count) or _asked(module, _runs(forward, named, count, 0))
+    finally:
+        for inner, training in states.items():
+            inner.training = training
+
+
+def _more_than_operators(module: nn.Module, forward: Forward, named: Mapping[str, Any], count: int) -> str:
+    """Return what a loop leaves behind, or where its operators differ; "" where it does not run without data."""
+    try:
         for training in (False, True):
             if reason := side_effect(module.train(training), lambda: _run(forward, named, count, 0)):
                 return reason
         trained = _traced(module, forward, named, count, 0, MODES[0])
         plain = [_traced(module.eval(), forward, named, count, 0, mode) for mode in MODES]
-        asked = dependence(module, _runs(forward, named, count, 0))
     except Exception:  # noqa: BLE001 - foreign code without data raises anything
         return ""
-    finally:
-        for inner, training in states.items():
-            inner.training = training
     if trained != plain[0]:
         return "it computes something else in training mode"
-    return "it computes something else in inference mode or with autocast" if plain[1:] != plain[:1] * 2 else asked
+    return "it computes something else in inference mode or with autocast" if plain[1:] != plain[:1] * 2 else ""
+
+
+def _asked(module: nn.Module, run: Run) -> str:
+    """Return what a loop asks; where it does not run without data, no answer is known, and asking is the reason."""
+    try:
+        return dependence(module, run)
+    except Exception:  # noqa: BLE001 - as above
+        return question(module, run)
 
 
 def _named(forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

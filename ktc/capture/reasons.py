@@ -11,6 +11,11 @@ from ktc.hf.foreign_errors import OURS, raising_line
 NO_DATA = ("nonzero", "no data", "on meta tensors", "data-dependent")
 
 
+def reads_data(error: BaseException) -> bool:
+    """Return whether code raises an exception because it reads data that a run on meta tensors does not have."""
+    return isinstance(error, DependsOnData) or any(words in str(error) for words in NO_DATA)
+
+
 def first_line(error: BaseException | None) -> str:
     """Return the first line of a foreign exception's message."""
     return (str(error).strip().splitlines() or [""])[0][:200]

@@ -44,10 +44,10 @@ def _frozen_where(chosen: Callable[[int], bool]) -> State:
     """Freeze the parameters whose place among the names, members of lists taken together, is `chosen`."""
 
     def around(module: nn.Module) -> Generator[Given]:
-        names = list(dict.fromkeys(_without_numbers(name) for name, _ in module.named_parameters()))
+        places = _places(module)
         found = {p: p.requires_grad for p in module.parameters()}
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(not chosen(names.index(_without_numbers(name))))
+            parameter.requires_grad_(not chosen(places[_without_numbers(name)]))
         try:
             yield _as_given
         finally:
@@ -57,16 +57,29 @@ def _frozen_where(chosen: Callable[[int], bool]) -> State:
     return _state(around)
 
 
+def _places(module: nn.Module) -> dict[str, int]:
+    names = dict.fromkeys(_without_numbers(name) for name, _ in module.named_parameters())
+    return {name: place for place, name in enumerate(names)}
+
+
 def _without_numbers(name: str) -> str:
     return re.sub(r"\b\d+\.", "", name)
 
 
 frozen = _frozen_where(lambda _: True)
-# Of four names any two differ in one of these.
-PARTLY_FROZEN = tuple(
-    _frozen_where(lambda place, bit=bit, value=value: (place >> bit) % 2 == value)
-    for bit in (0, 1) for value in (0, 1)
-)  # fmt: skip
+_ALONE = 16  # names of which each is trained alone
+
+
+def partly_frozen(module: nn.Module) -> Sequence[State]:
+    """Return states of which one has any two parameters of different names differ, and those that train one alone."""
+    count = len(_places(module))
+    bits = [
+        _frozen_where(lambda place, bit=bit, value=value: (place >> bit) % 2 == value)
+        for bit in range((count - 1).bit_length()) for value in (0, 1)
+    ]  # fmt: skip
+    if count <= 2:  # each is alone already
+        return bits
+    return [*bits, *(_frozen_where(lambda place, alone=alone: place != alone) for alone in range(min(count, _ALONE)))]
 
 
 @_state
@@ -157,9 +170,11 @@ def _unchanging(*_: object) -> None:
 
 @_state
 def hooked(module: nn.Module) -> Generator[Given]:
-    """Hooks on every module that change nothing."""
-    handles = [inner.register_forward_hook(_unchanging) for inner in module.modules()]
-    handles += [inner.register_forward_pre_hook(_unchanging) for inner in module.modules()]
+    """Hooks on every module, and global ones, that change nothing."""
+    handles = [inner.register_forward_hook(_unchanging, with_kwargs=True) for inner in module.modules()]
+    handles += [inner.register_forward_pre_hook(_unchanging, with_kwargs=True) for inner in module.modules()]
+    handles += [nn.modules.module.register_module_forward_hook(_unchanging)]
+    handles += [nn.modules.module.register_module_forward_pre_hook(_unchanging)]
     try:
         yield _as_given
     finally:
@@ -218,20 +233,6 @@ def parametrised(module: nn.Module) -> Generator[Given]:
     finally:
         for inner, name in found:
             parametrize.remove_parametrizations(inner, name, leave_parametrized=False)
-
-
-def having(owner: nn.Module, name: str, value: object) -> State:
-    """Return the state in which a module has an attribute that it lacks."""
-
-    @_state
-    def around(_: nn.Module) -> Generator[Given]:
-        owner.__dict__[name] = value
-        try:
-            yield _as_given
-        finally:
-            del owner.__dict__[name]
-
-    return around
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------
@@ -303,6 +304,10 @@ class _Pretended(TorchFunctionMode):
             return self._device
         if name in _ASKS_DEVICE:
             return name == f"is_{self._device.type}"
+        if name == "get_device":
+            return 0 if self._device.type == "cuda" else -1
+        if name == "type" and len(args) == 1 and not kwargs:
+            return str(func(*args)).replace(".meta.", ".cuda." if self._device.type == "cuda" else ".")
         if name in ("cpu", "cuda"):
             return args[0]
         return func(*map(_on_meta, args), **{key: _on_meta(value) for key, value in (kwargs or {}).items()})
@@ -321,4 +326,4 @@ def _anywhere(_: nn.Module) -> Generator[Given]:
     yield _as_given
 
 
-DEVICES = tuple(State(_anywhere.around, lambda kind=kind: _Pretended(kind)) for kind in ("cpu", "cuda"))
+DEVICES = tuple(State(_anywhere.around, lambda kind=kind: _Pretended(kind)) for kind in ("cuda", "cpu"))

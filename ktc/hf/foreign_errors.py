@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from pathlib import Path
 from typing import Final
@@ -11,8 +12,8 @@ from transformers import PreTrainedConfig
 
 from ktc import versions
 
-OURS: Final = str(Path(__file__).parents[1])
-_ELSEWHERE: Final = (str(Path(torch.__file__).parent), OURS)
+OURS: Final = str(Path(__file__).parents[1]) + os.sep
+_ELSEWHERE: Final = (str(Path(torch.__file__).parent) + os.sep, OURS)
 
 
 def raising_line(error: BaseException) -> str:

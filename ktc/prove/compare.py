@@ -13,6 +13,7 @@ import random
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +29,8 @@ from ktc.graph.typed import named_modules
 from ktc.prove.cases import MANY, Case
 from ktc.prove.types import Constant
 
+# Rounding may tip a choice of experts, which changes single rows of a result. A way that code takes changes most rows.
+_ROUNDED = 1e-2
 # Far from what a model computes, a gradient may vanish next to the others, and its last digits are rounding.
 _VANISHING = 1e-4
 
@@ -61,6 +64,25 @@ def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dic
         of_gradient = name.startswith("gradient")
         found[name] = relative_error(actual.get(name), expected.get(name), floor if of_gradient else 0.0)
     return found
+
+
+def computes_otherwise_in_double(stock: nn.Module, wide: nn.Module, case: Case, seed: int) -> bool:
+    """Return whether most rows of a result of stock code differ in fp64 from those in fp32 by more than rounding."""
+    of_results = replace(case, poisoned=True)
+    single = _run(stock, set(), set(), of_results, seed)
+    with InDouble():
+        double = _run(wide, set(), set(), of_results, seed)
+    return any(_most_rows_differ(single[name], double.get(name)) for name in single if name.startswith("output"))
+
+
+def _most_rows_differ(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape or not one.is_floating_point():
+        return one is not other and (one is None or other is None or one.shape != other.shape)
+    size = one.shape[-1] if one.dim() else 1
+    first, second = (tensor.double().reshape(-1, size) for tensor in (one, other))
+    gap = torch.where(first == second, torch.zeros_like(first), first - second)
+    rounding = gap.square().sum(-1) <= _ROUNDED**2 * second.square().sum(-1)  # False for NaN
+    return float((~rounding).double().mean()) > 0.5
 
 
 @contextmanager

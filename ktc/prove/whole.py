@@ -26,6 +26,7 @@ from ktc.prove.types import TOLERANCE
 BATCH, LENGTH, CACHED = 2, 24, 9
 LONG = 1100  # tokens beyond what authors take as long
 Results = list[Tensor]
+_ABSENT = object()  # the value of a setting that a config does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +92,17 @@ def _asked_for(model: PreTrainedModel, option: str) -> Generator[None]:
     wanted = {option: True}
     if option == "output_attentions":
         wanted = {"_output_attentions": True, "_attn_implementation_internal": "eager"}
-    before = [(held, name, held.get(name)) for held in configs for name in wanted]
+    before = [(held, name, held.get(name, _ABSENT)) for held in configs for name in wanted]
     try:
         for held, name, _ in before:
             held[name] = wanted[name]
         yield
     finally:
         for held, name, value in before:
-            held[name] = value
+            if value is _ABSENT:
+                held.pop(name, None)
+            else:
+                held[name] = value
 
 
 # The comparison -------------------------------------------------------------------------------------------------------

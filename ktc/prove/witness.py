@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc import twin
 from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
+from ktc.capture.circumstances import asked_before
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.files import temporary_folder
 from ktc.graph import ops
@@ -76,7 +77,9 @@ def witness_for(captured: CapturedModel, *, second: bool = False) -> Witness:
 
 @lru_cache(maxsize=2)  # `inspect` and `compile` of one model follow each other
 def _witness(key: _Key) -> Witness:
-    return witness_of(capture(ModelSource("witness", None, key.config, None)))
+    with asked_before():
+        captured = capture(ModelSource("witness", None, key.config, None))
+    return witness_of(captured)
 
 
 def witness_of(captured: CapturedModel) -> Witness:

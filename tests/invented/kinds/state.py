@@ -30,6 +30,15 @@ FAMILIES = (
         expected="computes something else",
     ),
     Family("flag_from_outside", 'getattr(self, "calm", False)', "False", expected="`calm` is set from outside"),
+    Family(
+        "text_from_outside",
+        'getattr(self, "mode", "exact") == "calm"',
+        "False",
+        expected="`mode` is set from outside",
+    ),
+    Family("flag_of_file", 'FLAGS["calm"]:', "False:", expected="`FLAGS` outside of its modules"),
+    Family("narrow_inference", "torch.is_inference_mode_enabled()", "False", expected="in inference mode"),
+    Family("frozen_overflow", "not self.w1.requires_grad and ", "False and ", expected="frozen"),
     Family("hooks_counted", "len(self._forward_hooks) > 0", "False", expected="where hooks are set"),
     Family("environment_read", 'os.environ.get("INVENTED_CALM")', "False", expected="it reads the environment"),
     Family(
