@@ -29,7 +29,9 @@ from ktc.adapters.folder import (
     split_name,
     tensor_faults,
 )
+from ktc.adapters.plain import variants
 from ktc.adapters.saved_modules import require_registered
+from ktc.checkpoint.adapter_uses import other_layout
 from ktc.checkpoint.header import TensorEntry
 from ktc.diagnostics import Diagnostic, InputRefused, listing, render
 from ktc.hf.lora_values import patterns_of
@@ -251,7 +253,7 @@ def _loading(adapter: Adapter, model: PreTrainedModel, alone: bool) -> Generator
             yield
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OSError, ImportError) as error:
         message = f"adapter `{name}` does not load on `{model.name_or_path}`: {_first_line(error)}"
-        hint = exporting(adapter, "--layout", "per-expert")
+        hint = exporting(adapter, model)
         hint = hint or "peft says so: see whether the adapter loads on the original model, `PeftModel.from_pretrained`"
         raise InputRefused(Diagnostic("A603", message, hint=hint)) from error
 
@@ -262,18 +264,21 @@ def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "de
 
     if lost := find_loss(partial(read_tensors, adapter), attached, adapter_name):
         message = f"the installed peft does not load the whole of adapter `{adapter.folder.name}`: {lost}"
-        hint = exporting(adapter, "--check")
+        hint = exporting(adapter, cast("Any", attached).get_base_model(), "--check")
         hint = hint or "compare its config with its file, or save it again with the peft that is installed"
         raise InputRefused(Diagnostic("A605", message, hint=hint))
 
 
-def exporting(adapter: Adapter, *options: str) -> str:
+def exporting(adapter: Adapter, model: PreTrainedModel, *options: str) -> str:
     """Return the hint to write another layout; "" for an adapter that has none, or that `ktc export` refuses."""
-    if adapter.kind != "LORA" or adapter.config.get("modules_to_save"):
+    from ktc.hf.conversions import names_one_by_one
+
+    if adapter.kind != "LORA" or adapter.config.get("modules_to_save") or any(variants(adapter.config)):
         return ""
     if not any(".experts." in entry.name for entry in adapter.tensors):
         return ""  # the other layouts differ in the experts alone
-    command = shlex.join(["ktc", "export", str(adapter.folder), *options])
+    layout = other_layout(stacked=not names_one_by_one(model))
+    command = shlex.join(["ktc", "export", str(adapter.folder), "--layout", layout, *options])
     return f"`{command}` writes a layout that the installed peft reads"
 
 

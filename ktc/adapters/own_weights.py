@@ -142,8 +142,9 @@ def _subtracted_in_place(config: Mapping[str, Any], weights: Iterable[str]) -> s
     if not isinstance(kind, str) or kind.startswith(_NOT_IN_PLACE):
         return set()
     from peft import PeftConfig
-    from peft.tuners.tuners_utils import check_target_module_exists as is_target
+    from peft.tuners import tuners_utils
 
+    is_target = cast("Any", tuners_utils).check_target_module_exists
     targets = config.get("target_modules")
     every = isinstance(targets, str) and targets.lower() == "all-linear"
     known: Any = cast("Any", PeftConfig).from_peft_type(**config)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ktc.adapters.plain import variants
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError, listing
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def _instead(adapter: Adapter, original: str) -> str:
 
     alone = "use it on the original model: `PeftModel.from_pretrained`"
     try:
-        if adapter.kind != "LORA" or loses_additions(stored_as(open_index(Path(original)))):
+        stored = stored_as(open_index(Path(original)))
+        if adapter.kind != "LORA" or any(variants(adapter.config)) or loses_additions(stored):
             return alone
     except KtcError:
         return alone

@@ -284,12 +284,12 @@ def test_an_adapter_that_is_loaded_twice_is_subtracted_once(compiled: Path, tmp_
     assert torch.equal(logits(attach(cast("Any", first).unload(), folder, alone=True)), found)
 
 
-def test_hints_of_other_layouts_are_for_adapters_that_have_one(adapter: Path) -> None:
+def test_hints_of_other_layouts_are_for_adapters_that_have_one(compiled_model: Path, adapter: Path) -> None:
     """`ktc export` refuses other kinds than LoRA, and adapters with whole modules."""
-    found = read_adapter(adapter)
-    assert exporting(found, "--check").startswith(f"`ktc export {adapter} --check`")
-    assert not exporting(replace(found, config={**found.config, "peft_type": "LOHA"}), "--check")
-    assert not exporting(replace(found, config={**found.config, "modules_to_save": ["lm_head"]}), "--check")
+    found, model = read_adapter(adapter), stock(compiled_model)
+    assert exporting(found, model).startswith(f"`ktc export {adapter} --layout per-expert`")
+    for other in ({"peft_type": "LOHA"}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}):
+        assert not exporting(replace(found, config={**found.config, **other}), model)
 
 
 def test_several_are_of_one_kind_and_an_export_reads_lora(compiled: Path, tmp_path: Path) -> None:
