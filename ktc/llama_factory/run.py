@@ -53,7 +53,7 @@ def train(request: Request) -> None:
         environment.join_world_of_one()
     tuner = import_module("llamafactory.train.tuner")
     begun = Event()
-    with _substituted(request, begun), _arguments(request.words), _its_refusals(begun):
+    with _substituted(request, begun), _arguments(request.words), its_refusals(begun):
         tuner.run_exp()
 
 
@@ -86,11 +86,11 @@ def _kt_trainer(stock: type, begun: Event) -> type:
 
     made: Any = type(f"KT{stock.__name__}", (KTrainerMixin, stock), {"__module__": __name__})
     for name in ("training_step", "prediction_step"):
-        setattr(made, name, _telling(begun, getattr(made, name)))
+        setattr(made, name, telling(begun, getattr(made, name)))
     return made
 
 
-def _telling(begun: Event, step: Callable[..., Any]) -> Callable[..., Any]:
+def telling(begun: Event, step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def told(*args: Any, **kwargs: Any) -> Any:
         begun.set()
@@ -159,7 +159,7 @@ def _arguments(words: tuple[str, ...]) -> Generator[None]:
 
 
 @contextmanager
-def _its_refusals(begun: Event) -> Generator[None]:
+def its_refusals(begun: Event) -> Generator[None]:
     """Turn an error about settings or data into InputRefused (F920); one after the first step has `begun` is a bug."""
     from ktc.training.library_refusals import origin_of, refusal_in
 
