@@ -270,7 +270,7 @@ def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "de
 
 
 def exporting(adapter: Adapter, model: PreTrainedModel, *options: str) -> str:
-    """Return the hint to write another layout; "" for an adapter that has none, or that `ktc export` refuses."""
+    """Return the hint to write another layout; "" where it has the same, or `ktc export` refuses."""
     from ktc.hf.conversions import names_one_by_one
 
     if adapter.kind != "LORA" or adapter.config.get("modules_to_save") or any(variants(adapter.config)):

@@ -1,4 +1,4 @@
-"""What makes an adapter of LoRA more than `W + s B A`, so that exports and merges refuse it.
+"""Kinds of LoRA that are more than `W + s B A`, which exports and merges refuse.
 
 In: the JSON object of a config. Out: reasons with hints; none for a plain LoRA.
 """

@@ -17,7 +17,7 @@ _LIBRARIES: Final = {
     "trl": "TRL", "transformers": "transformers", "peft": "PEFT", "accelerate": "accelerate", "datasets": "datasets",
     "bitsandbytes": "bitsandbytes",
 }  # fmt: skip
-# The parts of torch that take settings; elsewhere its errors are about shapes and dtypes, which are no settings.
+# The parts of torch that take settings; elsewhere its errors concern shapes and dtypes.
 _OF_TORCH: Final = ("torch.optim.", "torch.utils.tensorboard")
 _ABOUT_SETTINGS: Final = (ValueError, NotImplementedError, ImportError)  # others are faults of a call, or of a machine
 _MOST_WORDS: Final = 400

@@ -33,7 +33,7 @@ def lora_config(out: Path, settings: TrainSettings) -> LoraConfig:
     Raise `InputRefused` (T526) for `all-linear` beside other names.
     """
     if len(settings.targets) > 1 and all_linear.NAME in (each.lower() for each in settings.targets):
-        message = f"`{all_linear.NAME}` is no layer: `targets` has other names beside it"
+        message = f"`{all_linear.NAME}` excludes other names, and `targets` has some beside it"
         raise InputRefused(Diagnostic("T526", message, hint=_ALONE))
     try:
         config = peft_glue.read_lora_config(out)

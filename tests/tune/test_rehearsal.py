@@ -121,7 +121,7 @@ def test_layers_that_the_twin_does_not_have_are_not_refused(
 
 
 def test_all_linear_beside_other_names_is_named_as_such(out: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputRefused, match="T526: `all-linear` is no layer: `targets` has other names beside it"):
+    with pytest.raises(InputRefused, match="T526: `all-linear` excludes other names"):
         ktc.train(out, data, output=tmp_path / "a" / "new" / "run", targets=("all-linear", "q_proj"), max_steps=1)
     assert not [*tmp_path.iterdir()]
 
