@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
+from ktc.adapters.as_trained import cast_as_trained
 from ktc.adapters.folder import (
     CONFIG,
     WEIGHTS,
@@ -27,6 +29,9 @@ from ktc.adapters.folder import (
     split_name,
     tensor_faults,
 )
+from ktc.adapters.plain import variants
+from ktc.adapters.saved_modules import require_registered
+from ktc.checkpoint.adapter_uses import other_layout
 from ktc.checkpoint.header import TensorEntry
 from ktc.diagnostics import Diagnostic, InputRefused, listing, render
 from ktc.hf.lora_values import patterns_of
@@ -104,10 +109,11 @@ def require_base(adapter: Adapter, model_name: str) -> None:
 
 
 def require_fit(adapter: Adapter, model: nn.Module, model_name: str) -> None:
-    """Raise `InputRefused` (A603) if the model lacks a layer of the adapter, or has it in another size."""
+    """Raise `InputRefused` if the model lacks a layer of the adapter, has another size (A603), or is fixed (A604)."""
     require_base(adapter, model_name)
     modules = {str(name): module for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
     require_quick_patterns(adapter, list(modules))
+    require_registered(adapter, model, model_name)
     whole = not adapter.config.get("use_bdlora")  # whose factors are blocks of the layer's
     wrong = [fault for entry in adapter.tensors if (fault := _misfit(entry, modules, whole))]
     if wrong:
@@ -135,41 +141,45 @@ def require_quick_patterns(adapter: Adapter, names: Sequence[str]) -> None:
 
 
 def attach(
-    model: PreTrainedModel, folder: Path, *, trainable: bool = False, adapter_name: str = "default", alone: bool = True
+    model: PreTrainedModel, folder: Path, *, alone: bool, trainable: bool = False, adapter_name: str = "default"
 ) -> PeftModel:
     """Attach the adapter in `folder` to a loaded model, compiled or stock, by stock PEFT, in place and in eval mode.
 
-    One that is not trainable gets the model's dtype. So a bf16 model computes it as under the autocast of its training,
-    and not in fp32, which would differ from what was trained. Factors that are merged before the sum is rounded stay
-    in fp32, as they were merged in training. Only one that is `alone` may change weights of the
-    model, as some do.
+    `alone`: the model has no other adapter, and is not used without this one. Then its load may change weights of the
+    model, as PiSSA or trained biases do; `detach` puts them back. One that is not trainable is computed in the model's
+    dtype, see `cast_as_trained`.
 
-    Raise `InputRefused`: the errors of `read_adapter` and `require_fit`, and A605 if PEFT omitted tensors.
+    Raise `InputRefused`: the errors of `read_adapter` and `require_fit`, A603 for a change of weights that is not
+    allowed, and A605 if PEFT omitted tensors.
     """
     from peft import PeftModel
 
+    from ktc.adapters.own_weights import put_back
+
     adapter = read_adapter(folder)
+    put_back(model)  # what an adapter that was unloaded has changed
     require_fit(adapter, model, str(model.name_or_path))
     with _loading(adapter, model, alone):
         attached = PeftModel.from_pretrained(model, str(folder), adapter_name=adapter_name, is_trainable=trainable)
         require_whole(adapter, attached, adapter_name)
     _tell_difference(folder, model)
     if not trainable:
-        _cast_to_model(attached)
+        cast_as_trained(attached, adapter.kind)
     return attached
 
 
-def attach_several(model: PreTrainedModel, folders: Mapping[str, Path]) -> PeftModel:
+def attach_several(model: PreTrainedModel, folders: Mapping[str, Path], *, alone: bool = False) -> PeftModel:
     """Attach the adapters of `folders`, by PEFT's names of them, in place and in eval mode; the first is active.
 
-    All of them are checked before any is attached. Raise `InputRefused` as `attach` does.
+    All of them are checked before any is attached. `alone` is for one of them, as in `attach`. Raise `InputRefused` as
+    `attach` does.
     """
     adapters = {name: read_adapter(folder) for name, folder in folders.items()}
     for adapter in adapters.values():
         require_fit(adapter, model, str(model.name_or_path))
     _require_one_kind(list(adapters.values()))
     first, *others = folders
-    attached = attach(model, folders[first], adapter_name=first, alone=False)
+    attached = attach(model, folders[first], adapter_name=first, alone=alone and not others)
     for name in others:
         _load_beside(attached, adapters[name], name)
     return attached
@@ -196,7 +206,7 @@ def _load_beside(attached: PeftModel, adapter: Adapter, adapter_name: str) -> No
         attached.load_adapter(str(adapter.folder), adapter_name=adapter_name)
         require_whole(adapter, attached, adapter_name)
     _tell_difference(adapter.folder, attached)
-    _cast_to_model(attached)
+    cast_as_trained(attached, adapter.kind)
 
 
 def _tell_difference(folder: Path, model: nn.Module) -> None:
@@ -207,31 +217,11 @@ def _tell_difference(folder: Path, model: nn.Module) -> None:
         log.warning("%s", render([different]))
 
 
-def _cast_to_model(attached: PeftModel) -> None:
-    """Give the factors of all adapters the model's dtype, but for those that are merged before they are rounded."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from torch import nn
-
-    from ktc.experts.module import FusedMoe
-    from ktc.linears.trained_linear import TrainedLinear
-
-    dtype = cast("Any", attached).dtype
-    for module in cast("Iterable[nn.Module]", attached.modules()):
-        if not isinstance(module, BaseTunerLayer):
-            continue
-        layer: Any = module.get_base_layer()
-        if isinstance(layer, FusedMoe) and layer.weights.training.merged:
-            continue
-        if isinstance(layer, TrainedLinear) and layer.weight_training.merged:
-            continue
-        for name in ("lora_A", "lora_B", "lora_diag"):  # KaSA's singular values stand between the factors
-            if isinstance(factors := getattr(module, name, None), nn.ModuleDict | nn.ParameterDict):
-                factors.to(dtype)
-
-
 def detach(model: PreTrainedModel) -> PreTrainedModel:
-    """Put the modules under all adapters in their places again, also where attaching one failed halfway."""
+    """Put the modules under all adapters in place again, with their weights, also where attaching one failed."""
     from torch import nn
+
+    from ktc.adapters.own_weights import put_back
 
     for name, module in list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules())):
         plain: Any = module
@@ -241,6 +231,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
         if plain is not module and not {"base_layer", "original_module"} & set(parent.split(".")):
             setattr(model.get_submodule(parent), leaf, plain)
     vars(model).pop("peft_config", None)  # by which PEFT would take the next adapter for a second one
+    put_back(model)
     return model
 
 
@@ -258,13 +249,12 @@ def _loading(adapter: Adapter, model: PreTrainedModel, alone: bool) -> Generator
 
     name = adapter.folder.name
     try:
-        with unchanged(read_tensors(adapter), model, name, alone=alone):
+        with unchanged(read_tensors(adapter), model, name, alone=alone, config=adapter.config):
             yield
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OSError, ImportError) as error:
         message = f"adapter `{name}` does not load on `{model.name_or_path}`: {_first_line(error)}"
-        hint = "peft says so: see whether the adapter loads on the original model, `PeftModel.from_pretrained`"
-        if any(".experts." in entry.name for entry in adapter.tensors):
-            hint = f"`ktc export {adapter.folder} --layout per-expert` writes a layout that the installed peft reads"
+        hint = exporting(adapter, model)
+        hint = hint or "peft says so: see whether the adapter loads on the original model, `PeftModel.from_pretrained`"
         raise InputRefused(Diagnostic("A603", message, hint=hint)) from error
 
 
@@ -274,8 +264,22 @@ def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "de
 
     if lost := find_loss(partial(read_tensors, adapter), attached, adapter_name):
         message = f"the installed peft does not load the whole of adapter `{adapter.folder.name}`: {lost}"
-        hint = f"`ktc export {adapter.folder} --check` writes a layout that the installed peft reads whole"
+        hint = exporting(adapter, cast("Any", attached).get_base_model(), "--check")
+        hint = hint or "compare its config with its file, or save it again with the peft that is installed"
         raise InputRefused(Diagnostic("A605", message, hint=hint))
+
+
+def exporting(adapter: Adapter, model: PreTrainedModel, *options: str) -> str:
+    """Return the hint to write another layout; "" where it has the same, or `ktc export` refuses."""
+    from ktc.hf.conversions import names_one_by_one
+
+    if adapter.kind != "LORA" or adapter.config.get("modules_to_save") or any(variants(adapter.config)):
+        return ""
+    if not any(".experts." in entry.name for entry in adapter.tensors):
+        return ""  # the other layouts differ in the experts alone
+    layout = other_layout(stacked=not names_one_by_one(model))
+    command = shlex.join(["ktc", "export", str(adapter.folder), "--layout", layout, *options])
+    return f"`{command}` writes a layout that the installed peft reads"
 
 
 def read_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:

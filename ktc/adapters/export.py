@@ -17,14 +17,15 @@ from ktc.adapters import adapter as folders
 from ktc.adapters.adapter import read_adapter, require_lora
 from ktc.adapters.base_model import BaseModel, find_base, read_base
 from ktc.adapters.factors import FactorReader, Factors
-from ktc.adapters.gguf import read_gguf_adapter, write_gguf
+from ktc.adapters.gguf import Instead, read_gguf_adapter, write_gguf
 from ktc.adapters.layouts import place
 from ktc.adapters.peft_layouts import written
 from ktc.adapters.save import require_new, save_adapter
-from ktc.checkpoint.adapter_uses import MERGED, stored_as
+from ktc.checkpoint.adapter_uses import MERGED, other_layout, stored_as
 from ktc.checkpoint.index import open_index
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import new_folder, refusing, replaced_file
+from ktc.hf.conversions import names_one_by_one
 from ktc.model.trained_beside import copy_record
 
 ExportLayout = Literal["per-expert", "peft-fused", "peft-fused-018", "gguf"]
@@ -63,7 +64,8 @@ def export(source: Path, layout: ExportLayout, out: Path | None = None, model: P
     require_new(path)
     if layout == "gguf":
         with refusing(path), replaced_file(path) as beside:
-            count, notes = write_gguf(opened.factors, opened.base, beside, merged_instead(opened, model)), ()
+            instead = Instead(merged_instead(opened, model), _layout_instead(opened, model))
+            count, notes = write_gguf(opened.factors, opened.base, beside, instead), ()
             size = beside.stat().st_size
     else:
         content = written(opened.config, opened.factors, opened.base, layout)
@@ -82,6 +84,15 @@ def merged_instead(opened: Opened, model: Path | None) -> str:
     named = [] if model is None else ["--model", str(model)]
     command = shlex.join(["ktc", "export", str(opened.path), *MERGED, *named])
     return f"`{command}` writes the model with the adapter merged; or train without these layers"
+
+
+def _layout_instead(opened: Opened, model: Path | None) -> str:
+    """Return the hint by which an adapter of a model without GGUF files gets to other tools."""
+    has_experts = any(each.target.experts for each in opened.factors)
+    layout = other_layout(stacked=has_experts and not names_one_by_one(opened.base.model))
+    named = [] if model is None else ["--model", str(model)]
+    command = shlex.join(["ktc", "export", str(opened.path), "--layout", layout, *named])
+    return f"`{command}` writes it for other tools"
 
 
 def open_adapter(source: Path, model: Path | None = None) -> Opened:

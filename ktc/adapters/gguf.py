@@ -19,8 +19,8 @@ from torch import Tensor
 from ktc import versions
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Factors, halves, joined
-from ktc.checkpoint.adapter_uses import no_gguf_adapter
-from ktc.checkpoint.gguf_architectures import ARCHITECTURES, gguf_architecture, gguf_name_of
+from ktc.checkpoint.adapter_uses import no_architecture, no_gguf_adapter
+from ktc.checkpoint.gguf_architectures import ARCHITECTURES, gguf_architecture, gguf_name_of, without_gguf_name
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
 
 _TYPE, _KIND, _ALPHA, _ARCHITECTURE = "general.type", "adapter.type", "adapter.lora.alpha", "general.architecture"
@@ -36,13 +36,18 @@ class _Piece:
     heads: int = 0  # of rows that the converter orders by pairs
 
 
-def write_gguf(factors: Iterable[Factors], base: BaseModel, path: Path, instead: str = "") -> int:
-    """Write the adapter to `path` and return its number of tensors. Raise `InputRefused` (A606).
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """The hints to a user whose adapter has no place in a GGUF file: the model merged, or another layout."""
 
-    `instead` is the hint to a user whose adapter has no place in such a file.
-    """
+    merged: str = ""
+    layout: str = ""
+
+
+def write_gguf(factors: Iterable[Factors], base: BaseModel, path: Path, instead: Instead) -> int:
+    """Write the adapter to `path` and return its number of tensors. Raise `InputRefused` (A606)."""
     gguf = require_gguf()
-    architecture, factors = architecture_of(base), tuple(factors)
+    architecture, factors = architecture_of(base, instead.layout), tuple(factors)
     if faults := tuple(_faults((each.target for each in factors), base, architecture, instead)):
         raise InputRefused(*faults)
     name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
@@ -117,16 +122,20 @@ def _found(tensors: dict[str, Tensor], base: BaseModel, architecture: str, alpha
         yield joined(target, pairs.get("gate", nothing), pairs.get("up", nothing), scaling)
 
 
-def _faults(targets: Iterable[Target], base: BaseModel, architecture: str, hint: str) -> Iterator[Diagnostic]:
+def _faults(targets: Iterable[Target], base: BaseModel, architecture: str, instead: Instead) -> Iterator[Diagnostic]:
     """Yield one finding (A606) for each reason why weights have no place in the file."""
-    name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
-    found: dict[str, list[str]] = {}
-    for target in targets:
+    plain = [target for target in targets if not target.experts]
+    layers = base.config.get_text_config().num_hidden_layers
+    unnamed = without_gguf_name(architecture, layers, [target.name for target in plain])
+    found: dict[tuple[str, str], list[str]] = {}
+    for target in plain:
         if why := no_gguf_adapter(architecture, target.module):
-            found.setdefault(f"cannot go into a GGUF adapter: {why}", []).append(target.module)
-        elif not target.experts and name_of(target.name) is None:
-            found.setdefault(f"has no name in GGUF files of `{architecture}`", []).append(target.name)
-    for why, names in found.items():
+            reason = f"cannot go into a GGUF adapter: {why}"
+            found.setdefault((reason, instead.merged), []).append(target.module)
+        elif target.name in unnamed:
+            reason = f"has no name in GGUF files of `{architecture}`"
+            found.setdefault((reason, instead.layout), []).append(target.name)
+    for (why, hint), names in found.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield Diagnostic("A606", f"`{names[0]}`{more} {why}", hint=hint)
 
@@ -159,13 +168,12 @@ def _by_halves(b: Tensor, heads: int) -> Tensor:
     return b if not heads else b.reshape(heads, -1, 2, b.shape[1]).transpose(1, 2).reshape(b.shape)
 
 
-def architecture_of(base: BaseModel) -> str:
-    """Return the GGUF architecture of the model. Raises InputRefused (A606)."""
+def architecture_of(base: BaseModel, hint: str = "") -> str:
+    """Return the GGUF architecture of the model. Raises InputRefused (A606), with the `hint` or the known models."""
     if found := gguf_architecture(base.model_type):
         return found
     kinds = sorted(kind for kinds in ARCHITECTURES.values() for kind in kinds)
-    message = f"no GGUF architecture is known for `{base.model_type}`"
-    raise InputRefused(Diagnostic("A606", message, hint=f"known are {listing(kinds)}"))
+    raise InputRefused(Diagnostic("A606", no_architecture(base.model_type), hint=hint or f"known are {listing(kinds)}"))
 
 
 def _broken(path: Path, what: str) -> Diagnostic:

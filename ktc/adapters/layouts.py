@@ -22,20 +22,12 @@ from ktc.adapters.adapter import Adapter, require_quick_patterns
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Layout, Placed, Slot, Whole
 from ktc.adapters.folder import PREFIX, split_name
+from ktc.adapters.plain import PLAIN_HINT, variants
 from ktc.checkpoint.header import TensorEntry
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.hf.conversions import EXPERT_LAYERS
 
-# Kinds of LoRA whose weights are not `W + s B A` of the base as it is, by their key in the config.
-_VARIANTS = (
-    "use_dora", "use_qalora", "lora_bias", "layer_replication", "trainable_token_indices",
-    "alora_invocation_tokens", "fan_in_fan_out", "use_bdlora", "megatron_config", "arrow_config", "kasa_config",
-    "velora_config",
-)  # fmt: skip
-_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", None)  # the others change the base's weights
 _EXPERT = re.compile(r"(?P<experts>.+)\.(?P<number>\d+)\.(?P<part>\w+)")
-PARTS: Mapping[str, str] = {
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"
-}  # fmt: skip
 SWAPPED_SINCE = (0, 19)  # the release of peft from which A holds the inputs of (E, out, in)
 
 
@@ -55,9 +47,9 @@ def place(adapter: Adapter, base: BaseModel) -> PlacedAdapter:
     problems = list(_variants(adapter))
     pairs, loose = _pairs(adapter)
     whole = [_whole(adapter, base, entry) for entry in loose]
-    problems += [_refused("A604", adapter, found, _PLAIN_HINT) for found in whole if isinstance(found, str)][:3]
+    problems += [_refused("A604", adapter, found, PLAIN_HINT) for found in whole if isinstance(found, str)][:3]
     if adapter.config.get("modules_to_save") and not loose:
-        problems.append(_refused("A604", adapter, "has `modules_to_save`, and its file none of them", _PLAIN_HINT))
+        problems.append(_refused("A604", adapter, "has `modules_to_save`, and its file none of them", PLAIN_HINT))
     if problems:
         raise InputRefused(*problems)
     reader = _Reader(adapter, base, frozenset(pairs))
@@ -85,7 +77,6 @@ def is_named(name: str, wanted: Sequence[str]) -> bool:
 
 # Variants other than plain LoRA
 
-_PLAIN_HINT = "ktc converts and merges adapters that are `W + s B A` alone; use this one with peft"
 _FIT = "use the model that the adapter was trained on"
 
 
@@ -94,15 +85,7 @@ def _refused(code: str, adapter: Adapter, what: str, hint: str) -> Diagnostic:
 
 
 def _variants(adapter: Adapter) -> Iterator[Diagnostic]:
-    for key in _VARIANTS:
-        if adapter.config.get(key):
-            yield _refused("A604", adapter, f"has `{key}`, which is more than a plain LoRA", _PLAIN_HINT)
-    if adapter.config.get("bias", "none") != "none":
-        yield _refused("A604", adapter, "trains biases, which is more than a plain LoRA", _PLAIN_HINT)
-    init = adapter.config.get("init_lora_weights", True)
-    if init not in _PLAIN_INITS:
-        what = f"was begun with `{init}`, which changes the weights of the base"
-        yield _refused("A604", adapter, what, "save it with `path_initial_model_for_weight_conversion`")
+    yield from (_refused("A604", adapter, what, hint) for what, hint in variants(adapter.config))
 
 
 def _whole(adapter: Adapter, base: BaseModel, entry: TensorEntry) -> Whole | str:
@@ -185,7 +168,7 @@ class _Reader:
     def _of_expert(self, layer: str, a: TensorEntry, b: TensorEntry) -> tuple[Slot, Target] | str:
         found = _EXPERT.fullmatch(layer)
         stacks = self._stacks.get(found["experts"]) if found else None
-        part = PARTS.get(found["part"]) if found else None
+        part = EXPERT_LAYERS.get(found["part"]) if found else None
         if found is None or stacks is None or part is None:
             return f"the model has no layer `{layer}`"
         leaf = "down_proj" if part == "down" else "gate_up_proj"
@@ -234,7 +217,7 @@ def _placed(adapter: Adapter, slots: Sequence[Slot], target: Target, layout: Lay
         raise InputRefused(_refused("A602", adapter, what, "save the adapter again"))
     if len(alphas) > 1:
         what = f"has several alphas for the experts of `{target.name}`"
-        raise InputRefused(_refused("A604", adapter, what, _PLAIN_HINT))
+        raise InputRefused(_refused("A604", adapter, what, PLAIN_HINT))
     r, alpha = asked.pop(), alphas.pop()
     scaling = alpha / math.sqrt(r) if adapter.config.get("use_rslora") else alpha / r
     return Placed(target, r, scaling, tuple(slots), of_experts)

@@ -2,8 +2,8 @@
 
 PEFT saves the base layer of an adapted embedding with the factors, and with `bias` the biases of the model. Some
 initialisations (PiSSA, OLoRA, KaSA) subtract the factors from the weights, whenever they are loaded. In: the tensors of
-a file, and a model without it. Refused (A603): such a change where the model may not change. It is then as before, also
-after any other error.
+a file, its config, and a model without it. Out: the model, whose changed weights are recorded until they are put back.
+Refused (A603): such a change where the model may not change. It is then as before, also after any other error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.linears.absent_weight import AbsentWeight
 
 _PREFIX = "base_model.model."
+# Initialisations of LoRA that leave the weights alone, or give them a new storage (pissa), which is noticed by itself.
+_NOT_IN_PLACE: Final = ("gaussian", "orthogonal", "eva", "pissa")
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -30,9 +33,21 @@ def own_weights(model: nn.Module) -> dict[str, Tensor]:
         held = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if isinstance(absent := vars(module).get("weight"), AbsentWeight):
             held["weight"] = cast("Any", absent)
-        place = f"{prefix}.".replace(".base_layer.", ".").replace(".original_module.", ".")
-        found |= {f"{place}{name}".lstrip("."): tensor for name, tensor in held.items()}
+        found |= {f"{_plain(prefix)}.{name}".lstrip("."): tensor for name, tensor in held.items()}
     return found
+
+
+def embeddings(model: nn.Module) -> frozenset[str]:
+    """Return the names of the weights of the embedding and the head, which PEFT may save beside an adapter."""
+    ends = [cast("Any", model).get_input_embeddings(), cast("Any", model).get_output_embeddings()]
+    inner = {id(getattr(each, "base_layer", getattr(each, "original_module", each))) for each in ends}
+    parts = cast("Iterable[tuple[str, nn.Module]]", cast("Any", model).named_modules(remove_duplicate=False))
+    found = (name for name, module in parts if id(module) in inner)
+    return frozenset(f"{_plain(name)}.weight" for name in found)
+
+
+def _plain(name: str) -> str:
+    return f"{name}.".replace(".base_layer.", ".").replace(".original_module.", ".").rstrip(".")
 
 
 def own_name(name: str, weights: Mapping[str, Tensor]) -> str | None:
@@ -43,7 +58,7 @@ def own_name(name: str, weights: Mapping[str, Tensor]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """A weight before the load: its storage, and its values if the file may write others into it."""
+    """A weight before the load: its storage, and its values where others may be written into the storage."""
 
     weight: Tensor
     storage: Tensor
@@ -54,37 +69,86 @@ class _Before:
         moved = self.weight.data_ptr() != self.storage.data_ptr()
         return moved or (self.values is not None and not torch.equal(self.storage, self.values))
 
+    @property
+    def original(self) -> Tensor:
+        return self.storage if self.values is None else self.values
+
     def put_back(self) -> None:
         if self.values is not None:
             self.storage.copy_(self.values)
         self.weight.data = self.storage
 
 
+_CHANGED: Final[WeakKeyDictionary[nn.Module, tuple[_Before, ...]]] = WeakKeyDictionary()
+
+
 @contextmanager
 def unchanged(
-    tensors: Iterable[tuple[str, Tensor]], model: nn.Module, whose: str, *, alone: bool = False
+    tensors: Iterable[tuple[str, Tensor]],
+    model: nn.Module,
+    whose: str,
+    *,
+    alone: bool,
+    config: Mapping[str, Any] | None = None,
 ) -> Generator[None]:
-    """Load an adapter in the context, and put the weights of `model` back that it changes.
+    """Load an adapter in the context, and keep the weights of `model` as they are.
 
-    One that is `alone` may change biases by its file, and any weight by its initialisation, as it does on the stock
-    model. Raise `InputRefused` (A603) for other changes.
+    An adapter that is `alone` may change biases by its file, and any weight by its initialisation, as it does on the
+    stock model; `put_back` undoes that. `config` is that of the adapter. Raise `InputRefused` (A603) for other changes.
     """
     weights = {name: each for name, each in own_weights(model).items() if not isinstance(each, AbsentWeight)}
     written = {name: tensor for key, tensor in tensors if (name := own_name(key, weights)) is not None}
     differing = {name for name, tensor in written.items() if _differs(tensor, weights[name])}
+    copied = differing | _subtracted_in_place(config or {}, weights)
     before = {
-        name: _Before(held, held.detach(), held.detach().clone() if name in differing else None)
+        name: _Before(held, held.detach(), held.detach().clone() if name in copied else None)
         for name, held in weights.items()
     }
     try:
         yield
     except BaseException:
-        _put_back(before)
+        _put_back(before.values())
         raise
-    changed = sorted(name for name, each in before.items() if each.is_changed)
+    changed = {name: each for name, each in sorted(before.items()) if each.is_changed}
     if wrong := [name for name in changed if not alone or (name in differing and not name.endswith(".bias"))]:
-        _put_back(before)
+        _put_back(before.values())
         raise InputRefused(_changing(whose, wrong[0], wrong[0] in differing))
+    if changed:
+        _CHANGED[model] = tuple(changed.values())
+
+
+def put_back(model: nn.Module) -> None:
+    """Undo what adapters that were attached alone have changed in the weights of `model`."""
+    _put_back(_CHANGED.pop(model, ()))
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Generator[None]:
+    """Give the weights of `model` in the context the values that they had before an adapter changed them."""
+    changed = _CHANGED.get(model, ())
+    tuned = [each.weight.data for each in changed]
+    try:
+        for each in changed:
+            each.weight.data = each.original
+        yield
+    finally:
+        for each, tensor in zip(changed, tuned, strict=True):
+            each.weight.data = tensor
+
+
+def _subtracted_in_place(config: Mapping[str, Any], weights: Iterable[str]) -> set[str]:
+    """Return the weights from which the initialisation of LoRA may subtract without a new storage, as OLoRA does."""
+    kind = config.get("init_lora_weights")
+    if not isinstance(kind, str) or kind.startswith(_NOT_IN_PLACE):
+        return set()
+    from peft import PeftConfig
+    from peft.tuners import tuners_utils
+
+    is_target = cast("Any", tuners_utils).check_target_module_exists
+    targets = config.get("target_modules")
+    every = isinstance(targets, str) and targets.lower() == "all-linear"
+    known: Any = cast("Any", PeftConfig).from_peft_type(**config)
+    return {name for name in weights if every or is_target(known, name.rpartition(".")[0])}
 
 
 def _changing(whose: str, weight: str, by_file: bool) -> Diagnostic:
@@ -93,7 +157,8 @@ def _changing(whose: str, weight: str, by_file: bool) -> Diagnostic:
         hint = "use the model that the adapter was trained on, or save it with `save_embedding_layers=False`"
         return Diagnostic("A603", message, hint=hint)
     message = f"adapter `{whose}` changes `{weight}` of the model, which other adapters and requests use too"
-    return Diagnostic("A603", message, hint="attach it alone: `ktc generate OUT --adapter FOLDER`")
+    hint = "attach it alone: `ktc generate OUT --adapter FOLDER`, or `ktc serve OUT --adapter FOLDER` without updates"
+    return Diagnostic("A603", message, hint=hint)
 
 
 def _differs(tensor: Tensor, held: Tensor) -> bool:
@@ -102,8 +167,8 @@ def _differs(tensor: Tensor, held: Tensor) -> bool:
     return not torch.equal(tensor.to(held.dtype), held.detach().to(tensor.device))
 
 
-def _put_back(before: Mapping[str, _Before]) -> None:
+def _put_back(before: Iterable[_Before]) -> None:
     with torch.no_grad():
-        for each in before.values():
+        for each in before:
             if each.is_changed:
                 each.put_back()

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 
 from ktc import versions
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Factors, Layout, halves, packed
-from ktc.adapters.layouts import PARTS, SWAPPED_SINCE, key_of
+from ktc.adapters.layouts import SWAPPED_SINCE, key_of
+from ktc.checkpoint.adapter_uses import keeps_stacked
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.hf.conversions import EXPERT_LAYERS, names_one_by_one
 
-EXPERT_NAMES = frozenset({"gate", *PARTS})
+EXPERT_NAMES = frozenset({"gate", *EXPERT_LAYERS})
 # The release that a config names, if the fused layouts cannot be distinguished otherwise.
 _WRITTEN_BY: Mapping[Layout, str] = {"peft-fused": "0.19.0", "per-expert": "0.19.0", "peft-fused-018": "0.18.1"}
 
@@ -91,13 +91,8 @@ def _one_by_one(stacks: Sequence[Factors], base: BaseModel) -> tuple[dict[str, T
 
 def _projections(base: BaseModel) -> Mapping[str, str]:
     """Return the names of gate, up and down in the model's checkpoints. Raise `InputRefused` (A606)."""
-    found: dict[str, str] = {}
-    for step in get_model_conversion_mapping(base.model):
-        if isinstance(step, WeightConverter) and "MergeModulelist" in [type(each).__name__ for each in step.operations]:
-            leaves = (pattern.removesuffix(".weight").rpartition(".")[2] for pattern in step.source_patterns)
-            found |= {PARTS[leaf]: leaf for leaf in leaves if leaf in PARTS}
-    if found.keys() != {"gate", "up", "down"}:
-        message = f"experts of `{base.model_type}` have no layout one by one: its checkpoints keep them stacked"
+    if not (found := names_one_by_one(base.model)):
+        message = f"experts of the adapter have no layout one by one: {keeps_stacked(base.model_type)}"
         raise InputRefused(Diagnostic("A606", message, hint="use `--layout peft-fused`"))
     return found
 

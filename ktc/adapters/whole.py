@@ -13,7 +13,7 @@ from typing import Any, cast
 import peft
 from torch import Tensor, nn
 
-from ktc.adapters.own_weights import own_name, own_weights
+from ktc.adapters.own_weights import embeddings, own_name, own_weights
 from ktc.diagnostics import listing
 from ktc.linears.absent_weight import AbsentWeight
 
@@ -24,39 +24,52 @@ Read = Callable[[], Iterator[tuple[str, Tensor]]]
 def find_loss(read: Read, attached: nn.Module, adapter_name: str) -> str:
     """Return what the model does not hold of the tensors that `read` yields, or "".
 
-    A file of the names that PEFT would save is compared by value. Otherwise PEFT's report of the load has the names
-    that it did not expect and that it missed. Converted tensors have the same sum of squares, since a conversion
-    permutes values and adds zeros.
+    A file of the names that PEFT would save is compared by value, and so are the model's own weights in it. Otherwise
+    PEFT's report of the load has the names that it did not expect and that it missed. Converted tensors have the same
+    sum of squares, since a conversion permutes values and adds zeros.
     """
     held: dict[str, Tensor] = _peft.get_peft_model_state_dict(
         attached, adapter_name=adapter_name, save_embedding_layers=False
     )
-    base = own_weights(cast("Any", attached).get_base_model())
+    model: nn.Module = cast("Any", attached).get_base_model()
+    base, ends = own_weights(model), embeddings(model)
     others: set[str] = set()
+    own: set[str] = set()
     for name, tensor in read():
         if name not in held:
-            others.update([name] if own_name(name, base) is None else [])
+            (own if _is_own(name, tensor, base, ends) else others).add(name)
         elif not _same(tensor, held[name]):
             return f"`{name}` has other values in the model than in the file"
     absent = held.keys() - {name for name, _ in read()}
     if not others and not absent:
         return ""
-    return _reported(read, attached, adapter_name, base) or _unconserved(read, others, (held[name] for name in absent))
+    return _reported(read, attached, adapter_name, own) or _unconserved(read, others, (held[name] for name in absent))
+
+
+def _is_own(name: str, tensor: Tensor, base: Mapping[str, Tensor], ends: frozenset[str]) -> bool:
+    """Return whether a tensor of the file is a weight that the model has without the adapter.
+
+    PEFT saves such a weight of an embedding or a head. Its values are unknown where the model has it in another form.
+    """
+    plain = own_name(name, base)
+    if plain is None:
+        return False
+    if isinstance(base[plain], AbsentWeight):
+        return ".base_layer." in name or plain in ends
+    return _same(tensor, base[plain])
 
 
 def _same(tensor: Tensor, held: Tensor) -> bool:
     """Compare in the model's dtype, to which PEFT converts what it loads."""
-    if isinstance(held, AbsentWeight):
-        return True  # a base layer's weight, which the model holds in another form
     same_size = tensor.shape == held.shape
     return same_size and bool((tensor.to(held.dtype) == held.detach().to(tensor.device)).all())
 
 
-def _reported(read: Read, attached: nn.Module, adapter_name: str, base: Mapping[str, Tensor]) -> str:
+def _reported(read: Read, attached: nn.Module, adapter_name: str, own: set[str]) -> str:
     """Return PEFT's report of loading the same tensors again."""
     tensors = dict(read())
     result = _peft.set_peft_model_state_dict(attached, tensors, adapter_name=adapter_name)
-    unexpected = sorted(name for name in cast("list[str]", result.unexpected_keys) if own_name(name, base) is None)
+    unexpected = sorted(set(cast("list[str]", result.unexpected_keys)) - own)
     if unexpected:
         return f"peft left out {listing(unexpected, 2)}"
     missing = sorted(name for name in cast("list[str]", result.missing_keys) if f".{adapter_name}." in f"{name}.")

@@ -6,11 +6,11 @@ adapter, with its reason and the ways that remain. `ktc.adapters` refuses for th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from ktc.checkpoint.gguf_architectures import gguf_architecture
+from ktc.checkpoint.gguf_architectures import gguf_architecture, without_gguf_name
 from ktc.checkpoint.index import CheckpointIndex
 from ktc.diagnostics import Diagnostic, Severity, listing
 
@@ -23,6 +23,7 @@ class AdapterFacts:
     """The names that LoRA adapts (of layers or of weights) and those of modules that train themselves.
 
     `tied` are the weights of the model that share their values with another. `own_code`: of the model's class.
+    `stacked`: its checkpoints keep the experts of a layer in one tensor. `num_layers` of the model, 0 if unknown.
     """
 
     model_type: str
@@ -31,6 +32,8 @@ class AdapterFacts:
     tied: frozenset[str] = frozenset()
     stored: Stored = "floats"
     own_code: bool = False
+    stacked: bool = False
+    num_layers: int = 0
 
 
 def refused_later(facts: AdapterFacts) -> tuple[Diagnostic, ...]:
@@ -38,7 +41,8 @@ def refused_later(facts: AdapterFacts) -> tuple[Diagnostic, ...]:
     if facts.own_code:
         message = "`ktc export` and `ktc merge` will refuse the adapter: the model's class is code of its own"
         return (_found(message, "use the adapter with peft, or with `ktc generate` and `ktc serve`", "note"),)
-    return (*_without_place(facts), *_whole(facts), *_tied(facts), *_rounded(facts))
+    exports = _whole(facts) if facts.modules else (*_stacked(facts), *_without_gguf(facts))
+    return (*exports, *_tied(facts), *_rounded(facts))
 
 
 def no_gguf_adapter(architecture: str, layer: str) -> str:
@@ -46,6 +50,21 @@ def no_gguf_adapter(architecture: str, layer: str) -> str:
     if architecture == "deepseek2" and _leaf(layer) == "kv_b_proj":
         return "llama.cpp applies none to latent keys and values"
     return ""
+
+
+def no_architecture(model_type: str) -> str:
+    """Return why a model has no GGUF files."""
+    return f"no GGUF architecture is known for `{model_type}`"
+
+
+def keeps_stacked(model_type: str) -> str:
+    """Return why experts of a model are not written one by one."""
+    return f"checkpoints of `{model_type}` keep them stacked"
+
+
+def other_layout(*, stacked: bool) -> str:
+    """Return the layout for other tools that `ktc export` writes of every adapter, with experts stacked or not."""
+    return "peft-fused" if stacked else "per-expert"
 
 
 def stored_as(index: CheckpointIndex | None, *configs: object) -> Stored:
@@ -61,24 +80,55 @@ def loses_additions(stored: Stored) -> str:
     return "" if stored == "floats" else "an adapter merged into its weights would be rounded away"
 
 
-def _without_place(facts: AdapterFacts) -> Iterator[Diagnostic]:
-    """Yield one warning for all layers to which llama.cpp applies no adapter."""
-    architecture = gguf_architecture(facts.model_type) or ""
-    why = {layer: reason for layer in facts.layers if (reason := no_gguf_adapter(architecture, layer))}
-    if not why:
+def _stacked(facts: AdapterFacts) -> Iterator[Diagnostic]:
+    """Yield a note where the default layout of `ktc export` has no place for the experts."""
+    if facts.stacked and _has_experts(facts):
+        message = f"`ktc export ADAPTER` will refuse experts one by one, its default: {keeps_stacked(facts.model_type)}"
+        hint = f"`ktc export ADAPTER --layout {other_layout(stacked=True)}` writes them stacked"
+        yield _found(message, hint, "note")
+
+
+def _without_gguf(facts: AdapterFacts) -> Iterator[Diagnostic]:
+    """Yield a finding for each reason why `ktc export --gguf` refuses."""
+    architecture = gguf_architecture(facts.model_type)
+    if architecture is None:
+        message = f"`ktc export ADAPTER --gguf` will refuse the adapter: {no_architecture(facts.model_type)}"
+        layout = other_layout(stacked=facts.stacked and _has_experts(facts))
+        yield _found(message, f"`ktc export ADAPTER --layout {layout}` writes it for other tools", "note")
         return
-    kept = dict.fromkeys(_leaf(layer) for layer in facts.layers if layer not in why)
-    reason = next(iter(why.values()))
-    message = f"`ktc export ADAPTER --gguf` will refuse adapters of {listing(dict.fromkeys(map(_leaf, why)))}: {reason}"
-    ways = [] if facts.stored == "a GGUF file" else [f"`ktc export ADAPTER {' '.join(MERGED)}` writes the merged model"]
+    latent = {layer: reason for layer in facts.layers if (reason := no_gguf_adapter(architecture, layer))}
+    if latent:
+        reason = next(iter(latent.values()))
+        ways = () if facts.stored == "a GGUF file" else (f"`ktc export ADAPTER {' '.join(MERGED)}` writes it merged",)
+        yield _lost(facts, latent, reason, *ways)
+    names = {f"{layer.removesuffix('.weight')}.weight": layer for layer in facts.layers if _is_whole_name(layer)}
+    unnamed = [names[name] for name in without_gguf_name(architecture, facts.num_layers, names)]
+    if nameless := [layer for layer in unnamed if layer not in latent]:
+        yield _lost(facts, nameless, f"files of `{architecture}` have no name for them")
+
+
+def _lost(facts: AdapterFacts, layers: Iterable[str], why: str, *ways: str) -> Diagnostic:
+    """Return one warning for all layers that have no place in a GGUF adapter for the same reason."""
+    lost = frozenset(layers)
+    message = f"`ktc export ADAPTER --gguf` will refuse adapters of {listing(dict.fromkeys(map(_leaf, layers)))}: {why}"
+    kept = dict.fromkeys(_leaf(layer) for layer in facts.layers if layer not in lost)
     if kept and not any(layer.endswith(".weight") or ".experts." in layer for layer in facts.layers):
-        ways.append(f"`ktc train --targets {','.join(kept)}` trains without")
-    yield _found(message, "; ".join(ways))
+        ways = (*ways, f"`ktc train --targets {','.join(kept)}` trains without")
+    elif not ways:
+        ways = ("`ktc export ADAPTER` writes it for other tools",)
+    return _found(message, "; ".join(ways))
+
+
+def _has_experts(facts: AdapterFacts) -> bool:
+    return any(".experts." in f".{layer}" for layer in facts.layers)
+
+
+def _is_whole_name(layer: str) -> bool:
+    """Return whether a name says in which layer it is, and is none of routed experts, whose names are made."""
+    return "." in layer and ".experts." not in layer
 
 
 def _whole(facts: AdapterFacts) -> Iterator[Diagnostic]:
-    if not facts.modules:
-        return
     message = f"`ktc export` will refuse the adapter: {listing(facts.modules, 3)} train themselves, beside LoRA"
     yield _found(message, "`ktc merge OUT ADAPTER -o MERGED` merges them; peft reads the adapter as it is")
 

@@ -6,8 +6,10 @@ Converters may change more than names. The modules that read or write such files
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
+
+from ktc import versions
 
 # Architectures of GGUF and the models of transformers that are converted to them. All but `llama` and `deepseek2` only
 # rename and stack; `llama` orders the rows of q and k by pairs; `deepseek2` may split `kv_b_proj`.
@@ -42,3 +44,14 @@ def gguf_name_of(architecture: str, layers: int) -> Callable[[str], str | None]:
         return names.get_name(target, try_suffixes=(".weight", ".bias"))
 
     return name_of
+
+
+def without_gguf_name(architecture: str, layers: int, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the `names` that files of `architecture` have none for; nothing where the package `gguf` is missing.
+
+    `layers` of the model, 0 if unknown.
+    """
+    if not layers or versions.installed("gguf") is None:
+        return ()
+    name_of = gguf_name_of(architecture, layers)
+    return tuple(name for name in names if name_of(name) is None)

@@ -140,7 +140,8 @@ def command(
     session.result({"sampling": asdict(sampling), "output": None if output is None else str(output)})
     session.show(_table(found, opened.name))
     session.show(f"{found.definition}\n{_versions(found)}")
-    session.next(*serving(out, adapter, weights=weights, trust=trust))
+    if opened.streams:
+        session.next(*serving(out, adapter, weights=weights, trust=trust))
 
 
 def _check_combination(

@@ -134,7 +134,9 @@ def _export_adapter(
         session.show(_verdict(found))
         session.exit_code = 0 if found.passed else 1
     elif layout != "gguf":
-        session.next("ktc", "export", adapter, "--layout", layout, "--check", "-o", f"{output}-checked")
+        moved = () if model is None else ("--model", model)
+        checked = f"{done.path}-checked"
+        session.next("ktc", "export", adapter, *moved, "--layout", layout, "--check", "-o", checked)
 
 
 def _told(done: Exported) -> str:

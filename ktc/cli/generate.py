@@ -111,7 +111,8 @@ def command(
         _converse(session, opened, sampling, system)
     else:
         _answer_file(session, opened, rows, sampling, output, batch_size, system, raw)
-    session.next(*serving(out, adapter, weights=weights, trust=trust))
+    if opened.streams:
+        session.next(*serving(out, adapter, weights=weights, trust=trust))
 
 
 def _check_combination(

@@ -100,7 +100,9 @@ def command(
     key_sha256 = None if api_key_file is None else read_key(api_key_file, "G730", serve.KEY_HINT)
     session.diagnose(serve.exposure(host, key_sha256 is not None))
     with serve.listen(host, port) as listening:
-        models = open_served_models(out, adapters, reference=reference, weights=weights, trust_remote_code=trust)
+        models = open_served_models(
+            out, adapters, reference=reference, weights=weights, trust_remote_code=trust, updates=access is not None
+        )
         session.go_on()
         cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
         prefix_bytes = serve.free_memory() // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)

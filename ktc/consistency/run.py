@@ -218,14 +218,14 @@ def _loaded(request: Request, wanted: _Load) -> PreTrainedModel | PeftModel:
     model: Any = load(wanted.folder, weights=request.weights, trust_remote_code=request.trusted)
     if request.attention != "as compiled":
         model.set_attn_implementation(request.attention)
-    return model if wanted.adapter is None else attach(model, wanted.adapter)
+    return model if wanted.adapter is None else attach(model, wanted.adapter, alone=True)
 
 
 def _tuned(request: Request, model: PreTrainedModel | PeftModel, wanted: _Load) -> PeftModel:
     """Return the model with its adapter trainable, in fp32, or with a new one of the rules, whose effect is zero."""
     if isinstance(model, PeftModel):
         assert wanted.adapter is not None, "only an adapter wraps the model"
-        return attach(cast("Any", model).unload(), wanted.adapter, trainable=True)
+        return attach(cast("Any", model).unload(), wanted.adapter, alone=True, trainable=True)
     torch.manual_seed(request.seed)
     return cast("PeftModel", get_peft_model(model, read_lora_config(wanted.folder)))
 

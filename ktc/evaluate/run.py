@@ -143,7 +143,9 @@ def _token_accuracy(
     each = zip(prompts, references, strict=True)
     pairs = [pair for prompt, text in each for pair in continuations(opened.tokenizer, prompt, [text])]
     found = likelihoods(opened, pairs, batch_size)
-    return mean_metric("token accuracy", [100 * each.hits / each.tokens for each in found if each.tokens])
+    shares = [100 * each.hits / each.tokens for each in found if each.tokens]
+    left_out = "" if len(shares) == len(found) else f" ({len(shares)} of {len(found)} samples: others have no tokens)"
+    return mean_metric(f"token accuracy{left_out}", shares)
 
 
 def _columns(base: Any, tuned: Any, at: int) -> dict[str, Any]:

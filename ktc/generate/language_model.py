@@ -41,6 +41,11 @@ class LanguageModel:
         return bool(self.tokenizer.chat_template)
 
     @property
+    def streams(self) -> bool:
+        """Whether its tokenizer is a fast one: the server of transformers streams with no other."""
+        return bool(getattr(self.tokenizer, "is_fast", False))
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end an answer: those of the generation config, otherwise the tokenizer's."""
         found = self.model.generation_config.eos_token_id
@@ -81,7 +86,7 @@ def open_language_model(
     _require_rows(tokenizer, model, out.name)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if adapter is not None:
-        model = attach(model, adapter)
+        model = attach(model, adapter, alone=True)
     model.eval()
     limit = longest if isinstance(longest, int) and longest > 0 else None
     return LanguageModel(model, tokenizer, out.resolve().name, "" if adapter is None else str(adapter), limit)
@@ -105,9 +110,11 @@ def _require_rows(tokenizer: Any, model: Any, name: str) -> None:
 
 @contextmanager
 def without_adapter(opened: LanguageModel) -> Generator[None]:
-    """Disable the adapter inside the context; without an adapter nothing changes."""
+    """Disable the adapter inside the context, and put back the weights that it changed; without one nothing changes."""
     if not opened.adapter:
         yield
         return
-    with opened.model.disable_adapter():
+    from ktc.adapters.own_weights import as_before
+
+    with opened.model.disable_adapter(), as_before(opened.model.get_base_model()):
         yield

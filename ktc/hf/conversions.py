@@ -1,7 +1,8 @@
 """The destination of a checkpoint's tensor by name: transformers' own conversion mapping, read but not run.
 
-Input: the stock model on meta. Output: a function from a checkpoint name to a `Place`. Supported are renamings, the
-stacking of experts, `Transpose`, `Interleave` and `Concatenate` of several tensors; other chains are `Unmappable`.
+Input: the stock model on meta. Output: a function from a checkpoint name to a `Place`, and names of experts. Supported
+are renamings, the stacking of experts, `Transpose`, `Interleave` and `Concatenate` of several tensors; other chains are
+`Unmappable`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ STACKED_PARTS: Mapping[str, Part] = {
     "down_proj_bias": "down_bias",
 }
 """The contents of the stacked tensor of an experts module, by its own name."""
+
+EXPERT_LAYERS: Mapping[str, str] = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"
+}  # fmt: skip
+"""Which part of an expert a layer of one expert is, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +122,13 @@ def _step(operation: ConversionOps) -> Step | None:
 def spelled(operation: ConversionOps) -> str:
     """Return the operation and its dimension, such as `Concatenate(1)`."""
     return f"{type(operation).__name__}({getattr(operation, 'dim', '')})"
+
+
+def names_one_by_one(model: PreTrainedModel) -> Mapping[str, str]:
+    """Return what checkpoints call gate, up and down of one expert, or nothing if they keep experts stacked."""
+    found: dict[str, str] = {}
+    for step in get_model_conversion_mapping(model):
+        if isinstance(step, WeightConverter) and "MergeModulelist" in [type(each).__name__ for each in step.operations]:
+            leaves = (pattern.removesuffix(".weight").rpartition(".")[2] for pattern in step.source_patterns)
+            found |= {EXPERT_LAYERS[leaf]: leaf for leaf in leaves if leaf in EXPERT_LAYERS}
+    return found if found.keys() == {"gate", "up", "down"} else {}

@@ -1,8 +1,8 @@
 """LLaMA-Factory's own tuner in this process, with a KTrainer as its trainer for that time.
 
 In: a `Request`. Out: LLaMA-Factory's own output, and the run report of the KTrainer. No file of LLaMA-Factory
-changes. Refused: settings that LLaMA-Factory itself refuses (F920), in its words; more processes than were started
-(F913).
+changes. Refused: settings that LLaMA-Factory itself refuses before the first step (F920), in its words; more processes
+than were started (F913).
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import logging
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from threading import Event
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -50,7 +52,8 @@ def train(request: Request) -> None:
     if torch.cuda.device_count() > 1:
         environment.join_world_of_one()
     tuner = import_module("llamafactory.train.tuner")
-    with _substituted(request), _arguments(request.words), _its_refusals():
+    begun = Event()
+    with _substituted(request, begun), _arguments(request.words), its_refusals(begun):
         tuner.run_exp()
 
 
@@ -64,24 +67,36 @@ def _require_processes() -> None:
 
 
 @contextmanager
-def _substituted(request: Request) -> Generator[None]:
+def _substituted(request: Request, begun: Event) -> Generator[None]:
     adapter = import_module("llamafactory.model.adapter")
     module, name = _TRAINERS[request.stage]
     workflow = import_module(module)
     adapted = _by_rules(request.model) if request.by_rules else adapter.get_peft_model
     with ExitStack() as stack:
-        stack.enter_context(_replaced(workflow, name, _kt_trainer(getattr(workflow, name))))
+        stack.enter_context(_replaced(workflow, name, _kt_trainer(getattr(workflow, name), begun)))
         stack.enter_context(_replaced(adapter, "get_peft_model", _telling_of_routers(adapted)))
         if not request.do_train:
             stack.enter_context(_replaced(adapter, "PeftModel", _Unmerged))
         yield
 
 
-def _kt_trainer(stock: type) -> type:
-    """Return LLaMA-Factory's trainer class with the KTrainer mixin."""
+def _kt_trainer(stock: type, begun: Event) -> type:
+    """Return LLaMA-Factory's trainer class with the KTrainer mixin. Its first step sets `begun`."""
     from ktc.training.trainer import KTrainerMixin
 
-    return type(f"KT{stock.__name__}", (KTrainerMixin, stock), {"__module__": __name__})
+    made: Any = type(f"KT{stock.__name__}", (KTrainerMixin, stock), {"__module__": __name__})
+    for name in ("training_step", "prediction_step"):
+        setattr(made, name, telling(begun, getattr(made, name)))
+    return made
+
+
+def telling(begun: Event, step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        return step(*args, **kwargs)
+
+    return told
 
 
 def _by_rules(folder: Path) -> GetPeftModel:
@@ -117,7 +132,7 @@ class _Unmerged:
     def from_pretrained(model: Any, folder: str, **_: Any) -> PeftModel:
         from ktc.adapters.adapter import attach
 
-        attached = attach(model, Path(folder))
+        attached = attach(model, Path(folder), alone=True)
         cast("Any", attached).merge_and_unload = lambda: attached
         return attached
 
@@ -144,8 +159,8 @@ def _arguments(words: tuple[str, ...]) -> Generator[None]:
 
 
 @contextmanager
-def _its_refusals() -> Generator[None]:
-    """Turn an error about settings or data into InputRefused (F920); any other error is a bug."""
+def its_refusals(begun: Event) -> Generator[None]:
+    """Turn an error about settings or data into InputRefused (F920); one after the first step has `begun` is a bug."""
     from ktc.training.library_refusals import origin_of, refusal_in
 
     try:
@@ -154,7 +169,7 @@ def _its_refusals() -> Generator[None]:
         raise
     except Exception as error:
         origin = origin_of(error.__traceback__)
-        if not origin.startswith(_JUDGES) and refusal_in(error) is None:
+        if begun.is_set() or (not origin.startswith(_JUDGES) and refusal_in(error) is None):
             raise
         message = f"LLaMA-Factory refuses ({origin}): {' '.join(str(error).split())}"
         raise InputRefused(Diagnostic("F920", message, hint="the message concerns the settings or the data")) from error

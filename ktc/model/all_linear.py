@@ -1,8 +1,9 @@
 """`target_modules="all-linear"` on a compiled model: the layers that PEFT adapts on the stock one, without the experts.
 
-Since 0.19 PEFT reads it as all linear layers and, by their former names, the router and the routed experts. In: a
-config and the model that it is injected into. Out: the config with the names that PEFT gives these layers, so that the
-saved adapter loads on the stock model. A warning (L438) says how to add experts.
+Since 0.19 PEFT reads it as the linear layers of the attention and, by their former names, the router and the routed
+experts. It leaves out shared experts. In: a config and the model that it is injected into. Out: the config with the
+names that PEFT gives these layers, so that the saved adapter loads on the stock model. A warning (L438) says how to
+add experts.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ktc.capture import CapturedModel
 from ktc.checkpoint.adapter_uses import AdapterFacts, refused_later, stored_as
 from ktc.diagnostics import Diagnostic
+from ktc.hf.conversions import names_one_by_one
 from ktc.hf.tied_weights import tied_names
 from ktc.plan.types import LoraPlan
 
@@ -21,5 +22,7 @@ def adapter_warnings(captured: CapturedModel, lora: LoraPlan | None) -> tuple[Di
         tied_names(captured.model),
         stored_as(source.index, source.config, source.config.get_text_config()),
         source.own_code,
+        not source.own_code and not names_one_by_one(captured.model),
+        int(getattr(source.config.get_text_config(), "num_hidden_layers", 0)),
     )
     return refused_later(facts)

@@ -95,7 +95,7 @@ class LoadedAdapters:
             if self._is_tuned:
                 attach_beside(self._model, folder, name)
             else:
-                self._model = cast("Any", attach(base, folder, adapter_name=name))
+                self._model = cast("Any", attach(base, folder, alone=False, adapter_name=name))
         except BaseException:
             self._discard(name)
             raise
@@ -136,9 +136,12 @@ def named_adapters(given: Sequence[str]) -> tuple[Path | None, dict[str, Path]]:
 
 def open_served_models(
     out: Path, given: Sequence[str] = (), *,
-    reference: bool = False, weights: Path | None = None, trust_remote_code: bool = False,
+    reference: bool = False, weights: Path | None = None, trust_remote_code: bool = False, updates: bool = False,
 ) -> ServedModels:  # fmt: skip
-    """Load the model in `out` and adapters, `A` or `NAME=FOLDER`. Raises as `open_language_model`, and G723."""
+    """Load the model in `out` and adapters, `A` or `NAME=FOLDER`. Raises as `open_language_model`, and G723.
+
+    The plain adapter alone may change weights of the model, unless `updates` may load others beside it.
+    """
     from ktc.adapters.adapter import attach_several
 
     plain, named = named_adapters(given)
@@ -151,7 +154,7 @@ def open_served_models(
     opened = open_language_model(out, reference=reference, weights=weights, trust_remote_code=trust_remote_code)
     model: Any = opened.model
     if folders:
-        model = attach_several(model, folders).eval()
+        model = attach_several(model, folders, alone=plain is not None and not updates).eval()
     found = {opened.name: ServedModel(with_adapter(opened, model, plain), PLAIN if plain is not None else "")}
     found |= {name: ServedModel(with_adapter(opened, model, folder), keys[name]) for name, folder in named.items()}
     return ServedModels(found)

@@ -92,7 +92,7 @@ def make_server(
     from ktc.serving.graceful import GracefulServer
     from ktc.serving.guard import Gate
 
-    if not all(getattr(served.opened.tokenizer, "is_fast", False) for served in models.names.values()):
+    if not all(served.opened.streams for served in models.names.values()):
         message = "the server of transformers streams with fast tokenizers only, and the model's is a slow one"
         raise InputRefused(Diagnostic("G721", message, hint="use `ktc generate --chat`"))
     gate = Gate(key_sha256, _body_bytes(served.opened.max_length for served in models.names.values()))

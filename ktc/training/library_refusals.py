@@ -15,8 +15,10 @@ from ktc.diagnostics import Diagnostic, InputRefused
 
 _LIBRARIES: Final = {
     "trl": "TRL", "transformers": "transformers", "peft": "PEFT", "accelerate": "accelerate", "datasets": "datasets",
-    "torch": "PyTorch", "bitsandbytes": "bitsandbytes",
+    "bitsandbytes": "bitsandbytes",
 }  # fmt: skip
+# The parts of torch that take settings; elsewhere its errors concern shapes and dtypes.
+_OF_TORCH: Final = ("torch.optim.", "torch.utils.tensorboard")
 _ABOUT_SETTINGS: Final = (ValueError, NotImplementedError, ImportError)  # others are faults of a call, or of a machine
 _MOST_WORDS: Final = 400
 
@@ -31,7 +33,8 @@ class LibraryRefusal:
 
 def refusal_in(error: BaseException) -> LibraryRefusal | None:
     """Return what a library said about a setting, or None if `error` is of another kind."""
-    name = _LIBRARIES.get(origin_of(error.__traceback__).partition(".")[0])
+    origin = origin_of(error.__traceback__)
+    name = "PyTorch" if origin.startswith(_OF_TORCH) else _LIBRARIES.get(origin.partition(".")[0])
     if name is None or not isinstance(error, _ABOUT_SETTINGS) or isinstance(error, UnicodeError):
         return None
     return LibraryRefusal(name, " ".join(str(error).split())[:_MOST_WORDS] or type(error).__name__)

@@ -15,6 +15,7 @@ from ktc.checkpoint.adapter_uses import AdapterFacts, refused_later, stored_as
 from ktc.checkpoint.index import open_index
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic
+from ktc.hf.conversions import names_one_by_one
 from ktc.hf.tied_weights import tied_names
 from ktc.model.manifest import read_manifest
 from ktc.regular_files import read_regular
@@ -36,5 +37,7 @@ def adapter_notes(paths: RunPaths, model: PeftModel) -> tuple[Diagnostic, ...]:
         tied_names(base),
         stored_as(open_index(folder), config, *parts),
         record.own_code,
+        not record.own_code and not names_one_by_one(base),
+        int(getattr(base.config.get_text_config(), "num_hidden_layers", 0)),
     )
     return refused_later(facts)

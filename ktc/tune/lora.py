@@ -16,7 +16,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.model import all_linear, peft_glue
 from ktc.tune.settings import TrainSettings
 
-_ALONE = f"`{all_linear.NAME}` excludes other names: it has every linear layer but the head and the routed experts"
+_ALONE = "give it alone: it means the layers that PEFT adapts on the stock model, without the routed experts"
 
 
 def adapted(model: PreTrainedModel, out: Path, settings: TrainSettings) -> PeftModel:
@@ -28,7 +28,13 @@ def adapted(model: PreTrainedModel, out: Path, settings: TrainSettings) -> PeftM
 
 
 def lora_config(out: Path, settings: TrainSettings) -> LoraConfig:
-    """Return the rules' `LoraConfig`, overridden by the settings. Without one, `targets` must name the layers."""
+    """Return the rules' `LoraConfig`, overridden by the settings. Without one, `targets` must name the layers.
+
+    Raise `InputRefused` (T526) for `all-linear` beside other names.
+    """
+    if len(settings.targets) > 1 and all_linear.NAME in (each.lower() for each in settings.targets):
+        message = f"`{all_linear.NAME}` excludes other names, and `targets` has some beside it"
+        raise InputRefused(Diagnostic("T526", message, hint=_ALONE))
     try:
         config = peft_glue.read_lora_config(out)
     except InputRefused as error:
@@ -65,8 +71,7 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
             last = {name.rpartition(".")[2] for name in linears}
-            hint = _ALONE if target == all_linear.NAME else suggest(target, last)
-            hint = hint or f"there are {', '.join(f'`{name}`' for name in sorted(last))}"
+            hint = suggest(target, last) or f"there are {', '.join(f'`{name}`' for name in sorted(last))}"
             faults.append(Diagnostic("T526", f"the model has no linear layer `{target}`", hint=hint))
     if faults:
         raise InputRefused(*faults)

@@ -7,6 +7,7 @@ a library does not accept, with its words and the setting without which it does.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.other import match_target_against_key
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl.trainer.sft_trainer import SFTTrainer
@@ -23,6 +25,7 @@ from ktc import twin
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 from ktc.files import temporary_folder
 from ktc.hf.tokenizer import read_tokenizer
+from ktc.model import all_linear
 from ktc.model.load import stock_class
 from ktc.model.load_as import read_config
 from ktc.model.manifest import read_manifest
@@ -33,6 +36,7 @@ from ktc.tune.settings import TrainSettings
 from ktc.tune.tokenised import TokenisedData
 from ktc.tune.types import PreparedData, RunPaths
 
+log = logging.getLogger(__name__)
 _OF_A_LAYER = re.compile(r".*\.\d+\.")
 
 
@@ -72,9 +76,12 @@ def _tried(
     paths: RunPaths, settings: TrainSettings, data: PreparedData, config: PreTrainedConfig
 ) -> LibraryRefusal | None:
     """Build everything that a run builds of these settings, and return the refusal of a library."""
+    model = _twin(settings, config)
+    if model is None:
+        return None
     try:
         with temporary_folder("train") as folder, torch.random.fork_rng(devices=[]):
-            _build(folder, paths, settings, data, config)
+            _build(folder, paths, settings, data, model)
     except KtcError:
         raise
     except Exception as error:
@@ -84,14 +91,21 @@ def _tried(
     return None
 
 
-def _build(
-    folder: Path, paths: RunPaths, settings: TrainSettings, data: PreparedData, config: PreTrainedConfig
-) -> None:
+def _twin(settings: TrainSettings, config: PreTrainedConfig) -> PreTrainedModel | None:
+    """Return the small model, None where it cannot be built: that says nothing about the settings."""
     dtype = torch.float32 if settings.precision == "fp32" else config.dtype
-    model = cast("PreTrainedModel", cast("Any", AutoModelForCausalLM).from_config(config, dtype=dtype))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return cast("PreTrainedModel", cast("Any", AutoModelForCausalLM).from_config(config, dtype=dtype))
+    except Exception:
+        log.debug("settings are not tried: the twin cannot be built", exc_info=True)
+        return None
+
+
+def _build(folder: Path, paths: RunPaths, settings: TrainSettings, data: PreparedData, model: PreTrainedModel) -> None:
     lora = _for_twin(lora_config(paths.out, settings), model)
     if not lora.target_modules and not lora.target_parameters:
-        return  # names that the model does not have either
+        return  # names that the twin does not have, nor the model perhaps
     adapted = cast("PeftModel", get_peft_model(model, lora))
     few = [None if each is None else _first(each) for each in (data.train, data.held_out)]
     trainer: Any = SFTTrainer(
@@ -109,12 +123,16 @@ def _first(data: TokenisedData) -> Any:
 
 
 def _for_twin(config: LoraConfig, model: nn.Module) -> LoraConfig:
-    """Name the targets without the number of their layer, those that the twin has."""
+    """Name the targets without the number of their layer, those that the twin has; it has the first layers alone."""
     modules = [str(name) for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())]
     parameters = [str(name) for name, _ in cast("Iterable[tuple[str, Any]]", model.named_parameters())]
-    if not isinstance(config.target_modules, str):
-        config.target_modules = list(_known(config.target_modules or (), modules))
+    targets = config.target_modules
+    if not isinstance(targets, str):
+        config.target_modules = list(_known(targets or (), modules))
+    elif targets.lower() != all_linear.NAME and not any(match_target_against_key(targets, name) for name in modules):
+        config.target_modules = None  # a pattern of later layers
     config.target_parameters = list(_known(config.target_parameters or (), parameters)) or None
+    config.layers_to_transform = config.layers_pattern = None
     return config
 
 

@@ -50,7 +50,9 @@ class TrainSettings:
     dropout: float | None = _setting(None, "LoRA's dropout; default: the rules' dropout, or 0.1.", low=0, above=1)
     rslora: bool | None = _setting(None, "Scale LoRA by alpha / sqrt(rank).")
     targets: tuple[str, ...] = _setting(
-        (), "Linear layers to adapt, instead of those of the rules; all-linear: all but the routed experts."
+        (),
+        "Linear layers to adapt, instead of those of the rules; all-linear: the layers that PEFT adapts on the stock "
+        "model (attention, routers ...), without the routed experts.",
     )
     learning_rate: float = _setting(1e-4, "Peak learning rate.", low=0)
     scheduler: Scheduler = _setting("cosine", "Schedule of the learning rate.")

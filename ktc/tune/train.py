@@ -85,7 +85,7 @@ def _warn(event: str, value: object) -> None:
     elif event == "adapter":
         found = cast("tuple[Diagnostic, ...]", value)
     for each in found:
-        warnings.warn(f"{each.message} ({each.hint})", stacklevel=2)
+        warnings.warn(f"{each.message} ({each.hint})" if each.hint else each.message, stacklevel=2)
 
 
 def run(

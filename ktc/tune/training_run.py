@@ -77,8 +77,9 @@ class TrainingRun:
             rehearse(self._paths, self._settings, self._data)
         set_seed(self._settings.seed)
         stopper = _Stopper(self._stop)
+        loaded = self._load()
         with _leaving_nothing(self._paths.output), refused_by_libraries("T508", "the settings", _HINT):
-            model = adapted(self._load(), self._paths.out, self._settings)
+            model = adapted(loaded, self._paths.out, self._settings)
             has_held_out = self._data.held_out is not None
             args = arguments(self._paths.output, self._settings, has_held_out=has_held_out, model=model)
             trainer = self._trainer(model, args, stopper)
@@ -147,14 +148,14 @@ class TrainingRun:
 
 @contextmanager
 def _leaving_nothing(output: Path) -> Generator[None]:
-    """Remove the folder that the trainer makes when it is built, if an error follows."""
-    existed = output.exists()
+    """Remove the folder that the trainer makes when it is built, and those above it, if an error follows."""
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         yield
     except BaseException:
-        if not existed:
-            with suppress(OSError):  # there is none, or another process has written into it
-                output.rmdir()
+        with suppress(OSError):  # there is none, or another process has written into it
+            for folder in made:
+                folder.rmdir()
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktc
-from ktc.adapters.adapter import attach, attach_several, detach, read_adapter
+from ktc.adapters.adapter import attach, attach_several, detach, exporting, read_adapter
+from ktc.adapters.own_weights import as_before
 from ktc.diagnostics import InputRefused
 from ktc.model.manifest import read_manifest
 from ktc.model.peft_glue import read_lora_config
@@ -107,7 +109,7 @@ def test_an_adapter_is_read_without_its_values(adapter: Path) -> None:
 
 
 def test_what_was_trained_comes_back(compiled_model: Path, saved: tuple[Path, torch.Tensor]) -> None:
-    model = attach(ktc.load(compiled_model, reference=True), saved[0])
+    model = attach(ktc.load(compiled_model, reference=True), saved[0], alone=True)
     assert torch.equal(logits(model), saved[1])
     assert not any(p.requires_grad for p in model.parameters())
 
@@ -131,7 +133,7 @@ def test_adapters_of_experts_give_the_stock_model_the_same_logits(
 
 
 def test_it_can_be_trained_on(compiled_model: Path, saved: tuple[Path, torch.Tensor]) -> None:
-    model = attach(ktc.load(compiled_model, reference=True), saved[0], trainable=True)
+    model = attach(ktc.load(compiled_model, reference=True), saved[0], trainable=True, alone=True)
     assert all(p.requires_grad for name, p in model.named_parameters() if ".lora_" in name)
 
 
@@ -178,7 +180,7 @@ def test_an_adapter_of_another_model_is_refused_with_both_names(compiled_model: 
     model = ktc.load(compiled_model, reference=True)
     change(adapter, base_model_name_or_path="somebody/another-model")
     with pytest.raises(InputRefused) as refusal:
-        attach(model, adapter)
+        attach(model, adapter, alone=True)
     assert "A603" in str(refusal.value)
     assert "somebody/another-model" in str(refusal.value) and str(model.name_or_path) in str(refusal.value)
 
@@ -189,16 +191,16 @@ def test_sizes_and_layers_of_another_model_are_refused(compiled_model: Path, ada
     name = next(name for name in tensors if "q_proj.lora_A" in name)
     save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, weights)
     with pytest.raises(InputRefused, match=r"A603: .*q_proj` is .*lora_A is"):
-        attach(ktc.load(compiled_model, reference=True), adapter)
+        attach(ktc.load(compiled_model, reference=True), adapter, alone=True)
     save_file({key.replace("layers.1.", "layers.71."): tensor for key, tensor in tensors.items()}, weights)
     with pytest.raises(InputRefused, match=r"A603: .*no layer `model.layers.71"):
-        attach(ktc.load(compiled_model, reference=True), adapter)
+        attach(ktc.load(compiled_model, reference=True), adapter, alone=True)
 
 
 def test_layers_that_peft_would_leave_out_are_noticed(compiled_model: Path, adapter: Path) -> None:
     targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
     change(adapter, target_modules=[name for name in targets if "q_proj" not in name])
-    assert codes(lambda: attach(ktc.load(compiled_model, reference=True), adapter)) == ("A605",)
+    assert codes(lambda: attach(ktc.load(compiled_model, reference=True), adapter, alone=True)) == ("A605",)
 
 
 def test_shared_experts_that_peft_takes_for_routed_ones_are_noticed(compiled: Path, tmp_path: Path) -> None:
@@ -215,7 +217,7 @@ def test_shared_experts_that_peft_takes_for_routed_ones_are_noticed(compiled: Pa
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     change(tmp_path, target_modules=names)
     with pytest.raises(InputRefused, match=r"A605: .*left out `base_model.model.model.layers.\d.mlp.") as refusal:
-        attach(ktc.load(compiled, reference=True), tmp_path)
+        attach(ktc.load(compiled, reference=True), tmp_path, alone=True)
     assert "proj.lora_" in str(refusal.value)
 
 
@@ -223,7 +225,7 @@ def test_factors_that_the_file_lacks_are_noticed(compiled_model: Path, adapter: 
     targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
     change(adapter, target_modules=[*targets, "gate"])
     with pytest.raises(InputRefused, match=r"A605: .*the file lacks"):
-        attach(ktc.load(compiled_model, reference=True), adapter)
+        attach(ktc.load(compiled_model, reference=True), adapter, alone=True)
 
 
 def head_adapter(out: Path, folder: Path, **settings: Any) -> Path:
@@ -240,7 +242,7 @@ def test_a_head_that_the_file_would_replace_is_refused_and_stays(compiled: Path,
     model = ktc.load(compiled, reference=True)
     before = logits(model)
     with pytest.raises(InputRefused, match=r"A603: .*other values of `lm_head.weight`"):
-        attach(model, tmp_path)
+        attach(model, tmp_path, alone=True)
     assert torch.equal(logits(detach(model)), before)
 
 
@@ -252,6 +254,42 @@ def test_one_that_changes_the_model_is_attached_alone(compiled: Path, tmp_path: 
     with pytest.raises(InputRefused, match=r"A603: .*changes `model.layers.0.self_attn.q_proj.weight`"):
         attach_several(model, folders)
     assert torch.equal(logits(detach(model)), before)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_weights_that_an_initialisation_changes_are_put_back(init: str, compiled: Path, tmp_path: Path) -> None:
+    """OLoRA subtracts in place, PiSSA gives the weight a new storage."""
+    one = head_adapter(compiled, tmp_path / "one", target_modules=["q_proj"], init_lora_weights=init)
+    model: Any = ktc.load(compiled, reference=True)
+    before, inner = logits(model), model.model.layers[0].self_attn.q_proj
+    address = inner.weight.data_ptr()
+    with pytest.raises(InputRefused, match=r"A603: .*changes `model.layers.0.self_attn.q_proj.weight`"):
+        attach(model, one, alone=False)
+    assert torch.equal(logits(detach(model)), before)
+    assert inner.weight.data_ptr() == address
+    attached = attach_several(model, {"one": one}, alone=True)
+    tuned = logits(attached)
+    with attached.disable_adapter():
+        assert not torch.equal(logits(attached), before)
+        with as_before(model):
+            assert torch.equal(logits(attached), before)
+    assert torch.equal(logits(attached), tuned)
+    assert torch.equal(logits(detach(model)), before)
+
+
+def test_an_adapter_that_is_loaded_twice_is_subtracted_once(compiled: Path, tmp_path: Path) -> None:
+    folder = head_adapter(compiled, tmp_path / "one", target_modules=["q_proj"], init_lora_weights="pissa")
+    first = attach(ktc.load(compiled, reference=True), folder, alone=True)
+    found = logits(first)
+    assert torch.equal(logits(attach(cast("Any", first).unload(), folder, alone=True)), found)
+
+
+def test_hints_of_other_layouts_are_for_adapters_that_have_one(compiled_model: Path, adapter: Path) -> None:
+    """`ktc export` refuses other kinds than LoRA, and adapters with whole modules."""
+    found, model = read_adapter(adapter), stock(compiled_model)
+    assert exporting(found, model).startswith(f"`ktc export {adapter} --layout per-expert`")
+    for other in ({"peft_type": "LOHA"}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}):
+        assert not exporting(replace(found, config={**found.config, **other}), model)
 
 
 def test_several_are_of_one_kind_and_an_export_reads_lora(compiled: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import ktc
 from ktc import twin
 from ktc.adapters.adapter import attach
+from ktc.cli.app import main
 from ktc.diagnostics import InputRefused
 from ktc.model.manifest import read_manifest
 
@@ -60,7 +62,7 @@ def outcome(out: Path, config: Any, folder: Path, *, generate: bool = False) -> 
     path = saved(out, config, folder)
     theirs = PeftModel.from_pretrained(stock(out), path)
     try:
-        ours = attach(ktc.load(out, reference=True), path)
+        ours = attach(ktc.load(out, reference=True), path, alone=True)
     except InputRefused as refused:
         return refused.diagnostics[0].code
     wanted, found = logits(theirs), logits(ours)
@@ -137,3 +139,65 @@ def _print(found: Mapping[str, str], table: Mapping[str, Any]) -> None:
     reasons = {name: f"not tried: {reason}" for name, reason in table.items() if isinstance(reason, str)}
     lines = (f"{label:80.80} {result}" for label, result in {**found, **reasons}.items())
     print("", *lines, sep="\n")
+
+
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("LORA", {"target_modules": ["q_proj", "lm_head"]}),
+    "embedding": ("LORA", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "tokens": ("LORA", {"trainable_token_indices": [17, 33]}),
+    "DoRA": ("LORA", {"use_dora": True}),
+    "KaSA": ("LORA", {"kasa_config": {}}),
+    **{kind: (kind, {}) for kind in ("ADALORA", "LOHA", "IA3", "BOFT", "VERA")},
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_model_in_bf16_computes_an_adapter_as_its_training_did(case: str, out: Path, tmp_path: Path) -> None:
+    kind, settings = TRAINED[case]
+    saved(out, CONFIGS[kind](**{**cast("Any", KINDS[kind]), **settings}), tmp_path / "adapter")
+    plain = logits(ktc.load(out))
+    trained = attach(ktc.load(out), tmp_path / "adapter", alone=True, trainable=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = logits(trained)
+    found = logits(attach(ktc.load(out), tmp_path / "adapter", alone=True))
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wanted) and not torch.equal(found, plain)
+
+
+WITH_KERNELS: dict[str, tuple[dict[str, Any], str]] = {
+    "self_attn": ({"target_modules": ["gate"], "modules_to_save": ["self_attn"]}, "equal"),
+    "head": ({"target_modules": ["q_proj", "lm_head"]}, "equal"),
+    "mlp": ({"modules_to_save": ["mlp"]}, "A604"),
+    "experts": ({"modules_to_save": ["experts"]}, "A604"),
+}
+
+
+@pytest.mark.parametrize("case", WITH_KERNELS)
+def test_rows_of_the_table_with_kernels(case: str, out: Path, tmp_path: Path) -> None:
+    settings, wanted = WITH_KERNELS[case]
+    folder = saved(out, LoraConfig(**{"r": 4, **Q, **settings}), tmp_path / "adapter")
+    if wanted != "equal":
+        with pytest.raises(InputRefused, match=wanted):
+            attach(ktc.load(out), folder, alone=True)
+        return
+    found = logits(attach(ktc.load(out), folder, alone=True)).float()
+    theirs, base = logits(PeftModel.from_pretrained(stock(out), folder)), logits(stock(out))
+    assert (found - theirs).norm() < 0.2 * (theirs - base).norm()
+
+
+@pytest.mark.parametrize("saved_module", ["mlp", "experts"])
+def test_experts_that_trained_whole_are_refused_with_a_command_that_merges_them(
+    saved_module: str, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(out, LoraConfig(r=4, **Q, modules_to_save=[saved_module]), tmp_path / "an adapter")
+    model = ktc.load(out, reference=True)
+    before = logits(model)
+    with pytest.raises(InputRefused, match=rf"A604: .*trained `{saved_module}` whole.*experts") as refused:
+        attach(model, folder, alone=True)
+    assert torch.equal(logits(model), before)
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(refused.value.diagnostics[0].hint.split("`")[1])[1:], "-q"]) == 0
+    made: Any = AutoModelForCausalLM
+    merged = made.from_pretrained(tmp_path / "an adapter-merged", dtype=torch.float32, experts_implementation="eager")
+    wanted = logits(PeftModel.from_pretrained(stock(out), folder))
+    assert (logits(merged) - wanted).norm() < 0.1 * (wanted - before).norm()

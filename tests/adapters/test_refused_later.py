@@ -26,14 +26,25 @@ FACTS = AdapterFacts("deepseek_v3", LAYERS)
 WAYS = "`ktc train --targets q_proj,kv_a_proj_with_mqa,o_proj` trains without"
 """By name: the facts, and words of the one finding's message and hint; no words, no finding."""
 TOLD: dict[str, tuple[AdapterFacts, str, str]] = {
-    "latent keys": (FACTS, "`kv_b_proj`: llama.cpp applies none", f"--gguf --merged` writes the merged model; {WAYS}"),
+    "latent keys": (FACTS, "`kv_b_proj`: llama.cpp applies none", f"--gguf --merged` writes it merged; {WAYS}"),
     "latent keys of a GGUF file": (replace(FACTS, stored="a GGUF file"), "--gguf` will refuse", WAYS),
     "latent keys by their last name": (replace(FACTS, layers=LATENT), "`kv_b_proj`", WAYS),
     "latent keys beside experts": (
-        replace(FACTS, layers=(*LAYERS, "model.layers.1.mlp.experts.down_proj")), "`kv_b_proj`", "merged model"
+        replace(FACTS, layers=(*LAYERS, "model.layers.1.mlp.experts.down_proj")), "`kv_b_proj`", "writes it merged"
     ),
     "other layers": (replace(FACTS, layers=LATENT[:2]), "", ""),
-    "a model without a GGUF form": (replace(FACTS, model_type="glm4_moe_lite"), "", ""),
+    "a model without a GGUF form": (
+        replace(FACTS, model_type="glm4_moe_lite"), "--gguf` will refuse the adapter: no GGUF architecture is known",
+        "--layout per-expert`",
+    ),
+    "a layer that has no name in GGUF files": (
+        AdapterFacts("qwen3_moe", ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.sieve"), num_layers=2),
+        "`sieve`: files of `qwen3moe` have no name", "`ktc train --targets q_proj` trains without",
+    ),
+    "experts that checkpoints keep stacked": (
+        AdapterFacts("gpt_oss", ("model.layers.0.mlp.experts.down_proj",), stacked=True, num_layers=2),
+        "`ktc export ADAPTER` will refuse experts one by one", "--layout peft-fused`",
+    ),
     "modules that train": (AdapterFacts("qwen3_moe", (), ("model.embed_tokens",)), "`ktc export` will refuse", "merge"),
     "tied weights": (
         AdapterFacts("qwen3_moe", ("lm_head",), tied=frozenset({"lm_head.weight"})), "`lm_head`: the weight is tied", ""
@@ -76,3 +87,14 @@ def test_the_command_that_is_offered_for_latent_keys_works_as_it_stands(tmp_path
     assert command[0] == "ktc"
     assert main([*command[1:], "-q"]) == 0
     assert list((tmp_path / "an adapter-gguf").glob("*.gguf"))
+
+
+def test_the_layout_that_is_offered_for_a_model_without_gguf_files_works(tmp_path: Path) -> None:
+    base = checkpoint("glm4_moe", tmp_path)
+    model = adapted(stock(base), target_modules=["q_proj"], target_parameters=None)
+    model.save_pretrained(str(tmp_path / "an adapter"))
+    with pytest.raises(InputRefused, match="A606: no GGUF architecture is known for `glm4_moe`") as refusal:
+        export(tmp_path / "an adapter", "gguf", model=base)
+    command = shlex.split(refusal.value.diagnostics[0].hint.split("`")[1])
+    assert main([*command[1:], "-q"]) == 0
+    assert (tmp_path / "an adapter-per-expert").is_dir()

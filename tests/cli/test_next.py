@@ -75,6 +75,8 @@ FIRST = (
     "train made --data capitals --max-steps 1 --accumulation 2 -o run",
     "eval made --adapter run --data capitals --limit 1 --max-new-tokens 2",
     "export run --layout per-expert -o exported",
+    "export run",
+    "export run --model made -o elsewhere",
     "merge made run -o merged",
     "quantize merged --scheme int4-channel -o int4",
     "export --gguf merged -o model.gguf",

@@ -61,7 +61,7 @@ def report(out: Path, compiled: Path, adapter: Path) -> Report:
 
 
 def tuned(out: Path, adapter: Path, trainable: bool = False) -> PeftModel:
-    return attach(ktc.load(out), adapter, trainable=trainable)
+    return attach(ktc.load(out), adapter, trainable=trainable, alone=True)
 
 
 def assert_same(one: Scores, other: Scores) -> None:
@@ -164,7 +164,7 @@ def test_an_adapter_serves_in_the_dtype_of_its_model_as_it_was_trained(out: Path
 
     assert dtypes(tuned(out, adapter)) == {torch.bfloat16}
     assert dtypes(tuned(out, adapter, trainable=True)) == {torch.float32}
-    assert dtypes(attach(ktc.load(out, reference=True), adapter)) == {torch.float32}
+    assert dtypes(attach(ktc.load(out, reference=True), adapter, alone=True)) == {torch.float32}
 
 
 def test_a_report_survives_json_and_its_picture_names_every_pair(report: Report) -> None:

@@ -106,7 +106,7 @@ def test_trained_experts_and_layers_resume_to_the_bit_and_load_in_stock_peft(che
     by_peft = PeftModel.from_pretrained(stock_of(checkpoint), tmp_path / "adapter").merge_and_unload()
     wanted = by_peft.bfloat16().state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in merged.state_dict().items())
-    generated = attach(ktc.load(out), tmp_path / "adapter")
+    generated = attach(ktc.load(out), tmp_path / "adapter", alone=True)
     assert torch.equal(generated(IDS).logits, expected)
 
 
@@ -204,7 +204,7 @@ def test_an_adapter_says_which_experts_it_was_trained_beside(
 ) -> None:
     def told(out: Path, **how: bool) -> list[str]:
         caplog.clear()
-        attach(ktc.load(out, **how), adapter)
+        attach(ktc.load(out, **how), adapter, alone=True)
         return [each.getMessage() for each in caplog.records if each.name == "ktc.adapters.adapter"]
 
     out = compiled(checkpoint, "moe-qat", tmp_path, rank="4", device="cpu")

@@ -7,11 +7,14 @@ import json
 import math
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from built_tokenizers import BUILT
+from peft import LoraConfig
+from strong_adapters import save_strong_adapter
 
 from ktc.cli import app as cli
 from ktc.diagnostics import InputRefused, Span
@@ -108,6 +111,29 @@ def test_rows_of_prompt_and_completion_are_asked_without_the_template(opened: La
     found = evaluate.evaluate_generation(opened, read_items(path), definition("lf"), SHORT)
     assert found.predictions[0]["prompt"] == "Question: 1 + 1? Answer:"
     assert found.predictions[0]["reference"] == " 2"
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_the_base_is_the_model_without_what_the_adapter_changed(
+    init: Literal["pissa", "olora"], compiled: Path, held_out: Path, tmp_path: Path
+) -> None:
+    config = LoraConfig(r=3, target_modules=["o_proj"], init_lora_weights=init)
+    folder = save_strong_adapter(compiled, config, tmp_path / "adapter", 3)
+    items, columns = read_items(held_out), list[dict[str, Any]]()
+    for adapter in (None, folder):
+        opened = open_language_model(compiled, adapter=adapter, reference=True)
+        found = evaluate.evaluate_generation(opened, items, definition("lf"), SHORT, token_accuracy=True)
+        columns.append({"lines": [line.base for line in found.lines], "rows": found.predictions})
+    assert columns[0]["lines"] == columns[1]["lines"]
+    assert [row["prediction"] for row in columns[0]["rows"]] == [row["base"] for row in columns[1]["rows"]]
+
+
+def test_samples_without_tokens_are_counted_in_the_name(opened: LanguageModel, held_out: Path) -> None:
+    items = read_items(held_out)
+    items = (items[0], replace(items[1], reference=""))
+    found = evaluate.evaluate_generation(opened, items, definition("lf"), SHORT, token_accuracy=True)
+    names = [line.name for line in found.lines if line.name.startswith("token accuracy")]
+    assert names == ["token accuracy (1 of 2 samples: others have no tokens)"]
 
 
 def test_token_accuracy_is_counted_behind_the_reference_and_has_its_own_name(

@@ -334,3 +334,13 @@ def test_every_line_of_jsonl_ends_with_a_newline() -> None:
     assert jsonl(rows).endswith("\n")
     assert [json.loads(line) for line in jsonl(rows).splitlines()] == rows
     assert jsonl([]) == ""
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_server_is_named_next_where_it_takes_the_tokenizer(
+    is_fast: bool, run: Run, compiled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LanguageModel, "streams", is_fast)
+    code, _, err = run(compiled, "--prompt", "Hello", "--max-new-tokens", "1", "--reference")
+    assert code == 0
+    assert ("next: ktc serve" in err) == is_fast

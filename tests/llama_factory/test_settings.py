@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 import yaml
@@ -157,3 +158,16 @@ def test_processes_that_nobody_starts_are_refused(bare: pytest.MonkeyPatch, read
     bare.setenv("NPROC_PER_NODE", "2")
     with pytest.raises(InputRefused, match="F913"):
         train(read())
+
+
+def test_only_errors_before_the_first_step_concern_settings() -> None:
+    from transformers import AutoConfig
+
+    from ktc.llama_factory.run import its_refusals, telling
+
+    begun = Event()
+    with pytest.raises(InputRefused, match="F920"), its_refusals(begun):
+        AutoConfig.for_model("nothing")
+    assert telling(begun, len)("step") == 4
+    with pytest.raises(ValueError, match="nothing"), its_refusals(begun):
+        AutoConfig.for_model("nothing")

@@ -68,7 +68,7 @@ def test_a_pipe_in_an_adapter_is_refused(adapter: Path, compiled: Path, tmp_path
     folder = tmp_path / "adapter"
     shutil.copytree(adapter, folder)
     model = ktc.load(compiled, reference=True)
-    codes = each_as_a_pipe(folder, lambda: attach(model, folder))
+    codes = each_as_a_pipe(folder, lambda: attach(model, folder, alone=True))
     assert {"adapter_config.json", "adapter_model.safetensors"} <= codes.keys()
 
 

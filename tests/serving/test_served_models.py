@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from engine_answers import Answers
 from peft import LoraConfig
 from strong_adapters import save_strong_adapter
@@ -86,3 +87,33 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(compiled: Path, adapter
     with pytest.raises(InputRefused) as refused:
         open_served_models(compiled, [f"{compiled.name}={adapter}"], reference=True)
     assert [found.code for found in refused.value.diagnostics] == ["G723"]
+
+
+@pytest.fixture(scope="module")
+def changing(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that subtracts its first factors from the weights whenever it is loaded."""
+    config = LoraConfig(r=3, target_modules=["o_proj"], init_lora_weights="pissa")
+    return save_strong_adapter(compiled, config, tmp_path_factory.mktemp("adapter") / "pissa", 3)
+
+
+def test_one_that_changes_the_model_is_served_where_nothing_else_answers(compiled: Path, changing: Path) -> None:
+    served = open_served_models(compiled, [str(changing)], reference=True).default.opened
+    alone = open_language_model(compiled, adapter=changing, reference=True)
+    wanted = answer(alone, render(alone, TEXTS[0]), Sampling(10))[0].text
+    assert answer(served, render(served, TEXTS[0]), Sampling(10))[0].text == wanted
+    for given, updates in ([str(changing)], True), ([f"tuned={changing}"], False):
+        with pytest.raises(InputRefused, match=r"(?s)A603: .*changes `.*o_proj.weight`.*without updates"):
+            open_served_models(compiled, given, reference=True, updates=updates)
+
+
+def test_the_first_adapter_that_a_running_server_loads_leaves_the_model_as_it_is(
+    compiled: Path, changing: Path
+) -> None:
+    opened = open_language_model(compiled, reference=True)
+    before = answer(opened, render(opened, TEXTS[0]), Sampling(10))[0].text
+    weight = opened.model.get_submodule("model.layers.0.self_attn.o_proj").weight
+    values = weight.detach().clone()
+    with pytest.raises(InputRefused, match="A603"):
+        LoadedAdapters(opened.model).load("late", changing)
+    assert torch.equal(weight, values)
+    assert answer(opened, render(opened, TEXTS[0]), Sampling(10))[0].text == before

@@ -64,7 +64,10 @@ KINDS_REFUSED: Final = {
     "CARTRIDGE": "A604", "CPT": "A604", "PROMPT_TUNING": "A604", "P_TUNING": "A604", "PREFIX_TUNING": "A604",
     "SHADOW": "A604", "GLORA": "A603",
 }  # fmt: skip
-FIELDS_REFUSED: Final = {"layer_replication [[0, 2], [1, 2]]": "A604", "init_lora_weights pissa_niter_4": "A604"}
+FIELDS_REFUSED: Final = {
+    "layer_replication [[0, 2], [1, 2]]": "A604", "init_lora_weights pissa_niter_4": "A604",
+    "modules_to_save ['mlp']": "A604", "modules_to_save ['experts']": "A604",
+}  # fmt: skip
 
 _HEAD: Final = {"target_modules": ["q_proj", "lm_head"]}
 _EXPERTS: Final = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -95,6 +98,9 @@ FIELDS: Final[Mapping[str, tuple[Mapping[str, Any], ...] | str]] = {
         {"modules_to_save": ["embed_tokens", "lm_head"]},
         {"modules_to_save": ["o_proj"]},
         {"modules_to_save": ["gate"]},
+        {"modules_to_save": ["self_attn"], "target_modules": ["gate"]},
+        {"modules_to_save": ["mlp"]},
+        {"modules_to_save": ["experts"]},
     ),
     "init_lora_weights": tuple(
         {"init_lora_weights": each}

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ktc
 from ktc.adapters.adapter import attach
-from ktc.diagnostics import InputRefused, KtcError
+from ktc.diagnostics import Diagnostic, InputRefused, KtcError
+from ktc.training.library_refusals import refusal_in
+from ktc.tune.prepare import prepare
+from ktc.tune.rehearsal import rehearse
 from ktc.tune.settings import TrainSettings
+from ktc.tune.types import RunPaths
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,6 +66,87 @@ def test_a_bug_of_ours_stays_one(out: Path, data: Path, tmp_path: Path, monkeypa
         ktc.train(out, data, output=tmp_path / "run", max_steps=1)
 
 
+def test_a_fault_of_loading_is_no_setting(
+    out: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        AutoConfig.for_model("nothing")  # transformers' own ValueError
+
+    monkeypatch.setattr("ktc.tune.training_run.rehearse", lambda *_: None)
+    monkeypatch.setattr("ktc.tune.training_run.load", load)
+    with pytest.raises(ValueError, match="nothing") as raised:
+        ktc.train(out, data, output=tmp_path / "run", max_steps=1)
+    assert not isinstance(raised.value, KtcError)
+
+
+@pytest.mark.parametrize("where", ["torch.nn.functional", "torch.optim.adamw"])
+def test_only_the_parts_of_torch_that_take_settings_refuse_them(where: str) -> None:
+    scope: dict[str, Any] = {"__name__": where}
+    exec("def call(): raise ValueError('Invalid learning rate: -1')", scope)
+    with pytest.raises(ValueError, match="Invalid") as raised:
+        scope["call"]()
+    refusal = refusal_in(raised.value)
+    assert (refusal is not None and refusal.library == "PyTorch") == where.startswith("torch.optim")
+
+
+def rehearsed(out: Path, data: Path, output: Path, **settings: Any) -> None:
+    paths, chosen = RunPaths(out, output), TrainSettings(data=str(data), length=64, **settings)
+    rehearse(paths, chosen, prepare(paths, chosen))
+
+
+def test_a_twin_that_cannot_be_built_refuses_nothing(
+    out: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_config(*_: Any, **__: Any) -> None:
+        AutoConfig.for_model("nothing")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", from_config)
+    rehearsed(out, data, tmp_path / "run", targets=("q_proj", "lm_head"))
+
+
+@pytest.mark.parametrize("settings", [
+    {"target_modules": r".*layers\.40\.self_attn\.q_proj"},
+    {"target_modules": ["q_proj"], "layers_to_transform": [40]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [40], "layers_pattern": "layers"},
+    {"target_modules": ["model.layers.40.self_attn.q_proj"], "rank_pattern": {r".*layers\.40\..*": 2}},
+    {"target_modules": ["q_proj"], "rank_pattern": {r".*layers\.40\..*": 2}},
+    {"target_modules": r".*layers\.(1|40)\.self_attn\.q_proj"},
+])  # fmt: skip
+def test_layers_that_the_twin_does_not_have_are_not_refused(
+    settings: dict[str, Any], out: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", **settings)
+    monkeypatch.setattr("ktc.tune.rehearsal.lora_config", lambda *_: config)
+    rehearsed(out, data, tmp_path / "run")
+
+
+def test_all_linear_beside_other_names_is_named_as_such(out: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="T526: `all-linear` excludes other names"):
+        ktc.train(out, data, output=tmp_path / "a" / "new" / "run", targets=("all-linear", "q_proj"), max_steps=1)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_folders_above_a_refused_run_do_not_stay(
+    out: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trainer(*_: Any, **settings: Any) -> None:
+        Path(settings["args"].output_dir).mkdir(parents=True)
+        AutoConfig.for_model("nothing")
+
+    monkeypatch.setattr("ktc.tune.training_run.rehearse", lambda *_: None)
+    monkeypatch.setattr("ktc.tune.training_run.KTSFTTrainer", trainer)
+    with pytest.raises(InputRefused, match="T508"):
+        ktc.train(out, data, output=tmp_path / "a" / "new" / "run", max_steps=1)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_warnings_without_a_hint_have_no_empty_brackets() -> None:
+    from ktc.tune.train import _warn
+
+    with pytest.warns(UserWarning, match="^of a kind$"):
+        _warn("adapter", (Diagnostic("A613", "of a kind"),))
+
+
 @pytest.mark.slow
 def test_all_linear_layers_are_trained_and_load_on_the_stock_model(out: Path, data: Path, tmp_path: Path) -> None:
     ktc.train(
@@ -75,7 +160,9 @@ def test_all_linear_layers_are_trained_and_load_on_the_stock_model(out: Path, da
     ids = torch.arange(5, 45)[None]
     with torch.no_grad():
         theirs = PeftModel.from_pretrained(stock, tmp_path / "run").eval()(input_ids=ids).logits
-        assert torch.equal(attach(ktc.load(out, reference=True), tmp_path / "run")(input_ids=ids).logits, theirs)
+        assert torch.equal(
+            attach(ktc.load(out, reference=True), tmp_path / "run", alone=True)(input_ids=ids).logits, theirs
+        )
 
 
 VALUES: dict[str, tuple[Any, ...]] = {

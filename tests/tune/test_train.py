@@ -98,7 +98,7 @@ def test_the_adapter_gives_the_stock_model_the_same_logits(done: TrainResult, ou
     assert json.loads((done.output / "adapter_config.json").read_text())["base_model_name_or_path"] == source
     stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager").eval()
     theirs = PeftModel.from_pretrained(stock, str(done.output)).eval()
-    ours = attach(ktc.load(out, reference=True), done.output).eval()
+    ours = attach(ktc.load(out, reference=True), done.output, alone=True).eval()
     ids = torch.arange(5, 45)[None]
     with torch.no_grad():
         assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
