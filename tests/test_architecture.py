@@ -57,7 +57,7 @@ IMPORTS = {
     "fmt --check rules": (95, ("ktc.host", "ktc.compiler", *_MODELS)),
     "check moe-lora": (96, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
-    "import ktc.compiler": (208, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
+    "import ktc.compiler": (209, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }
 
 # One process: each command line runs in a fork of it, which answers with the modules that it has imported.

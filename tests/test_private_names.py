@@ -18,7 +18,7 @@ from parsed_sources import trees
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ktc.capture.forms import reads_rows
@@ -32,7 +32,8 @@ KNOWN = {
     "_keys_to_ignore_on_load_unexpected", "_load_from_state_dict", "_make_wrapper_subclass",
     "_non_persistent_buffers_set", "_normalize_input", "_normalize_tools", "_prefill",
     "_prepare_cache_for_generation", "_python_dispatch", "_pytree", "_register_custom_module", "_resolve_model",
-    "_sample", "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_validate_request", "_version",
+    "_sample", "_schema", "_StreamError", "_subclasses", "_supports_sdpa", "_tied_weights_keys", "_validate_request",
+    "_version",
 }  # fmt: skip
 
 
@@ -74,6 +75,23 @@ def test_training_uses_private_names_in_one_file() -> None:
     assert training.keys() == {"private_api.py"}
     others = {name for path, names in rooms.items() if path.parts[0] != "training" for name in names}
     assert others <= KNOWN, "give it a test below, and a row in KNOWN"
+
+
+def test_the_ties_of_an_instance_count_before_those_of_its_class() -> None:
+    """`ktc/model/first_layers.py` leaves out those of layers that it removes."""
+
+    class Tied(PreTrainedModel):
+        _tied_weights_keys = {"b.weight": "a.weight"}  # noqa: RUF012 - as models of transformers declare it
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            self.a, self.b = nn.Linear(1, 1), nn.Linear(1, 1)
+            self.post_init()
+
+    model = Tied(PretrainedConfig(tie_word_embeddings=True))
+    assert model.get_expanded_tied_weights_keys(all_submodels=True) == {"b.weight": "a.weight"}
+    model._tied_weights_keys = {}
+    assert model.get_expanded_tied_weights_keys(all_submodels=True) == {}
 
 
 def test_a_module_has_its_children_parameters_and_hooks_in_its_dictionary() -> None:
