@@ -136,6 +136,18 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _same_compiler() -> Iterator[None]:
+    """PEFT's BOFT sets the names of the compilers and does not set them back: later tests would not use the cache."""
+    before = {name: os.environ.get(name) for name in ("CC", "CXX")}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(run_folder: Path) -> Iterator[None]:
     """Twins and kernels are cached for this run only: tests neither use nor touch the user's cache."""

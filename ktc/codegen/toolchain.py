@@ -50,7 +50,13 @@ class Toolchain:
         return (self.compiler.path, *self.flags(isa, source.name), *includes, "-c", str(source), "-o", str(target))
 
     def link_command(self, objects: Iterable[Path], target: Path) -> tuple[str, ...]:
-        return (self.compiler.path, "-shared", "-pthread", *map(str, objects), "-o", str(target))
+        """Return the command that links a library.
+
+        `$CXX` may name a driver of C, which compiles C++ and leaves out its library: PEFT's BOFT sets `CXX=gcc` where
+        its own extension cannot be built, and does not set it back.
+        """
+        libraries = () if "++" in Path(self.compiler.path).name else ("-lstdc++", "-lm")
+        return (self.compiler.path, "-shared", "-pthread", *map(str, objects), "-o", str(target), *libraries)
 
     def flags(self, isa: Isa, unit: str) -> tuple[str, ...]:
         """Flags of one translation unit. The Python modules have no loop: a short build matters more there."""

@@ -5,6 +5,7 @@ Most tests use a stand-in for the compiler that hands out the session's library,
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -457,3 +458,16 @@ def test_the_inner_loop_keeps_its_sums_in_registers(tmp_path: Path) -> None:
     products = [line for line in listing.splitlines() if "vdpbf16ps" in line]
     assert products
     assert not [line for line in products if "rsp" in line or "rbp" in line]
+
+
+def test_a_driver_of_c_links_the_library_of_cpp(tmp_path: Path) -> None:
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        pytest.skip("there is no gcc")
+    source = tmp_path / "thrown.cpp"
+    source.write_text('#include <stdexcept>\nvoid thrown() { throw std::runtime_error("it"); }\n')
+    found = toolchain.find(host.detect())
+    tools = replace(found, compiler=replace(found.compiler, path=gcc))
+    toolchain.run(tools.compile_command(source, tmp_path / "thrown.o", "scalar"))
+    toolchain.run(tools.link_command([tmp_path / "thrown.o"], tmp_path / "thrown.so"))
+    ctypes.CDLL(str(tmp_path / "thrown.so"))
