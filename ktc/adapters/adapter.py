@@ -141,7 +141,7 @@ def require_quick_patterns(adapter: Adapter, names: Sequence[str]) -> None:
 
 
 def attach(
-    model: PreTrainedModel, folder: Path, *, alone: bool, trainable: bool = False, adapter_name: str = "default"
+    model: PreTrainedModel, folder: Path, *, alone: bool = True, trainable: bool = False, adapter_name: str = "default"
 ) -> PeftModel:
     """Attach the adapter in `folder` to a loaded model, compiled or stock, by stock PEFT, in place and in eval mode.
 
