@@ -41,16 +41,13 @@ _unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
 class Ran:
     """One run.
 
-    `blocked` states of each call whether the code has switched gradients off for it. `missing` are the attributes that
-    the code asked of modules without them, `outside` the values outside of modules that it read and that may change.
+    `blocked` states of each call whether the code has switched gradients off for it.
     """
 
     calls: tuple[tuple[str, ...], ...]
     blocked: tuple[bool, ...]
     graded: bool
     mentioned: frozenset[str]
-    missing: tuple[str, ...]
-    outside: tuple[str, ...]
 
     def computes_as(self, other: Ran) -> bool:
         """Return whether both compute the same, with the same gradients if both have any."""
@@ -66,9 +63,7 @@ def observed(module: nn.Module, run: Callable[[], object], mentions: Mentions) -
     graded = torch.is_grad_enabled()
     with _Calls(module) as calls, mentions.collected():
         run()
-    mentioned = frozenset(mentions.names | calls.asked)
-    missing, outside = tuple(mentions.missing), tuple(mentions.outside)
-    return Ran(tuple(calls.rows), tuple(calls.blocked), graded, mentioned, missing, outside)
+    return Ran(tuple(calls.rows), tuple(calls.blocked), graded, frozenset(mentions.names | calls.asked))
 
 
 @contextmanager

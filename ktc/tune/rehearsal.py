@@ -97,8 +97,8 @@ def _twin(settings: TrainSettings, config: PreTrainedConfig) -> PreTrainedModel 
     try:
         with torch.random.fork_rng(devices=[]):
             return cast("PreTrainedModel", cast("Any", AutoModelForCausalLM).from_config(config, dtype=dtype))
-    except Exception:
-        log.debug("settings are not tried: the twin cannot be built", exc_info=True)
+    except Exception as error:  # noqa: BLE001 - code of models raises anything
+        log.warning("settings are not tried before the run: its small twin cannot be built: %s", error)
         return None
 
 
