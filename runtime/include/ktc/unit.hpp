@@ -11,5 +11,5 @@
 #pragma once
 
 #ifndef KTC_UNIT
-#error "define KTC_UNIT, a name of this translation unit alone, before the first include of ktc"
+#error "define KTC_UNIT, a name that no other unit and no namespace of ktc has, before the first include of ktc"
 #endif

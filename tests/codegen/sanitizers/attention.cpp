@@ -1,6 +1,6 @@
 // Calls of kernels for decode attention: over all positions, over chosen ones, over int8 codes, and the index that
 // chooses.
-#define KTC_UNIT attention
+#define KTC_UNIT stress_attention
 
 #include "ktc/interface/attention.hpp"
 
@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "calls.hpp"
+#include "ktc/key_codes.hpp"
 #include "memory.hpp"
 
 namespace stress {
@@ -277,7 +278,7 @@ Call index_call(std::shared_ptr<const SparseAttentionKernel> kernel, const Case&
   const std::int64_t k = 20, sink = 3, local = 4, most = std::min(which.positions, k + sink + local);
   const std::int64_t lists = which.batch * which.tokens * which.key_heads * (shared ? 1 : which.group);
   return {.name = name_of(shared ? "index shared" : "index", which), .run = [=](Engine& engine, int) {
-            std::vector<std::uint8_t> blocks(static_cast<std::size_t>(heads * capacity * layout.block_bytes()));
+            std::vector<std::uint8_t> blocks(static_cast<std::size_t>(heads * capacity * block_bytes(layout)));
             std::vector<weight_format::fp16> scales(static_cast<std::size_t>(heads * capacity * 16));
             const IndexView index{blocks.data(), scales.data(), mean.data(), signs.data(), capacity, layout};
             const Cache<Element>& cache = attention->cache;

@@ -1,5 +1,5 @@
 // Calls of kernels for linear layers.
-#define KTC_UNIT linear
+#define KTC_UNIT stress_linear
 
 #include "ktc/interface/linear.hpp"
 
@@ -7,6 +7,7 @@
 
 #include "calls.hpp"
 #include "ktc/interface/packed_linear.hpp"
+#include "ktc/shape.hpp"
 #include "memory.hpp"
 
 namespace stress {

@@ -1,5 +1,5 @@
 // Calls of fused-MoE kernels: forward and backward with everything that they can write.
-#define KTC_UNIT moe
+#define KTC_UNIT stress_moe
 
 #include "ktc/interface/moe.hpp"
 
@@ -10,6 +10,9 @@
 #include <stdexcept>
 
 #include "calls.hpp"
+#include "ktc/huge_pages.hpp"
+#include "ktc/shape.hpp"
+#include "ktc/weight_format/layout.hpp"
 #include "memory.hpp"
 
 namespace stress {

@@ -1,5 +1,5 @@
 // Calls of kernels for decoding steps: a program of every operation, and indices that are out of range.
-#define KTC_UNIT step
+#define KTC_UNIT stress_step
 
 #include "ktc/interface/step.hpp"
 
